@@ -1,0 +1,164 @@
+"""The audit of a wave: attack first, and only then fetch the truth and grade."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from attacks.base import Knowledge, Reconstruction, Stream, Wave
+from attacks.metrics import Metric, image_metrics, label_accuracy, match
+from attacks.plan import BASELINES, PlannedAttack, describe
+from client.protocol import Federation
+from client.rng import generator
+from client.update import Batch, Chain
+
+WHOLE_BATCH = -1  # the example number of a row that speaks of the whole batch
+Truth = Callable[[int, int], Batch]  # (client, round) -> the private batch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One score, as the ledger keeps it."""
+
+    round: int
+    client: int
+    attack: str
+    example: int
+    metric: str
+    value: float | None
+    status: str
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Audited:
+    """One observation's outcome: the reconstruction, paired with the truth's order where there is one, and its rows."""
+
+    client: int
+    reconstruction: Reconstruction
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Auditor:
+    """Attacks waves of one federation and grades them.
+
+    Args:
+        federation: gives the attacker its public knowledge and, in a simulation, the grader its truth.
+        seed: of the attacker's randomness.
+    """
+
+    federation: Federation
+    seed: int = 0
+
+    @cached_property
+    def auxiliary(self) -> Batch:
+        """The public images: the attacker's knowledge of the distribution, and the gallery of identification."""
+        return self.federation.shards.auxiliary_batch()
+
+    @cached_property
+    def metrics(self) -> list[Metric]:
+        """What every reconstruction is graded by."""
+        return image_metrics(self.federation.shards.dataset.shape, self.auxiliary.x)
+
+    def knowledge(self, planned: PlannedAttack) -> Knowledge:
+        """The threat model of a planned attack; its card stands beside every score."""
+        fed, dataset, local = self.federation, self.federation.shards.dataset, self.federation.chain.local
+        chain = fed.chain if planned.defense == "known" else Chain((local,))
+        return Knowledge(
+            model=fed.model,
+            forward=chain.mean(fed.gradient),
+            shape=dataset.shape,
+            classes=dataset.classes,
+            batch_size=fed.shards.batch_size,
+            scale=local.scale,
+            mean=dataset.mean,
+            std=dataset.std,
+            auxiliary=self.auxiliary,
+            card=card(fed, planned),
+        )
+
+    def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
+        """The attacker's randomness for one observation."""
+        return partial(generator, self.seed, "attack", planned.name, round, client)
+
+    def audit(
+        self, planned: PlannedAttack, wave: Wave, others: Mapping[int, int] | None = None, truth: Truth | None = None
+    ) -> list[Audited]:
+        """Attack a wave, then grade it.
+
+        Args:
+            others: for a client, another one of the same round: the reconstruction is graded against that one's truth
+                too, as the baseline wrong_client(attack) of that client.
+            truth: default: the simulation's own.
+        """
+        truth = truth or self.federation.batch_at
+        attack, known = planned.build(), self.knowledge(planned)
+        if planned.labels == "given":  # the threat model hands labels over, images never
+            given = torch.stack([truth(client, wave.round).y.sort().values for client in wave.clients])
+            known = replace(known, labels=given)
+        self.federation.load_buffers(wave.buffers)
+        streams = [self.stream(planned, wave.round, client) for client in wave.clients]
+        started = time.perf_counter()
+        reconstructions = attack.reconstruct(wave, known, planned.budget, streams)
+        seconds = (time.perf_counter() - started) / len(wave)
+        assert len(reconstructions) == len(wave)
+        audited = []
+        for client, found in zip(wave.clients, reconstructions, strict=True):
+            found = replace(found, seconds=seconds)
+            paired, rows = self._grade(planned.name, wave.round, client, found, truth)
+            other = (others or {}).get(client)
+            if other is not None and planned.name not in BASELINES:
+                rows += self._grade(f"wrong_client({planned.name})", wave.round, other, replace(found, y=None), truth)[
+                    1
+                ]
+            audited.append(Audited(client, paired, tuple(rows)))
+        return audited
+
+    def _grade(
+        self, attack: str, round: int, client: int, found: Reconstruction, truth: Truth
+    ) -> tuple[Reconstruction, list[Row]]:
+        """Rows of one reconstruction, and the reconstruction in the truth's order."""
+        batch = truth(client, round)
+
+        def row(example: int, metric: str, value: float | None) -> Row:
+            return Row(round, client, attack, example, metric, value, found.status, found.seconds)
+
+        rows = []
+        if found.y is not None:
+            rows.append(row(WHOLE_BATCH, "label_accuracy", label_accuracy(batch.y, found.y)))
+        if found.x is None or not torch.isfinite(found.x).all():
+            rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(batch.y))]
+            return found, rows
+        order = match(batch.x, found.x)
+        x = found.x[order]
+        for metric in self.metrics:
+            rows += [row(i, metric.name, value) for i, value in enumerate(metric(batch.x, x).double().tolist())]
+        return replace(found, x=x, y=_reorder(found.y, order)), rows
+
+
+def _reorder(y: Tensor | None, order: Tensor) -> Tensor | None:
+    return y if y is None else y[order]
+
+
+def card(fed: Federation, planned: PlannedAttack) -> str:
+    """The threat model in words."""
+    links = [
+        ("each " if t.get("each") else "") + describe({k: v for k, v in t.items() if k != "each"})
+        for t in fed.protocol.chain
+    ]
+    norms = [m for m in fed.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    parts = [
+        "honest server",
+        f"labels {planned.labels}",
+        f"chain {planned.defense}: {' > '.join(links)}",
+        f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update",
+        f"normalisation known, {len(fed.shards.auxiliary)} auxiliary images of the same distribution",
+        *([f"BatchNorm in {'train' if fed.model.training else 'eval'} mode, statistics known"] if norms else []),
+        f"{planned.budget.iterations} iterations x {planned.budget.restarts} restart"
+        f"{'s' if planned.budget.restarts > 1 else ''}",
+    ]
+    return "; ".join(parts)

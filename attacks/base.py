@@ -1,0 +1,139 @@
+"""The vocabulary of attacks: what a curious server saw, what it knows, what it may spend, what it gets."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor, nn
+
+from client.update import Batch, Params, Update, UpdateFn
+
+Stream = Callable[..., Generator]  # stream("start", restart): a generator of its own for one purpose of one observation
+Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What the server saw of one client in one round; it has no field for the truth."""
+
+    round: int
+    client: int
+    params: Params
+    update: Update
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Wave:
+    """Observations of one round, which share params, with their updates stacked on a leading axis: attacks are batch-first."""
+
+    round: int
+    clients: tuple[int, ...]
+    params: Params
+    update: Update  # each (K, ...)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def stack(cls, observations: Sequence[Observation]) -> "Wave":
+        """One wave of observations of the same round and params; ValueError when they are of several rounds."""
+        first = observations[0]
+        if any(o.round != first.round for o in observations):
+            raise ValueError(f"a wave is of one round, got {sorted({o.round for o in observations})}")
+        stacked = {k: torch.stack([o.update[k] for o in observations]) for k in first.update}
+        return cls(first.round, tuple(o.client for o in observations), first.params, stacked, first.buffers)
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def alone(self, k: int) -> Update:
+        """The k-th observation's update."""
+        return {name: t[k] for name, t in self.update.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Knowledge:
+    """The threat model: all that an attack may use besides the observation.
+
+    Args:
+        model: the network, with the buffers that the server sent.
+        forward: the chain as the attacker believes it to be, differentiable and without noise.
+        shape: (C, H, W) of an image.
+        classes, batch_size: as agreed in the federation.
+        scale: update ~ -scale * gradient (learning rate times local steps).
+        mean, std: the per-channel normalisation in front of the model.
+        labels: (K, B) int64 where the attacker is given them, else None: it restores them.
+        auxiliary: public images of the same distribution, else None.
+        card: the threat model in words; it stands beside every score.
+    """
+
+    model: nn.Module
+    forward: UpdateFn
+    shape: tuple[int, int, int]
+    classes: int
+    batch_size: int
+    scale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    labels: Tensor | None = None
+    auxiliary: Batch | None = None
+    card: str = ""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one attack on one observation may spend: gradient evaluations, restarts, seconds of the whole wave."""
+
+    iterations: int = 500
+    restarts: int = 1
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ValueError(f"iterations must be at least 1, got {self.iterations}")
+        if self.restarts < 1:
+            raise ValueError(f"restarts must be at least 1, got {self.restarts}")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"seconds must be above 0, got {self.seconds}")
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstruction:
+    """What an attack made of one observation.
+
+    Args:
+        x: (B, C, H, W) in [0, 1]; None where there is none to grade.
+        y: (B,) int64 labels as restored, given or optimised; None where the attack claims none.
+        objective: the attack's own, at the end; restarts are chosen by it.
+        iterations, seconds: spent; the seconds of a wave are shared equally among its observations.
+        status: converged (ran its schedule to the end), out_of_budget (time ended it), diverged, not_applicable.
+        reason: why, where the status is not converged.
+    """
+
+    x: Tensor | None
+    y: Tensor | None
+    objective: float
+    iterations: int
+    seconds: float
+    status: Status
+    reason: str = ""
+
+
+class Attack(ABC):
+    """A frozen dataclass whose fields are the attack's hyperparameters."""
+
+    @abstractmethod
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        """One reconstruction for each observation of the wave, in order.
+
+        Args:
+            streams: one for each observation; all randomness comes from them, so packing does not change a start.
+        """
+
+
+def not_applicable(wave: Wave, reason: str) -> list[Reconstruction]:
+    """The honest answer of an attack that cannot work on these observations."""
+    return [Reconstruction(None, None, float("nan"), 0, 0.0, "not_applicable", reason) for _ in wave.clients]

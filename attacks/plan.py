@@ -1,0 +1,129 @@
+"""The plan: what the curious server intends, attacks with their knowledge and budget, and which rounds and clients."""
+
+import dataclasses
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from attacks.base import Attack, Budget
+from client.components import Kind, SpecError, Table, build, call, check_arguments, conform
+
+ATTACK = Kind("an attack", ("attacks",), Attack)
+BASELINES = ("mean_image", "random_image")
+_OWN = {"name", "iterations", "restarts", "seconds", "labels", "defense"}
+
+
+@dataclass(frozen=True)
+class PlannedAttack:
+    """One attack of the plan.
+
+    Args:
+        name: stands in every row; default: the component's name.
+        table: the component table (use and its hyperparameters).
+        budget: for each observation.
+        labels: restored from the update, or given by the threat model.
+        defense: known (the attacker inverts the whole chain) or unknown (it assumes bare local training).
+    """
+
+    name: str
+    table: Table
+    budget: Budget = dataclasses.field(default_factory=Budget)
+    labels: Literal["restored", "given"] = "restored"
+    defense: Literal["known", "unknown"] = "known"
+
+    @classmethod
+    def from_table(cls, table: Table, where: str) -> "PlannedAttack":
+        """From an [[attack]] table; SpecError says what is wrong with it."""
+        spent = {f.name for f in dataclasses.fields(Budget)}
+        budget = call(Budget, check_arguments(Budget, {k: v for k, v in table.items() if k in spent}, where), where)
+        component = {k: v for k, v in table.items() if k not in _OWN}
+        build(component, where, ATTACK)
+        name = conform(table.get("name", str(component["use"]).split(":")[1]), str, f"{where}: name")
+        if not name or not name.replace("_", "").replace("-", "").isalnum():
+            raise SpecError(f"{where}: name must be letters, digits, - and _, got {name!r}")
+        labels = conform(table.get("labels", "restored"), Literal["restored", "given"], f"{where}: labels")
+        defense = conform(table.get("defense", "known"), Literal["known", "unknown"], f"{where}: defense")
+        return cls(name, component, budget, labels, defense)
+
+    def build(self) -> Attack:
+        """The attack itself."""
+        attack = build(self.table, f"[[attack]] {self.name}", ATTACK)
+        assert isinstance(attack, Attack)
+        return attack
+
+    def to_json(self) -> str:
+        """Every field in one line, the same for equal plans: a part of a job's key, and what a worker is sent."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "PlannedAttack":
+        """From what `to_json` wrote."""
+        stored = json.loads(text)
+        return cls(**{**stored, "budget": Budget(**stored["budget"])})
+
+
+@dataclass(frozen=True)
+class AttackPlan:
+    """The attacks, and when and whom they meet.
+
+    Args:
+        attacks: with the baselines.
+        rounds: 1-based rounds to attack; None: every `every`-th from the first.
+        every: used where rounds is None.
+        clients: whom to attack; None: all.
+        wave: observations that one worker advances together.
+        seed: of the attacker's own randomness.
+    """
+
+    attacks: tuple[PlannedAttack, ...]
+    rounds: tuple[int, ...] | None = None
+    every: int = 1
+    clients: tuple[int, ...] | None = None
+    wave: int = 8
+    seed: int = 0
+
+    @classmethod
+    def from_tables(cls, tables: Sequence[Table], options: Table, rounds: int, clients: int) -> "AttackPlan":
+        """From the [[attack]] tables and the plan's part of [audit]; baselines are added.
+
+        Raises:
+            SpecError: naming table, value and what is allowed.
+        """
+        planned = [PlannedAttack.from_table(table, f"[[attack]] #{i}") for i, table in enumerate(tables, 1)]
+        use = {name: f"attacks.baselines:{name}" for name in BASELINES}
+        present = {str(p.table["use"]) for p in planned}
+        planned += [PlannedAttack(n, {"use": u}, Budget(1)) for n, u in use.items() if u not in present]
+        names = [p.name for p in planned]
+        if repeated := {n for n in names if names.count(n) > 1}:
+            raise SpecError(f"[[attack]]: two attacks are called {sorted(repeated)[0]!r}; give one of them a name")
+        arguments = check_arguments(cls, options, "[audit]", {"attacks": tuple(planned)})
+        for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1)):
+            for value in arguments.get(key) or ():
+                if not low <= value <= high:
+                    raise SpecError(f"[audit]: {key} must lie in {low}..{high}, got {value}")
+        for key, least in (("every", 1), ("wave", 1), ("seed", 0)):
+            if arguments.get(key, least) < least:
+                raise SpecError(f"[audit]: {key} must be at least {least}, got {arguments[key]}")
+        return cls(**arguments)
+
+    def attacks_round(self, round: int) -> bool:
+        """Whether the plan attacks a round (1-based)."""
+        return round in self.rounds if self.rounds is not None else (round - 1) % self.every == 0
+
+    def targets(self, round: int, seen: Collection[int]) -> list[int]:
+        """Which of the clients seen in a round the plan attacks, in order."""
+        if not self.attacks_round(round):
+            return []
+        return sorted(c for c in seen if self.clients is None or c in self.clients)
+
+
+def attack_names() -> list[str]:
+    """Every attack that a scenario can name."""
+    return ATTACK.names()
+
+
+def describe(value: Any) -> str:
+    """A component table on one line, for cards and tables: clip(max_norm=1.0)."""
+    arguments = ", ".join(f"{k}={v}" for k, v in value.items() if k != "use")
+    return f"{str(value['use']).split(':')[1]}({arguments})"

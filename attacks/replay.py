@@ -1,0 +1,111 @@
+"""The replay check: the auditor recomputes one update from the true batch, so that a mismatch is told, not attacked."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attacks.base import Observation
+from client.models import detached_params
+from client.protocol import Federation
+from client.rng import generator
+from client.update import Update, gradient, norm
+
+TOLERANCE = 1e-4  # relative; float32 rounding of another machine's kernels stays far below
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How a recomputed update compares with the one that the server saw.
+
+    Args:
+        cosine: between the two, 1 when they point alike.
+        relative_error: |recomputed - seen| / |seen|.
+        verdict: "exact to rounding", or which ingredient differs.
+    """
+
+    round: int
+    client: int
+    cosine: float
+    relative_error: float
+    verdict: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the recomputed update is the seen one, to rounding."""
+        return self.relative_error <= TOLERANCE
+
+
+def replay(federation: Federation, seen: Observation) -> Replay:
+    """Recompute an observation through the whole chain with the client's seed, and name what differs, if anything."""
+    if missing := set(seen.update) ^ {name for name, _ in federation.model.named_parameters()}:
+        return Replay(seen.round, seen.client, 0.0, math.inf, f"names differ: {', '.join(sorted(missing))}")
+    recomputed = federation.client_update(seen.params, seen.buffers, seen.client, seen.round)
+    cosine, error = _compare(recomputed, seen.update)
+    if error <= TOLERANCE:
+        return Replay(seen.round, seen.client, cosine, error, "exact to rounding")
+    return Replay(seen.round, seen.client, cosine, error, _diagnose(federation, seen, recomputed))
+
+
+def _compare(recomputed: Update, seen: Update) -> tuple[float, float]:
+    inner = sum(float((recomputed[k].double() * seen[k].double()).sum()) for k in seen)
+    sizes = float(norm(recomputed)) * float(norm(seen))
+    difference = float(norm({k: recomputed[k].double() - seen[k].double() for k in seen}))
+    return inner / sizes if sizes else 0.0, difference / float(norm(seen)) if float(norm(seen)) else math.inf
+
+
+def _diagnose(fed: Federation, seen: Observation, recomputed: Update) -> str:
+    """Change one ingredient at a time; the first that explains the seen update is named."""
+    cosine, _ = _compare(recomputed, seen.update)
+    if cosine > 1 - 1e-6:
+        ratio = float(norm(seen.update)) / float(norm(recomputed))
+        return f"same direction, {ratio:.6g} times the size: the learning rate or the loss's scale (mean, sum) differs"
+    for ingredient, recompute in _alternatives(fed, seen).items():
+        if _compare(recompute(), seen.update)[1] <= TOLERANCE:
+            return ingredient
+    return "no single known ingredient explains it: compare seed, data order, model, chain and versions on both sides"
+
+
+def _alternatives(fed: Federation, seen: Observation) -> Mapping[str, Callable[[], Update]]:
+    batch = fed.batch_at(seen.client, seen.round)
+
+    def client(buffers: Mapping[str, Tensor] = seen.buffers, normalised: bool = True, flip: bool = False) -> Update:
+        fed.load_buffers(buffers)
+        normalise = fed.shards.dataset.normalise if normalised else None
+        rng = generator(fed.protocol.seed, "client", seen.client, seen.round)
+        training = fed.model.training
+        fed.model.train(training != flip)
+        try:
+            return fed.chain(gradient(fed.model, normalise=normalise))(seen.params, batch, rng)
+        finally:
+            fed.model.train(training)
+
+    def undefended() -> Update:
+        fed.load_buffers(seen.buffers)
+        return fed.chain.local(fed.gradient)(seen.params, batch, None)
+
+    def reordered() -> Update:
+        names = list(detached_params(fed.model))
+        return dict(zip(names, reversed([recomputed[k] for k in names]), strict=True))
+
+    recomputed = client()
+    found: dict[str, Callable[[], Update]] = {
+        "normalisation differs: the client feeds raw pixels": lambda: client(normalised=False),
+        "the chain differs: the update carries no defense": undefended,
+    }
+    if any(isinstance(m, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm) for m in fed.model.modules()):
+        mode = "eval" if fed.model.training else "train"
+        found[f"the model's mode differs: the client runs dropout or BatchNorm in {mode} mode"] = lambda: client(
+            flip=True
+        )
+        found["buffers differ: the client uses fresh BatchNorm statistics"] = lambda: client(_fresh(seen.buffers))
+    if all(a.shape == b.shape for a, b in zip(recomputed.values(), reversed(list(recomputed.values())), strict=True)):
+        found["the order of the parameters differs"] = reordered
+    return found
+
+
+def _fresh(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """BatchNorm's statistics before any training: mean 0, variance 1."""
+    return {k: torch.ones_like(b) if k.endswith("running_var") else torch.zeros_like(b) for k, b in buffers.items()}

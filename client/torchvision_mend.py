@@ -1,0 +1,32 @@
+"""Let torchvision be imported beside a CPU build of torch.
+
+torchvision's PyPI wheel is built for CUDA. Beside a CPU-only torch its compiled operators do not load, and
+`import torchvision` then raises "operator torchvision::nms does not exist"; so does transformers, which imports
+torchvision wherever it is installed. Only the declarations of two operators are missing for the import to succeed, so
+they are declared here. What stays unavailable: `ops.nms`, `ops.deform_conv2d` and torchvision's own image codecs.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+_OPERATORS = ("nms", "qnms")
+_library: torch.library.Library | None = None  # the declarations live as long as this reference
+
+
+def mend_torchvision() -> None:
+    """Declare torchvision's missing operators; does nothing where they load, or where torch has CUDA."""
+    global _library
+    spec = importlib.util.find_spec("torchvision")
+    if _library is not None or torch.version.cuda is not None or spec is None or spec.origin is None:
+        return
+    for compiled in Path(spec.origin).parent.glob("_C*.so"):
+        try:
+            torch.ops.load_library(compiled)
+        except OSError:  # built for CUDA: its libraries are not here
+            continue
+        return
+    _library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in _OPERATORS:
+        _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -1,0 +1,199 @@
+"""A client is a function (params, batch, rng) -> update; defenses and local training wrap it.
+
+The position of a transform in the chain says what it acts on: before `local_sgd` on the gradient of a local step (inside
+`per_example` on each example's gradient), after it on the finished update.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+Params = dict[str, Tensor]
+Update = dict[str, Tensor]
+
+
+class Batch(NamedTuple):
+    """Examples and labels: x (B, C, H, W) in [0, 1]; y (B,) int64, or (B, classes) probabilities in an attacker's hands."""
+
+    x: Tensor
+    y: Tensor
+
+
+UpdateFn = Callable[[Params, Batch, Generator | None], Update]
+Transform = Callable[[UpdateFn], UpdateFn]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Link(ABC):
+    """A transform that a scenario can name: a frozen dataclass whose fields are its arguments."""
+
+    @abstractmethod
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        """Wrap a client."""
+
+    @property
+    def mean(self) -> Transform:
+        """The differentiable, noise-free form; a link that draws noise or has no useful derivative overrides it."""
+        return self
+
+
+def mean_of(transform: Transform) -> Transform:
+    """The differentiable, noise-free form of any transform: a Link's `.mean`, else the transform itself."""
+    return transform.mean if isinstance(transform, Link | Chain | per_example) else transform
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Transforms applied in the order a gradient travels: the first is nearest the gradient."""
+
+    links: tuple[Transform, ...]
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        for link in self.links:
+            compute = link(compute)
+        return compute
+
+    @property
+    def mean(self) -> "Chain":
+        return Chain(tuple(mean_of(link) for link in self.links))
+
+    @property
+    def local(self) -> "local_sgd":
+        """The chain's one `local_sgd`; ValueError when there is none or more than one."""
+        found = [link for link in self.links if isinstance(link, local_sgd)]
+        if len(found) != 1:
+            raise ValueError(
+                f"a chain needs exactly one local_sgd, which turns gradients into an update; this one has {len(found)}"
+            )
+        return found[0]
+
+
+def chain(*links: Transform) -> Chain:
+    """Compose transforms: `chain(clip(1.0), local_sgd(0.1))(gradient(model))` is a whole client."""
+    return Chain(links)
+
+
+def gradient(
+    model: nn.Module, loss: Loss = F.cross_entropy, normalise: Callable[[Tensor], Tensor] | None = None
+) -> UpdateFn:
+    """The bare client: the loss's gradient by every parameter, summed or averaged over the batch as the loss does.
+
+    Args:
+        model: its named parameters give the update its names; its buffers are used as they stand.
+        loss: (logits (B, classes), y) -> scalar.
+        normalise: applied to x before the model, so that a batch stays in [0, 1] pixels.
+    """
+
+    def compute(params: Params, batch: Batch, rng: Generator | None) -> Update:
+        x = batch.x if normalise is None else normalise(batch.x)
+
+        def objective(at: Params) -> Tensor:
+            return loss(functional_call(model, at, (x,)), batch.y)
+
+        return dict(grad(objective)(params))
+
+    return compute
+
+
+@dataclass(frozen=True)
+class local_sgd(Link):
+    """Local training: turns a gradient function into a weight-change function (FedSGD is one step).
+
+    Args:
+        rate: learning rate of the local steps, > 0.
+        steps: local steps, >= 1. E epochs over n examples in batches of b are E * n / b steps.
+        batch_size: examples a step; step t takes slice number t of the round's batch, in order and round again.
+            Default: the whole batch in every step.
+        proximal_mu: FedProx's proximal weight: mu * (theta - theta_global) is added to each step's gradient.
+    """
+
+    rate: float
+    steps: int = 1
+    batch_size: int | None = None
+    proximal_mu: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0:
+            raise ValueError(f"rate must be above 0, got {self.rate}")
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.proximal_mu < 0:
+            raise ValueError(f"proximal_mu must not be negative, got {self.proximal_mu}")
+
+    @property
+    def scale(self) -> float:
+        """How far one unit of a constant gradient moves the weights: update ~ -scale * gradient."""
+        return self.rate * self.steps
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            # the change itself is accumulated, never theta + change - theta, which would cost 2.5e-6 of rounding
+            change: Update = {}
+            for step in range(self.steps):
+                here = {k: p + change[k] for k, p in params.items()} if change else params
+                g = compute(here, self._slice(batch, step), rng)
+                if self.proximal_mu and change:
+                    g = {k: t + self.proximal_mu * change[k] for k, t in g.items()}
+                change = {k: change[k] - self.rate * t if change else -self.rate * t for k, t in g.items()}
+            return change
+
+        return train
+
+    def _slice(self, batch: Batch, step: int) -> Batch:
+        size = len(batch.x)
+        if self.batch_size is None or self.batch_size >= size:
+            return batch
+        slices = size // self.batch_size
+        first = (step % slices) * self.batch_size
+        return Batch(batch.x[first : first + self.batch_size], batch.y[first : first + self.batch_size])
+
+
+@dataclass(frozen=True)
+class per_example:
+    """Apply a transform to each example's update by itself, then average: the place of clipping in DP-SGD."""
+
+    inner: Transform
+
+    @property
+    def mean(self) -> "per_example":
+        return per_example(mean_of(self.inner))
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        defended = self.inner(compute)
+
+        def average(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            def one(x: Tensor, y: Tensor) -> Update:
+                return defended(params, Batch(x[None], y[None]), rng)
+
+            updates = vmap(one, randomness="different")(batch.x, batch.y)
+            return {k: u.mean(0) for k, u in updates.items()}
+
+        return average
+
+
+class OnUpdate(Link):
+    """A transform of a finished update (or, before `local_sgd`, of a gradient): a defense writes only `apply`."""
+
+    @abstractmethod
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        """The defended update, as new tensors; all randomness comes from rng."""
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        def defended(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            return self.apply(compute(params, batch, rng), rng)
+
+        return defended
+
+
+def norm(update: Update) -> Tensor:
+    """Euclidean norm over all entries of an update, a scalar; safe to differentiate at zero."""
+    squares = torch.stack([t.square().sum() for t in update.values()]).sum()
+    return torch.where(squares > 0, torch.where(squares > 0, squares, 1.0).sqrt(), 0.0)

@@ -1,0 +1,27 @@
+"""Clipping: bound the norm of an update so that no example or client can dominate it (Abadi et al., 2016)."""
+
+from dataclasses import dataclass
+
+from torch import Generator
+
+from client.update import OnUpdate, Update, norm
+
+
+@dataclass(frozen=True)
+class clip(OnUpdate):
+    """Scale an update down to Euclidean norm max_norm (> 0) over all its tensors; a smaller one stays as it is.
+
+    >>> import torch
+    >>> clip(max_norm=1.0).apply({"w": torch.tensor([3.0, 4.0])}, None)
+    {'w': tensor([0.6000, 0.8000])}
+    """
+
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, got {self.max_norm}")
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        factor = (self.max_norm / norm(update).clamp_min(1e-12)).clamp(max=1.0)
+        return {k: t * factor for k, t in update.items()}

@@ -1,0 +1,61 @@
+"""Noise: hide an update under independent draws in every entry."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Generator
+
+from client.update import Link, OnUpdate, Update
+
+
+@dataclass(frozen=True)
+class _Noise(OnUpdate):
+    """Additive noise has mean zero, so its noise-free form changes nothing."""
+
+    @property
+    def mean(self) -> Link:
+        return identity()
+
+
+@dataclass(frozen=True)
+class identity(OnUpdate):
+    """No defense: the update as it is."""
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        return dict(update)
+
+
+@dataclass(frozen=True)
+class gaussian(_Noise):
+    """Add normal noise of standard deviation sigma (>= 0), in the units of its place in the chain."""
+
+    sigma: float
+
+    def __post_init__(self) -> None:
+        if not self.sigma >= 0:
+            raise ValueError(f"sigma must not be negative, got {self.sigma}")
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        return {
+            k: t + self.sigma * torch.randn(t.shape, generator=rng, dtype=t.dtype, device=t.device)
+            for k, t in update.items()
+        }
+
+
+@dataclass(frozen=True)
+class laplace(_Noise):
+    """Add Laplace noise of scale b (>= 0; standard deviation b * sqrt(2)), in the units of its place in the chain."""
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        if not self.scale >= 0:
+            raise ValueError(f"scale must not be negative, got {self.scale}")
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        noisy = {}
+        for k, t in update.items():
+            # inverse of the distribution function; the clamp keeps log away from 0 at u = -0.5 exactly
+            u = torch.rand(t.shape, generator=rng, dtype=t.dtype, device=t.device) - 0.5
+            noisy[k] = t - self.scale * u.sign() * torch.log1p((-2 * u.abs()).clamp_min(-1 + 1e-7))
+        return noisy

@@ -1,0 +1,28 @@
+"""Pruning: upload only the largest entries (gradient compression, Aji & Heafield, 2017)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from client.update import OnUpdate, Update
+
+
+@dataclass(frozen=True)
+class prune(OnUpdate):
+    """Keep the largest fraction keep (0 < keep <= 1) of each tensor's entries by magnitude; the others become 0."""
+
+    keep: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ValueError(f"keep must be above 0 and at most 1, got {self.keep}")
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        return {k: self._prune(t) for k, t in update.items()}
+
+    def _prune(self, t: Tensor) -> Tensor:
+        kept = max(1, round(self.keep * t.numel()))
+        # the kept-th largest, by topk: quantile refuses more than 16 M elements; detached, as a threshold has no gradient
+        threshold = t.detach().abs().flatten().topk(kept).values[-1]
+        return torch.where(t.abs() >= threshold, t, torch.zeros_like(t))

@@ -1,0 +1,35 @@
+"""Sign: upload one bit an entry (signSGD, Bernstein et al., 2018)."""
+
+from dataclasses import dataclass
+
+from torch import Generator
+
+from client.update import Link, OnUpdate, Update
+
+
+@dataclass(frozen=True)
+class sign(OnUpdate):
+    """Every entry becomes -scale, 0 or scale; scale > 0."""
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"scale must be above 0, got {self.scale}")
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        return {k: self.scale * t.sign() for k, t in update.items()}
+
+    @property
+    def mean(self) -> Link:
+        return _soft_sign(self.scale)
+
+
+@dataclass(frozen=True)
+class _soft_sign(OnUpdate):
+    """The sign has no useful derivative: u / (|u| + mean |u|) of each tensor stands in for it at the attacker's."""
+
+    scale: float
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        return {k: self.scale * t / (t.abs() + t.abs().mean() + 1e-12) for k, t in update.items()}

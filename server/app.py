@@ -1,0 +1,126 @@
+"""The Flower ServerApp: builds the strategy, wraps it, trains, and records every round."""
+
+import inspect
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import flwr.serverapp.strategy
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import Strategy
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from client.components import SpecError, Table, call, check_arguments
+from client.protocol import Federation
+from server.curious import CuriousStrategy, Tap
+from server.run import Run
+from server.tape import write_tensors
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the scenario of the run folder that the run-config names."""
+    torch.set_num_threads(1)  # as the clients: equal seeds give equal bits
+    run = Run(Path(str(context.run_config["run-dir"])))
+    scenario = run.scenario()
+    fed = Federation(scenario.protocol)
+    params, buffers = fed.initial()
+    ledger = run.ledger()
+    tap = Tap(ledger, run.tape(), scenario.plan if scenario.audit.curious else None, scenario.tape.keep)
+    strategy = CuriousStrategy(
+        build_strategy(scenario.strategy, scenario.protocol.clients),
+        tap,
+        buffers,
+        scenario.protocol.seed,
+        census(grid, scenario.protocol.clients),
+    )
+    began = time.perf_counter()
+
+    def record(round: int, arrays: ArrayRecord) -> MetricRecord:
+        nonlocal began
+        fed.load_buffers(strategy.door.buffers)
+        accuracy, loss = evaluate(fed, dict(arrays.to_torch_state_dict()))
+        ledger.record_round(round, accuracy, loss, time.perf_counter() - began, tap.seconds.pop(round, 0.0))
+        began = time.perf_counter()
+        return MetricRecord({"accuracy": accuracy, "loss": loss})
+
+    rounds = scenario.protocol.rounds
+    result = strategy.start(grid, ArrayRecord(params), rounds, scenario.simulation.round_timeout, evaluate_fn=record)
+    trained = result.arrays.to_torch_state_dict() if result.arrays else params
+    write_tensors(run.folder / "model.safetensors", {**trained, **strategy.door.buffers})
+    ledger.close()
+
+
+def census(grid: Grid, clients: int) -> dict[int, int]:
+    """Which client each node is: node ids are random, shards are not. Waits until every client is there."""
+    while len(nodes := list(grid.get_node_ids())) < clients:
+        time.sleep(0.2)
+    questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
+    answers = grid.send_and_receive(questions, timeout=120)
+    found = {
+        m.metadata.src_node_id: cast(int, m.content.metric_records["who"]["client"])
+        for m in answers
+        if not m.has_error()
+    }
+    if sorted(found.values()) != list(range(clients)):
+        raise RuntimeError(f"expected clients 0..{clients - 1} to introduce themselves, got {sorted(found.values())}")
+    return found
+
+
+def evaluate(fed: Federation, params: dict[str, torch.Tensor], chunk: int = 500) -> tuple[float, float]:
+    """Accuracy and mean cross-entropy on the held-out test images, BatchNorm in eval mode."""
+    dataset, training = fed.shards.dataset, fed.model.training
+    right, loss = 0.0, 0.0
+    fed.model.eval()
+    with torch.no_grad():
+        for x, y in zip(dataset.x_test.split(chunk), dataset.y_test.split(chunk), strict=True):
+            logits = functional_call(fed.model, params, (dataset.normalise(x.float() / 255),))
+            right += float((logits.argmax(1) == y).sum())
+            loss += float(F.cross_entropy(logits, y, reduction="sum"))
+    fed.model.train(training)
+    return right / len(dataset.y_test), loss / len(dataset.y_test)
+
+
+def build_strategy(table: Table, clients: int) -> Strategy:
+    """The stock strategy that [strategy] names.
+
+    Where the table is silent: every client trains, from one on, and nobody evaluates (the server does, on held-out data).
+
+    Raises:
+        SpecError: an unknown strategy or argument, or a value that a simulation cannot honour.
+    """
+    stock = stock_strategies()
+    use = table.get("use")
+    if use not in stock:
+        raise SpecError(f"[strategy]: use = {use!r} is not a strategy; choose one of {', '.join(stock)}")
+    target: Any = getattr(flwr.serverapp.strategy, str(use).split(":")[1])
+    known = inspect.signature(target).parameters
+    defaults = dict(fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=0, min_available_nodes=clients)
+    arguments = {k: v for k, v in defaults.items() if k in known} | {k: v for k, v in table.items() if k != "use"}
+    checked = check_arguments(target, arguments, "[strategy]", {})
+    if checked.get("fraction_evaluate"):
+        raise SpecError("[strategy]: fraction_evaluate must be 0: the server evaluates, on images that no client holds")
+    for key in ("fraction_train",):
+        if not 0 < checked.get(key, 1.0) <= 1:
+            raise SpecError(f"[strategy]: {key} must be above 0 and at most 1, got {checked[key]}")
+    for key in ("min_train_nodes", "min_available_nodes"):
+        if checked.get(key, 1) > clients:
+            raise SpecError(f"[strategy]: {key} must be at most clients = {clients}, got {checked[key]}")
+    strategy = call(target, checked, "[strategy]")
+    assert isinstance(strategy, Strategy)
+    return strategy
+
+
+def stock_strategies() -> list[str]:
+    """Flower's strategies that average weights and wrap no other strategy, as [strategy] use names them."""
+    found = []
+    for name, target in sorted(vars(flwr.serverapp.strategy).items()):
+        concrete = inspect.isclass(target) and issubclass(target, Strategy) and not inspect.isabstract(target)
+        if concrete and "strategy" not in inspect.signature(target).parameters and "Xgb" not in name:
+            found.append(f"flwr.serverapp.strategy:{name}")
+    return found

@@ -1,0 +1,246 @@
+"""The door: every reply is checked before the strategy or the curious server touches it.
+
+Clients answer with updates (or, in foreign ClientApps, with weights); any stock strategy expects weights. The door
+remembers what it sent, checks names, shapes, dtypes and finiteness, hands theta + update to the wrapped strategy in a
+stable order, and records what it refused. A bad reply costs its client the round, never the round itself.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from flwr.supercore.run import Run
+from torch import Tensor
+
+from client.rng import seed_of
+from client.update import Params, Update
+from server.ledger import Seen
+
+WEIGHT = "num-examples"
+
+
+@dataclass(frozen=True, eq=False)
+class Accepted:
+    """A reply that passed the door."""
+
+    client: int
+    update: Update
+    examples: int
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Intake:
+    """What the door saw in one round: what it sent, the accepted replies by client, and everyone else with a reason."""
+
+    round: int
+    params: Params
+    buffers: Mapping[str, Tensor]
+    accepted: tuple[Accepted, ...]
+    refused: tuple[Seen, ...]
+
+
+class Refused(ValueError):
+    """A reply that must not reach the strategy; the message is the recorded reason."""
+
+
+class Door(Strategy):
+    """A strategy that wraps another one.
+
+    Args:
+        inner: any stock Flower strategy; it sees weights, as it expects.
+        record: called once a round with what came in, before aggregation.
+        buffers: floating-point buffers of the model, sent beside the weights and averaged where clients return them.
+        seed: client sampling is drawn from it and the round.
+        clients: node id -> client number; a node that is not in it gets the next free number at first sight.
+        replies: what clients answer with: updates (fedleak's ClientApp) or weights (anybody's).
+    """
+
+    def __init__(
+        self,
+        inner: Strategy,
+        record: Callable[[Intake], None] = lambda intake: None,
+        buffers: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+        clients: Mapping[int, int] | None = None,
+        replies: Literal["updates", "weights"] = "updates",
+    ) -> None:
+        self.inner = inner
+        self.record = record
+        self.buffers = dict(buffers or {})
+        self.seed = seed
+        self.clients = dict(clients or {})
+        self.replies = replies
+        self._params: Params = {}
+        self._asked: set[int] = set()  # node ids
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the wrapped strategy choose and address clients; remember what was sent, and to whom."""
+        self._params = dict(arrays.to_torch_state_dict())
+        random.seed(seed_of(self.seed, "sample", server_round))  # stock strategies sample with the global generator
+        messages = list(self.inner.configure_train(server_round, arrays, config, _Ordered(grid, self._client)))
+        for message in messages:
+            message.content.config_records["config"]["server-round"] = server_round
+            if self.buffers:
+                message.content["buffers"] = ArrayRecord(self.buffers)
+        self._asked = {message.metadata.dst_node_id for message in messages}
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check, record, and hand the accepted replies on as weights, in the order of the clients' numbers."""
+        received, refused, passed = list(replies), [], []
+        for message in received:
+            if message.has_error():
+                continue
+            client = self._client(message.metadata.src_node_id)
+            try:
+                passed.append((self._check(client, message), message))
+            except Refused as reason:
+                refused.append(Seen(client, "rejected", str(reason)))
+        passed.sort(key=lambda pair: pair[0].client)
+        refused += self._missing(received)
+        accepted = tuple(a for a, _ in passed)
+        self.record(Intake(server_round, self._params, dict(self.buffers), accepted, tuple(refused)))
+        for a, message in passed:
+            weights = {k: self._params[k] + u for k, u in a.update.items()}
+            message.content = RecordDict({"arrays": ArrayRecord(weights), "metrics": _metrics(message)})
+        self._average_buffers(accepted)
+        arrays, metrics = self.inner.aggregate_train(server_round, [m for _, m in passed])
+        return self._as_sent(arrays), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As the wrapped strategy does, with the same order of nodes."""
+        random.seed(seed_of(self.seed, "sample evaluate", server_round))
+        return self.inner.configure_evaluate(server_round, arrays, config, _Ordered(grid, self._client))
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """As the wrapped strategy does, over replies in the order of the clients' numbers."""
+        ordered = sorted(replies, key=lambda m: self._client(m.metadata.src_node_id))
+        return self.inner.aggregate_evaluate(server_round, ordered)
+
+    def summary(self) -> None:
+        """The wrapped strategy's."""
+        self.inner.summary()
+
+    def _client(self, node: int) -> int:
+        if node not in self.clients:
+            self.clients[node] = max(self.clients.values(), default=-1) + 1
+        return self.clients[node]
+
+    def _check(self, client: int, message: Message) -> Accepted:
+        """The reply's update; Refused with the reason when it is not one."""
+        if message.metadata.src_node_id not in self._asked:
+            raise Refused("the client was not asked in this round")
+        records = dict(message.content.array_records)
+        buffers = records.pop("buffers", None)
+        if len(records) != 1:
+            raise Refused(f"expected one ArrayRecord of weights, got {sorted(records) or 'none'}")
+        tensors = _tensors(next(iter(records.values())), self._params)
+        update = tensors if self.replies == "updates" else {k: t - self._params[k] for k, t in tensors.items()}
+        examples = _metrics(message).get(WEIGHT)
+        if not isinstance(examples, int | float) or not math.isfinite(examples) or examples < 1:
+            raise Refused(f"{WEIGHT} must be a number of at least 1, got {examples!r}")
+        returned = _tensors(buffers, self.buffers) if buffers is not None else {}
+        return Accepted(client, update, int(examples), returned)
+
+    def _missing(self, received: list[Message]) -> list[Seen]:
+        """Who was asked and did not answer, or answered with an error."""
+        reasons = {m.metadata.src_node_id: m.error.reason or "error" for m in received if m.has_error()}
+        # a node that died is reported by the SuperLink under an id of its own
+        unplaced = [r for node, r in reasons.items() if node not in self._asked]
+        answered = {m.metadata.src_node_id for m in received if not m.has_error()}
+        silent = "no reply" + (f" ({unplaced[0].splitlines()[0]})" if unplaced else "")
+        absent = sorted((self._client(n), reasons.get(n, silent)) for n in self._asked - answered)
+        return [Seen(client, "missing", reason.strip().splitlines()[-1]) for client, reason in absent]
+
+    def _average_buffers(self, accepted: tuple[Accepted, ...]) -> None:
+        returned = [a for a in accepted if a.buffers]
+        total = sum(a.examples for a in returned)
+        for k in self.buffers if returned else ():
+            self.buffers[k] = torch.stack([a.buffers[k] * (a.examples / total) for a in returned]).sum(0)
+
+    def _as_sent(self, arrays: ArrayRecord | None) -> ArrayRecord | None:
+        """Aggregates in the dtypes that were sent: FedAdam returns float64 under NumPy 2."""
+        if arrays is None:
+            return None
+        aggregated = arrays.to_torch_state_dict()
+        return ArrayRecord({k: aggregated[k].to(t.dtype) for k, t in self._params.items()})
+
+
+def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A reply's arrays as tensors, in the reference's order; Refused when they are not the reference's names and shapes."""
+    if missing := sorted(reference.keys() - record.keys()):
+        raise Refused(f"missing tensors: {', '.join(missing)}")
+    if extra := sorted(record.keys() - reference.keys()):
+        raise Refused(f"tensors unknown to the model: {', '.join(extra)}")
+    tensors = {}
+    for name, like in reference.items():
+        try:
+            array = record[name].numpy()
+        except (ValueError, TypeError, EOFError, OSError) as error:
+            raise Refused(f"{name} cannot be decoded: {error}") from error
+        expected = like.numpy()
+        if array.shape != expected.shape:
+            raise Refused(f"{name} has shape {array.shape}, expected {expected.shape}")
+        if array.dtype != expected.dtype:
+            raise Refused(f"{name} has dtype {array.dtype}, expected {expected.dtype}")
+        if not np.isfinite(array).all():
+            raise Refused(f"{name} has entries that are not finite")
+        tensors[name] = torch.from_numpy(array)
+    return tensors
+
+
+def _metrics(message: Message) -> MetricRecord:
+    records = list(message.content.metric_records.values())
+    if len(records) != 1:
+        raise Refused(f"expected one MetricRecord, got {len(records)}")
+    return records[0]
+
+
+class _Ordered(Grid):
+    """The grid with its nodes in the order of the clients' numbers: node ids are random in every run."""
+
+    def __init__(self, grid: Grid, client: Callable[[int], int]) -> None:
+        self._grid = grid
+        self._client = client
+
+    def get_node_ids(self) -> Iterable[int]:
+        return sorted(sorted(self._grid.get_node_ids()), key=self._client)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return sorted(self._grid.get_nodes(), key=lambda node: self._client(node.node_id))
+
+    def set_run(self, run: Run) -> None:
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        return self._grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self._grid.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self._grid.send_and_receive(messages, timeout=timeout)

@@ -1,0 +1,336 @@
+"""The ledger: one SQLite file a run, with rounds, observations, jobs and scores; every write is one transaction."""
+
+import hashlib
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from attacks.audit import WHOLE_BATCH, Row
+from attacks.plan import AttackPlan, PlannedAttack
+
+APPLICATION = 0x666C656B  # "flek": marks a file as a fedleak ledger
+ATTEMPTS = 3  # a wave that kills its worker this often is marked failed
+
+_MIGRATIONS: tuple[str, ...] = (
+    """
+    CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+    CREATE TABLE rounds (
+        round INTEGER PRIMARY KEY, accuracy REAL, loss REAL, seconds REAL, intercept_seconds REAL
+    );
+    CREATE TABLE observations (
+        round INTEGER NOT NULL, client INTEGER NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
+        examples INTEGER, digest TEXT,
+        PRIMARY KEY (round, client)
+    ) WITHOUT ROWID;
+    CREATE TABLE attacks (
+        id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, planned TEXT NOT NULL, knowledge TEXT NOT NULL,
+        seed INTEGER NOT NULL
+    );
+    CREATE TABLE jobs (
+        id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, attack_id INTEGER NOT NULL REFERENCES attacks(id),
+        round INTEGER NOT NULL, client INTEGER NOT NULL, other INTEGER, wave INTEGER NOT NULL,
+        state TEXT NOT NULL DEFAULT 'queued', attempts INTEGER NOT NULL DEFAULT 0, leased_at REAL, error TEXT
+    );
+    CREATE INDEX jobs_by_state ON jobs (state, round, attack_id, wave);
+    CREATE TABLE scores (
+        job_id INTEGER NOT NULL REFERENCES jobs(id), attack TEXT NOT NULL, client INTEGER NOT NULL,
+        example INTEGER NOT NULL, metric TEXT NOT NULL, round INTEGER NOT NULL, value REAL, status TEXT NOT NULL,
+        seconds REAL NOT NULL,
+        PRIMARY KEY (job_id, attack, client, example, metric)
+    ) WITHOUT ROWID;
+    CREATE INDEX scores_by_metric ON scores (metric, attack, round);
+    """,
+)
+
+ObservationStatus = Literal["accepted", "rejected", "missing"]
+
+
+class LedgerError(Exception):
+    """The ledger's file is missing, foreign, damaged or of another version; the message names it."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of one client in one round."""
+
+    client: int
+    status: ObservationStatus
+    reason: str = ""
+    examples: int | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A wave of jobs taken from the queue: one attack on some clients of one round."""
+
+    jobs: tuple[int, ...]
+    attack: PlannedAttack
+    seed: int
+    round: int
+    clients: tuple[int, ...]
+    digests: tuple[str, ...]
+    others: Mapping[int, int]
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counts of jobs by state."""
+
+    queued: int = 0
+    leased: int = 0
+    done: int = 0
+    failed: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.queued + self.leased + self.done + self.failed
+
+
+class Ledger:
+    """A connection to one run's ledger; several processes may hold one at the same time."""
+
+    def __init__(self, path: Path, create: bool = False) -> None:
+        """Open, and bring an older schema up to date.
+
+        Raises:
+            LedgerError: the file is missing, not a ledger, damaged, or written by a newer fedleak.
+        """
+        self.path = path
+        if not create and not path.exists():
+            raise LedgerError(f"{path} is missing: {path.parent} is not a run folder")
+        try:
+            self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+            self._db.row_factory = sqlite3.Row
+            fresh = self._db.execute("PRAGMA schema_version").fetchone()[0] == 0
+            if not fresh and self._db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
+                raise LedgerError(f"{path} is not a fedleak ledger")
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version > len(_MIGRATIONS):
+                raise LedgerError(
+                    f"{path} has ledger version {version}; this fedleak reads up to {len(_MIGRATIONS)}: update fedleak"
+                )
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            if version < len(_MIGRATIONS):
+                self._migrate()
+        except sqlite3.DatabaseError as error:
+            raise LedgerError(f"{path} cannot be read as a ledger: {error}") from error
+
+    def _migrate(self) -> None:
+        with self._transaction() as db:
+            version = db.execute("PRAGMA user_version").fetchone()[0]  # another process may have been faster
+            for i, script in enumerate(_MIGRATIONS[version:], version + 1):
+                for statement in script.split(";"):
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {i}")
+            db.execute(f"PRAGMA application_id = {APPLICATION}")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._db.close()
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    # ------------------------------------------------------------------------------------------------ what happened
+
+    def set_meta(self, **values: str) -> None:
+        """Facts of the whole run: its state, its replay check."""
+        with self._transaction() as db:
+            db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
+
+    def meta(self) -> dict[str, str]:
+        """All facts of the run."""
+        return {row["key"]: row["value"] for row in self._db.execute("SELECT key, value FROM meta")}
+
+    def record_round(self, round: int, accuracy: float, loss: float, seconds: float, intercept_seconds: float) -> None:
+        """Test accuracy and loss after a round (0: before training), and what the round and its interception took."""
+        with self._transaction() as db:
+            db.execute(
+                "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?)",
+                (round, accuracy, loss, seconds, intercept_seconds),
+            )
+
+    def record_intake(self, round: int, seen: Sequence[Seen], plan: AttackPlan | None = None) -> None:
+        """What became of each client in a round, and the jobs that the plan makes of it, in one transaction."""
+        with self._transaction() as db:
+            db.executemany(
+                "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?, ?)",
+                [(round, s.client, s.status, s.reason, s.examples, s.digest) for s in seen],
+            )
+            if plan is not None:
+                self._enqueue(
+                    db, plan, round, {s.client: s.digest for s in seen if s.status == "accepted" and s.digest}
+                )
+
+    # --------------------------------------------------------------------------------------------------------- jobs
+
+    def add_attacks(self, plan: AttackPlan, cards: Mapping[str, str]) -> None:
+        """Make the plan's attacks known, each with its knowledge card; LedgerError when a name means something else."""
+        with self._transaction() as db:
+            for planned in plan.attacks:
+                known = db.execute("SELECT planned, seed FROM attacks WHERE name = ?", (planned.name,)).fetchone()
+                spec = planned.to_json()
+                if known is None:
+                    values = (planned.name, spec, cards[planned.name], plan.seed)
+                    db.execute("INSERT INTO attacks (name, planned, knowledge, seed) VALUES (?, ?, ?, ?)", values)
+                elif (known["planned"], known["seed"]) != (spec, plan.seed):
+                    raise LedgerError(
+                        f"{self.path} already has an attack called {planned.name!r} with other settings; give it a new name"
+                    )
+
+    def enqueue(self, plan: AttackPlan) -> int:
+        """Jobs for every observation on the tape that the plan attacks; ones that exist are kept. Returns how many are new."""
+        with self._transaction() as db:
+            before = db.total_changes
+            taped = "SELECT round, client, digest FROM observations WHERE status = 'accepted' AND digest IS NOT NULL"
+            rounds: dict[int, dict[int, str]] = {}
+            for row in db.execute(taped).fetchall():
+                rounds.setdefault(row["round"], {})[row["client"]] = row["digest"]
+            for round, digests in sorted(rounds.items()):
+                self._enqueue(db, plan, round, digests)
+            return db.total_changes - before
+
+    def _enqueue(self, db: sqlite3.Connection, plan: AttackPlan, round: int, digests: Mapping[int, str]) -> None:
+        targets = [c for c in plan.targets(round, digests) if c in digests]
+        ids = {row["name"]: row["id"] for row in db.execute("SELECT name, id FROM attacks")}
+        for planned in plan.attacks:
+            for i, client in enumerate(targets):
+                other = targets[(i + 1) % len(targets)] if len(targets) > 1 else None
+                identity = (round, client, digests[client], planned.to_json(), plan.seed)
+                key = hashlib.sha256(repr(identity).encode()).hexdigest()
+                # the wave is fixed here: how fast workers are must not change which problems advance together
+                db.execute(
+                    "INSERT OR IGNORE INTO jobs (key, attack_id, round, client, other, wave) VALUES (?, ?, ?, ?, ?, ?)",
+                    (key, ids[planned.name], round, client, other, i // plan.wave),
+                )
+
+    def release(self) -> int:
+        """Give leased jobs back to the queue: their worker's pool is gone. Returns how many."""
+        with self._transaction() as db:
+            return db.execute(
+                "UPDATE jobs SET state = 'queued', attempts = attempts - 1 WHERE state = 'leased'"
+            ).rowcount
+
+    def lease(self) -> Lease | None:
+        """Take the next wave: earliest round first, attacks in the plan's order; None when nothing is queued."""
+        with self._transaction() as db:
+            first = db.execute(
+                "SELECT round, attack_id, wave FROM jobs WHERE state = 'queued' ORDER BY round, attack_id, wave LIMIT 1"
+            ).fetchone()
+            if first is None:
+                return None
+            jobs = db.execute(
+                "SELECT j.id, j.client, j.other, j.attempts, o.digest FROM jobs j JOIN observations o USING (round, client)"
+                " WHERE j.state = 'queued' AND j.round = ? AND j.attack_id = ? AND j.wave = ? ORDER BY j.client",
+                tuple(first),
+            ).fetchall()
+            db.executemany(
+                "UPDATE jobs SET state = 'leased', attempts = attempts + 1, leased_at = ? WHERE id = ?",
+                [(time.time(), j["id"]) for j in jobs],
+            )
+            attack = db.execute("SELECT planned, seed FROM attacks WHERE id = ?", (first["attack_id"],)).fetchone()
+        return Lease(
+            jobs=tuple(j["id"] for j in jobs),
+            attack=PlannedAttack.from_json(attack["planned"]),
+            seed=attack["seed"],
+            round=first["round"],
+            clients=tuple(j["client"] for j in jobs),
+            digests=tuple(j["digest"] for j in jobs),
+            others={j["client"]: j["other"] for j in jobs if j["other"] is not None},
+            attempt=max(j["attempts"] for j in jobs) + 1,
+        )
+
+    def finish(self, lease: Lease, rows: Mapping[int, Iterable[Row]]) -> None:
+        """Write a wave's scores and mark its jobs done, in one transaction; rows by the attacked client."""
+        with self._transaction() as db:
+            for job, client in zip(lease.jobs, lease.clients, strict=True):
+                self._write_scores(db, job, rows[client])
+                db.execute("UPDATE jobs SET state = 'done', error = NULL WHERE id = ?", (job,))
+
+    def fail(self, lease: Lease, error: str, final: bool = False) -> bool:
+        """Put a wave back into the queue, or after too many attempts mark it failed with a row; returns whether it failed."""
+        failed = final or lease.attempt >= ATTEMPTS
+        with self._transaction() as db:
+            for job, client in zip(lease.jobs, lease.clients, strict=True):
+                state = "failed" if failed else "queued"
+                db.execute("UPDATE jobs SET state = ?, error = ? WHERE id = ?", (state, error, job))
+                if failed:
+                    row = Row(lease.round, client, lease.attack.name, WHOLE_BATCH, "psnr", None, "failed", 0.0)
+                    self._write_scores(db, job, [row])
+        return failed
+
+    @staticmethod
+    def _write_scores(db: sqlite3.Connection, job: int, rows: Iterable[Row]) -> None:
+        db.executemany(
+            "INSERT INTO scores VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [(job, r.attack, r.client, r.example, r.metric, r.round, r.value, r.status, r.seconds) for r in rows],
+        )
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    def progress(self) -> Progress:
+        """How the jobs stand."""
+        return Progress(
+            **{r["state"]: r["n"] for r in self._db.execute("SELECT state, count(*) n FROM jobs GROUP BY state")}
+        )
+
+    def forgettable(self) -> dict[int, list[int]]:
+        """By round, the clients whose updates are on the tape and of whom no attack is still to come."""
+        rows = self._db.execute(
+            "SELECT round, client FROM observations o WHERE digest IS NOT NULL AND NOT EXISTS (SELECT 1 FROM jobs j"
+            " WHERE j.round = o.round AND j.state IN ('queued', 'leased')) ORDER BY round, client"
+        )
+        found: dict[int, list[int]] = {}
+        for row in rows:
+            found.setdefault(row["round"], []).append(row["client"])
+        return found
+
+    def forgotten(self, round: int) -> None:
+        """The updates of a round are deleted from the tape."""
+        with self._transaction() as db:
+            db.execute("UPDATE observations SET digest = NULL WHERE round = ?", (round,))
+
+    def errors(self) -> list[str]:
+        """The distinct errors of failed jobs."""
+        return [r[0] for r in self._db.execute("SELECT DISTINCT error FROM jobs WHERE state = 'failed' ORDER BY 1")]
+
+    def rounds(self) -> list[sqlite3.Row]:
+        """Every round recorded: round, accuracy, loss, seconds, intercept_seconds."""
+        return self._db.execute("SELECT * FROM rounds ORDER BY round").fetchall()
+
+    def observations(self) -> list[sqlite3.Row]:
+        """Every client seen, rejected or missed: round, client, status, reason, examples, digest."""
+        return self._db.execute("SELECT * FROM observations ORDER BY round, client").fetchall()
+
+    def attacks(self) -> list[sqlite3.Row]:
+        """The attacks: name, planned, knowledge, seed."""
+        return self._db.execute("SELECT name, planned, knowledge, seed FROM attacks ORDER BY id").fetchall()
+
+    def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:
+        """Score rows in a stable order: round, client, attack, example, metric, value, status, seconds, knowledge."""
+        yield from self._db.execute(
+            "SELECT s.round, s.client, s.attack, s.example, s.metric, s.value, s.status, s.seconds, a.knowledge"
+            " FROM scores s JOIN jobs j ON j.id = s.job_id JOIN attacks a ON a.id = j.attack_id"
+            " WHERE ?1 IS NULL OR s.metric = ?1 ORDER BY s.round, s.client, s.attack, s.example, s.metric",
+            (metric,),
+        )

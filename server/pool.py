@@ -1,0 +1,230 @@
+"""The attack service: leases waves from the ledger, has workers attack them, writes their scores.
+
+It is a process of its own beside the training, or after it: it needs the run folder and nothing of Flower. If it dies,
+training goes on; if training dies, it finishes what is on the tape.
+"""
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from attacks.replay import Replay, replay
+from client.protocol import Federation
+from server.ledger import Lease, Ledger
+from server.run import Run
+from server.scenario import Scenario
+from server.tape import TapeError, as_arrays, as_tensors
+from server.worker import Outcome, Task, attack_wave
+
+Result = Outcome | Exception
+PARALLEL_WAVES = 1  # in flight per worker: more would hold memory without making anything faster
+
+
+class Executor(Protocol):
+    """Runs tasks somewhere; an exception is a result, not the end."""
+
+    slots: int  # how many tasks may be in flight
+
+    def submit(self, ticket: int, task: Task) -> None:
+        """Start a task."""
+
+    def next_done(self, timeout: float) -> tuple[int, Result] | None:
+        """A finished task's ticket and result; None when there is none within the timeout (seconds)."""
+
+    def close(self) -> None:
+        """End what it started."""
+
+
+class LocalExecutor:
+    """One wave at a time, in this process."""
+
+    slots = 1
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, Task]] = deque()
+
+    def submit(self, ticket: int, task: Task) -> None:
+        self._waiting.append((ticket, task))
+
+    def next_done(self, timeout: float) -> tuple[int, Result] | None:
+        if not self._waiting:
+            return None
+        ticket, task = self._waiting.popleft()
+        try:
+            return ticket, attack_wave(task)
+        except Exception as error:  # any failure of an attack is a row with a status, never the end of the pool
+            return ticket, error
+
+    def close(self) -> None:
+        self._waiting.clear()
+
+
+class RayExecutor:
+    """Ray actors, one core each, that survive a crash of their process."""
+
+    def __init__(self, workers: int) -> None:
+        import ray
+
+        self._ray = ray
+        self.slots = workers * PARALLEL_WAVES
+        with _quiet_stderr():
+            ray.init(
+                address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False, configure_logging=False
+            )
+        root = str(Path(__file__).resolve().parents[1])
+
+        class Worker:
+            """Defined here, so that it travels by value: a worker finds our packages only once the path is set."""
+
+            def __init__(self) -> None:
+                sys.path.insert(0, root)
+
+            def pid(self) -> int:
+                import os
+
+                return os.getpid()
+
+            def attack(self, task: Task) -> Outcome:
+                from server.worker import attack_wave
+
+                return attack_wave(task)
+
+        # no task is retried by Ray itself: attempts are counted in the ledger
+        actor: Any = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=0)(Worker)
+        self._idle = deque(actor.remote() for _ in range(workers))
+        self._flying: dict[Any, tuple[int, Any]] = {}
+
+    def pids(self) -> list[int]:
+        """The idle workers' process ids, waiting until each is up."""
+        return [self._ray.get(worker.pid.remote()) for worker in self._idle]
+
+    def submit(self, ticket: int, task: Task) -> None:
+        worker = self._idle.popleft()
+        self._flying[worker.attack.remote(task)] = (ticket, worker)
+
+    def next_done(self, timeout: float) -> tuple[int, Result] | None:
+        done, _ = self._ray.wait(list(self._flying), num_returns=1, timeout=timeout)
+        if not done:
+            return None
+        ticket, worker = self._flying.pop(done[0])
+        self._idle.append(worker)
+        try:
+            return ticket, self._ray.get(done[0])
+        except Exception as error:  # a worker that died, or an attack that raised: the wave's failure, not the pool's
+            return ticket, error
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+def make_executor(kind: str, workers: int) -> Executor:
+    """The executor a scenario names."""
+    return RayExecutor(workers) if kind == "ray" else LocalExecutor()
+
+
+def serve(
+    run: Run,
+    executor: Executor,
+    follow: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = lambda: False,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Attack until the queue is empty and nothing more is to come.
+
+    Args:
+        follow: whether new jobs may still arrive.
+        stop: whether to take no more work; what is in flight is finished.
+        tick: called between steps.
+
+    Raises:
+        Busy: another pool is at work on this run.
+    """
+    scenario = run.scenario()
+    protocol = scenario.protocol.to_json()
+    with run.lock("audit"), run.ledger() as ledger:
+        ledger.release()
+        flying: dict[int, Lease] = {}
+        replayed = "replay" in ledger.meta()
+        tickets = 0
+        while True:
+            coming = follow()  # asked before leasing: a job that arrives in between is found in the next turn
+            if not replayed:
+                replayed = _check_replay(run, ledger, scenario)
+            while len(flying) < executor.slots and not stop() and (lease := ledger.lease()) is not None:
+                task = _load(run, ledger, lease, protocol)
+                if task is not None:
+                    flying[tickets := tickets + 1] = lease
+                    executor.submit(tickets, task)
+            tick()
+            if flying:
+                if (done := executor.next_done(timeout=0.5)) is not None:
+                    _settle(run, ledger, flying.pop(done[0]), done[1])
+            elif stop() or (not coming and not ledger.progress().queued):
+                break
+            else:
+                time.sleep(0.2)
+            if scenario.tape.keep == "none":
+                _forget(run, ledger)
+
+
+def _check_replay(run: Run, ledger: Ledger, scenario: Scenario) -> bool:
+    """Compare one recomputed update with the tape's first, before anything is attacked."""
+    first = next((o for o in ledger.observations() if o["status"] == "accepted" and o["digest"]), None)
+    if first is None:
+        return False
+    try:
+        seen = run.tape().read(first["round"], first["client"], first["digest"])
+        found: Replay = replay(Federation(scenario.protocol), seen)
+        words = f"cosine {found.cosine:.7f}, relative error {found.relative_error:.1e}: {found.verdict}"
+        ledger.set_meta(replay="ok" if found.ok else "mismatch", replay_detail=words)
+    except TapeError as error:
+        ledger.set_meta(replay="unknown", replay_detail=str(error))
+    return True
+
+
+def _load(run: Run, ledger: Ledger, lease: Lease, protocol: str) -> Task | None:
+    """A lease's task from the tape; a damaged file fails the lease at once, with the file's name."""
+    try:
+        seen = [run.tape().read(lease.round, c, d) for c, d in zip(lease.clients, lease.digests, strict=True)]
+    except TapeError as error:
+        ledger.fail(lease, str(error), final=True)
+        return None
+    return Task(
+        protocol=protocol,
+        planned=lease.attack.to_json(),
+        seed=lease.seed,
+        round=lease.round,
+        clients=lease.clients,
+        others=dict(lease.others),
+        params=as_arrays(seen[0].params),
+        buffers=as_arrays(seen[0].buffers),
+        updates=tuple(as_arrays(o.update) for o in seen),
+    )
+
+
+def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
+    if isinstance(result, Exception):
+        ledger.fail(lease, f"{type(result).__name__}: {str(result).strip().splitlines()[-1] if str(result) else ''}")
+        return
+    for client, images in result.images.items():
+        if images:
+            run.write_reconstruction(lease.round, client, lease.attack.name, as_tensors(images))
+    ledger.finish(lease, result.rows)
+
+
+def _forget(run: Run, ledger: Ledger) -> None:
+    """Delete the updates of every round whose attacks are over, once the replay check has had its own."""
+    for round, clients in ledger.forgettable().items():
+        run.tape().forget(round, clients)
+        ledger.forgotten(round)
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Ray's start-up notes go to stderr whatever its log level is."""
+    with contextlib.redirect_stderr(None):
+        yield

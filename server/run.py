@@ -1,0 +1,94 @@
+"""A run is a folder: scenario.toml, environment.json, ledger.sqlite, tape/, reconstructions/, report.html."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from server.ledger import Ledger, LedgerError
+from server.scenario import Scenario
+from server.tape import Tape, read_tensors, write_tensors
+
+
+class Busy(Exception):
+    """Another process is at work on this run; the message names it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Paths and doors of one run folder."""
+
+    folder: Path
+
+    @classmethod
+    def create(cls, folder: Path, scenario: Scenario) -> "Run":
+        """A new run folder, for its owner only: what it holds can be inverted to personal data."""
+        folder.mkdir(parents=True, mode=0o700)
+        for part in ("tape", "reconstructions", "logs"):
+            (folder / part).mkdir(mode=0o700)
+        (folder / "scenario.toml").write_text(scenario.to_toml())
+        Ledger(folder / "ledger.sqlite", create=True).close()
+        return cls(folder)
+
+    @classmethod
+    def open(cls, folder: Path) -> "Run":
+        """An existing run; LedgerError when the folder is none."""
+        if not (folder / "ledger.sqlite").exists() or not (folder / "scenario.toml").exists():
+            raise LedgerError(f"{folder} is not a run folder (no ledger.sqlite and scenario.toml in it)")
+        return cls(folder)
+
+    @property
+    def name(self) -> str:
+        """The run's id."""
+        return self.folder.resolve().name
+
+    def scenario(self) -> Scenario:
+        """The scenario as it was run."""
+        return Scenario.load(self.folder / "scenario.toml")
+
+    def ledger(self) -> Ledger:
+        """A connection to the ledger."""
+        return Ledger(self.folder / "ledger.sqlite")
+
+    def tape(self) -> Tape:
+        """The tape."""
+        return Tape(self.folder / "tape")
+
+    def reconstruction(self, round: int, client: int, attack: str) -> Path:
+        """Where an attack's images of one observation are kept: x (B, C, H, W), and y where labels were claimed."""
+        return self.folder / "reconstructions" / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
+
+    def write_reconstruction(self, round: int, client: int, attack: str, tensors: dict[str, Tensor]) -> None:
+        """Keep an attack's images."""
+        write_tensors(self.reconstruction(round, client, attack), tensors)
+
+    def read_reconstruction(self, round: int, client: int, attack: str) -> dict[str, Tensor]:
+        """An attack's images; TapeError when there are none."""
+        return read_tensors(self.reconstruction(round, client, attack))
+
+    @contextmanager
+    def lock(self, purpose: str) -> Iterator[None]:
+        """Hold a purpose of this run alone ("audit", "training"); Busy names the holder. A dead holder holds nothing."""
+        path = self.folder / f"{purpose}.lock"
+        with path.open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise Busy(f"{self.folder}: process {file.read().strip() or '?'} holds its {purpose}") from error
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    def held(self, purpose: str) -> bool:
+        """Whether a living process holds a purpose of this run."""
+        try:
+            with self.lock(purpose):
+                return False
+        except Busy:
+            return True

@@ -1,0 +1,169 @@
+"""Drive Flower: a SuperLink of our own as child process, the app in a scratch folder, the run's true exit status."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import tomli_w
+
+from client.data import data_folder
+from server.run import Run
+from server.scenario import Scenario
+from simulations import processes
+
+PACKAGES = ("client", "defenses", "attacks", "server")
+_APP = {
+    "project": {
+        "name": "fedleak-app",
+        "version": "0.1.0",
+        "description": "fedleak",
+        "license": "MIT",
+        "dependencies": [],
+    },
+    "tool": {
+        "flwr": {
+            "app": {
+                "publisher": "fedleak",
+                "components": {"serverapp": "server.app:app", "clientapp": "client.app:app"},
+                "config": {"protocol": "", "run-dir": ""},
+            }
+        }
+    },
+}
+_SETTINGS = {
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",  # the app runs in this environment
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+class TrainingFailed(Exception):
+    """The federation ended badly; the message says where its log is and shows its end."""
+
+
+class Training:
+    """One federation in training: started on entry, ended with everything it started on exit."""
+
+    def __init__(self, run: Run, scenario: Scenario) -> None:
+        self.run = run
+        self.scenario = scenario
+        self.mark = uuid.uuid4().hex
+        self.scratch = Path(tempfile.mkdtemp(prefix="fedleak-"))  # short: Ray's sockets live below it
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "Training":
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of this training and remove the scratch folder."""
+        for child in reversed(self._children):
+            processes.end(child)
+        processes.sweep(self.mark)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def environment(self) -> dict[str, str]:
+        """What the children's environment says."""
+        return child_environment(self.scratch, self.mark) | {"FLWR_HOME": str(self.scratch / "home")}
+
+    def finished(self) -> bool:
+        """Whether the federation has ended, well or not; raises TrainingFailed when the SuperLink died."""
+        superlink, stream = self._children
+        if stream.poll() is None and superlink.poll() is not None:
+            raise TrainingFailed(self._blame("the SuperLink died"))
+        return stream.poll() is not None
+
+    def verify(self) -> None:
+        """Ask the SuperLink how the run ended: `flwr run --stream` exits 0 even when it failed."""
+        listing = subprocess.run(
+            ["flwr", "ls", "fedleak", "--format", "json"],
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        try:
+            status = json.loads(listing.stdout)["runs"][0]["status"]
+        except (json.JSONDecodeError, KeyError, IndexError):
+            raise TrainingFailed(self._blame(f"its status is unknown: {listing.stderr.strip()[-300:]}")) from None
+        if status != "finished:completed":
+            raise TrainingFailed(self._blame(status))
+
+    def _start(self) -> None:
+        app, home, log = self.scratch / "app", self.scratch / "home", self.run.folder / "logs"
+        root = Path(__file__).resolve().parents[1]
+        for package in PACKAGES:  # only code: what is in the app's folder goes to every client
+            shutil.copytree(root / package, app / package, ignore=lambda _, names: _not_code(names))
+        (app / "pyproject.toml").write_text(tomli_w.dumps(_APP))
+        home.mkdir()
+        port = processes.free_port()
+        links = {"default": "fedleak", "fedleak": {"address": f"127.0.0.1:{port}", "insecure": True}}
+        (home / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
+        settings = {"protocol": self.scenario.protocol.to_json(), "run-dir": str(self.run.folder.resolve())}
+        (self.scratch / "run-config.toml").write_text(tomli_w.dumps(settings))
+        superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
+        env = self.environment()
+        self._children.append(processes.start([*superlink, "--port", str(port)], log / "superlink.log", env))
+        deadline = time.monotonic() + 120
+        while not processes.listens(port):
+            if self._children[0].poll() is not None or time.monotonic() > deadline:
+                raise TrainingFailed(self._blame("the SuperLink did not start"))
+            time.sleep(0.1)
+        parallel = min(self.scenario.simulation.parallel_clients, self.scenario.protocol.clients)
+        federation = (
+            f"num-supernodes={self.scenario.protocol.clients} client-resources-num-cpus=1 "
+            f"init-args-num-cpus={parallel} init-args-log-to-driver=false"
+        )
+        command = ["flwr", "run", str(app), "fedleak", "--stream"]
+        command += ["--run-config", str(self.scratch / "run-config.toml"), "--federation-config", federation]
+        self._children.append(processes.start(command, log / "flower.log", env))
+
+    def _blame(self, what: str) -> str:
+        parts = [f"the federation failed: {what}"]
+        for name in ("flower.log", "superlink.log"):
+            path = self.run.folder / "logs" / name
+            lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+            if lines:
+                parts += [f"--- the end of {path}:", *lines[-12:]]
+        return "\n".join(parts)
+
+
+def start_audit(run: Run, scratch: Path, mark: str) -> subprocess.Popen[bytes]:
+    """Start the attack service beside the training: `fedleak audit RUN --follow` in a process of its own."""
+    command = [sys.executable, "-m", "simulations.cli", "audit", str(run.folder), "--follow"]
+    return processes.start(command, run.folder / "logs" / "audit.log", child_environment(scratch, mark))
+
+
+def child_environment(scratch: Path, mark: str) -> dict[str, str]:
+    """This process's environment, with a mark to find children by, Ray's files in the scratch folder, and one data folder."""
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}  # it would break Flower's own ray.init
+    data = data_folder()
+    env |= {processes.MARK: mark, "RAY_TMPDIR": str(scratch / "ray"), **_SETTINGS}
+    env["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), env.get("PATH", "")]
+    )  # Flower starts its own programs
+    if data is not None:  # the copied code stands elsewhere and would not find the folder beside the project
+        env["FEDLEAK_DATA"] = str(data.resolve())
+    (scratch / "ray").mkdir(exist_ok=True)
+    return env
+
+
+def _not_code(names: list[str]) -> list[str]:
+    return [n for n in names if n == "__pycache__" or ("." in n and not n.endswith(".py"))]
