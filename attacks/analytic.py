@@ -83,7 +83,7 @@ def _first_layers(model: nn.Module) -> _Stack:
             linears.append(name)
             if module.bias is not None:
                 return _Stack(tuple(linears), tuple(activations))
-        elif linears and isinstance(module, nn.ReLU | nn.Sigmoid | nn.Tanh | nn.Identity):
+        elif len(activations) < len(linears) and isinstance(module, nn.ReLU | nn.Sigmoid | nn.Tanh):
             activations.append(module)
         elif not isinstance(module, nn.Flatten | nn.Identity):
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch.func import vmap
 
 from attacks import labels as labelling
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
@@ -64,7 +64,8 @@ class GradientMatching(Attack):
         variables = self._start(known, budget, streams, soft)
         spent = self._descend(variables, y, wave, known, budget, started)
         with torch.no_grad():
-            objectives = torch.nan_to_num(self._evaluate(variables, y, wave, known)[1], nan=float("inf"))  # (K, R)
+            objectives = self._objectives(variables, y, wave, known)  # (K, R)
+        objectives = torch.where(objectives.isfinite(), objectives, torch.inf)
         seconds = (time.perf_counter() - started) / len(wave)
         results = []
         for k, best in enumerate(objectives.argmin(1).tolist()):
@@ -111,20 +112,34 @@ class GradientMatching(Attack):
         for iteration in range(budget.iterations):
             if budget.seconds is not None and time.perf_counter() - started > budget.seconds:
                 return iteration
-            gradients, _ = self._evaluate(variables, y, wave, known)
+            gradients = self._gradients(variables, y, wave, known)
             adam.step(variables, gradients, cut_rate(self.rate, iteration, budget.iterations, self.cuts))
             if self.box:
                 torch.clamp(variables["x"], low, high, out=variables["x"])
         return budget.iterations
 
-    def _evaluate(
-        self, variables: Variables, y: Tensor | None, wave: Wave, known: Knowledge
-    ) -> tuple[Variables, Tensor]:
-        """Gradients (K, R, ...) and objectives (K, R) of all problems."""
-        one = grad_and_value(partial(self._objective, known=known, params=wave.params))
-        restarts = vmap(one, in_dims=(0, None, None))
-        gradients, objectives = vmap(restarts, in_dims=(0, 0 if y is not None else None, 0))(variables, y, wave.update)
-        return gradients, objectives
+    def _gradients(self, variables: Variables, y: Tensor | None, wave: Wave, known: Knowledge) -> Variables:
+        """Gradients (K, R, ...) of all problems: of their objectives' sum, in which each has a term of its own.
+
+        By autograd outside vmap: grad within vmap gives the same, at a quarter more time.
+        """
+        leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
+        with torch.enable_grad():
+            total = self._objectives(leaves, y, wave, known).sum()
+        if not total.requires_grad:  # a chain that lets nothing of the images through
+            return {name: torch.zeros_like(t) for name, t in variables.items()}
+        gradients = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, gradients, strict=True))
+
+    def _objectives(self, variables: Variables, y: Tensor | None, wave: Wave, known: Knowledge) -> Tensor:
+        """Objectives (K, R) of all problems, on one axis of K * R: a second vmap would cost more than it saves."""
+        restarts = variables["x"].shape[1]
+        seen = {name: _repeat(t, restarts) for name, t in wave.update.items()}
+        labels = None if y is None else _repeat(y, restarts)
+        flat = {name: t.flatten(0, 1) for name, t in variables.items()}
+        one = partial(self._objective, known=known, params=wave.params)
+        objectives: Tensor = vmap(one, in_dims=(0, None if y is None else 0, 0))(flat, labels, seen)
+        return objectives.view(-1, restarts)
 
     def _objective(
         self, variables: Variables, y: Tensor | None, seen: Update, *, known: Knowledge, params: Params
@@ -152,6 +167,11 @@ def dlg(rate: float = 0.1) -> GradientMatching:
 def idlg(rate: float = 0.1) -> GradientMatching:
     """iDLG (Zhao et al., 2020): DLG with the labels restored before matching."""
     return GradientMatching(squared, rate=rate, signed=False, box=False)
+
+
+def _repeat(t: Tensor, restarts: int) -> Tensor:
+    """(K, ...) to (K * R, ...), each problem's restarts side by side; without a copy for one restart."""
+    return t.unsqueeze(1).expand(-1, restarts, *t.shape[1:]).flatten(0, 1)
 
 
 def _pixels(z: Tensor, known: Knowledge) -> Tensor:

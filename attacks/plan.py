@@ -42,6 +42,8 @@ class PlannedAttack:
         name = conform(table.get("name", str(component["use"]).split(":")[1]), str, f"{where}: name")
         if not name or not name.replace("_", "").replace("-", "").isalnum():
             raise SpecError(f"{where}: name must be letters, digits, - and _, got {name!r}")
+        if len(name) > 64:  # it is part of a file's name
+            raise SpecError(f"{where}: name must be at most 64 characters, got {len(name)}")
         labels = conform(table.get("labels", "restored"), Literal["restored", "given"], f"{where}: labels")
         defense = conform(table.get("defense", "known"), Literal["known", "unknown"], f"{where}: defense")
         return cls(name, component, budget, labels, defense)

@@ -6,6 +6,7 @@ Errors speak to the author of the table: they name the place, the value and what
 import importlib
 import inspect
 import pkgutil
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,9 @@ class Kind:
         # an imported name (client.data:os) is not a component of the module it was imported into
         if getattr(target, "__module__", "") != module or inspect.isabstract(target):
             return False
+        name = getattr(target, "__name__", "_")
+        if name.startswith("_") or not name.islower():  # scenarios write lower case; engines (GradientMatching) do not
+            return False
         if inspect.isclass(target):
             return issubclass(target, self.type) and target is not self.type
         if not inspect.isfunction(target):
@@ -51,8 +55,8 @@ class Kind:
         for package in self.packages:
             path = getattr(importlib.import_module(package), "__path__", [])
             for source in [package, *(f"{package}.{m.name}" for m in pkgutil.iter_modules(path))]:
-                public = {k: v for k, v in vars(importlib.import_module(source)).items() if not k.startswith("_")}
-                found += [f"{source}:{name}" for name, value in public.items() if self.admits(value, source)]
+                written = vars(importlib.import_module(source)).items()
+                found += [f"{source}:{name}" for name, value in written if self.admits(value, source)]
         return sorted(found)
 
 
@@ -135,7 +139,7 @@ def conform(value: Any, hint: Any, where: str) -> Any:
             return value
     elif hint is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            if value != value or value in (float("inf"), float("-inf")):
+            if not abs(value) <= sys.float_info.max:
                 raise SpecError(f"{where} must be a finite number, got {value!r}")
             return float(value)
     elif origin in (tuple, list, Sequence) and isinstance(value, list | tuple):

@@ -9,7 +9,7 @@ import hashlib
 import os
 import tempfile
 import warnings
-import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,9 +237,9 @@ def cached(name: str, make: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[s
     path = cache_folder() / f"{name}.npz"
     if path.exists():
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 return {k: stored[k] for k in stored.files}
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except Exception as error:  # damage shows as zlib.error, TokenError, BadZipFile, NotImplementedError and more
             warnings.warn(f"{path} is damaged ({error}) and is made again", stacklevel=2)
     made = make()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -264,10 +264,15 @@ def _read_idx(folder: Path, kind: str, dimensions: int) -> np.ndarray:
     path = folder / f"{kind}-{'images' if dimensions == 3 else 'labels'}-idx{dimensions}-ubyte.gz"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: put the four idx files there, or unset FEDLEAK_DATA to download")
-    with gzip.open(path) as file:
-        raw = file.read()
-    sizes = np.frombuffer(raw, ">u4", dimensions, offset=4)
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(sizes).copy()
+    try:
+        with gzip.open(path) as file:
+            raw = file.read()
+        if raw[:4] != bytes([0, 0, 8, dimensions]):
+            raise ValueError(f"its header is {raw[:4].hex()}")
+        sizes = np.frombuffer(raw, ">u4", dimensions, offset=4)
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(sizes).copy()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ValueError(f"{path} is not a gzipped idx file of {dimensions} dimensions: {error}") from error
 
 
 def _cifar(name: str, torchvision_name: str, classes: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Dataset:
@@ -275,15 +280,17 @@ def _cifar(name: str, torchvision_name: str, classes: int, mean: tuple[float, ..
     files = [sorted(folder.glob(f"{name}-{part}-*.npz")) for part in ("train", "test")] if folder else [[], []]
     if not all(files):
         return _download(name, torchvision_name, classes, mean, std)
-    parts: list[Tensor] = []
-    for found in files:
-        with np.load(found[0], allow_pickle=False) as stored:
-            parts += [
-                torch.from_numpy(stored["images"]).permute(0, 3, 1, 2).contiguous(),
-                torch.from_numpy(stored["labels"]),
-            ]
-    x, y, x_test, y_test = parts
-    return Dataset(name, x, y.long(), x_test, y_test.long(), classes, mean, std)
+    (x, y), (x_test, y_test) = (_read_npz(found[0]) for found in files)
+    return Dataset(name, x, y, x_test, y_test, classes, mean, std)
+
+
+def _read_npz(path: Path) -> tuple[Tensor, Tensor]:
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
+    except Exception as error:  # damage shows in as many ways as in the cache
+        raise ValueError(f"{path} is not an npz file with images (N, H, W, C) and labels (N,): {error}") from error
+    return images.permute(0, 3, 1, 2).contiguous(), labels.long()
 
 
 def _download(

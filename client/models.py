@@ -1,5 +1,6 @@
 """The networks of the papers, as plain torch modules built from an input shape and a number of classes."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Literal
@@ -122,7 +123,7 @@ class _ResNet(nn.Module):
 def _norm(norm: Norm, channels: int) -> nn.Module:
     if norm == "batch":
         return nn.BatchNorm2d(channels)
-    return nn.GroupNorm(min(8, channels), channels) if norm == "group" else nn.Identity()
+    return nn.GroupNorm(math.gcd(8, channels), channels) if norm == "group" else nn.Identity()
 
 
 def _at_least_one(name: str, value: int) -> None:

@@ -1,5 +1,6 @@
 """The protocol: what every party of the federation knows, and the client function that it describes."""
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from client.components import Kind, SpecError, Table, build, call, check_arguments, conform
+from client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
 from client.data import Dataset, Shards, split
 from client.models import detached_params, floating_buffers
 from client.rng import generator, seed_of
@@ -95,6 +96,10 @@ class Federation:
         """The dataset, split among the clients."""
         table = self.protocol.data
         own = {"batch_size", "partition", "alpha", "shards_per_client", "auxiliary"}
+        read = resolve(table, "[data]", DATASET)
+        if unknown := sorted(table.keys() - own - {"use"} - inspect.signature(read).parameters.keys()):
+            allowed = [*inspect.signature(read).parameters, *sorted(own)]
+            raise SpecError(f"[data]: unknown key {unknown[0]!r} (it has: use, {', '.join(allowed)})")
         dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET)
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
         arguments = check_arguments(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
@@ -150,13 +155,13 @@ class Federation:
 
     @cached_property
     def gradient(self) -> UpdateFn:
-        """The undefended gradient of the mean cross-entropy."""
+        """The undefended gradient of the mean cross-entropy, as an attacker computes it: it leaves the buffers alone."""
         return gradient(self.model, normalise=self.shards.dataset.normalise)
 
     @cached_property
     def update_fn(self) -> UpdateFn:
-        """The whole client."""
-        return self.chain(self.gradient)
+        """The whole client; BatchNorm in train mode moves the model's running statistics."""
+        return self.chain(gradient(self.model, normalise=self.shards.dataset.normalise, track=True))
 
     def initial(self) -> tuple[Params, dict[str, Tensor]]:
         """The weights and floating-point buffers that the federation starts from."""

@@ -5,7 +5,8 @@ The position of a transform in the chain says what it acts on: before `local_sgd
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,7 +81,10 @@ def chain(*links: Transform) -> Chain:
 
 
 def gradient(
-    model: nn.Module, loss: Loss = F.cross_entropy, normalise: Callable[[Tensor], Tensor] | None = None
+    model: nn.Module,
+    loss: Loss = F.cross_entropy,
+    normalise: Callable[[Tensor], Tensor] | None = None,
+    track: bool = False,
 ) -> UpdateFn:
     """The bare client: the loss's gradient by every parameter, summed or averaged over the batch as the loss does.
 
@@ -88,6 +92,7 @@ def gradient(
         model: its named parameters give the update its names; its buffers are used as they stand.
         loss: (logits (B, classes), y) -> scalar.
         normalise: applied to x before the model, so that a batch stays in [0, 1] pixels.
+        track: whether BatchNorm in train mode moves its running statistics, as at a client; an attacker's does not.
     """
 
     def compute(params: Params, batch: Batch, rng: Generator | None) -> Update:
@@ -96,9 +101,32 @@ def gradient(
         def objective(at: Params) -> Tensor:
             return loss(functional_call(model, at, (x,)), batch.y)
 
-        return dict(grad(objective)(params))
+        tracking = _tracking(model)
+        with _paused(tracking):
+            update = dict(grad(objective)(params))
+        if track and tracking:
+            with torch.no_grad():
+                functional_call(model, params, (x,))
+        return update
 
     return compute
+
+
+def _tracking(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return [m for m in norms if m.training and m.track_running_stats]
+
+
+@contextmanager
+def _paused(norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """Normalise by the batch without moving running statistics: grad and vmap refuse to write to what they captured."""
+    for layer in norms:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in norms:
+            layer.track_running_stats = True
 
 
 @dataclass(frozen=True)
@@ -125,7 +153,7 @@ class local_sgd(Link):
             raise ValueError(f"steps must be at least 1, got {self.steps}")
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        if self.proximal_mu < 0:
+        if not self.proximal_mu >= 0:
             raise ValueError(f"proximal_mu must not be negative, got {self.proximal_mu}")
 
     @property

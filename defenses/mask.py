@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
-from client.rng import generator
+from client.rng import seed_of
 from client.update import Link, OnUpdate, Update
 
 
@@ -24,12 +25,14 @@ class mask(OnUpdate):
             raise ValueError(f"keep must be above 0 and at most 1, got {self.keep}")
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
-        masked = {}
-        for k, t in update.items():
-            draws = rng if self.seed is None else generator(self.seed, "mask", k)
-            kept = torch.rand(t.shape, generator=draws, device=t.device) < self.keep
-            masked[k] = torch.where(kept, t, torch.zeros_like(t))
-        return masked
+        return {k: torch.where(self._draw(k, t, rng) < self.keep, t, torch.zeros_like(t)) for k, t in update.items()}
+
+    def _draw(self, name: str, like: Tensor, rng: Generator | None) -> Tensor:
+        if self.seed is None:
+            return torch.rand(like.shape, generator=rng, device=like.device)
+        # by NumPy: inside vmap torch would refuse to draw, or draw another mask for each example
+        draws = np.random.default_rng(seed_of(self.seed, "mask", name)).random(tuple(like.shape), dtype=np.float32)
+        return torch.from_numpy(draws).to(like.device)
 
     @property
     def mean(self) -> Link:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from client.components import SpecError, Table, call, check_arguments
 from client.protocol import Federation
 from server.curious import CuriousStrategy, Tap
+from server.door import WEIGHT
 from server.run import Run
 from server.tape import write_tensors
 
@@ -105,9 +106,11 @@ def build_strategy(table: Table, clients: int) -> Strategy:
     checked = check_arguments(target, arguments, "[strategy]", {})
     if checked.get("fraction_evaluate"):
         raise SpecError("[strategy]: fraction_evaluate must be 0: the server evaluates, on images that no client holds")
-    for key in ("fraction_train",):
-        if not 0 < checked.get(key, 1.0) <= 1:
-            raise SpecError(f"[strategy]: {key} must be above 0 and at most 1, got {checked[key]}")
+    if not 0 < checked.get("fraction_train", 1.0) <= 1:
+        raise SpecError(f"[strategy]: fraction_train must be above 0 and at most 1, got {checked['fraction_train']}")
+    for key, agreed in (("arrayrecord_key", "arrays"), ("configrecord_key", "config"), ("weighted_by_key", WEIGHT)):
+        if checked.get(key, agreed) != agreed:  # clients and door speak of these names
+            raise SpecError(f"[strategy]: {key} must be {agreed!r}, got {checked[key]!r}")
     for key in ("min_train_nodes", "min_available_nodes"):
         if checked.get(key, 1) > clients:
             raise SpecError(f"[strategy]: {key} must be at most clients = {clients}, got {checked[key]}")
@@ -117,10 +120,14 @@ def build_strategy(table: Table, clients: int) -> Strategy:
 
 
 def stock_strategies() -> list[str]:
-    """Flower's strategies that average weights and wrap no other strategy, as [strategy] use names them."""
+    """Flower's strategies that average weights and wrap no other strategy, as [strategy] use names them.
+
+    Not QFedAvg: it weighs clients by a training loss, which they would have to report beside the update.
+    """
     found = []
+    others = {"strategy", "train_loss_key"}  # arguments of the wrappers and of QFedAvg
     for name, target in sorted(vars(flwr.serverapp.strategy).items()):
         concrete = inspect.isclass(target) and issubclass(target, Strategy) and not inspect.isabstract(target)
-        if concrete and "strategy" not in inspect.signature(target).parameters and "Xgb" not in name:
+        if concrete and not others & inspect.signature(target).parameters.keys() and "Xgb" not in name:
             found.append(f"flwr.serverapp.strategy:{name}")
     return found

@@ -13,9 +13,7 @@ from torch import Tensor
 from attacks.plan import AttackPlan
 from server.door import Door, Intake
 from server.ledger import Ledger, Seen
-from server.tape import Tape
-
-Keep = Literal["all", "scored", "none"]
+from server.tape import Keep, Tape
 
 
 @dataclass
@@ -37,11 +35,11 @@ class Tap:
     def __call__(self, intake: Intake) -> None:
         started = time.perf_counter()
         kept = self._kept(intake)
-        if kept:
-            self.tape.write_round(intake.round, intake.params, intake.buffers)
+        sent = self.tape.write_round(intake.round, intake.params, intake.buffers) if kept else ""
         seen = list(intake.refused)
         for a in intake.accepted:
-            digest = self.tape.write_update(intake.round, a.client, a.update) if a.client in kept else None
+            written = a.client in kept
+            digest = f"{sent}:{self.tape.write_update(intake.round, a.client, a.update)}" if written else None
             seen.append(Seen(a.client, "accepted", "", a.examples, digest))
         self.ledger.record_intake(intake.round, seen, self.plan)
         self.seconds[intake.round] = time.perf_counter() - started

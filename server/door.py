@@ -7,6 +7,7 @@ stable order, and records what it refused. A bad reply costs its client the roun
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +26,7 @@ from client.update import Params, Update
 from server.ledger import Seen
 
 WEIGHT = "num-examples"
+MOST_EXAMPLES = 2**53  # beyond it a float no longer counts, and the sum of two clients' overflows the ledger
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,25 +102,30 @@ class Door(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check, record, and hand the accepted replies on as weights, in the order of the clients' numbers."""
-        received, refused, passed = list(replies), [], []
+        received = list(replies)
+        answers = Counter(m.metadata.src_node_id for m in received if not m.has_error())
+        passed: list[tuple[Accepted, Message]] = []
+        rejected: dict[int, Seen] = {}
         for message in received:
             if message.has_error():
                 continue
             client = self._client(message.metadata.src_node_id)
             try:
+                if (times := answers[message.metadata.src_node_id]) > 1:  # which came first is chance: neither counts
+                    raise Refused(f"the client answered {times} times")
                 passed.append((self._check(client, message), message))
             except Refused as reason:
-                refused.append(Seen(client, "rejected", str(reason)))
+                rejected[client] = Seen(client, "rejected", str(reason))
         passed.sort(key=lambda pair: pair[0].client)
-        refused += self._missing(received)
+        refused = (*rejected.values(), *self._missing(received))
         accepted = tuple(a for a, _ in passed)
-        self.record(Intake(server_round, self._params, dict(self.buffers), accepted, tuple(refused)))
-        for a, message in passed:
-            weights = {k: self._params[k] + u for k, u in a.update.items()}
-            message.content = RecordDict({"arrays": ArrayRecord(weights), "metrics": _metrics(message)})
+        self.record(Intake(server_round, self._params, dict(self.buffers), accepted, refused))
+        metrics = _shared([_metrics(message) for _, message in passed])
+        for (a, message), record in zip(passed, metrics, strict=True):
+            message.content = RecordDict({"arrays": ArrayRecord(self._weights(a, message)), "metrics": record})
         self._average_buffers(accepted)
-        arrays, metrics = self.inner.aggregate_train(server_round, [m for _, m in passed])
-        return self._as_sent(arrays), metrics
+        arrays, aggregated = self.inner.aggregate_train(server_round, [m for _, m in passed])
+        return self._as_sent(arrays), aggregated
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -129,7 +136,8 @@ class Door(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """As the wrapped strategy does, over replies in the order of the clients' numbers."""
-        ordered = sorted(replies, key=lambda m: self._client(m.metadata.src_node_id))
+        # a dead node's error comes from the SuperLink, which is no client
+        ordered = sorted(replies, key=lambda m: self.clients.get(m.metadata.src_node_id, math.inf))
         return self.inner.aggregate_evaluate(server_round, ordered)
 
     def summary(self) -> None:
@@ -150,22 +158,34 @@ class Door(Strategy):
         if len(records) != 1:
             raise Refused(f"expected one ArrayRecord of weights, got {sorted(records) or 'none'}")
         tensors = _tensors(next(iter(records.values())), self._params)
-        update = tensors if self.replies == "updates" else {k: t - self._params[k] for k, t in tensors.items()}
+        sign = 1 if self.replies == "updates" else -1
+        moved = {k: t + sign * self._params[k] for k, t in tensors.items()}  # weights of an update, or the reverse
+        for name, t in moved.items():
+            if not torch.isfinite(t).all():
+                raise Refused(f"{name} overflows the weights")
+        update = tensors if self.replies == "updates" else moved
         examples = _metrics(message).get(WEIGHT)
-        if not isinstance(examples, int | float) or not math.isfinite(examples) or examples < 1:
-            raise Refused(f"{WEIGHT} must be a number of at least 1, got {examples!r}")
+        if not isinstance(examples, int | float) or not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
+            raise Refused(f"{WEIGHT} must be a whole number from 1 to {MOST_EXAMPLES}, got {examples!r}")
         returned = _tensors(buffers, self.buffers) if buffers is not None else {}
         return Accepted(client, update, int(examples), returned)
 
+    def _weights(self, a: Accepted, message: Message) -> dict[str, Tensor]:
+        """What the wrapped strategy expects of an accepted reply: theta + update, or the weights as they came."""
+        if self.replies == "updates":
+            return {k: self._params[k] + u for k, u in a.update.items()}
+        sent = next(r for name, r in message.content.array_records.items() if name != "buffers")
+        return _tensors(sent, self._params)  # theta + (weights - theta) would cost rounding
+
     def _missing(self, received: list[Message]) -> list[Seen]:
         """Who was asked and did not answer, or answered with an error."""
-        reasons = {m.metadata.src_node_id: m.error.reason or "error" for m in received if m.has_error()}
+        reasons = {m.metadata.src_node_id: (m.error.reason or "").strip() or "error" for m in received if m.has_error()}
         # a node that died is reported by the SuperLink under an id of its own
         unplaced = [r for node, r in reasons.items() if node not in self._asked]
         answered = {m.metadata.src_node_id for m in received if not m.has_error()}
         silent = "no reply" + (f" ({unplaced[0].splitlines()[0]})" if unplaced else "")
         absent = sorted((self._client(n), reasons.get(n, silent)) for n in self._asked - answered)
-        return [Seen(client, "missing", reason.strip().splitlines()[-1]) for client, reason in absent]
+        return [Seen(client, "missing", reason.splitlines()[-1]) for client, reason in absent]
 
     def _average_buffers(self, accepted: tuple[Accepted, ...]) -> None:
         returned = [a for a in accepted if a.buffers]
@@ -191,8 +211,10 @@ def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, 
     for name, like in reference.items():
         try:
             array = record[name].numpy()
-        except (ValueError, TypeError, EOFError, OSError) as error:
+        except Exception as error:  # hostile bytes raise what they like: BadZipFile, MemoryError, RecursionError
             raise Refused(f"{name} cannot be decoded: {error}") from error
+        if not isinstance(array, np.ndarray):  # numpy also reads archives of arrays
+            raise Refused(f"{name} cannot be decoded: it holds {type(array).__name__}, expected one array")
         expected = like.numpy()
         if array.shape != expected.shape:
             raise Refused(f"{name} has shape {array.shape}, expected {expected.shape}")
@@ -209,6 +231,18 @@ def _metrics(message: Message) -> MetricRecord:
     if len(records) != 1:
         raise Refused(f"expected one MetricRecord, got {len(records)}")
     return records[0]
+
+
+def _shared(records: list[MetricRecord]) -> list[MetricRecord]:
+    """The records less what they do not all have in the same form, over which Flower would end the whole run."""
+
+    def form(value: object) -> int | None:
+        return len(value) if isinstance(value, list) else None
+
+    keys = [
+        k for k in (records[0] if records else ()) if all(k in r and form(r[k]) == form(records[0][k]) for r in records)
+    ]
+    return [MetricRecord({k: r[k] for k in keys}) for r in records]
 
 
 class _Ordered(Grid):

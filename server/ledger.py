@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from attacks.audit import WHOLE_BATCH, Row
-from attacks.plan import AttackPlan, PlannedAttack
+from attacks.plan import BASELINES, AttackPlan, PlannedAttack
 
 APPLICATION = 0x666C656B  # "flek": marks a file as a fedleak ledger
 ATTEMPTS = 3  # a wave that kills its worker this often is marked failed
@@ -325,6 +325,16 @@ class Ledger:
     def attacks(self) -> list[sqlite3.Row]:
         """The attacks: name, planned, knowledge, seed."""
         return self._db.execute("SELECT name, planned, knowledge, seed FROM attacks ORDER BY id").fetchall()
+
+    def psnr_so_far(self, cap: float) -> tuple[float | None, float | None]:
+        """Best and mean PSNR of all attacks but the baselines, each value capped in the mean; None before the first."""
+        query = (
+            "SELECT max(s.value), avg(min(s.value, ?)) FROM scores s JOIN jobs j ON j.id = s.job_id"
+            " JOIN attacks a ON a.id = j.attack_id WHERE s.metric = 'psnr' AND s.attack = a.name"
+            " AND s.value IS NOT NULL AND a.name NOT IN (?, ?)"
+        )
+        best, mean = self._db.execute(query, (cap, *BASELINES)).fetchone()
+        return best, mean
 
     def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:
         """Score rows in a stable order: round, client, attack, example, metric, value, status, seconds, knowledge."""

@@ -4,11 +4,14 @@ It is a process of its own beside the training, or after it: it needs the run fo
 training goes on; if training dies, it finishes what is on the tape.
 """
 
-import contextlib
+import logging
+import os
+import shutil
 import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,10 +74,19 @@ class RayExecutor:
 
         self._ray = ray
         self.slots = workers * PARALLEL_WAVES
-        with _quiet_stderr():
-            ray.init(
-                address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False, configure_logging=False
-            )
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of a change to come
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self._scratch = tempfile.mkdtemp(
+            prefix="fedleak-ray-"
+        )  # short, as sockets live below it, and removed at the end
+        ray.init(
+            address="local",
+            num_cpus=workers,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=self._scratch,
+        )
         root = str(Path(__file__).resolve().parents[1])
 
         class Worker:
@@ -84,8 +96,6 @@ class RayExecutor:
                 sys.path.insert(0, root)
 
             def pid(self) -> int:
-                import os
-
                 return os.getpid()
 
             def attack(self, task: Task) -> Outcome:
@@ -119,6 +129,7 @@ class RayExecutor:
 
     def close(self) -> None:
         self._ray.shutdown()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def make_executor(kind: str, workers: int) -> Executor:
@@ -221,10 +232,3 @@ def _forget(run: Run, ledger: Ledger) -> None:
     for round, clients in ledger.forgettable().items():
         run.tape().forget(round, clients)
         ledger.forgotten(round)
-
-
-@contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Ray's start-up notes go to stderr whatever its log level is."""
-    with contextlib.redirect_stderr(None):
-        yield

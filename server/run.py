@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,20 +76,35 @@ class Run:
         """Hold a purpose of this run alone ("audit", "training"); Busy names the holder. A dead holder holds nothing."""
         path = self.folder / f"{purpose}.lock"
         with path.open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                file.seek(0)
-                raise Busy(f"{self.folder}: process {file.read().strip() or '?'} holds its {purpose}") from error
+            for attempt in range(10):  # somebody who only asks for the holder has the file for a moment
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if attempt == 9:
+                        file.seek(0)
+                        holder = file.read().strip() or "?"
+                        raise Busy(f"{self.folder}: process {holder} holds its {purpose}") from error
+                    time.sleep(0.02)
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-            yield
+            try:
+                yield
+            finally:
+                file.truncate(0)
 
-    def held(self, purpose: str) -> bool:
-        """Whether a living process holds a purpose of this run."""
-        try:
-            with self.lock(purpose):
-                return False
-        except Busy:
-            return True
+    def holder(self, purpose: str) -> int | None:
+        """The living process that holds a purpose of this run, or None."""
+        path = self.folder / f"{purpose}.lock"
+        if not path.exists():
+            return None
+        while True:
+            with path.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    return None
+                except BlockingIOError:
+                    if pid := file.read():
+                        return int(pid)
+            time.sleep(0.02)  # it holds the lock and is about to say who it is

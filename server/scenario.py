@@ -14,7 +14,7 @@ import tomli_w
 from attacks.plan import AttackPlan
 from client.components import SpecError, Table, call, check_arguments, conform
 from client.protocol import Federation, Protocol
-from server.curious import Keep
+from server.tape import Keep
 
 _TOP = {
     "seed", "rounds", "clients", "data", "model", "chain", "stragglers", "strategy", "attack", "audit", "tape", "simulation",

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import xxhash
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from attacks.base import Observation
 
+Keep = Literal["all", "scored", "none"]
 _BUFFER = "buffer/"
 _PARAM = "param/"
 
@@ -28,19 +30,24 @@ class Tape:
 
     folder: Path
 
-    def write_round(self, round: int, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Keep what the server sent in a round."""
+    def write_round(self, round: int, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str:
+        """Keep what the server sent in a round; returns its digest."""
         named = {_PARAM + k: t for k, t in params.items()} | {_BUFFER + k: t for k, t in buffers.items()}
-        write_tensors(self._round(round), named)
+        return write_tensors(self._round(round), named)
 
     def write_update(self, round: int, client: int, update: Mapping[str, Tensor]) -> str:
-        """Keep what a client answered; returns the digest that the ledger records."""
+        """Keep what a client answered; returns its digest."""
         return write_tensors(self._update(round, client), update)
 
     def read(self, round: int, client: int, digest: str | None = None) -> Observation:
-        """One observation; TapeError when a file is missing, damaged, or not what the digest says."""
-        update = read_tensors(self._update(round, client), digest)
-        sent = read_tensors(self._round(round))
+        """One observation; TapeError when a file is missing, damaged, or not what the digest says.
+
+        Args:
+            digest: the ledger's, "<of the round's weights>:<of the update>"; None checks nothing.
+        """
+        of_round, _, of_update = (digest or "").rpartition(":")
+        update = read_tensors(self._update(round, client), of_update or None)
+        sent = read_tensors(self._round(round), of_round or None)
         params = {k.removeprefix(_PARAM): t for k, t in sent.items() if k.startswith(_PARAM)}
         buffers = {k.removeprefix(_BUFFER): t for k, t in sent.items() if k.startswith(_BUFFER)}
         return Observation(round, client, params, update, buffers)
@@ -70,8 +77,13 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Write a file so that a reader or a crash sees the old file or the whole new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as scratch:
-        scratch.write(data)
-    os.replace(scratch.name, path)
+        try:
+            scratch.write(data)
+            scratch.flush()
+            os.replace(scratch.name, path)
+        except BaseException:  # a full disk, say: what was written may be private
+            os.unlink(scratch.name)
+            raise
 
 
 def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
@@ -80,6 +92,8 @@ def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
         data = path.read_bytes()
     except FileNotFoundError as error:
         raise TapeError(f"{path} is missing: was it deleted by [tape] keep, or is the run incomplete?") from error
+    except OSError as error:
+        raise TapeError(f"{path} cannot be read: {error}") from error
     if digest is not None and digest_of(data) != digest:
         raise TapeError(f"{path} is damaged: its digest is not the one that the ledger recorded when it was written")
     try:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -145,10 +146,31 @@ class Training:
         return "\n".join(parts)
 
 
-def start_audit(run: Run, scratch: Path, mark: str) -> subprocess.Popen[bytes]:
-    """Start the attack service beside the training: `fedleak audit RUN --follow` in a process of its own."""
-    command = [sys.executable, "-m", "simulations.cli", "audit", str(run.folder), "--follow"]
-    return processes.start(command, run.folder / "logs" / "audit.log", child_environment(scratch, mark))
+class AuditService:
+    """The attack service beside the training: `fedleak audit RUN --follow` in a process of its own."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.mark = uuid.uuid4().hex
+        self.scratch = Path(tempfile.mkdtemp(prefix="fedleak-"))
+        command = [sys.executable, "-m", "simulations.cli", "audit", str(run.folder.resolve()), "--follow"]
+        env = child_environment(self.scratch, self.mark)
+        self._child = processes.start(command, run.folder / "logs" / "audit.log", env)
+
+    def status(self) -> int | None:
+        """Its exit status, or None while it works."""
+        return self._child.poll()
+
+    def park(self) -> None:
+        """Ask it to finish what is in flight and take nothing more."""
+        if self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        """End it with everything it started, and remove its scratch folder."""
+        processes.end(self._child)
+        processes.sweep(self.mark)
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def child_environment(scratch: Path, mark: str) -> dict[str, str]:

@@ -1,0 +1,325 @@
+"""The command line: fedleak run | audit | report | export | runs | stop | init | doctor."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attacks.plan import ATTACK, AttackPlan
+from client.components import SpecError
+from server.ledger import Ledger, LedgerError
+from server.run import Busy, Run
+from server.scenario import Scenario, apply_setting
+from server.tape import TapeError
+
+RUNS = Path("runs")
+FAILED, MISTAKE = 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; a user's mistake is told in a sentence, with exit status 2."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except (SpecError, LedgerError, TapeError, Busy) as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print("fedleak: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def run(options: argparse.Namespace) -> int:
+    """fedleak run SCENARIO.toml: train a federation and attack it."""
+    from server.app import build_strategy  # imports Flower: seconds, which only this command pays
+    from simulations.launch import TrainingFailed
+    from simulations.simulate import INTERRUPTED, Interrupt, new_run, simulate
+
+    settings = [*options.set, *([f"rounds={options.rounds}"] if options.rounds is not None else [])]
+    scenario = Scenario.load(options.scenario, settings)
+    try:
+        build_strategy(scenario.strategy, scenario.protocol.clients)
+    except SpecError as error:
+        raise SpecError(f"{options.scenario}: {error}") from error
+    folder = new_run(scenario, options.scenario.stem, options.runs)
+    console = Console(stderr=True)
+    console.print(
+        f"run {folder.name}: {scenario.protocol.clients} clients, {scenario.protocol.rounds} rounds", highlight=False
+    )
+    status = 0
+    with Interrupt().caught() as interrupt:
+        try:
+            if not simulate(folder, scenario, console, interrupt):
+                status = INTERRUPTED
+        except TrainingFailed as error:
+            print(f"fedleak: {error}", file=sys.stderr)
+            status = FAILED
+    _tell(folder, status == INTERRUPTED)
+    print(folder.folder)
+    return status
+
+
+def audit(options: argparse.Namespace) -> int:
+    """fedleak audit RUN: attack what is on the tape, with the run's own plan or another attack; goes on where it stopped."""
+    from server.pool import make_executor, serve
+    from simulations.simulate import INTERRUPTED, Interrupt, cards
+    from simulations.view import View
+
+    run = _find(options.run, options.runs)
+    scenario = run.scenario()
+    console = Console(stderr=True)
+    with run.ledger() as ledger:
+        if not options.follow:
+            if not any(o["digest"] for o in ledger.observations()):
+                raise LedgerError(
+                    f"{run.folder} has no updates on its tape: curiosity was off, or [tape] keep deleted them"
+                )
+            plan = _extra_plan(options, scenario) if options.attack else scenario.plan
+            ledger.add_attacks(plan, cards(scenario, plan))
+            ledger.enqueue(plan)
+        kind, workers = options.executor or scenario.audit.executor, options.workers or scenario.audit.workers
+        executor = make_executor(
+            kind, workers
+        )  # before the signals are ours: Ray sets a SIGTERM handler when it starts
+        with Interrupt().caught() as interrupt, View(ledger, scenario, console, training=False).shown() as view:
+            try:
+                serve(
+                    run,
+                    executor,
+                    follow=lambda: options.follow and run.holder("training") is not None,
+                    stop=lambda: interrupt.asked,
+                    tick=view.update,
+                )
+            finally:
+                executor.close()
+    if not options.follow:
+        _tell(run, interrupt.asked)
+        print(run.folder)
+    return INTERRUPTED if interrupt.asked else 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """fedleak report RUN: write the run's HTML report and print its path."""
+    from simulations.report import write_report
+
+    print(write_report(_find(options.run, options.runs)))
+    return 0
+
+
+def export(options: argparse.Namespace) -> int:
+    """fedleak export RUN: every score as CSV or parquet."""
+    from simulations.export import write_csv, write_parquet
+
+    run = _find(options.run, options.runs)
+    if options.to == "parquet":
+        path = options.output or run.folder / "scores.parquet"
+        write_parquet(run, path)
+        print(path)
+    elif options.output:
+        with options.output.open("w", newline="") as out:
+            write_csv(run, out)
+        print(options.output)
+    else:
+        write_csv(run, sys.stdout)
+    return 0
+
+
+def runs(options: argparse.Namespace) -> int:
+    """fedleak runs: every run under runs/, newest first."""
+    table = Table("run", "state", "rounds", "attacks", "best PSNR (dB)", box=None)
+    folders = sorted((p.parent for p in options.runs.glob("*/ledger.sqlite")), reverse=True)
+    for folder in folders:
+        run = Run(folder)
+        with run.ledger() as ledger:
+            progress, rounds = ledger.progress(), ledger.rounds()
+            best = ledger.psnr_so_far(0.0)[0]
+            trained = f"{rounds[-1]['round'] if rounds else 0}/{ledger.meta().get('rounds', '?')}"
+            words = [run.name, _state(run, ledger), trained, f"{progress.done}/{progress.total}"]
+            table.add_row(*words, "" if best is None else f"{best:.1f}")
+    if not folders:
+        print(
+            f"fedleak: no runs in {options.runs}; start one with: fedleak run simulations/quickstart.toml",
+            file=sys.stderr,
+        )
+        return 0
+    Console().print(table)
+    return 0
+
+
+def stop(options: argparse.Namespace) -> int:
+    """fedleak stop RUN: end its training, finish the attacks in flight, keep everything for `fedleak audit`."""
+    run = _find(options.run, options.runs)
+    holders = {purpose: pid for purpose in ("training", "audit") if (pid := run.holder(purpose)) is not None}
+    if not holders:
+        print(f"{run.name}: nothing is at work")
+        return 0
+    os.kill(next(iter(holders.values())), signal.SIGTERM)  # the driver, if it still trains, parks the audit itself
+    deadline = time.monotonic() + options.patience
+    while any(run.holder(purpose) is not None for purpose in ("training", "audit")):
+        if time.monotonic() > deadline:
+            print(f"fedleak: {run.name} is still finishing its attacks in flight", file=sys.stderr)
+            return FAILED
+        time.sleep(0.2)
+    print(f"{run.name}: stopped; go on with: fedleak audit {run.folder}")
+    return 0
+
+
+def init(options: argparse.Namespace) -> int:
+    """fedleak init [FILE]: a commented scenario to start from."""
+    target: Path = options.file
+    if target.exists():
+        raise SpecError(f"{target} exists; choose another name")
+    target.write_text((Path(__file__).parent / "quickstart.toml").read_text())
+    print(f"{target}: edit it, then: fedleak run {target}")
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """fedleak doctor: what works on this machine, and what is missing."""
+    from simulations.doctor import examine
+
+    table = Table(box=None, show_header=False)
+    findings = examine()
+    for f in findings:
+        mark = Text("ok", "green") if f.works else Text("missing", "red" if f.needed else "yellow")
+        table.add_row(mark, f.name, Text(f.words))
+    Console().print(table)
+    return FAILED if any(f.needed and not f.works for f in findings) else 0
+
+
+def _tell(run: Run, interrupted: bool) -> None:
+    """The end of a run in words: table, failures, report, how to go on."""
+    from simulations.analysis import round_table
+    from simulations.report import write_report
+
+    console = Console()
+    with run.ledger() as ledger:
+        table = Table(
+            "round", "accuracy", "attack", "mean PSNR", "best PSNR", "baseline PSNR", "label accuracy", box=None
+        )
+        for line in round_table(ledger):
+            table.add_row(*_cells(line))
+        if table.row_count:
+            console.print(table)
+        meta, progress = ledger.meta(), ledger.progress()
+        if "replay_detail" in meta:
+            console.print(f"replay check: {meta['replay_detail']}", highlight=False)
+        if progress.failed:
+            console.print(
+                f"{progress.failed} attacks failed: {'; '.join(ledger.errors())}", style="yellow", markup=False
+            )
+        if interrupted:
+            print(f"{progress.queued} attacks are parked; go on with: fedleak audit {run.folder}")
+    print(f"report: {write_report(run)}")
+
+
+def _cells(line: object) -> list[str]:
+    return [str(line)]
+
+
+def _state(run: Run, ledger: Ledger) -> str:
+    """In a word: at work, complete, or how it ended."""
+    if run.holder("training") is not None:
+        return "training"
+    if run.holder("audit") is not None:
+        return "attacking"
+    progress = ledger.progress()
+    if ledger.meta().get("state") == "trained":
+        return "attacks waiting" if progress.queued + progress.leased else "complete"
+    return "failed" if ledger.meta().get("state") == "failed" else "interrupted"
+
+
+def _find(named: Path, folder: Path) -> Run:
+    """A run by its folder or by its id under runs/."""
+    below = folder / named
+    return Run.open(named if named.exists() or not below.exists() else below)
+
+
+def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
+    """The plan of --attack 'dlg iterations=300 name=longer': components by name, with their settings."""
+    tables = []
+    for words in options.attack:
+        name, *settings = words.split()
+        found = [n for n in ATTACK.names() if name in (n, n.split(":")[1])]
+        if len(found) != 1:
+            raise SpecError(f"--attack {name}: an attack is one of {', '.join(ATTACK.names())}")
+        table: dict[str, object] = {"use": found[0]}
+        for setting in settings:
+            apply_setting(table, setting)
+        tables.append(table)
+    chosen = {"rounds": options.rounds, "clients": options.clients}
+    given = {"seed": scenario.plan.seed, "wave": scenario.plan.wave, "every": scenario.plan.every}
+    plan = {k: v if v is not None else getattr(scenario.plan, k) for k, v in chosen.items()}
+    limits = scenario.protocol.rounds, scenario.protocol.clients
+    return AttackPlan.from_tables(tables, {**given, **{k: list(v) for k, v in plan.items() if v is not None}}, *limits)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fedleak", description="Run a real federation whose server is curious, and see what it can reconstruct."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(command: Callable[[argparse.Namespace], int], with_run: bool = True) -> argparse.ArgumentParser:
+        summary = (command.__doc__ or "").split(": ", 1)[1]
+        added = commands.add_parser(command.__name__, help=summary, description=summary)
+        added.set_defaults(command=command)
+        added.add_argument(
+            "--runs", type=Path, default=RUNS, metavar="FOLDER", help="where runs are kept (default: runs)"
+        )
+        if with_run:
+            added.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its name under runs/")
+        return added
+
+    start = add(run, with_run=False)
+    start.add_argument("scenario", type=Path, metavar="SCENARIO.toml")
+    start.add_argument("--rounds", type=int, metavar="N", help="instead of the scenario's")
+    start.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set one value, e.g. chain.0.max_norm=2 (repeatable)",
+    )
+    again = add(audit)
+    again.add_argument(
+        "--attack", action="append", default=[], metavar="'NAME KEY=VALUE ...'", help="attack with this (repeatable)"
+    )
+    again.add_argument("--rounds", type=_numbers, metavar="1,2,3", help="with --attack: which rounds")
+    again.add_argument("--clients", type=_numbers, metavar="0,1", help="with --attack: which clients")
+    again.add_argument("--executor", choices=("ray", "local"), help="instead of the scenario's")
+    again.add_argument("--workers", type=int, metavar="N", help="instead of the scenario's")
+    again.add_argument("--follow", action="store_true", help="wait for jobs while the training goes on")
+    add(report)
+    out = add(export)
+    out.add_argument("--to", choices=("csv", "parquet"), default="csv")
+    out.add_argument(
+        "--output", "-o", type=Path, metavar="FILE", help="default: standard output (csv), scores.parquet in the run"
+    )
+    add(runs, with_run=False)
+    end = add(stop)
+    end.add_argument(
+        "--patience", type=float, default=120.0, metavar="SECONDS", help="for attacks in flight (default: 120)"
+    )
+    add(init, with_run=False).add_argument("file", type=Path, nargs="?", default=Path("scenario.toml"), metavar="FILE")
+    add(doctor, with_run=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

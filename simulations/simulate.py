@@ -1,0 +1,148 @@
+"""One simulation from beginning to end: train and attack side by side, then tell what was seen."""
+
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from attacks.audit import card
+from attacks.plan import AttackPlan
+from client.protocol import Federation
+from server.ledger import Ledger
+from server.run import Run
+from server.scenario import Scenario
+from server.tape import write_bytes
+from simulations.doctor import environment
+from simulations.launch import AuditService, Training
+from simulations.view import View
+
+POLL = 0.3  # seconds between looks at the run
+INTERRUPTED = 130  # the exit status of a command that was asked to stop, by the shells' convention
+RESTARTS = 2  # of an attack service that dies
+
+
+class Interrupt:
+    """Ctrl-C as a flag: the first asks to stop in order, the second stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    @contextmanager
+    def caught(self) -> Iterator["Interrupt"]:
+        """Handle SIGINT and SIGTERM while inside."""
+        handlers = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def new_run(scenario: Scenario, name: str, runs: Path) -> Run:
+    """A fresh run folder under runs/, named by time and scenario, with its plan in the ledger."""
+    stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}"
+    attempt, folder = 1, runs / stem
+    while folder.exists():
+        attempt += 1
+        folder = runs / f"{stem}-{attempt}"
+    run = Run.create(folder, scenario)
+    write_bytes(folder / "environment.json", json.dumps(environment(), indent=2).encode())
+    with run.ledger() as ledger:
+        ledger.set_meta(rounds=str(scenario.protocol.rounds))
+        if scenario.audit.curious:
+            ledger.add_attacks(scenario.plan, cards(scenario, scenario.plan))
+    return run
+
+
+def cards(scenario: Scenario, plan: AttackPlan) -> dict[str, str]:
+    """The knowledge card of each attack of a plan."""
+    federation = Federation(scenario.protocol)
+    return {planned.name: card(federation, planned) for planned in plan.attacks}
+
+
+def simulate(run: Run, scenario: Scenario, console: Console, interrupt: Interrupt) -> bool:
+    """Train and attack; returns whether the run is complete (False: interrupted, the rest is on the tape).
+
+    Raises:
+        TrainingFailed: the federation ended badly; what it had sent is still attacked.
+    """
+    with run.ledger() as ledger, View(ledger, scenario, console).shown() as view:
+        keeper = _Keeper(run, view)
+        try:
+            with run.lock("training"):  # the service follows for as long as this is held
+                if scenario.audit.curious:
+                    keeper.start()
+                _train(run, ledger, scenario, keeper, interrupt)
+        finally:
+            keeper.drain(interrupt)
+        progress = ledger.progress()
+        return not interrupt.asked and progress.queued == progress.leased == 0
+
+
+def _train(run: Run, ledger: Ledger, scenario: Scenario, keeper: "_Keeper", interrupt: Interrupt) -> None:
+    keeper.view.note = "starting Flower"
+    state = "failed"
+    try:
+        with Training(run, scenario) as training:
+            while not training.finished() and not interrupt.asked:
+                keeper.look()
+                time.sleep(POLL)
+            if not interrupt.asked:
+                training.verify()
+        state = "interrupted" if interrupt.asked else "trained"
+    finally:
+        ledger.set_meta(state=state)
+
+
+class _Keeper:
+    """Looks after the attack service: shows how it stands, starts it again when it dies, ends it."""
+
+    def __init__(self, run: Run, view: View) -> None:
+        self.run = run
+        self.view = view
+        self.service: AuditService | None = None
+        self.restarts = 0
+
+    def start(self) -> None:
+        """Start the attack service."""
+        self.service = AuditService(self.run)
+
+    def look(self) -> None:
+        """Update the view; bring a dead service back, unless it was asked to stop."""
+        if self.view.note and self.view.ledger.rounds():
+            self.view.note = ""
+        self.view.update()
+        died = self.service is not None and self.service.status() not in (None, 0, INTERRUPTED)
+        if died and self.service is not None and self.restarts < RESTARTS:
+            self.restarts += 1
+            self.service.close()
+            self.start()
+
+    def drain(self, interrupt: Interrupt) -> None:
+        """Wait for the service to finish the queue, or after an interrupt what is in flight."""
+        if self.service is None:
+            return
+        try:
+            parked = False
+            while self.service.status() is None:
+                if interrupt.asked and not parked:
+                    parked = True
+                    print("fedleak: attacks in flight are finished first (Ctrl-C again: at once)", file=sys.stderr)
+                    self.service.park()
+                self.look()
+                time.sleep(POLL)
+        finally:
+            self.service.close()

@@ -1,0 +1,219 @@
+"""Component tables: what may be named, what is checked, and what the author of a wrong table is told."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attacks.plan import ATTACK
+from client.components import Kind, SpecError, build, check_arguments, conform, resolve
+from client.protocol import DATASET, MODEL, TRANSFORM
+from defenses.clip import clip
+
+KINDS = {"dataset": DATASET, "model": MODEL, "transform": TRANSFORM, "attack": ATTACK}
+
+
+def test_every_component_is_found() -> None:
+    assert MODEL.names() == [f"client.models:{n}" for n in ("convnet", "lenet", "mlp", "resnet20")]
+    assert DATASET.names() == [f"client.data:{n}" for n in ("cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k")]
+    assert {"client.update:local_sgd", "defenses.clip:clip", "defenses.noise:gaussian"} <= set(TRANSFORM.names())
+    assert {"attacks.analytic:analytic", "attacks.matching:inverting_gradients"} <= set(ATTACK.names())
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_what_is_offered_can_be_resolved(kind: Kind) -> None:
+    for name in kind.names():
+        assert resolve({"use": name}, "here", kind).__name__ == name.split(":")[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        # the wrong form
+        ("model", None, 'needs use = "module:name", got None'),
+        ("model", 3, 'needs use = "module:name", got 3'),
+        ("model", "lenet", "needs use = \"module:name\", got 'lenet'"),
+        ("model", "client.models:a:b", 'needs use = "module:name"'),
+        # outside the packages of its kind
+        ("model", "os:system", "'os:system' is not allowed here"),
+        ("model", "torchvision.models:resnet18", "is not allowed here"),
+        ("model", "client.modelsx:lenet", "is not allowed here"),
+        ("model", "client.data:mnist5k", "is not allowed here"),
+        ("transform", "client.models:lenet", "is not allowed here"),
+        ("transform", "..defenses.clip:clip", "is not allowed here"),
+        # nothing there
+        ("model", "client.models:vgg", "nothing is called 'client.models:vgg'"),
+        ("transform", "defenses.clips:clip", "nothing is called 'defenses.clips:clip'"),
+        ("transform", "defenses.clip:clip.nothing", "nothing is called"),
+        ("transform", "defenses. clip:clip", "nothing is called"),
+        # something else
+        ("dataset", "client.data:os", "'client.data:os' is not a dataset"),
+        ("dataset", "client.data:os.system", "is not a dataset"),
+        ("dataset", "client.data:Dataset", "is not a dataset"),
+        ("dataset", "client.data:data_folder", "is not a dataset"),
+        ("model", "client.models:last_linear", "is not a model"),
+        ("model", "client.models:nn.Module", "is not a model"),
+        ("model", "client.models:Shape", "is not a model"),
+        ("model", "client.models:", "is not a model"),
+        ("transform", "client.update:Link", "is not a link of a chain"),
+        ("transform", "client.update:OnUpdate", "is not a link of a chain"),
+        ("transform", "client.update:per_example", "is not a link of a chain"),
+        ("transform", "client.update:chain", "is not a link of a chain"),
+        ("transform", "defenses.clip:clip.apply", "is not a link of a chain"),
+        ("transform", "defenses.mask:OnUpdate", "is not a link of a chain"),
+        ("attack", "attacks.base:Attack", "is not an attack"),
+        ("attack", "attacks.metrics:psnr", "is not an attack"),
+        # private parts of a module
+        ("transform", "defenses.noise:_Noise", "is not a link of a chain"),
+        ("transform", "defenses.mask:_expected_mask", "is not a link of a chain"),
+        ("transform", "defenses.sign:_soft_sign", "is not a link of a chain"),
+        ("model", "client.models:_Block", "is not a model"),
+        ("model", "client.models:_norm", "is not a model"),
+        ("model", "client.models:_ResNet._stage", "is not a model"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_the_allowed_ones(kind: str, name: Any, message: str) -> None:
+    with pytest.raises(SpecError) as told:
+        build({"use": name}, "[[table]] #3", KINDS[kind])
+    assert str(told.value).startswith("[[table]] #3: ")
+    assert message in str(told.value)
+    for allowed in KINDS[kind].names():
+        assert allowed in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"max_nrom": 1.0}, "clip() has no argument 'max_nrom' (it has: max_norm)"),
+        ({"max_norm": 1.0, "seed": 3}, "clip() has no argument 'seed' (it has: max_norm)"),
+        ({}, "clip() needs the argument 'max_norm'"),
+        ({"max_norm": "1"}, "max_norm must be a number, got '1'"),
+        ({"max_norm": True}, "max_norm must be a number, got True"),
+        ({"max_norm": [1.0]}, "max_norm must be a number, got [1.0]"),
+        ({"max_norm": float("nan")}, "max_norm must be a finite number, got nan"),
+        ({"max_norm": float("inf")}, "max_norm must be a finite number, got inf"),
+        ({"max_norm": -float("inf")}, "max_norm must be a finite number, got -inf"),
+        ({"max_norm": 10**400}, "max_norm must be a finite number, got 1000"),
+        ({"max_norm": -1}, "max_norm must be above 0, got -1.0"),
+    ],
+)
+def test_wrong_arguments_are_told(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as told:
+        build({"use": "defenses.clip:clip", **table}, "[[chain]] #1", TRANSFORM)
+    assert str(told.value).startswith("[[chain]] #1: ")
+    assert message in str(told.value)
+
+
+def test_a_whole_number_serves_as_a_number() -> None:
+    built = build({"use": "defenses.clip:clip", "max_norm": 2}, "here", TRANSFORM)
+    assert built == clip(2.0)
+    assert isinstance(built.max_norm, float)
+
+
+def component(a: int, b: str = "x", model: object = None, shape: Sequence[int] = ()) -> None: ...
+
+
+def test_what_is_offered_is_given_to_those_who_ask_and_to_nobody_else() -> None:
+    offered = {"model": "M", "shape": (1, 2), "classes": 10}
+    assert check_arguments(component, {"a": 1}, "here", offered) == {"a": 1, "model": "M", "shape": (1, 2)}
+    with pytest.raises(SpecError, match=r"component\(\) has no argument 'model' \(it has: a, b\)"):
+        check_arguments(component, {"a": 1, "model": "mine"}, "here", offered)
+
+
+def test_a_callable_that_takes_anything_is_checked_by_its_named_arguments() -> None:
+    def loose(a: int = 0, **others: Any) -> None: ...
+
+    with pytest.raises(SpecError, match=r"loose\(\) has no argument 'b' \(it has: a\)"):
+        check_arguments(loose, {"b": 1}, "here")
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "result"),
+    [
+        (3, int, 3),
+        (3, float, 3.0),
+        (0.5, float, 0.5),
+        ("a", str, "a"),
+        (True, bool, True),
+        (None, int | None, None),
+        (3, int | None, 3),
+        (3, float | None, 3.0),
+        ([1, 2], Sequence[int], (1, 2)),
+        ([1, 2], tuple[float, ...], (1.0, 2.0)),
+        ([], list[int], ()),
+        ([[1], [2, 3]], Sequence[Sequence[int]], ((1,), (2, 3))),
+        ("iid", Literal["iid", "shards"], "iid"),
+        (object, Any, object),
+        ({"a": 1}, dict, {"a": 1}),
+    ],
+)
+def test_values_that_fit(value: Any, hint: Any, result: Any) -> None:
+    found = conform(value, hint, "here")
+    assert found == result
+    assert type(found) is type(result)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "message"),
+    [
+        (True, int, "must be a whole number, got True"),
+        (1, bool, "must be true or false, got 1"),
+        (1.0, int, "must be a whole number, got 1.0"),
+        (1, str, "must be a text, got 1"),
+        (None, int, "must be a whole number, got None"),
+        ("3", int | None, "must be a whole number, got '3'"),
+        (True, float | None, "must be a number, got True"),
+        ("abc", Sequence[str], "must be a list, each a text, got 'abc'"),
+        ([1, True], Sequence[int], "[1] must be a whole number, got True"),
+        ("x", Literal["iid", "shards"], "must be one of 'iid', 'shards', got 'x'"),
+        (1, Literal[True], "must be one of True, got 1"),
+        ([], Literal["iid"], "must be one of 'iid', got []"),
+        ([], dict, "must be a table, got []"),
+        ("f", Callable[[int], int], "got 'f'"),
+    ],
+)
+def test_values_that_do_not_fit(value: Any, hint: Any, message: str) -> None:
+    with pytest.raises(SpecError) as told:
+        conform(value, hint, "here")
+    assert str(told.value).startswith("here")
+    assert message in str(told.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+HINTS = [int, float, str, bool, dict, int | None, Sequence[int], tuple[float, ...], Literal["a", "b"]]
+
+
+@given(value=JSON, hint=st.sampled_from(HINTS))
+def test_any_value_fits_or_is_told(value: Any, hint: Any) -> None:
+    try:
+        found = conform(value, hint, "here")
+    except SpecError as error:
+        message = str(error)
+    else:
+        message = ""
+    if message:
+        assert message.startswith("here")
+        return
+    plain = {Sequence[int]: tuple, tuple[float, ...]: tuple, Literal["a", "b"]: str, int | None: int}.get(hint, hint)
+    assert found is None or type(found) is plain
+    assert found == (tuple(value) if isinstance(value, list) else value)
+
+
+def test_a_value_that_the_component_refuses_names_the_table() -> None:
+    def picky(a: int) -> int:
+        raise ValueError(f"a must be even, got {a}")
+
+    kind = Kind("a picky thing", (picky.__module__,), int)
+    assert kind.admits(picky, picky.__module__)
+    from client.components import call
+
+    with pytest.raises(SpecError, match=r"\[x\]: a must be even, got 3"):
+        call(picky, {"a": 3}, "[x]")
+    with pytest.raises(TypeError):  # a broken program is not the author's mistake
+        call(picky, {"b": 3}, "[x]")

@@ -1,0 +1,174 @@
+"""The networks, against the papers' parameter counts and published weights."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from client import models
+from client.components import SpecError, build
+from client.protocol import MODEL
+
+CIFAR = (3, 32, 32)
+MNIST = (1, 28, 28)
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "arguments", "count"),
+    [
+        ("lenet", CIFAR, {}, 15_826),  # Wu et al., 2023, section 4
+        ("convnet", CIFAR, {"width": 64}, 2_904_970),  # Inverting Gradients' published code
+        ("resnet20", CIFAR, {}, 269_722),  # He et al., 2016, table 6: 0.27 M
+        ("lenet", MNIST, {}, 12 * 25 + 12 + 2 * (12 * 12 * 25 + 12) + 12 * 7 * 7 * 10 + 10),
+        ("mlp", MNIST, {"hidden": [20, 30]}, 784 * 20 + 20 + 20 * 30 + 30 + 30 * 10 + 10),
+        ("mlp", MNIST, {"hidden": []}, 7850),
+    ],
+)
+def test_the_papers_count_the_same_parameters(
+    name: str, shape: tuple[int, int, int], arguments: dict[str, Any], count: int
+) -> None:
+    model = getattr(models, name)(shape, 10, **arguments)
+    assert parameters(model) == count
+    assert model(torch.rand(2, *shape)).shape == (2, 10)
+
+
+def test_width_multiplies_every_channel() -> None:
+    channels = [m.out_channels for m in models.convnet(CIFAR, 10, width=16).modules() if isinstance(m, nn.Conv2d)]
+    assert channels == [16, 32, 32, 64, 64, 64, 64, 64]
+    wide = [m.out_channels for m in models.resnet20(CIFAR, 10, width=4).modules() if isinstance(m, nn.Conv2d)]
+    assert wide == [64] * 7 + [128] * 6 + [256] * 6
+
+
+def test_lenet_starts_uniform_between_minus_and_plus_one_half() -> None:
+    from scipy.stats import kstest
+
+    torch.manual_seed(0)
+    model = models.lenet(CIFAR, 10)
+    drawn = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+    assert np.abs(drawn).max() <= 0.5
+    assert kstest(drawn, "uniform", (-0.5, 1)).pvalue > 1e-3
+    for name, p in model.named_parameters():  # biases too: each is far from torch's narrower default
+        assert p.detach().abs().max() > 0.3, name
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 9, 11), (1, 27, 5)])
+def test_lenet_fits_any_image(shape: tuple[int, int, int]) -> None:
+    assert models.lenet(shape, 4)(torch.rand(2, *shape)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("name", ["convnet", "resnet20"])
+@pytest.mark.parametrize(("norm", "layer"), [("batch", nn.BatchNorm2d), ("group", nn.GroupNorm), ("none", nn.Identity)])
+def test_norm_chooses_the_normalisation(name: str, norm: str, layer: type[nn.Module]) -> None:
+    model = getattr(models, name)(CIFAR, 10, width=2, norm=norm)
+    kinds = {type(m) for m in model.modules()} & {nn.BatchNorm2d, nn.GroupNorm, nn.Identity}
+    assert kinds == {layer}
+    assert bool(models.floating_buffers(model)) == (norm == "batch")
+    assert torch.isfinite(model(torch.rand(2, *CIFAR))).all()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 6, 12])
+def test_group_normalisation_fits_every_width(width: int) -> None:
+    model = models.convnet(CIFAR, 10, width=width, norm="group")
+    groups = {m.num_channels: m.num_groups for m in model.modules() if isinstance(m, nn.GroupNorm)}
+    assert groups == {c: math.gcd(8, c) for c in (width, 2 * width, 4 * width)}
+    assert models.convnet(CIFAR, 10, width=64, norm="group").get_submodule("norm0").num_groups == 8
+
+
+def test_group_normalisation_keeps_examples_apart() -> None:
+    torch.manual_seed(0)
+    model = models.convnet(CIFAR, 10, width=2, norm="group").train()
+    x = torch.rand(3, *CIFAR)
+    alone = torch.cat([model(x[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(model(x), alone)
+
+
+@pytest.mark.parametrize(("activation", "function"), [("relu", F.relu), ("sigmoid", F.sigmoid), ("tanh", F.tanh)])
+def test_mlp_is_its_formula(activation: Any, function: Any) -> None:
+    torch.manual_seed(0)
+    model = models.mlp((1, 2, 3), 4, hidden=[5, 7], activation=activation)
+    x = torch.rand(3, 1, 2, 3)
+    w = [p.detach() for p in model.parameters()]
+    by_hand = function(function(x.flatten(1) @ w[0].T + w[1]) @ w[2].T + w[3]) @ w[4].T + w[5]
+    torch.testing.assert_close(model(x), by_hand)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"use": "client.models:convnet", "width": 0}, "width must be at least 1, got 0"),
+        ({"use": "client.models:resnet20", "width": -1}, "width must be at least 1, got -1"),
+        ({"use": "client.models:mlp", "hidden": [3, 0]}, r"hidden widths must be at least 1, got \[3, 0\]"),
+        ({"use": "client.models:mlp", "hidden": 3}, "hidden must be a list, each a whole number, got 3"),
+        ({"use": "client.models:mlp", "hidden": [2.5]}, r"hidden\[0\] must be a whole number, got 2.5"),
+        ({"use": "client.models:mlp", "activation": "gelu"}, "activation must be one of 'relu', 'sigmoid', 'tanh'"),
+        ({"use": "client.models:convnet", "norm": "layer"}, "norm must be one of 'batch', 'group', 'none', got 'layer"),
+        ({"use": "client.models:lenet", "shape": [1, 2, 3]}, r"lenet\(\) has no argument 'shape' \(it has: none\)"),
+    ],
+)
+def test_bad_arguments_are_told(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message) as told:
+        build(table, "[model]", MODEL, {"shape": CIFAR, "classes": 10})
+    assert str(told.value).startswith("[model]: ")
+
+
+def test_convnet_refuses_images_that_its_pools_empty() -> None:
+    assert models.convnet((1, 9, 9), 2, width=1)(torch.rand(2, 1, 9, 9)).shape == (2, 2)
+    with pytest.raises(ValueError, match="at least 9 x 9 pixels, got 8 x 30"):
+        models.convnet((1, 8, 30), 2)
+
+
+def test_the_classifier_is_the_last_fully_connected_layer() -> None:
+    assert models.last_linear(models.lenet(MNIST, 10)) == "linear"
+    assert models.last_linear(models.mlp(MNIST, 10, hidden=[4, 4])) == "5"
+    with pytest.raises(ValueError, match="no fully connected layer"):
+        models.last_linear(nn.Sequential(nn.Conv2d(1, 1, 1)))
+
+
+def test_params_and_buffers_are_copies() -> None:
+    model = models.resnet20(CIFAR, 10)
+    params, buffers = models.detached_params(model), models.floating_buffers(model)
+    assert params.keys() == dict(model.named_parameters()).keys()
+    assert not any("num_batches" in name for name in buffers)
+    for copied in (params, buffers):
+        for t in copied.values():
+            t.add_(1)
+            assert not t.requires_grad
+    assert all((p - params[k]).abs().min() > 0.5 for k, p in model.named_parameters())
+
+
+def resnet20_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    path = folder / "weights" / "resnet20-12fca82f.safetensors"
+    if not path.exists():
+        pytest.skip(f"needs the published weights {path.name}")
+    return load_file(path)
+
+
+def test_resnet20_has_the_published_names_and_its_weights_classify_cifar10(local_data: Path) -> None:
+    published, images = resnet20_weights(local_data), local_data / "cifar10-test-first5k.npz"
+    if not images.exists():
+        pytest.skip(f"needs {images.name}")
+    model = models.resnet20(CIFAR, 10).eval()
+    trained = {k: t for k, t in published.items() if "running" not in k and "num_batches" not in k}
+    assert {k: t.shape for k, t in trained.items()} == {k: p.shape for k, p in model.named_parameters()}
+    assert models.floating_buffers(model).keys() == {k for k in published if "running" in k}
+    missing, unexpected = model.load_state_dict(published, strict=False)
+    assert all(k.endswith("num_batches_tracked") for k in missing)
+    assert unexpected == []
+    with np.load(images, allow_pickle=False) as stored:
+        pixels, y = stored["images"][:500], torch.from_numpy(stored["labels"][:500])
+    x = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    with torch.no_grad():
+        right = (model((x - mean) / std).argmax(1) == y).float().mean()
+    assert right > 0.90, f"the authors report 91.73 % on the whole test set, here {right:.1%}"

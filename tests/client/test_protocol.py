@@ -1,0 +1,219 @@
+"""The protocol: checked whole, carried as JSON, and the same client function wherever it is built."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from client.components import SpecError
+from client.protocol import Federation, Protocol, Stragglers, federation
+from client.rng import generator
+from client.update import chain, gradient, local_sgd, per_example
+from defenses.clip import clip
+from defenses.noise import gaussian
+
+Make = Callable[..., Any]
+CLIP = {"use": "defenses.clip:clip", "max_norm": 1.0}
+SGD = {"use": "client.update:local_sgd", "rate": 0.1}
+BATCHNORM = {"use": "client.models:convnet", "width": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "start", "message"),
+    [
+        ({"rounds": 0}, "rounds", "must be at least 1, got 0"),
+        ({"clients": 0}, "clients", "must be at least 1, got 0"),
+        ({"seed": -1}, "seed", "must be at least 0, got -1"),
+        ({"rounds": True}, "rounds", "must be a whole number, got True"),
+        ({"clients": 2.0}, "clients", "must be a whole number, got 2.0"),
+        ({"seed": "0"}, "seed", "must be a whole number, got '0'"),
+        ({"data": 3}, "[data]", "must be a table, got 3"),
+        ({"model": [SGD]}, "[model]", "must be a table"),
+        ({"chain": SGD}, "chain", "must be list, got {"),
+        ({"chain": [SGD, "clip"]}, "[[chain]] #2", "must be a table, got 'clip'"),
+        # [data]
+        ({"data": {"use": "client.data:digits"}}, "[data]", "nothing is called 'client.data:digits'; a dataset is one"),
+        ({"data": {"partiton": "iid"}}, "[data]", "unknown key 'partiton' (it has: use, alpha, auxiliary, batch_size"),
+        ({"data": {"partition": "sorted"}}, "[data]: partition", "must be one of 'iid', 'dirichlet', 'shards', got 'so"),
+        ({"data": {"batch_size": 1.5}}, "[data]: batch_size", "must be a whole number, got 1.5"),
+        ({"data": {"batch_size": 0}}, "[data]", "batch_size must be at least 1, got 0"),
+        ({"data": {"alpha": float("nan")}}, "[data]: alpha", "must be a finite number, got nan"),
+        ({"data": {"clients": 3}}, "[data]", "unknown key 'clients'"),
+        ({"clients": 4000}, "[data]", "mnist5k has 4000 training images; 1000 auxiliary leave 3000, fewer than 4000"),
+        # [model]
+        ({"model": {"use": "os:system"}}, "[model]", "'os:system' is not allowed here; a model is one of"),
+        ({"model": {"width": 3}}, "[model]", "lenet() has no argument 'width' (it has: none)"),
+        ({"model": {"mode": "training"}}, "[model]: mode", "must be one of 'train', 'eval', got 'training'"),
+        ({"model": {**BATCHNORM, "width": 0}}, "[model]", "width must be at least 1, got 0"),
+        # [[chain]]
+        ({"chain": []}, "[[chain]]", "needs exactly one local_sgd, which turns gradients into an update; this one has 0"),
+        ({"chain": [CLIP]}, "[[chain]]", "this one has 0"),
+        ({"chain": [SGD, SGD]}, "[[chain]]", "this one has 2"),
+        ({"chain": [{**SGD, "each": True}]}, "[[chain]] #1", "each = true acts per example, so it belongs before local"),
+        ({"chain": [SGD, {**CLIP, "each": True}]}, "[[chain]] #2", "each = true acts per example, so it belongs before"),
+        ({"chain": [{**CLIP, "each": 1}, SGD]}, "[[chain]] #1: each", "must be true or false, got 1"),
+        ({"chain": [{**CLIP, "max_norm": 0}, SGD]}, "[[chain]] #1", "max_norm must be above 0, got 0.0"),
+        ({"chain": [SGD, {"use": "defenses.noise:gaussian", "sigma": -1}]}, "[[chain]] #2", "sigma must not be negativ"),
+        ({"chain": [{**SGD, "rate": -0.1}]}, "[[chain]] #1", "rate must be above 0, got -0.1"),
+        ({"chain": [{**SGD, "steps": 2.0}]}, "[[chain]] #1: steps", "must be a whole number, got 2.0"),
+        ({"data": {"batch_size": 4}, "chain": [{**SGD, "batch_size": 3}]}, "[[chain]]", "batch_size 3 does not divide"),
+        ({"data": {"batch_size": 4}, "chain": [{**SGD, "batch_size": 8}]}, "[[chain]]", "batch_size 8 does not divide"),
+        ({"chain": [{**SGD, "momentum": 0.9}]}, "[[chain]] #1", "has no argument 'momentum' (it has: rate, steps, bat"),
+        (
+            {"model": {**BATCHNORM, "mode": "train"}, "chain": [{**CLIP, "each": True}, SGD]},
+            "[[chain]]",
+            "acts per example, which layer 'norm0' (BatchNorm in train mode) makes impossible: set [model] mode = \"eval\"",
+        ),
+        # [stragglers]
+        ({"stragglers": {"probability": 1.0}}, "[stragglers]", "probability must be in [0, 1), got 1.0"),
+        ({"stragglers": {"probability": -0.1}}, "[stragglers]", "probability must be in [0, 1), got -0.1"),
+        ({"stragglers": {"probability": float("nan")}}, "[stragglers]: probability", "must be a finite number, got nan"),
+        ({"stragglers": {"rate": 0.1}}, "[stragglers]", "Stragglers() has no argument 'rate' (it has: probability)"),
+        ({"stragglers": 0.1}, "[stragglers]", "must be a table, got 0.1"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_its_table_and_what_is_allowed(
+    changes: dict[str, Any], start: str, message: str, tables: Make
+) -> None:
+    with pytest.raises(SpecError) as told:
+        Federation(Protocol.from_tables(tables(**changes))).check()
+    assert str(told.value).startswith(start)
+    assert message in str(told.value)
+
+
+@pytest.mark.parametrize("key", ["rounds", "clients", "data", "model", "chain"])
+def test_a_missing_table_is_told(key: str, tables: Make) -> None:
+    spec = tables()
+    del spec[key]
+    with pytest.raises(SpecError, match=f"the scenario needs '{key}'"):
+        Protocol.from_tables(spec)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"seed": 2**60, "stragglers": {"probability": 0.25}},
+        {"model": {"use": "client.models:mlp", "hidden": [4, 5]}, "chain": [{**CLIP, "each": True}, SGD]},
+    ],
+)
+def test_json_carries_the_protocol_unchanged(changes: dict[str, Any], tables: Make) -> None:
+    protocol = Protocol.from_tables(tables(**changes))
+    text = protocol.to_json()
+    assert "\n" not in text
+    assert Protocol.from_json(text) == protocol
+    assert Protocol.from_json(text).to_json() == text
+    assert set(json.loads(text)) == {"seed", "rounds", "clients", "data", "model", "chain", "stragglers"}
+
+
+def test_the_plan_of_attack_never_enters_the_json_that_clients_get(tables: Make) -> None:
+    spec = {**tables(), "attack": [{"use": "attacks.analytic:analytic"}], "audit": {"seed": 99}}
+    assert "attack" not in Protocol.from_tables(spec).to_json()
+    assert "99" not in Protocol.from_tables(spec).to_json()
+
+
+def test_a_federation_is_kept_between_messages(tables: Make) -> None:
+    text = Protocol.from_tables(tables()).to_json()
+    assert federation(text) is federation(text)
+
+
+# ----------------------------------------------------------------------------------------------------- the federation
+
+
+def test_the_chain_is_the_tables(make_federation: Make) -> None:
+    noise = {"use": "defenses.noise:gaussian", "sigma": 0.5}
+    fed = make_federation(chain=[{**CLIP, "each": True}, noise, {**SGD, "steps": 3}, CLIP])
+    assert fed.chain == chain(per_example(clip(1.0)), gaussian(0.5), local_sgd(0.1, 3), clip(1.0))
+    assert fed.chain.local == local_sgd(0.1, 3)
+
+
+def test_a_client_update_is_the_function_of_its_parts(make_federation: Make) -> None:
+    noise = {"use": "defenses.noise:gaussian", "sigma": 0.5}
+    fed = make_federation(seed=4, data={"batch_size": 3}, chain=[{**CLIP, "each": True}, SGD, noise])
+    params, buffers = fed.initial()
+    found = fed.client_update(params, buffers, client=1, round=2)
+    whole = chain(per_example(clip(1.0)), local_sgd(0.1), gaussian(0.5))(
+        gradient(fed.model, normalise=fed.shards.dataset.normalise)
+    )
+    expected = whole(params, fed.shards.batch_at(1, 2), generator(4, "client", 1, 2))
+    assert found.keys() == params.keys()
+    assert all(torch.equal(found[k], expected[k]) for k in found)
+    for other in (fed.client_update(params, buffers, 0, 2), fed.client_update(params, buffers, 1, 1)):
+        assert not torch.equal(found["linear.bias"], other["linear.bias"])
+
+
+def test_equal_seeds_give_equal_weights_and_leave_the_global_generator_alone(make_federation: Make) -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first, again, other = (make_federation(seed=s).check() for s in (7, 7, 8))
+    first.client_update(*first.initial(), 0, 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)  # the weights do not depend on it either
+    third = make_federation(seed=7)
+    weights = [torch.cat([p.flatten() for p in f.initial()[0].values()]) for f in (first, again, other, third)]
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[3])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_the_model_is_in_eval_mode_unless_the_table_says_train(make_federation: Make) -> None:
+    assert not make_federation(model=BATCHNORM).model.training
+    assert not make_federation(model={**BATCHNORM, "mode": "eval"}).model.training
+    assert make_federation(model={**BATCHNORM, "mode": "train"}).model.training
+    assert all(m.training for m in make_federation(model={**BATCHNORM, "mode": "train"}).model.modules())
+
+
+def test_buffers_are_what_the_server_sent(make_federation: Make) -> None:
+    fed = make_federation(model={**BATCHNORM, "norm": "batch"})
+    params, buffers = fed.initial()
+    assert set(buffers) == {f"norm{i}.running_{k}" for i in range(8) for k in ("mean", "var")}
+    before = fed.client_update(params, buffers, 0, 1)
+    sent = {k: b + 0.5 for k, b in buffers.items()}
+    after = fed.client_update(params, sent, 0, 1)
+    assert not torch.equal(before["conv0.weight"], after["conv0.weight"])
+    back = fed.client_update(params, buffers, 0, 1)
+    assert all(torch.equal(before[k], back[k]) for k in before)
+    assert all(torch.equal(b, sent[k] - 0.5) for k, b in buffers.items()), "what was sent is not written to"
+
+
+def test_batchnorm_in_train_mode_trains_and_moves_its_statistics(make_federation: Make) -> None:
+    fed = make_federation(model={**BATCHNORM, "mode": "train"}, data={"batch_size": 4}, chain=[{**SGD, "steps": 2}])
+    params, buffers = fed.initial()
+    first = fed.client_update(params, buffers, 0, 1)
+    moved = {k: b.clone() for k, b in fed.model.named_buffers()}
+    assert int(moved["norm0.num_batches_tracked"]) == 2
+    assert all(not torch.equal(moved[k], buffers[k]) for k in buffers)
+    again = fed.client_update(params, buffers, 0, 1)  # starts from what was sent, not from where it ended
+    assert all(torch.equal(first[k], again[k]) for k in first)
+    assert all(torch.equal(moved[k], dict(fed.model.named_buffers())[k]) for k in buffers)
+
+
+def test_per_example_chains_accept_every_other_normalisation(make_federation: Make) -> None:
+    each = [{**CLIP, "each": True}, SGD]
+    for model in (BATCHNORM, {**BATCHNORM, "norm": "group", "mode": "train"}, {**BATCHNORM, "norm": "none"}):
+        fed = make_federation(model=model, data={"batch_size": 2}, chain=each).check()
+        assert all(torch.isfinite(t).all() for t in fed.client_update(*fed.initial(), 0, 1).values())
+
+
+# ---------------------------------------------------------------------------------------------------------- stragglers
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 0.9])
+def test_stragglers_come_at_their_rate(probability: float, tables: Make) -> None:
+    protocol = Protocol.from_tables(tables(stragglers={"probability": probability}))
+    n = 4000
+    late = sum(protocol.misses(c, r) for c in range(40) for r in range(n // 40))
+    deviation = (n * probability * (1 - probability)) ** 0.5
+    assert abs(late - n * probability) <= 4 * deviation
+
+
+def test_stragglers_are_drawn_from_the_seed(tables: Make) -> None:
+    def late(seed: int) -> list[bool]:
+        protocol = Protocol.from_tables(tables(seed=seed, stragglers={"probability": 0.5}))
+        return [protocol.misses(c, r) for c in range(8) for r in range(8)]
+
+    assert late(1) == late(1)
+    assert late(1) != late(2)
+    assert Stragglers().probability == 0

@@ -1,0 +1,104 @@
+"""What every test stands on: one thread, no network, a cache of its own, and small real federations."""
+
+import client  # isort: skip  # mends torchvision before anything can import it
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attacks.base import Observation, Wave
+from client.data import data_folder
+from client.protocol import Federation, Protocol
+
+assert client  # the import is the point
+os.environ["HF_HUB_OFFLINE"] = "1"  # a hub call without network would retry for 30 seconds
+
+_cache = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
+LOCAL_SGD = {"use": "client.update:local_sgd", "rate": 0.1}
+MakeFederation = Callable[..., Federation]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # a partition that an older version of the code left in the user's cache would hide a mistake in today's
+    config.stash[_cache] = tempfile.TemporaryDirectory(prefix="fedleak-tests-")
+    os.environ["XDG_CACHE_HOME"] = config.stash[_cache].name
+    # datasets sorts with an argument that pyarrow 25 renames; it does so in flwr-datasets' shard partitioner
+    config.addinivalue_line("filterwarnings", "ignore:Specifying null_placement in SortOptions:FutureWarning")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_cache].cleanup()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Small tensors gain nothing from threads, and equal bits need one."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def local_data() -> Path:
+    """The folder of local data; a test that asks for it is skipped where there is none."""
+    folder = data_folder()
+    if folder is None:
+        pytest.skip("needs local data: set FEDLEAK_DATA, or put shared/data beside the project")
+    return folder
+
+
+@pytest.fixture
+def no_local_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder in the place of local data."""
+    folder = tmp_path / "no-data"
+    folder.mkdir()
+    monkeypatch.setenv("FEDLEAK_DATA", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tables() -> Callable[..., dict[str, Any]]:
+    """The protocol's tables of a small federation: mnist5k, LeNet, two clients, one example, one step; changed by name."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        small: dict[str, Any] = {
+            "seed": 0,
+            "rounds": 3,
+            "clients": 2,
+            "data": {"use": "client.data:mnist5k"},
+            "model": {"use": "client.models:lenet"},
+            "chain": [LOCAL_SGD],
+        }
+        for key, value in changes.items():
+            merged = isinstance(value, Mapping) and isinstance(small.get(key), Mapping)
+            small[key] = {**small[key], **value} if merged else value
+        return small
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_federation(tables: Callable[..., dict[str, Any]]) -> MakeFederation:
+    """Builds the small federation, with changed tables: `make_federation(model={"use": "client.models:mlp"})`."""
+
+    def make(**changes: Any) -> Federation:
+        return Federation(Protocol.from_tables(tables(**changes)))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def observe() -> Callable[..., Wave]:
+    """What the server sees of some clients in the first round of a federation, as one wave."""
+
+    def make(fed: Federation, clients: tuple[int, ...] = (0,), round: int = 1) -> Wave:
+        params, buffers = fed.initial()
+        return Wave.stack(
+            [Observation(round, c, params, fed.client_update(params, buffers, c, round), buffers) for c in clients]
+        )
+
+    return make

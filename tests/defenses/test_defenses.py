@@ -1,0 +1,196 @@
+"""Each defense on inputs whose answer is known on paper, and its draws against the distribution it names."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy import stats
+from torch import Generator
+
+from client.update import Update, norm
+from defenses.clip import clip
+from defenses.mask import mask
+from defenses.noise import gaussian, identity, laplace
+from defenses.prune import prune
+from defenses.sign import sign
+
+
+def seeded(seed: int = 0) -> Generator:
+    return Generator().manual_seed(seed)
+
+
+def vector(*entries: float) -> Update:
+    return {"w": torch.tensor(entries, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(
+    ("defense", "arguments", "message"),
+    [
+        (clip, {"max_norm": 0.0}, "max_norm must be above 0, got 0.0"),
+        (clip, {"max_norm": float("nan")}, "max_norm must be above 0, got nan"),
+        (mask, {"keep": 0.0}, "keep must be above 0 and at most 1, got 0.0"),
+        (mask, {"keep": 1.1}, "keep must be above 0 and at most 1, got 1.1"),
+        (mask, {"keep": float("nan")}, "keep must be above 0 and at most 1, got nan"),
+        (prune, {"keep": 0.0}, "keep must be above 0 and at most 1, got 0.0"),
+        (prune, {"keep": 1.1}, "keep must be above 0 and at most 1, got 1.1"),
+        (gaussian, {"sigma": -1.0}, "sigma must not be negative, got -1.0"),
+        (gaussian, {"sigma": float("nan")}, "sigma must not be negative, got nan"),
+        (laplace, {"scale": -1.0}, "scale must not be negative, got -1.0"),
+        (sign, {"scale": 0.0}, "scale must be above 0, got 0.0"),
+    ],
+)
+def test_a_value_without_sense_is_refused(defense: Any, arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        defense(**arguments)
+
+
+# --------------------------------------------------------------------------------------------------------------- clip
+
+
+def test_clip_three_four_five() -> None:
+    assert clip(1.0).apply(vector(3.0, 4.0), None)["w"].tolist() == pytest.approx([0.6, 0.8], abs=1e-15)
+
+
+def test_clip_counts_every_tensor_into_one_norm() -> None:
+    update = {"w": torch.tensor([[3.0, 0.0]]), "b": torch.tensor([4.0])}
+    clipped = clip(2.5).apply(update, None)
+    assert clipped["w"].tolist() == [[1.5, 0.0]]
+    assert clipped["b"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("max_norm", [5.0, 5.1, 1e30])
+def test_clip_leaves_a_small_update_as_it_is_to_the_bit(max_norm: float) -> None:
+    assert clip(max_norm).apply(vector(3.0, 4.0), None)["w"].tolist() == [3.0, 4.0]
+
+
+@settings(deadline=None)
+@given(arrays(np.float64, 5, elements=st.floats(-1e6, 1e6)), st.floats(1e-3, 1e3))
+def test_clip_bounds_the_norm_and_keeps_the_direction(entries: np.ndarray, max_norm: float) -> None:
+    update = {"w": torch.from_numpy(entries)}
+    clipped, size = clip(max_norm).apply(update, None)["w"].numpy(), float(np.linalg.norm(entries))
+    assert np.linalg.norm(clipped) <= max_norm * (1 + 1e-12)
+    assert clipped == pytest.approx(entries * min(1.0, max_norm / size) if size else entries, rel=1e-12)
+
+
+# -------------------------------------------------------------------------------------------------------------- prune
+
+
+def test_prune_keeps_the_largest_of_each_tensor() -> None:
+    update = {"w": torch.tensor([[0.1, -3.0], [2.0, 0.5]]), "b": torch.tensor([0.01, -0.02])}
+    pruned = prune(0.5).apply(update, None)
+    assert pruned["w"].tolist() == [[0.0, -3.0], [2.0, 0.0]]
+    assert pruned["b"].tolist() == pytest.approx([0.0, -0.02])
+
+
+def test_prune_keeps_at_least_one_entry_and_all_of_a_tie() -> None:
+    assert prune(0.01).apply(vector(1.0, -2.0, 0.5), None)["w"].tolist() == [0.0, -2.0, 0.0]
+    assert prune(0.01).apply(vector(2.0, -2.0, 0.5), None)["w"].tolist() == [2.0, -2.0, 0.0]
+    assert prune(1.0).apply(vector(0.0, -2.0, 0.5), None)["w"].tolist() == [0.0, -2.0, 0.5]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.floats(0.01, 1.0), st.integers(0, 1000))
+def test_prune_keeps_its_part(n: int, keep: float, seed: int) -> None:
+    entries = torch.randn(n, generator=seeded(seed), dtype=torch.float64)
+    pruned = prune(keep).apply({"w": entries}, None)["w"]
+    kept = max(1, round(keep * n))
+    largest = np.argsort(-np.abs(entries.numpy()))[:kept]
+    expected = np.zeros(n)
+    expected[largest] = entries.numpy()[largest]
+    assert pruned.tolist() == expected.tolist()
+
+
+# --------------------------------------------------------------------------------------------------------------- sign
+
+
+def test_sign_is_one_bit_an_entry() -> None:
+    assert sign(0.5).apply(vector(-1e-30, 0.0, 7.0), None)["w"].tolist() == [-0.5, 0.0, 0.5]
+
+
+def test_the_stand_in_for_the_sign_by_hand() -> None:
+    # u / (|u| + mean |u|), mean |u| = 2
+    soft = sign(2.0).mean(lambda params, batch, rng: vector(-2.0, 0.0, 4.0))({}, None, None)["w"]  # type: ignore[arg-type]
+    assert soft.tolist() == pytest.approx([-1.0, 0.0, 4 / 3], rel=1e-9)
+
+
+# --------------------------------------------------------------------------------------------------------------- mask
+
+
+def ones(n: int = 100_000) -> Update:
+    return {"w": torch.ones(n, dtype=torch.float64), "b": torch.ones(n, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.99])
+@pytest.mark.parametrize("seed", [None, 7])
+def test_mask_keeps_each_entry_with_its_probability(keep: float, seed: int | None) -> None:
+    masked = mask(keep, seed).apply(ones(), seeded())
+    for t in masked.values():
+        assert set(t.tolist()) <= {0.0, 1.0}, "a kept entry is not rescaled"
+        assert stats.binomtest(int(t.sum()), len(t), keep).pvalue > 1e-4
+    agreement = float((masked["w"] == masked["b"]).double().mean())
+    assert agreement == pytest.approx(keep**2 + (1 - keep) ** 2, abs=0.01), "tensors have masks of their own"
+
+
+def test_mask_with_keep_one_keeps_all() -> None:
+    assert torch.equal(mask(1.0).apply(ones(), seeded())["w"], ones()["w"])
+    assert torch.equal(mask(1.0, seed=1).apply(ones(), None)["w"], ones()["w"])
+
+
+def test_a_known_mask_is_one_for_all_rounds_and_clients() -> None:
+    drawn = [mask(0.5, seed=3).apply(ones(), seeded(client))["w"] for client in range(3)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], mask(0.5, seed=4).apply(ones(), None)["w"])
+    # an entry of zero does not move the mask
+    zero_first = {"w": torch.cat([torch.zeros(1, dtype=torch.float64), ones()["w"][1:]]), "b": ones()["b"]}
+    assert torch.equal(mask(0.5, seed=3).apply(zero_first, None)["w"][1:], drawn[0][1:])
+
+
+def test_a_secret_mask_is_fresh_each_time() -> None:
+    rng = seeded()
+    first, second = (mask(0.5).apply(ones(), rng)["w"] for _ in range(2))
+    assert float((first == second).double().mean()) == pytest.approx(0.5, abs=0.01)
+
+
+# -------------------------------------------------------------------------------------------------------------- noise
+
+N = 200_000
+NOISES = [
+    (gaussian(0.5), stats.norm(0, 0.5)),
+    (laplace(0.5), stats.laplace(0, 0.5)),
+]
+
+
+@pytest.mark.parametrize(("noise", "law"), NOISES, ids=["gaussian", "laplace"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_follows_its_law(noise: Any, law: Any, dtype: torch.dtype) -> None:
+    update = {"w": torch.full((N,), 2.0, dtype=dtype), "b": torch.full((N,), -1.0, dtype=dtype)}
+    noisy = noise.apply(update, seeded())
+    drawn = {k: (noisy[k] - update[k]).double().numpy() for k in update}
+    for draws in drawn.values():
+        assert abs(draws.mean()) < 5 * law.std() / N**0.5
+        # the sample variance errs by sqrt((kurtosis - 1) / n), kurtosis 3 + excess
+        spread = ((2 + law.stats("k")) / N) ** 0.5
+        assert abs(draws.var() / law.var() - 1) < 5 * spread
+        assert stats.kstest(draws, law.cdf).pvalue > 1e-4
+    assert abs(np.corrcoef(drawn["w"], drawn["b"])[0, 1]) < 5 / N**0.5
+
+
+@pytest.mark.parametrize("noise", [gaussian(0.0), laplace(0.0), identity()])
+def test_no_noise_changes_nothing(noise: Any) -> None:
+    assert torch.equal(noise.apply(vector(1.0, -2.0), seeded())["w"], vector(1.0, -2.0)["w"])
+
+
+def test_noise_is_added_in_the_units_of_its_place() -> None:
+    big = {"w": 1e3 * torch.ones(N, dtype=torch.float64)}
+    assert float((gaussian(0.1).apply(big, seeded())["w"] - 1e3).std()) == pytest.approx(0.1, rel=0.02)
+
+
+def test_the_largest_laplace_draw_is_finite() -> None:
+    drawn = laplace(1.0).apply({"w": torch.zeros(3_000_000)}, seeded())["w"]
+    assert torch.isfinite(drawn).all()
+    assert float(norm({"w": drawn})) == pytest.approx((2 * 3_000_000) ** 0.5, rel=0.01)

@@ -1,0 +1,199 @@
+"""A federation in memory: real messages, serialized as on the wire, answered by the real client/app.py."""
+
+import warnings
+
+import client  # noqa: F401  (mends torchvision before anything can import it)
+
+with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
+    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
+    import flwr.serverapp
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.supercore.run import Run as FlowerRun
+from flwr.supercore.task_identity import TaskIdentity
+
+from attacks.audit import card
+from client.app import app as client_app
+from client.protocol import Federation
+from server.curious import Tap
+from server.door import Accepted, Intake
+from server.ledger import Ledger
+from server.run import Run
+from server.scenario import Scenario
+from server.tape import Tape
+
+Tables = dict[str, Any]
+Tamper = Callable[[int, list[Message]], list[Message]]  # (round, replies) -> the replies that arrive
+
+
+def travel(message: Message) -> Message:
+    """What arrives of a message: through Flower's own serialization, so that dtypes and integers are the wire's."""
+    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
+
+
+class MemoryGrid(flwr.serverapp.Grid):
+    """Flower's transport without its processes: random node ids, each node with a state of its own.
+
+    Args:
+        protocol: the run-config that clients read.
+        clients: how many nodes.
+        draw: of node ids and of the order in which nodes are listed and replies arrive.
+        tamper: changes what arrives of a round's training replies.
+    """
+
+    def __init__(
+        self,
+        protocol: str,
+        clients: int,
+        draw: int = 0,
+        tamper: Tamper = lambda round, replies: replies,
+        app: ClientApp = client_app,
+    ) -> None:
+        self.app = app
+        self.tamper = tamper
+        self.rng = random.Random(draw)
+        self.nodes = {self.rng.getrandbits(64): partition for partition in range(clients)}
+        self.contexts = {
+            node: Context(1, node, {"partition-id": p, "num-partitions": clients}, RecordDict(), {"protocol": protocol})
+            for node, p in self.nodes.items()
+        }
+        self.sent: list[Message] = []
+
+    def node(self, partition: int) -> int:
+        return next(n for n, p in self.nodes.items() if p == partition)
+
+    def set_run(self, run: FlowerRun) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> FlowerRun:
+        raise NotImplementedError
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        raise NotImplementedError
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self.rng.sample(list(self.nodes), len(self.nodes))
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        sent = [travel(message) for message in messages]  # strategies use their records again in the next round
+        self.sent += sent
+        replies = [self._answer(message) for message in sent]
+        self.rng.shuffle(replies)
+        if sent and sent[0].metadata.message_type == "train":
+            round = sent[0].content.config_records["config"]["server-round"]
+            assert isinstance(round, int)
+            replies = self.tamper(round, replies)
+        return replies
+
+    def _answer(self, message: Message) -> Message:
+        try:
+            return travel(self.app(message, self.contexts[message.metadata.dst_node_id]))
+        except Exception as error:  # Flower turns a ClientApp's exception into an error reply of this form
+            return Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=message)
+
+
+@pytest.fixture(autouse=True)
+def identity() -> Iterator[None]:
+    """Outside a run, Flower's messages need to know who writes them."""
+    before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    yield
+    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before
+
+
+def tables(**changes: Any) -> Tables:
+    """A small scenario: four clients with two digits each a round, a narrow mlp, three rounds of FedAvg."""
+    base: Tables = {
+        "seed": 3,
+        "rounds": 3,
+        "clients": 4,
+        "data": {"use": "client.data:mnist5k", "batch_size": 2, "auxiliary": 64},
+        "model": {"use": "client.models:mlp", "hidden": [8]},
+        "chain": [{"use": "client.update:local_sgd", "rate": 0.1}],
+        "attack": [{"use": "attacks.matching:inverting_gradients", "iterations": 3}],
+        "audit": {"executor": "local"},
+    }
+    return base | changes
+
+
+def make_run(folder: Path, scenario: Scenario, rounds: int = 1, tape: bool = True) -> Run:
+    """A run folder as a curious server leaves it after some rounds: real updates on the tape, jobs in the ledger."""
+    run = Run.create(folder, scenario)
+    federation = Federation(scenario.protocol)
+    with run.ledger() as ledger:
+        ledger.add_attacks(scenario.plan, {p.name: card(federation, p) for p in scenario.plan.attacks})
+        if tape:
+            record_rounds(run, ledger, scenario, federation, rounds)
+    return run
+
+
+def record_rounds(run: Run, ledger: Ledger, scenario: Scenario, federation: Federation, rounds: int) -> None:
+    """Each round's updates from the federation's first weights, through the server's own tap."""
+    params, buffers = federation.initial()
+    tap = Tap(ledger, run.tape(), scenario.plan, scenario.tape.keep)
+    size = federation.shards.batch_size
+    for round in range(1, rounds + 1):
+        accepted = [
+            Accepted(c, federation.client_update(params, buffers, c, round), size, {})
+            for c in range(scenario.protocol.clients)
+        ]
+        tap(Intake(round, params, buffers, tuple(accepted), ()))
+
+
+class Kit:
+    """What the tests of this folder share."""
+
+    MemoryGrid = MemoryGrid
+    Tape = Tape
+    travel = staticmethod(travel)
+    tables = staticmethod(tables)
+    make_run = staticmethod(make_run)
+    record_rounds = staticmethod(record_rounds)
+
+    @staticmethod
+    def scenario(**changes: Any) -> Scenario:
+        return Scenario.from_tables(tables(**changes))
+
+    @staticmethod
+    def grid(scenario: Scenario, **options: Any) -> MemoryGrid:
+        return MemoryGrid(scenario.protocol.to_json(), scenario.protocol.clients, **options)
+
+    @staticmethod
+    def reply(
+        message: Message, arrays: Mapping[str, torch.Tensor | Array], examples: Any = 2, name: str = "update"
+    ) -> Message:
+        """A client's reply as it arrives, with any arrays in it."""
+        record = ArrayRecord({k: v if isinstance(v, Array) else Array(v.numpy()) for k, v in arrays.items()})
+        content = RecordDict({name: record, "metrics": MetricRecord({"num-examples": examples})})
+        return travel(Message(content, reply_to=message))
+
+
+@pytest.fixture
+def kit() -> Kit:
+    return Kit()
+
+
+@pytest.fixture
+def retape() -> Callable[[Scenario, str], Scenario]:
+    """A scenario with another [tape] keep."""
+    return lambda scenario, keep: replace(scenario, tape=replace(scenario.tape, keep=keep))

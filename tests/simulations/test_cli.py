@@ -1,0 +1,225 @@
+"""The command line: a user's mistake is one sentence and exit status 2; what it prints can be used by other programs."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from attacks.plan import AttackPlan
+from client.protocol import Federation
+from server.ledger import Seen
+from server.pool import LocalExecutor, serve
+from server.run import Run
+from server.scenario import Scenario
+from simulations.cli import main
+from simulations.simulate import cards, new_run
+
+TABLES = {
+    "seed": 1,
+    "rounds": 2,
+    "clients": 2,
+    "data": {"use": "client.data:mnist5k", "batch_size": 1},
+    "model": {"use": "client.models:mlp", "hidden": [16]},
+    "chain": [{"use": "client.update:local_sgd", "rate": 0.1}],
+    "attack": [{"use": "attacks.analytic:analytic"}],
+    "audit": {"executor": "local"},
+}
+
+
+@pytest.fixture
+def taped(tmp_path: Path) -> Run:
+    """A run as training leaves it: two rounds on the tape, nothing attacked yet."""
+    scenario = Scenario.from_tables(TABLES)
+    run = new_run(scenario, "small", tmp_path / "runs")
+    federation = Federation(scenario.protocol)
+    params, buffers = federation.initial()
+    tape = run.tape()
+    with run.ledger() as ledger:
+        for r in (1, 2):
+            tape.write_round(r, params, buffers)
+            updates = {c: federation.client_update(params, buffers, c, r) for c in range(2)}
+            digests = {c: tape.write_update(r, c, u) for c, u in updates.items()}
+            ledger.record_intake(r, [Seen(c, "accepted", "", 1, d) for c, d in digests.items()], scenario.plan)
+            ledger.record_round(r, 0.1 * r, 2.0, 1.0, 0.01)
+        ledger.set_meta(state="trained")
+    return run
+
+
+@pytest.fixture
+def attacked(taped: Run) -> Run:
+    serve(taped, LocalExecutor())
+    return taped
+
+
+def scenario_file(folder: Path, **changes: object) -> Path:
+    path = folder / "wrong.toml"
+    path.write_text(tomli_w.dumps({**TABLES, **changes}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"round": 3}, ["unknown key 'round'", "rounds"]),
+        ({"rounds": "3"}, ["rounds", "whole number", "'3'"]),
+        ({"rounds": 0}, ["rounds", "at least 1"]),
+        ({"clients": 5000}, ["[data]", "5000 clients"]),
+        ({"data": {"use": "client.data:imagenet"}}, ["[data]", "'client.data:imagenet'", "client.data:mnist5k"]),
+        ({"data": {"use": "client.data:mnist5k", "batch_size": 2.5}}, ["[data]", "batch_size", "2.5"]),
+        ({"data": {"use": "client.data:mnist5k", "partition": "dirichlet", "alpha": 0.0}}, ["[data]", "alpha", "0.0"]),
+        ({"model": {"use": "client.models:lenet", "width": 3}}, ["[model]", "lenet()", "'width'"]),
+        ({"model": {"use": "os:system"}}, ["[model]", "'os:system'", "client.models:mlp"]),
+        ({"chain": []}, ["[[chain]]", "exactly one local_sgd"]),
+        (
+            {"chain": [{"use": "defenses.noise:gaussian", "sigma": -1.0}, *TABLES["chain"]]},  # type: ignore[misc]
+            ["[[chain]] #1", "sigma", "-1.0"],
+        ),
+        (
+            {"chain": [{"use": "defenses.clip:clip", "max_nrom": 1.0}, *TABLES["chain"]]},  # type: ignore[misc]
+            ["[[chain]] #1", "clip() has no argument 'max_nrom'", "max_norm"],
+        ),
+        ({"strategy": {"use": "flwr.serverapp.strategy:FedMagic"}}, ["[strategy]", "FedMagic", "FedAvg"]),
+        (
+            {"strategy": {"use": "flwr.serverapp.strategy:FedAvg", "fraction_train": 2}},
+            ["[strategy]", "fraction_train"],
+        ),
+        ({"attack": [{"use": "attacks.matching:dlg", "rate": -1}]}, ["[[attack]] #1", "rate", "-1"]),
+        ({"attack": [{"use": "attacks.matching:dlg", "iterations": 0}]}, ["[[attack]] #1", "iterations", "0"]),
+        ({"audit": {"rounds": [3]}}, ["[audit]", "rounds", "1..2", "3"]),
+        ({"audit": {"executor": "cloud"}}, ["[audit]", "executor", "'ray'", "'cloud'"]),
+        ({"tape": {"keep": "some"}}, ["[tape]", "keep", "'all'"]),
+        ({"stragglers": {"probability": 1.5}}, ["[stragglers]", "probability", "1.5"]),
+    ],
+)
+def test_a_wrong_scenario_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], words: list[str]
+) -> None:
+    path = scenario_file(tmp_path, **changes)
+    assert main(["run", str(path), "--runs", str(tmp_path / "runs")]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert str(path) in told.err
+    assert "Traceback" not in told.err
+    for word in words:
+        assert word in told.err
+    assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
+def test_files_that_are_no_scenarios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.toml"
+    broken.write_text("seed = = 1")
+    for arguments in (
+        ["run", str(broken)],
+        ["run", str(tmp_path / "none.toml")],
+        ["run", str(broken), "--set", "nonsense"],
+    ):
+        assert main(arguments) == 2
+        assert "fedleak: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["audit", "report", "export", "stop"])
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_a_foreign_ledger_and_one_of_a_newer_version(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    import sqlite3
+
+    path = attacked.folder / "ledger.sqlite"
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    assert main(["export", str(attacked.folder)]) == 2
+    assert "version 99" in capsys.readouterr().err
+    for side in attacked.folder.glob("ledger.sqlite*"):
+        side.unlink()
+    path.write_bytes(b"not a database, whatever its name says" * 100)
+    assert main(["report", str(attacked.folder)]) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+def test_the_audit_goes_on_where_it_stopped_and_adds_attacks(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(taped.folder)]) == 0
+    assert capsys.readouterr().out.strip().splitlines()[-1] == str(taped.folder)
+    with taped.ledger() as ledger:
+        assert ledger.progress().done == 2 * 2 * 3  # rounds x clients x (analytic and two baselines)
+    more = ["--attack", "inverting_gradients iterations=5 name=short", "--rounds", "2", "--clients", "1"]
+    assert main(["audit", str(taped.folder), *more]) == 0
+    with taped.ledger() as ledger:
+        assert ledger.progress().done == 2 * 2 * 3 + 1
+        assert [(r["round"], r["client"]) for r in ledger.scores("mse") if r["attack"] == "short"] == [(2, 1)]
+    assert main(["audit", str(taped.folder), *more]) == 0, "asking again is free"
+    with taped.ledger() as ledger:
+        assert ledger.progress().done == 2 * 2 * 3 + 1
+    assert main(["audit", str(taped.folder), "--attack", "inverting_gradients iterations=6 name=short"]) == 2
+    assert "'short'" in capsys.readouterr().err
+    assert main(["audit", str(taped.folder), "--attack", "magic"]) == 2
+    assert "attacks.matching:dlg" in capsys.readouterr().err
+
+
+def test_a_damaged_tape_file_is_named_and_the_rest_goes_on(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = sorted((taped.folder / "tape").glob("round-00002-client-*"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert main(["audit", str(taped.folder)]) == 0
+    assert damaged.name in capsys.readouterr().out.replace("\n", "")
+    with taped.ledger() as ledger:
+        progress = ledger.progress()
+        assert progress.failed > 0 and progress.done > 0 and progress.queued == 0
+        failed = [r for r in ledger.scores() if r["status"] == "failed"]
+        assert len(failed) == progress.failed and all(r["value"] is None for r in failed)
+
+
+def test_export_is_one_long_table(attacked: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(attacked.folder)]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert list(rows[0]) == "run round client attack example metric value status seconds knowledge".split()
+    exact = [float(r["value"]) for r in rows if r["attack"] == "analytic" and r["metric"] == "psnr"]
+    assert len(exact) == 4 and min(exact) > 100
+    assert {r["run"] for r in rows} == {attacked.name}
+    assert all("labels restored" in r["knowledge"] for r in rows)
+
+    import pyarrow.parquet
+
+    target = tmp_path / "scores.parquet"
+    assert main(["export", str(attacked.folder), "--to", "parquet", "-o", str(target)]) == 0
+    table = pyarrow.parquet.read_table(target)
+    assert table.num_rows == len(rows)
+    assert table.column_names == list(rows[0])
+    assert [v for v in table["round"].to_pylist()] == [int(r["round"]) for r in rows]
+
+
+def test_runs_lists_and_stop_says_when_nothing_is_at_work(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--runs", str(attacked.folder.parent)]) == 0
+    out = capsys.readouterr().out
+    assert attacked.name in out and "complete" in out and "2/2" in out
+    assert main(["stop", str(attacked.folder)]) == 0
+    assert "nothing is at work" in capsys.readouterr().out
+
+
+def test_init_writes_a_scenario_that_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "mine.toml"
+    assert main(["init", str(target)]) == 0
+    assert Scenario.load(target).protocol.clients == 4
+    assert main(["init", str(target)]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+def test_settings_reach_the_scenario_that_is_kept(tmp_path: Path) -> None:
+    path = scenario_file(tmp_path)
+    scenario = Scenario.load(path, ["data.batch_size=3", "chain.0.rate=0.5", "rounds=7"])
+    run = new_run(scenario, path.stem, tmp_path / "runs")
+    again = run.scenario()
+    assert (again.protocol.rounds, again.protocol.data["batch_size"]) == (7, 3)
+    assert Federation(again.protocol).chain.local.rate == 0.5
+    environment = json.loads((run.folder / "environment.json").read_text())
+    assert environment["packages"]["torch"] and environment["cores"] >= 1
+
+
+def test_a_plan_has_a_card_for_each_attack() -> None:
+    scenario = Scenario.from_tables(TABLES)
+    plan: AttackPlan = scenario.plan
+    assert set(cards(scenario, plan)) == {"analytic", "mean_image", "random_image"}

@@ -1,0 +1,65 @@
+"""README stays true: its tables name what the code has, its example runs, its commands exist."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from attacks.metrics import image_metrics, lpips_metric
+from attacks.plan import ATTACK
+from client.components import Kind
+from client.protocol import DATASET, MODEL, TRANSFORM
+from simulations.cli import _parser
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def first_cells() -> list[str]:
+    """What stands in code marks in the first column of any table."""
+    cells = [re.split(r"(?<!\\)\|", line)[1] for line in README.splitlines() if line.startswith("|")]
+    return re.findall(r"`([^`]+)`", " ".join(cells))
+
+
+@pytest.mark.parametrize("kind", [ATTACK, DATASET, MODEL, TRANSFORM], ids=lambda k: k.noun)
+def test_the_tables_name_every_component_and_no_other(kind: Kind) -> None:
+    module = tuple(f"{p}." if p in ("attacks", "defenses") else f"{p}:" for p in kind.packages)
+    assert sorted(c for c in first_cells() if c.startswith(module)) == kind.names()
+
+
+def test_the_metrics_are_named() -> None:
+    import torch
+
+    names = {m.name for m in image_metrics((3, 32, 32), torch.zeros(2, 3, 32, 32))} | {"label_accuracy", "lpips_alex"}
+    assert lpips_metric() is None or lpips_metric().name in names  # type: ignore[union-attr]  # None is handled before
+    assert names <= set(first_cells())
+
+
+def test_every_command_is_in_the_table_and_exists() -> None:
+    commands = set(_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr,arg-type]  # argparse has no public list
+    named = {c.split()[1] for c in first_cells() if c.startswith("fedleak ")}
+    assert named == commands
+
+
+def test_the_example_runs_and_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})  # noqa: S102  # the README's own text
+    (value,) = (float(v) for v in re.findall(r"[\d.]+", capsys.readouterr().out))
+    assert value > 100
+
+
+def test_the_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_every_dependency_of_the_card_is_declared_and_every_scenario_is_readable() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = ["flwr", "torch", "torchvision", "transformers", "numpy", "lpips", "rouge-score", "ray", "pytest"]
+    declared = " ".join([*project["dependencies"], *sum(project["optional-dependencies"].values(), [])])
+    for name in wanted:
+        assert re.search(rf"(^| ){re.escape(name)}(\[|>)", declared), name
+    for path in (ROOT / "simulations").glob("*.toml"):
+        tomllib.loads(path.read_text())
