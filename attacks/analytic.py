@@ -34,14 +34,15 @@ class analytic(Attack):
             return not_applicable(wave, str(error))
         found = [self._invert(stack, wave.alone(k), wave.params, known) for k in range(len(wave))]
         seconds = (time.perf_counter() - started) / len(wave)
-        return [
-            Reconstruction(x, y[k], 0.0, 1, seconds, "converged")
-            if x is not None
-            else Reconstruction(
-                None, y[k], float("nan"), 1, seconds, "not_applicable", "the first biased layer's gradient is zero"
-            )
-            for k, x in enumerate(found)
-        ]
+        return [self._answer(x, y[k], seconds) for k, x in enumerate(found)]
+
+    def _answer(self, x: Tensor | None, y: Tensor, seconds: float) -> Reconstruction:
+        if x is None:
+            reason = "the first biased layer's gradient is zero"
+            return Reconstruction(None, y, float("nan"), 1, seconds, "not_applicable", reason)
+        if not torch.isfinite(x).all():
+            return Reconstruction(None, y, float("nan"), 1, seconds, "diverged", "the image is not finite")
+        return Reconstruction(x, y, 0.0, 1, seconds, "converged")
 
     def _invert(self, stack: "_Stack", update: Update, params: Params, known: Knowledge) -> Tensor | None:
         gradient = {k: -t.double() for k, t in update.items()}  # its scale cancels in every step below

@@ -18,6 +18,7 @@ from attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stre
 from attacks.distances import Distance, cosine, squared
 from attacks.optimizers import Adam, Variables, cut_rate
 from attacks.priors import total_variation
+from attacks.unstride import unstrided
 from client.update import Batch, Params, Update
 
 CUTS = (3 / 8, 5 / 8, 7 / 8)
@@ -75,9 +76,11 @@ class GradientMatching(Attack):
             status: Status = "converged" if spent == budget.iterations else "out_of_budget"
             if not torch.isfinite(objectives[k, best]) or not torch.isfinite(x).all():
                 status = "diverged"
-            reason = {"out_of_budget": f"{spent} of {budget.iterations} iterations in {budget.seconds} s"}.get(
-                status, ""
-            )
+            reasons = {
+                "out_of_budget": f"{spent} of {budget.iterations} iterations in {budget.seconds} s",
+                "diverged": "the objective or the image is not finite",
+            }
+            reason = reasons.get(status, "")
             results.append(Reconstruction(x.detach(), guess, objective, spent, seconds, status, reason))
         return results
 
@@ -138,7 +141,8 @@ class GradientMatching(Attack):
         labels = None if y is None else _repeat(y, restarts)
         flat = {name: t.flatten(0, 1) for name, t in variables.items()}
         one = partial(self._objective, known=known, params=wave.params)
-        objectives: Tensor = vmap(one, in_dims=(0, None if y is None else 0, 0))(flat, labels, seen)
+        with unstrided():
+            objectives: Tensor = vmap(one, in_dims=(0, None if y is None else 0, 0))(flat, labels, seen)
         return objectives.view(-1, restarts)
 
     def _objective(

@@ -40,6 +40,11 @@ def train(message: Message, context: Context) -> Message:
     if config.get("proximal-mu", agreed) != agreed:
         raise ValueError(f"the server asks for proximal-mu {config['proximal-mu']}, the protocol says {agreed}")
     params = message.content.array_records["arrays"].to_torch_state_dict()
+    expected = {name: p.shape for name, p in fed.model.named_parameters()}
+    if {name: p.shape for name, p in params.items()} != expected:  # the model would fill in its own, or broadcast
+        raise ValueError(
+            f"the server's weights {sorted(params)} are not the model's {sorted(expected)}, or their shapes"
+        )
     buffers = message.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
     update = fed.client_update(dict(params), buffers, client, round)
     content = RecordDict(

@@ -78,7 +78,7 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
     """Call with checked arguments; a refusal by the target names the table."""
     try:
         return target(**arguments)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, RuntimeError, FileNotFoundError) as error:  # RuntimeError: torch, of what memory cannot hold
         raise SpecError(f"{where}: {error}") from error
 
 
@@ -137,6 +137,8 @@ def conform(value: Any, hint: Any, where: str) -> Any:
     elif origin is Literal:
         if value in inner and type(value) in {type(i) for i in inner}:
             return value
+    elif hint is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise SpecError(f"{where} must fit in 64 bits, got {value}")  # as the ledger's and torch's integers do
     elif hint is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not abs(value) <= sys.float_info.max:
@@ -162,5 +164,12 @@ def _spell(hint: Any) -> str:
         return " or ".join(_spell(i) for i in inner if i is not type(None))
     if origin in (tuple, list, Sequence):
         return f"a list, each {_spell(inner[0])}"
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a table"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "a text",
+        bool: "true or false",
+        dict: "a table",
+        list: "a list",
+    }
     return names.get(hint, getattr(hint, "__name__", str(hint)))

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 from flwr.app import ArrayRecord, Context, Message
-from torch import Generator
+from torch import Generator, Tensor
 
-from client.update import Batch, Params, Transform, Update
+from client.update import Batch, Chain, Params, Transform, Update, local_sgd, per_example
 
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
@@ -22,8 +22,11 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
         rng: of the defense's randomness; default: seeded by the operating system, the client's own secret.
 
     Raises:
-        ValueError: the reply's arrays do not match the message's.
+        ValueError: the transform is none of the finished update, or, in the mod, the reply's arrays do not match the
+            message's.
     """
+    if not _of_update(transform):
+        raise ValueError(f"a mod acts on the finished update; {transform} needs the examples or trains")
     if rng is None:
         rng = Generator()
         rng.seed()
@@ -35,8 +38,8 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
             return reply
         key, record = _only_arrays(reply)
         weights = record.to_torch_state_dict()
-        if {k: t.shape for k, t in weights.items()} != {k: t.shape for k, t in sent.items()}:
-            raise ValueError(f"the reply's arrays {sorted(weights)} are not those of the message, {sorted(sent)}")
+        if wrong := [k for k in sorted(sent.keys() | weights.keys()) if _form(sent.get(k)) != _form(weights.get(k))]:
+            raise ValueError(f"the reply's arrays are not those of the message: {', '.join(wrong)} differ")
         floating = [k for k, t in weights.items() if torch.is_floating_point(t)]
 
         def trained(params: Params, batch: Batch, rng: Generator | None) -> Update:
@@ -44,11 +47,22 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
 
         nothing = Batch(torch.empty(0), torch.empty(0, dtype=torch.int64))
         update = transform(trained)(dict(sent), nothing, rng)
-        defended = {k: (sent[k] + update[k]).contiguous() if k in update else t for k, t in weights.items()}
+        defended = {k: (sent[k] + update[k]).to(t.dtype).contiguous() if k in update else t for k, t in weights.items()}
         reply.content[key] = ArrayRecord(defended)
         return reply
 
     return mod
+
+
+def _of_update(transform: Transform) -> bool:
+    if isinstance(transform, Chain):
+        return all(_of_update(link) for link in transform.links)
+    return not isinstance(transform, per_example | local_sgd)
+
+
+def _form(tensor: Tensor | None) -> tuple[torch.Size, bool] | None:
+    """What must agree; the precision may differ, as stock FedAdam sends float64 for which a model trains in float32."""
+    return None if tensor is None else (tensor.shape, torch.is_floating_point(tensor))
 
 
 def _only_arrays(message: Message) -> tuple[str, ArrayRecord]:

@@ -3,9 +3,9 @@
 import hashlib
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -77,6 +77,16 @@ class Lease:
     others: Mapping[int, int]
     attempt: int
 
+    def of(self, clients: Collection[int]) -> "Lease":
+        """The part of the wave that is of some clients."""
+        kept = [i for i, client in enumerate(self.clients) if client in clients]
+        return replace(
+            self,
+            jobs=tuple(self.jobs[i] for i in kept),
+            clients=tuple(self.clients[i] for i in kept),
+            digests=tuple(self.digests[i] for i in kept),
+        )
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -108,6 +118,8 @@ class Ledger:
             self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
             self._db.row_factory = sqlite3.Row
             fresh = self._db.execute("PRAGMA schema_version").fetchone()[0] == 0
+            if fresh and not create:
+                raise LedgerError(f"{path} is not a fedleak ledger: it is empty")
             if not fresh and self._db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
                 raise LedgerError(f"{path} is not a fedleak ledger")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]

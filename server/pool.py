@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from attacks.base import Observation
 from attacks.replay import Replay, replay
 from client.protocol import Federation
 from server.ledger import Lease, Ledger
@@ -67,7 +68,7 @@ class LocalExecutor:
 
 
 class RayExecutor:
-    """Ray actors, one core each, that survive a crash of their process."""
+    """Ray actors, one core each; one whose process dies is replaced."""
 
     def __init__(self, workers: int) -> None:
         import ray
@@ -94,6 +95,7 @@ class RayExecutor:
 
             def __init__(self) -> None:
                 sys.path.insert(0, root)
+                import server.worker  # noqa: F401  (torch loads while Flower starts, not in the first wave)
 
             def pid(self) -> int:
                 return os.getpid()
@@ -103,9 +105,10 @@ class RayExecutor:
 
                 return attack_wave(task)
 
-        # no task is retried by Ray itself: attempts are counted in the ledger
-        actor: Any = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=0)(Worker)
-        self._idle = deque(actor.remote() for _ in range(workers))
+        # nothing is retried or restarted by Ray itself: attempts are counted in the ledger, and an actor that restarts
+        # refuses whatever it is given meanwhile, which would use them up
+        self._actor: Any = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(Worker)
+        self._idle = deque(self._actor.remote() for _ in range(workers))
         self._flying: dict[Any, tuple[int, Any]] = {}
 
     def pids(self) -> list[int]:
@@ -121,11 +124,17 @@ class RayExecutor:
         if not done:
             return None
         ticket, worker = self._flying.pop(done[0])
-        self._idle.append(worker)
+        result: Result
         try:
-            return ticket, self._ray.get(done[0])
-        except Exception as error:  # a worker that died, or an attack that raised: the wave's failure, not the pool's
-            return ticket, error
+            result = self._ray.get(done[0])
+        except Exception as error:  # the wave's failure, not the pool's
+            result = error
+            raised = isinstance(error, self._ray.exceptions.RayTaskError)  # by the attack, in a worker that lives
+            if isinstance(error, self._ray.exceptions.RayError) and not raised:
+                self._ray.kill(worker)
+                worker = self._actor.remote()
+        self._idle.append(worker)
+        return ticket, result
 
     def close(self) -> None:
         self._ray.shutdown()
@@ -165,10 +174,12 @@ def serve(
             coming = follow()  # asked before leasing: a job that arrives in between is found in the next turn
             if not replayed:
                 replayed = _check_replay(run, ledger, scenario)
+            if scenario.tape.keep == "none" and replayed:  # also what an earlier pool had no time to
+                _forget(run, ledger)
             while len(flying) < executor.slots and not stop() and (lease := ledger.lease()) is not None:
-                task = _load(run, ledger, lease, protocol)
-                if task is not None:
-                    flying[tickets := tickets + 1] = lease
+                loaded = _load(run, ledger, lease, protocol)
+                if loaded is not None:
+                    flying[tickets := tickets + 1], task = loaded
                     executor.submit(tickets, task)
             tick()
             if flying:
@@ -178,8 +189,6 @@ def serve(
                 break
             else:
                 time.sleep(0.2)
-            if scenario.tape.keep == "none":
-                _forget(run, ledger)
 
 
 def _check_replay(run: Run, ledger: Ledger, scenario: Scenario) -> bool:
@@ -197,14 +206,18 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario) -> bool:
     return True
 
 
-def _load(run: Run, ledger: Ledger, lease: Lease, protocol: str) -> Task | None:
-    """A lease's task from the tape; a damaged file fails the lease at once, with the file's name."""
-    try:
-        seen = [run.tape().read(lease.round, c, d) for c, d in zip(lease.clients, lease.digests, strict=True)]
-    except TapeError as error:
-        ledger.fail(lease, str(error), final=True)
+def _load(run: Run, ledger: Ledger, lease: Lease, protocol: str) -> tuple[Lease, Task] | None:
+    """A lease and its task from the tape; jobs whose file is damaged fail at once, with its name, and leave the lease."""
+    seen: list[Observation] = []
+    for client, digest in zip(lease.clients, lease.digests, strict=True):
+        try:
+            seen.append(run.tape().read(lease.round, client, digest))
+        except TapeError as error:
+            ledger.fail(lease.of([client]), str(error), final=True)
+    if not seen:
         return None
-    return Task(
+    lease = lease.of([o.client for o in seen])
+    return lease, Task(
         protocol=protocol,
         planned=lease.attack.to_json(),
         seed=lease.seed,
@@ -219,7 +232,8 @@ def _load(run: Run, ledger: Ledger, lease: Lease, protocol: str) -> Task | None:
 
 def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
     if isinstance(result, Exception):
-        ledger.fail(lease, f"{type(result).__name__}: {str(result).strip().splitlines()[-1] if str(result) else ''}")
+        words = str(result).strip().splitlines()[-1:]  # the last line of a traceback says what happened
+        ledger.fail(lease, ": ".join([type(result).__name__, *words]))
         return
     for client, images in result.images.items():
         if images:
@@ -228,7 +242,7 @@ def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
 
 
 def _forget(run: Run, ledger: Ledger) -> None:
-    """Delete the updates of every round whose attacks are over, once the replay check has had its own."""
+    """Delete the updates of every round whose attacks are over."""
     for round, clients in ledger.forgettable().items():
         run.tape().forget(round, clients)
         ledger.forgotten(round)

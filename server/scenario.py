@@ -134,11 +134,11 @@ def apply_setting(tables: dict[str, Any], setting: str) -> None:
     for i, key in enumerate(parents):
         if isinstance(here, dict):
             here = here.setdefault(key, {})
-        elif isinstance(here, list) and key.isdigit() and int(key) < len(here):
+        elif isinstance(here, list) and key.isdecimal() and int(key) < len(here):
             here = here[int(key)]
         else:
             raise SpecError(f"--set {setting}: there is no {'.'.join(parents[: i + 1])!r}")
-    if isinstance(here, list) and last.isdigit() and int(last) < len(here):
+    if isinstance(here, list) and last.isdecimal() and int(last) < len(here):
         here[int(last)] = value
     elif isinstance(here, dict):
         here[last] = value
@@ -148,9 +148,9 @@ def apply_setting(tables: dict[str, Any], setting: str) -> None:
 
 def _with_proximal_term(chain: Any, strategy: Table) -> Any:
     """FedProx's proximal term is the clients' work: its weight becomes part of the protocol's local_sgd."""
-    mu = strategy.get("proximal_mu")
-    if mu is None or not isinstance(chain, list):
+    if "proximal_mu" not in strategy or not isinstance(chain, list):
         return chain
+    mu = conform(strategy["proximal_mu"], float, "[strategy]: proximal_mu")
     completed = []
     for table in chain:
         if isinstance(table, Mapping) and table.get("use") == "client.update:local_sgd":

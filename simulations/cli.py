@@ -18,6 +18,7 @@ from server.ledger import Ledger, LedgerError
 from server.run import Busy, Run
 from server.scenario import Scenario, apply_setting
 from server.tape import TapeError
+from simulations.analysis import Line, round_table
 
 RUNS = Path("runs")
 FAILED, MISTAKE = 1, 2
@@ -200,7 +201,6 @@ def doctor(options: argparse.Namespace) -> int:
 
 def _tell(run: Run, interrupted: bool) -> None:
     """The end of a run in words: table, failures, report, how to go on."""
-    from simulations.analysis import round_table
     from simulations.report import write_report
 
     console = Console()
@@ -224,8 +224,19 @@ def _tell(run: Run, interrupted: bool) -> None:
     print(f"report: {write_report(run)}")
 
 
-def _cells(line: object) -> list[str]:
-    return [str(line)]
+def _cells(line: Line) -> list[str]:
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None or value != value else format(value, form)
+
+    return [
+        str(line.round),
+        number(line.accuracy, ".1%"),
+        line.attack,
+        number(line.mean, ".1f"),
+        number(line.best, ".1f"),
+        number(line.baseline, ".1f"),
+        number(line.labels, ".0%"),
+    ]
 
 
 def _state(run: Run, ledger: Ledger) -> str:

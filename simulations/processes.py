@@ -33,16 +33,15 @@ def _die_with_parent() -> None:
 
 
 def end(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
-    """Ask a child's whole group to end, then insist."""
+    """Ask a child's whole group to end, then insist: with the child that stays, or with what it leaves behind."""
+    if process.poll() is not None:
+        return
     for number, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 5.0)):
-        if process.poll() is not None:
-            return
         try:
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
-        try:
             process.wait(wait)
+        except (ProcessLookupError, PermissionError):  # nobody of the group is left (macOS: but a zombie)
+            return
         except subprocess.TimeoutExpired:
             continue
 

@@ -65,6 +65,7 @@ def test_what_is_offered_can_be_resolved(kind: Kind) -> None:
         ("transform", "defenses.mask:OnUpdate", "is not a link of a chain"),
         ("attack", "attacks.base:Attack", "is not an attack"),
         ("attack", "attacks.metrics:psnr", "is not an attack"),
+        ("attack", "attacks.matching:GradientMatching", "is not an attack"),  # the engine; its recipes are
         # private parts of a module
         ("transform", "defenses.noise:_Noise", "is not a link of a chain"),
         ("transform", "defenses.mask:_expected_mask", "is not a link of a chain"),

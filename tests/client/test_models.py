@@ -48,6 +48,13 @@ def test_width_multiplies_every_channel() -> None:
     assert wide == [64] * 7 + [128] * 6 + [256] * 6
 
 
+def test_convnet_pools_after_its_sixth_and_eighth_convolution() -> None:
+    """As in Inverting Gradients' published code: convolution, BatchNorm, ReLU, and the pool last."""
+    kinds = [type(m).__name__ for m in models.convnet(CIFAR, 10, width=2).children()]
+    block = ["Conv2d", "BatchNorm2d", "ReLU"]
+    assert kinds == [*block * 6, "MaxPool2d", *block * 2, "MaxPool2d", "Flatten", "Linear"]
+
+
 def test_lenet_starts_uniform_between_minus_and_plus_one_half() -> None:
     from scipy.stats import kstest
 

@@ -31,7 +31,7 @@ BATCHNORM = {"use": "client.models:convnet", "width": 2}
         ({"seed": "0"}, "seed", "must be a whole number, got '0'"),
         ({"data": 3}, "[data]", "must be a table, got 3"),
         ({"model": [SGD]}, "[model]", "must be a table"),
-        ({"chain": SGD}, "chain", "must be list, got {"),
+        ({"chain": SGD}, "chain", "must be a list, got {"),
         ({"chain": [SGD, "clip"]}, "[[chain]] #2", "must be a table, got 'clip'"),
         # [data]
         ({"data": {"use": "client.data:digits"}}, "[data]", "nothing is called 'client.data:digits'; a dataset is one"),

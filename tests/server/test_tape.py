@@ -151,10 +151,12 @@ def test_foreign_bytes_are_an_error_that_names_the_file(tmp_path: Path, data: by
 def test_any_bytes_are_tensors_or_a_tape_error(tmp_path: Path, data: bytes, header: bool) -> None:
     path = tmp_path / "any"
     path.write_bytes(len(data).to_bytes(8, "little") + data if header else data)
+    words = f"{path} was read"
     try:
-        assert isinstance(read_tensors(path), dict)
+        assert all(isinstance(t, Tensor) for t in read_tensors(path).values())
     except TapeError as error:
-        assert str(path) in str(error)
+        words = str(error)
+    assert str(path) in words
 
 
 def test_forgetting_an_update_deletes_it_and_the_last_takes_the_weights_along(tmp_path: Path) -> None:
@@ -209,7 +211,7 @@ while True:
 
 
 def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path: Path) -> None:
-    for attempt in range(4):
+    for attempt in range(3):
         child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"

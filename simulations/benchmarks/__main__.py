@@ -1,0 +1,157 @@
+"""`python -m simulations.benchmarks [NAME ...]`: measure, print, and keep the figures beside this file."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from simulations.benchmarks.engine import engine
+from simulations.benchmarks.figures import Progress, Report
+from simulations.benchmarks.intercept import intercept
+from simulations.benchmarks.memory import memory, memory_of_flower
+from simulations.benchmarks.quality import quality
+from simulations.doctor import environment
+
+Benchmark = Callable[[Progress], Report]
+FLOWER = "memory-flower"  # minutes, and many processes: only when asked for
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "engine": engine,
+    "quality": quality,
+    "intercept": intercept,
+    "memory": memory,
+    FLOWER: memory_of_flower,
+}
+RESULTS = Path(__file__).parent / "results"
+PLAIN_EVERY = 10.0  # seconds between plain lines of progress
+
+
+class Ticker:
+    """Says on stderr how far a benchmark is and how long it will take: one live line in a terminal, else plain lines."""
+
+    def __init__(self, name: str, console: Console) -> None:
+        self.name = name
+        self.console = console
+        self._status = console.status(f"{name}: starting")
+        self._started = self._said = time.monotonic()
+
+    def __enter__(self) -> "Ticker":
+        if self.console.is_terminal:
+            self._status.start()
+        else:
+            self.console.print(f"{self.name}: starting")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        left = (now - self._started) * (total - done) / done
+        line = f"{self.name}: {done} of {total} steps, about {left:.0f} s left"
+        if self.console.is_terminal:
+            self._status.update(line)
+        elif now - self._said >= PLAIN_EVERY:
+            self._said = now
+            self.console.print(line)
+
+
+def main(
+    arguments: Sequence[str] | None = None, benchmarks: Mapping[str, Benchmark] = BENCHMARKS, results: Path = RESULTS
+) -> int:
+    """Run benchmarks by name; returns 1 when a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m simulations.benchmarks", description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(benchmarks)}; default: all but {FLOWER}"
+    )
+    parser.add_argument("--json", action="store_true", help="one object a line instead of tables")
+    parser.add_argument("--flower", action="store_true", help="memory through `flwr run` instead of in memory")
+    options = parser.parse_args(arguments)
+    names = options.names or [n for n in benchmarks if n != FLOWER]
+    names = [FLOWER if options.flower and n == "memory" else n for n in names]
+    if unknown := [n for n in names if n not in benchmarks]:
+        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(benchmarks)}")
+    missed = False
+    for name in names:
+        with Ticker(name, Console(stderr=True)) as ticker:
+            started = time.monotonic()
+            result = record(name, benchmarks[name](ticker), time.monotonic() - started)
+        keep(result, results)
+        show(result, as_json=options.json)
+        missed |= any(figure["met"] is False for figure in result["figures"])
+    return int(missed)
+
+
+def record(name: str, report: Report, seconds: float) -> dict[str, Any]:
+    """A report as it is kept: figures, settings, machine, date."""
+    figures = [
+        {"name": f.name, "value": f.value, "unit": f.unit, "target": f.target, "met": f.met, "note": f.note}
+        for f in report.figures
+    ]
+    return {
+        "benchmark": name,
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "seconds": round(seconds, 1),
+        "figures": figures,
+        "settings": dict(report.settings),
+        "environment": environment(),
+    }
+
+
+def keep(result: Mapping[str, Any], folder: Path) -> None:
+    """Write results/<name>.json, and the README that shows every result there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{result['benchmark']}.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    stored = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    (folder / "README.md").write_text(readme(stored))
+
+
+def readme(results: Sequence[Mapping[str, Any]]) -> str:
+    """Every kept figure in Markdown tables."""
+    lines = [
+        "# Benchmark results",
+        "",
+        "Written by `python -m simulations.benchmarks` (`make bench`); versions and settings in full in the JSON files.",
+    ]
+    for result in results:
+        machine, packages = result["environment"], result["environment"]["packages"]
+        versions = ", ".join(f"{p} {packages[p]}" for p in ("torch", "flwr") if p in packages)
+        lines += ["", f"## {result['benchmark']}", ""]
+        lines += [f"{result['date']}, {machine['cores']} x {machine['processor']}, {versions}.", ""]
+        lines += [f"- {key}: {value}" for key, value in result["settings"].items()]
+        lines += ["", "| figure | value | unit | target | met | note |", "|---|---:|---|---|---|---|"]
+        lines += ["| " + " | ".join(cells(figure)) + " |" for figure in result["figures"]]
+    return "\n".join(lines) + "\n"
+
+
+def cells(figure: Mapping[str, Any]) -> list[str]:
+    """A figure's row in words."""
+    value = "-" if figure["value"] is None else f"{figure['value']:.4g}"
+    met = {True: "yes", False: "NO", None: ""}[figure["met"]]
+    return [figure["name"], value, figure["unit"], figure["target"], met, figure["note"]]
+
+
+def show(result: Mapping[str, Any], as_json: bool) -> None:
+    """Print a result: a table in a terminal, else plain lines, or JSON on one line."""
+    if as_json:
+        print(json.dumps(result), flush=True)
+        return
+    console = Console()
+    title = f"{result['benchmark']} ({result['seconds']:.0f} s)"
+    if not console.is_terminal:
+        print(title, *("  ".join(filter(None, cells(f))) for f in result["figures"]), sep="\n", flush=True)
+        return
+    table = Table("figure", "value", "unit", "target", "met", "note", title=title)
+    for figure in result["figures"]:
+        table.add_row(*cells(figure))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

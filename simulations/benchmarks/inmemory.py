@@ -1,0 +1,88 @@
+"""A federation in one process: Flower's own messages between the real strategy and the real client app, no transport."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from client.app import app as client_app
+from client.protocol import Protocol, federation
+from server.app import build_strategy
+from server.curious import CuriousStrategy, Tap
+from server.scenario import Scenario
+
+
+class MemoryGrid(Grid):
+    """Answers each message by calling `client/app.py` at once; node n is client n - 1."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self._contexts = {
+            client + 1: Context(1, client + 1, {"partition-id": client}, RecordDict(), {"protocol": protocol.to_json()})
+            for client in range(protocol.clients)
+        }
+        self.clients = {node: node - 1 for node in self._contexts}
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._contexts)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return [client_app(m, self._contexts[m.metadata.dst_node_id]) for m in messages]
+
+    def set_run(self, run: Run) -> None:
+        raise NotImplementedError("there is no SuperLink here")
+
+    @property
+    def run(self) -> Run:
+        raise NotImplementedError("there is no SuperLink here")
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        raise NotImplementedError("messages are made by the strategy")
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError("messages are answered at once")
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError("messages are answered at once")
+
+
+class InMemory:
+    """A scenario's federation, trained round by round: the real clients, door, tap and strategy."""
+
+    def __init__(self, scenario: Scenario, tap: Tap) -> None:
+        params, buffers = federation(scenario.protocol.to_json()).initial()
+        self.tap = tap
+        self.parameters = sum(p.numel() for p in params.values())
+        self._grid = MemoryGrid(scenario.protocol)
+        inner = build_strategy(scenario.strategy, scenario.protocol.clients)
+        self._strategy = CuriousStrategy(inner, tap, buffers, scenario.protocol.seed, self._grid.clients)
+        self._arrays = ArrayRecord(params)
+
+    def advance(self, round: int) -> None:
+        """One round: weights out, every client trains, updates in, aggregation."""
+        sent = self._strategy.configure_train(round, self._arrays, ConfigRecord(), self._grid)
+        replies = self._grid.send_and_receive(sent)
+        arrays, _ = self._strategy.aggregate_train(round, replies)
+        if arrays is None:
+            raise RuntimeError(f"round {round}: nothing passed the door")
+        self._arrays = arrays
+
+
+@contextmanager
+def flower() -> Iterator[None]:
+    """Outside a run, Flower's messages need to be told who writes them; its log of rounds would drown the figures."""
+    before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
+    log = logging.getLogger("flwr")
+    level = log.level
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before

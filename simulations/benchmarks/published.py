@@ -1,0 +1,72 @@
+"""The loop that the published attacks run, one image at a time: what the engine's speed is compared with.
+
+Written after the code of Inverting Gradients (Geiping et al., NeurIPS 2020): the model's own parameters, a graph of their
+gradient, cosine and total variation, `backward()`, the sign of the image's gradient into torch's Adam, a schedule, a box.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def invert(
+    model: nn.Module,
+    seen: Sequence[Tensor],
+    y: Tensor,
+    start: Tensor,
+    mean: Sequence[float],
+    std: Sequence[float],
+    iterations: int,
+    tv: float,
+    rate: float = 0.1,
+    lean: bool = False,
+) -> Tensor:
+    """The image (1, C, H, W), normalised, whose gradient points as the seen one.
+
+    Args:
+        seen: the gradient, in the order of model.parameters().
+        start: the first guess, normalised.
+        lean: spare the gradients of the parameters, which the published code computes beside the image's and discards.
+    """
+    x = start.clone().requires_grad_()
+    low, high = ((v - torch.tensor(mean).to(x)[:, None, None]) / torch.tensor(std).to(x)[:, None, None] for v in (0, 1))
+    optimizer = torch.optim.Adam([x], lr=rate)
+    cuts = [math.ceil(iterations * cut) for cut in (3 / 8, 5 / 8, 7 / 8)]
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, cuts, gamma=0.1)
+    for _ in range(iterations):
+        optimizer.zero_grad()
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        gradient = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        objective = cosine_distance(gradient, seen) + tv * total_variation(x)
+        if lean:
+            (x.grad,) = torch.autograd.grad(objective, x)
+        else:
+            objective.backward()
+        assert x.grad is not None
+        x.grad.sign_()
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            x.data = torch.max(torch.min(x, high), low)
+    return x.detach()
+
+
+def cosine_distance(gradient: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:
+    """1 - cos over all entries."""
+    inner = ours = theirs = gradient[0].new_zeros(())
+    for a, b in zip(gradient, seen, strict=True):
+        inner = inner + (a * b).sum()
+        ours = ours + a.pow(2).sum()
+        theirs = theirs + b.pow(2).sum()
+    return 1 - inner / ours.sqrt() / theirs.sqrt()
+
+
+def total_variation(x: Tensor) -> Tensor:
+    """Mean |dx| + mean |dy|."""
+    dx = torch.mean(torch.abs(x[:, :, :, :-1] - x[:, :, :, 1:]))
+    dy = torch.mean(torch.abs(x[:, :, :-1, :] - x[:, :, 1:, :]))
+    return dx + dy

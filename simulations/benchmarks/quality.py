@@ -1,0 +1,114 @@
+"""Whether speed was paid for with quality: the papers' own settings, and attacks whose answer is known to be exact."""
+
+from collections.abc import Callable
+from functools import partial
+from statistics import mean, median
+
+import torch
+from torch import nn
+
+from attacks.analytic import analytic
+from attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
+from attacks.labels import restore
+from attacks.matching import inverting_gradients
+from attacks.metrics import PSNR_CAP, psnr
+from client.data import Dataset, batch_of, cifar10, data_folder, mnist5k
+from client.models import convnet, detached_params, lenet, mlp, resnet20
+from client.rng import generator
+from client.update import Batch, chain, gradient, local_sgd
+from simulations.benchmarks.figures import Figure, Progress, Report, one_thread
+
+RATE = 0.1
+SEED = 0
+TV = 0.1
+
+
+def quality(progress: Progress, images: int = 8, iterations: int = 500, labels: int = 64, inputs: int = 16) -> Report:
+    """Mean PSNR of Inverting Gradients, label accuracy of iDLG, PSNR of the analytic attack; one example an update."""
+    dataset = cifar10() if _local_cifar10() else mnist5k()
+    nets: dict[str, Callable[..., nn.Module]] = {
+        "lenet": lenet,
+        "mlp": mlp,
+        "convnet(width=16)": partial(convnet, width=16),
+        "resnet20": partial(resnet20),
+    }
+    steps = len(nets) + 2
+    figures = []
+    with one_thread():
+        for done, (name, make) in enumerate(nets.items()):
+            figures.append(_label_accuracy(name, _untrained(make, dataset), dataset, labels))
+            progress(done + 1, steps)
+        figures += _analytic(dataset, inputs)
+        progress(steps - 1, steps)
+        figures += _inverting_gradients(dataset, images, iterations)
+        progress(steps, steps)
+    settings = dict(
+        dataset=f"{dataset.name}, first test images", networks="untrained, BatchNorm in eval mode", seed=SEED, tv=TV,
+        images=images, iterations=iterations, labels=labels, inputs=inputs, batch_size=1,
+        knowledge="honest server, labels restored, chain and normalisation known",
+    )  # fmt: skip
+    return Report(tuple(figures), settings)
+
+
+def _inverting_gradients(dataset: Dataset, images: int, iterations: int) -> list[Figure]:
+    name = f"Inverting Gradients, lenet, {iterations} iterations"
+    if dataset.name != "cifar10":
+        reason = "skipped: needs cifar10-train-*.npz and cifar10-test-*.npz in the local data folder (FEDLEAK_DATA)"
+        return [Figure(f"{name}: mean PSNR", None, "dB", at_least=16.5, note=reason)]
+    values = _psnr(inverting_gradients(TV), _untrained(lenet, dataset), dataset, images, iterations)
+    return [
+        Figure(f"{name}: mean PSNR", mean(values), "dB", at_least=16.5, note=f"n = {images}"),
+        Figure(f"{name}: worst PSNR", min(values), "dB"),
+        Figure(f"{name}: best PSNR", max(values), "dB"),
+    ]
+
+
+def _analytic(dataset: Dataset, inputs: int) -> list[Figure]:
+    values = _psnr(analytic(), _untrained(mlp, dataset), dataset, inputs, 1)
+    capped = [min(v, PSNR_CAP) for v in values]
+    exact = f"n = {inputs}; capped at {PSNR_CAP:g} dB, above which {sum(v > PSNR_CAP for v in values)} lie"
+    return [
+        Figure("analytic, mlp: mean PSNR", mean(capped), "dB", note=exact),
+        Figure("analytic, mlp: worst PSNR", min(capped), "dB", at_least=PSNR_CAP),
+        Figure("analytic, mlp: median raw PSNR", median(min(v, 1e3) for v in values), "dB"),
+    ]
+
+
+def _label_accuracy(name: str, model: nn.Module, dataset: Dataset, labels: int) -> Figure:
+    wave, known, truth = _observe(model, dataset, labels)
+    right = (restore(wave, known) == truth.y[:, None]).double().mean()
+    return Figure(f"iDLG, {name}: labels right", 100 * float(right), "%", at_least=100.0, note=f"n = {labels}")
+
+
+def _psnr(attack: Attack, model: nn.Module, dataset: Dataset, images: int, iterations: int) -> list[float]:
+    wave, known, truth = _observe(model, dataset, images)
+    streams = [partial(generator, SEED, "quality", k) for k in range(images)]
+    found = attack.reconstruct(wave, known, Budget(iterations), streams)
+    return [_graded(r, truth.x[[k]]) for k, r in enumerate(found)]
+
+
+def _graded(found: Reconstruction, truth: torch.Tensor) -> float:
+    if found.x is None:
+        raise RuntimeError(f"the attack gave no image: {found.status}, {found.reason}")
+    return float(psnr(truth, found.x))
+
+
+def _observe(model: nn.Module, dataset: Dataset, count: int) -> tuple[Wave, Knowledge, Batch]:
+    """What a server sees of `count` clients, one test image each; what it knows; the truth."""
+    truth = batch_of(dataset.x_test, dataset.y_test, torch.arange(count))
+    compute = chain(local_sgd(RATE))(gradient(model, normalise=dataset.normalise))
+    params = detached_params(model)
+    seen = [Observation(1, k, params, compute(params, Batch(truth.x[[k]], truth.y[[k]]), None)) for k in range(count)]
+    known = Knowledge(model, compute, dataset.shape, dataset.classes, 1, RATE, dataset.mean, dataset.std)
+    return Wave.stack(seen), known, truth
+
+
+def _untrained(make: Callable[..., nn.Module], dataset: Dataset) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return make(dataset.shape, dataset.classes).eval()
+
+
+def _local_cifar10() -> bool:
+    folder = data_folder()
+    return folder is not None and all(any(folder.glob(f"cifar10-{part}-*.npz")) for part in ("train", "test"))

@@ -1,0 +1,545 @@
+"""The report: one HTML file that says what a run leaked, with figures, tables and pictures, and asks nothing of a network."""
+
+import base64
+import html
+import io
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+from torch import Tensor
+
+from attacks.audit import WHOLE_BATCH
+from attacks.metrics import PSNR_CAP
+from attacks.plan import describe
+from client.protocol import Federation
+from client.update import Batch
+from server.ledger import Ledger
+from server.run import Run
+from server.scenario import Scenario
+from server.tape import TapeError, write_bytes
+from simulations import analysis
+from simulations.analysis import Leak, Rate, Scores
+
+GALLERY_BYTES = 1_000_000  # of cards with their pictures; a quickstart's are shown whole, and the file stays below 6 MB
+REASONS = 40  # rows of the participation table
+SEED = 0  # of the gallery's random sample
+CARD_BYTES = 900  # of one gallery card's markup, about
+IMAGE_BYTES = 350  # of one image's markup and PNG header, about
+LABELS = {
+    "psnr": "PSNR (dB)",
+    "ssim": "SSIM",
+    "mse": "MSE (lower leaks more)",
+    "identified": "identified (part of the images)",
+    "label_accuracy": "label accuracy",
+    "lpips_alex": "LPIPS, AlexNet (lower leaks more)",
+}
+OWN_COLUMNS = ("psnr", "identified", "label_accuracy")
+RATES = ("identified",)  # 0 or 1 an example: no best case, and Wilson intervals
+
+Key = tuple[int, int]  # (client, example)
+
+
+def write_report(run: Run) -> Path:
+    """Write report.html into the run folder, atomically and for its owner only; returns its path."""
+    from plotly.offline import get_plotlyjs
+
+    with run.ledger() as ledger:
+        page = _template().render(**_content(run, ledger), plotly=Markup(get_plotlyjs()))
+    path = run.folder / "report.html"
+    write_bytes(path, page.encode())
+    return path
+
+
+def _template() -> jinja2.Template:
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "number": number,
+        "decibel": decibel,
+        "percent": percent,
+        "interval": interval,
+        "breakable": breakable,
+    }
+    return environment.get_template("report.html")
+
+
+def _content(run: Run, ledger: Ledger) -> dict[str, Any]:
+    """Everything that the template shows."""
+    scenario, scores, meta = run.scenario(), Scores.read(ledger), ledger.meta()
+    found = {metric: analysis.leaks(scores, metric) for metric in _metrics(scores)}
+    order = analysis.attack_order(ledger, scores.attacks)
+    shared = _shared([row["knowledge"] for row in ledger.attacks() if not analysis.is_baseline(row["name"])])
+    return {
+        "name": run.name,
+        "facts": _facts(scenario),
+        "verdict": analysis.judge(scores, ledger),
+        "notices": [*_training_notices(run, ledger, scenario), *_audit_notices(run, ledger, scenario), *_lpips(found)],
+        "figure": _figure(found, ledger, order),
+        "success": _success(scores, ledger),
+        "thresholds": analysis.THRESHOLDS,
+        "lines": _by_round(analysis.lines_of(found, ledger)),
+        "summary": _summary(found, order),
+        "further": [metric for metric in found if metric not in OWN_COLUMNS],
+        "gallery": Gallery(run, Federation(scenario.protocol), scores, ledger).rounds() if len(scores) else (),
+        "cards": _cards(ledger, shared),
+        "shared": shared,
+        "participation": _participation(ledger),
+        "progress": ledger.progress(),
+        "errors": ledger.errors(),
+        "replay": meta.get("replay"),
+        "replay_detail": meta.get("replay_detail", ""),
+        "scenario": (run.folder / "scenario.toml").read_text(),
+        "environment": _environment(run),
+        "cap": PSNR_CAP,
+        "margin": analysis.MARGIN,
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- words
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number to so many decimals, infinity as ∞, nothing as a dash."""
+    if value is None or math.isnan(value):
+        return "–"
+    return ("−∞" if value < 0 else "∞") if math.isinf(value) else f"{value:.{digits}f}"
+
+
+def decibel(value: float | None) -> str:
+    """A PSNR."""
+    return number(value, 1)
+
+
+def percent(value: float | None) -> str:
+    """A fraction as whole percent."""
+    return "–" if value is None else f"{100 * value:.0f}\u00a0%"
+
+
+def breakable(name: str) -> Markup:
+    """A name that may be broken after its underscores."""
+    return Markup("<wbr>").join([part + "_" for part in name.split("_")[:-1]] + name.split("_")[-1:])
+
+
+def interval(leak: Leak) -> str:
+    """A mean's interval, with the number of clusters where it is below ten."""
+    if leak.low is None or leak.high is None:
+        return f"no interval from {leak.clusters} client" if leak.clusters == 1 else ""
+    few = f", {leak.clusters} clients" if leak.clusters < 10 else ""
+    return f"{decibel(leak.low)} to {decibel(leak.high)}{few}"
+
+
+def _facts(scenario: Scenario) -> str:
+    protocol = scenario.protocol
+    chain = " > ".join(("each " if t.get("each") else "") + _component(t) for t in protocol.chain)
+    parts = [
+        f"{protocol.clients} client{'s' if protocol.clients > 1 else ''}",
+        f"{protocol.rounds} round{'s' if protocol.rounds > 1 else ''}",
+        _component(protocol.data),
+        _component(protocol.model),
+        f"chain {chain}",
+        f"seed {protocol.seed}",
+    ]
+    return "; ".join(parts)
+
+
+def _component(table: Mapping[str, Any]) -> str:
+    return describe({k: v for k, v in table.items() if k != "each"}).removesuffix("()")
+
+
+Notice = tuple[str, str]  # what is missing, and the command that helps, or none
+
+
+def _training_notices(run: Run, ledger: Ledger, scenario: Scenario) -> Iterator[Notice]:
+    rounds, state, planned = ledger.rounds(), ledger.meta().get("state", ""), scenario.protocol.rounds
+    trained = rounds[-1]["round"] if rounds else 0
+    if run.holder("training") is not None:
+        yield f"The run is still training: {trained} of {planned} rounds by now.", ""
+    elif trained < planned:
+        how = {"failed": "The training failed", "interrupted": "The training was interrupted"}
+        what = f"after {trained} of {planned} rounds" if trained else "before its first round"
+        logs = "; see logs/flower.log in the run folder" if state == "failed" else ""
+        yield f"{how.get(state, 'The training ended')} {what}{logs}.", ""
+
+
+def _audit_notices(run: Run, ledger: Ledger, scenario: Scenario) -> Iterator[Notice]:
+    progress, meta = ledger.progress(), ledger.meta()
+    again = f"fedleak audit {run.folder}"
+    waiting = progress.queued + progress.leased
+    if not scenario.audit.curious:
+        yield "The server was not curious ([audit] curious = false): it kept no updates. Set it to true, run again.", ""
+    elif waiting:
+        yield f"{waiting} of {progress.total} attacks have not been done yet. Go on with:", again
+    elif not progress.total and any(o["digest"] for o in ledger.observations()):
+        yield "Updates are on the tape, but no attack is planned for them. Attack them with:", again
+    elif not progress.total and ledger.observations():
+        yield "No update is on the tape, so there is nothing to attack.", ""
+    if progress.failed:
+        yield f"{progress.failed} of {progress.total} attacks failed; their errors stand below.", ""
+    if meta.get("replay", "ok") != "ok":
+        yield f"The replay check did not succeed ({meta['replay']}): {meta.get('replay_detail', '')}", ""
+
+
+def _lpips(metrics: Collection[str]) -> Iterator[Notice]:
+    if "lpips_alex" not in metrics:
+        yield "LPIPS: unavailable (no backbone weights, or images under 32 pixels).", ""
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def _metrics(scores: Scores) -> list[str]:
+    """Those that are shown; PSNR always, so that failures are told where nothing else is."""
+    return list(dict.fromkeys(["psnr", *analysis.known_metrics(scores)])) if len(scores) else []
+
+
+def _figure(found: Mapping[str, Sequence[Leak]], ledger: Ledger, order: Sequence[str]) -> dict[str, Any]:
+    """Accuracy and leakage over rounds, as plain data that the page's script draws."""
+    rounds = ledger.rounds()
+    accuracy = {"x": [r["round"] for r in rounds], "y": [_rounded(r["accuracy"]) for r in rounds]}
+    metrics = [
+        {"name": m, "label": LABELS.get(m, m), "rate": m in RATES, "series": _series(m, leaks, order)}
+        for m, leaks in found.items()
+    ]
+    return {"accuracy": accuracy, "metrics": [m for m in metrics if m["series"]]}
+
+
+def _series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dict[str, Any]]:
+    by_attack: dict[str, list[Leak]] = {}
+    for leak in leaks:
+        if leak.round is not None and leak.mean is not None:
+            by_attack.setdefault(leak.attack, []).append(leak)
+    return [
+        {
+            "name": html.escape(attack),  # Plotly reads markup in names
+            "baseline": analysis.is_baseline(attack),
+            "x": [leak.round for leak in found],
+            "mean": [_rounded(leak.mean) for leak in found],
+            "low": [_rounded(_band(leak)[0]) for leak in found],
+            "high": [_rounded(_band(leak)[1]) for leak in found],
+            "best": [] if metric in RATES else [_rounded(_drawn(metric, leak.best)) for leak in found],
+            "told": [_told(leak) for leak in found],
+        }
+        for attack in order
+        if (found := by_attack.get(attack))
+    ]
+
+
+def _band(leak: Leak) -> tuple[float | None, float | None]:
+    return analysis.rate(leak).interval if leak.metric in RATES else (leak.low, leak.high)
+
+
+def _drawn(metric: str, value: float | None) -> float | None:
+    """Where a value is drawn: an exact hit's PSNR at the cap, or it would flatten all others."""
+    return min(value, PSNR_CAP) if metric == "psnr" and value is not None else value
+
+
+def _told(leak: Leak) -> str:
+    low, high = _band(leak)
+    digits = 1 if leak.metric == "psnr" else 3
+    band = "" if low is None else f" ({number(low, digits)} to {number(high, digits)})"
+    worst = "" if leak.metric in RATES else f", worst case {number(leak.best, digits)}"
+    lost = f", {sum(leak.failed.values())} failed" if leak.failed else ""
+    return f"{number(leak.mean, digits)}{band}{worst}, n = {leak.n}{lost}"
+
+
+def _rounded(value: float | None) -> float | None:
+    """To five digits: a file of a thousand rounds stays small."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def _success(scores: Scores, ledger: Ledger) -> list[dict[str, Any]]:
+    curves = analysis.successes(scores, ledger) if len(scores) else {}
+    return [
+        {
+            "name": html.escape(attack),
+            "baseline": analysis.is_baseline(attack),
+            "y": [_rounded(r.fraction) for r in rates],
+            "told": [f"{r.count} of {r.n} ({percent(r.interval[0])} to {percent(r.interval[1])})" for r in rates],
+        }
+        for attack, rates in curves.items()
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def _by_round(lines: Sequence[analysis.Line]) -> list[list[analysis.Line]]:
+    rounds: dict[int, list[analysis.Line]] = {}
+    for line in lines:
+        rounds.setdefault(line.round, []).append(line)
+    return list(rounds.values())
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One attack or baseline over all rounds."""
+
+    attack: str
+    baseline: bool
+    psnr: Leak
+    others: Mapping[str, Leak]  # further metrics but identified and label_accuracy
+    identified: Rate | None
+    labels: Leak | None
+
+
+def _summary(leaks: Mapping[str, Sequence[Leak]], order: Sequence[str]) -> list[Summary]:
+    pooled = {metric: {k.attack: k for k in found if k.round is None} for metric, found in leaks.items()}
+    rows = []
+    for attack in order:
+        found = {m: by_attack[attack] for m, by_attack in pooled.items() if attack in by_attack}
+        labels, identified = found.pop("label_accuracy", None), found.pop("identified", None)
+        rows.append(
+            Summary(
+                attack=attack,
+                baseline=analysis.is_baseline(attack),
+                psnr=found.pop("psnr"),
+                others=found,
+                identified=analysis.rate(identified) if identified and identified.n else None,
+                labels=labels if labels and labels.n else None,
+            )
+        )
+    return rows
+
+
+def _shared(cards: Sequence[str]) -> list[str]:
+    """What all attackers knew: the parts that every card has."""
+    parts = [card.split("; ") for card in cards]
+    return [part for part in (parts[0] if parts else []) if all(part in other for other in parts)]
+
+
+def _cards(ledger: Ledger, shared: Sequence[str]) -> list[dict[str, Any]]:
+    """The knowledge card of each attack, real ones first."""
+    budgets, planned = analysis.budgets(ledger), analysis.planned_attacks(ledger)
+    cards = [
+        {
+            "name": row["name"],
+            "baseline": analysis.is_baseline(row["name"]),
+            "component": describe(planned[row["name"]].table),
+            "parts": row["knowledge"].split("; "),
+            "own": [part for part in row["knowledge"].split("; ") if part not in shared],
+            "budget": budgets[row["name"]],
+            "seed": row["seed"],
+        }
+        for row in ledger.attacks()
+    ]
+    return sorted(cards, key=lambda c: bool(c["baseline"]))
+
+
+def _participation(ledger: Ledger) -> dict[str, Any]:
+    """How replies fared, by status and reason, the commonest first."""
+    seen: dict[tuple[str, str], list[str]] = {}
+    rounds = set()
+    for o in ledger.observations():
+        seen.setdefault((o["status"], o["reason"]), []).append(f"client {o['client']} in round {o['round']}")
+        rounds.add(o["round"])
+    totals = {
+        s: sum(len(w) for (status, _), w in seen.items() if status == s) for s in ("accepted", "rejected", "missing")
+    }
+    reasons = [
+        {"status": status, "reason": reason, "count": len(where), "where": where[:3], "more": max(0, len(where) - 3)}
+        for (status, reason), where in sorted(seen.items(), key=lambda item: -len(item[1]))
+        if status != "accepted"
+    ]
+    return {
+        "rounds": len(rounds),
+        "totals": totals,
+        "reasons": reasons[:REASONS],
+        "more": max(0, len(reasons) - REASONS),
+    }
+
+
+def _environment(run: Run) -> Any:
+    path = run.folder / "environment.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+# ------------------------------------------------------------------------------------------------------------ gallery
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One attack's picture of one example; image is a data URI, or None with the reason in note."""
+
+    attack: str
+    image: str | None
+    note: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """One private example beside what the attacks made of it; why: for which reason it is shown, where not all are."""
+
+    client: int
+    round: int
+    example: int
+    why: str
+    truth: str
+    label: int
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A round of the gallery: its cards, out of how many examples attacked in it, out of how many rounds attacked."""
+
+    round: int
+    cards: tuple[Card, ...]
+    examples: int
+    rounds: int
+
+
+@dataclass(frozen=True, eq=False)
+class Gallery:
+    """Truths and reconstructions side by side, of all examples where they are few, else of a choice."""
+
+    run: Run
+    federation: Federation
+    scores: Scores
+    ledger: Ledger
+
+    @cached_property
+    def attacks(self) -> list[str]:
+        """The real ones, in the plan's order."""
+        return [a for a in analysis.attack_order(self.ledger, self.scores.attacks) if not analysis.is_baseline(a)]
+
+    @cached_property
+    def given(self) -> set[str]:
+        """The attacks to which the threat model hands the labels."""
+        return {name for name, planned in analysis.planned_attacks(self.ledger).items() if planned.labels == "given"}
+
+    @cached_property
+    def outcomes(self) -> dict[tuple[int, str], dict[Key, tuple[float, str]]]:
+        """PSNR (NaN: none) and status by (round, attack) and (client, example); WHOLE_BATCH stands for all of a batch."""
+        psnr = self.scores.of_metric("psnr")
+        found: dict[tuple[int, str], dict[Key, tuple[float, str]]] = {}
+        columns = (psnr.round, psnr.client, psnr.attack, psnr.example, psnr.value, psnr.status)
+        for r, c, a, e, v, s in zip(*(column.tolist() for column in columns), strict=True):
+            found.setdefault((r, psnr.attacks[a]), {})[c, e] = (v, psnr.statuses[s])
+        return found
+
+    def rounds(self) -> list[Shown]:
+        """The rounds to show, with their cards."""
+        strengths = self._strengths()
+        chosen = choose(strengths, max(1, GALLERY_BYTES // self._card_bytes()))
+        return [
+            Shown(
+                round=round,
+                cards=tuple(self._card(round, key, why) for key, why in keys.items()),
+                examples=len(strengths[round]),
+                rounds=len(strengths),
+            )
+            for round, keys in chosen.items()
+        ]
+
+    def _strengths(self) -> dict[int, dict[Key, float]]:
+        """By round, for each attacked example the best PSNR of any real attack; NaN where none gave an image."""
+        strengths: dict[int, dict[Key, float]] = {}
+        for (round, attack), found in self.outcomes.items():
+            if attack not in self.attacks:
+                continue
+            best = strengths.setdefault(round, {})
+            for (client, example), (value, _) in found.items():
+                whole = example == WHOLE_BATCH
+                for e in range(self.federation.shards.batch_size) if whole else (example,):
+                    best[client, e] = float(np.fmax(best.get((client, e), np.nan), value))
+        return {round: dict(sorted(best.items())) for round, best in sorted(strengths.items())}
+
+    def _card_bytes(self) -> int:
+        pixels = math.prod(self.federation.shards.dataset.shape) * 4 // 3  # in base64, at worst incompressible
+        return CARD_BYTES + (1 + len(self.attacks)) * (pixels + IMAGE_BYTES)
+
+    def _card(self, round: int, key: Key, why: str) -> Card:
+        client, example = key
+        batch = self.federation.batch_at(client, round)
+        tiles = tuple(
+            self._tile(attack, round, key, batch) for attack in self.attacks if (round, attack) in self.outcomes
+        )
+        return Card(client, round, example, why, png(batch.x[example]), int(batch.y[example]), tiles)
+
+    def _tile(self, attack: str, round: int, key: Key, truth: Batch) -> Tile:
+        client, example = key
+        outcomes = self.outcomes[round, attack]
+        value, status = outcomes.get(key) or outcomes.get((client, WHOLE_BATCH)) or (math.nan, "not attacked")
+        found = self._read(round, client, attack) if not math.isnan(value) else {}
+        label = self._label(found.get("y"), example, truth, attack)
+        if math.isnan(value):
+            return Tile(attack, None, status, label)
+        if "x" not in found:
+            gone = "damaged" if self.run.reconstruction(round, client, attack).exists() else "missing"
+            return Tile(attack, None, f"file {gone}; {decibel(value)} dB", label)
+        return Tile(attack, png(found["x"][example]), f"{decibel(value)} dB", label)
+
+    def _read(self, round: int, client: int, attack: str) -> dict[str, Tensor]:
+        try:
+            return self.run.read_reconstruction(round, client, attack)
+        except TapeError:  # deleted or damaged: the scores remain, and the tile says that the picture does not
+            return {}
+
+    def _label(self, y: Tensor | None, example: int, truth: Batch, attack: str) -> str:
+        if y is None:
+            return ""
+        guess = int(y[example])
+        if attack in self.given:
+            return f"label {guess}, given"
+        return f"label {guess} {'✓' if guess == int(truth.y[example]) else '✗'}"
+
+
+def choose(strengths: Mapping[int, Mapping[Key, float]], room: int) -> dict[int, dict[Key, str]]:
+    """Which examples of which rounds to show, and why: all where there is room for them.
+
+    Else, of each round, the example that leaked most, the one that hid best, and a random sample that depends on nothing
+    but the round; where there is no room even for three a round, of rounds evenly spaced, with the one of the worst leak.
+    """
+    if sum(map(len, strengths.values())) <= room:
+        return {round: dict.fromkeys(keys, "") for round, keys in strengths.items()}
+    rounds = _spaced(list(strengths), max(1, room // 3), _worst_round(strengths))
+    each = max(3, room // len(rounds))
+    return {round: _sample(round, strengths[round], each) for round in rounds}
+
+
+def _worst_round(strengths: Mapping[int, Mapping[Key, float]]) -> int:
+    return max(strengths, key=lambda r: np.fmax.reduce([-np.inf, *strengths[r].values()]))
+
+
+def _spaced(rounds: list[int], count: int, always: int) -> list[int]:
+    if len(rounds) <= count:
+        return rounds
+    places = np.linspace(0, len(rounds) - 1, count).round().astype(int)
+    kept = {rounds[i] for i in places}
+    if always not in kept:
+        nearest = min(kept, key=lambda r: abs(r - always))
+        kept = kept - {nearest} | {always}
+    return sorted(kept)
+
+
+def _sample(round: int, strengths: Mapping[Key, float], count: int) -> dict[Key, str]:
+    graded = {key: value for key, value in strengths.items() if not math.isnan(value)}
+    why = {}
+    if graded:
+        why[min(graded, key=lambda k: graded[k])] = "hid best"
+        why[max(graded, key=lambda k: graded[k])] = "leaked most"
+    rest = [key for key in strengths if key not in why]
+    drawn = np.random.default_rng((SEED, round)).permutation(len(rest))[: max(0, count - len(why))]
+    why |= {rest[i]: "at random" for i in drawn}
+    return dict(sorted(why.items()))
+
+
+def png(x: Tensor) -> str:
+    """An image (C, H, W) in [0, 1], one or three channels, as the data URI of a PNG."""
+    from PIL import Image
+
+    pixels = (x.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()  # (H, W, C)
+    file = io.BytesIO()
+    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,195 @@
+"""What every attack promises, whichever it is: found by walking the package, so a new one is held to it at once."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attacks import baselines
+from attacks.analytic import analytic
+from attacks.audit import Auditor
+from attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave
+from attacks.matching import dlg, idlg, inverting_gradients
+from attacks.plan import ATTACK, PlannedAttack
+from client.protocol import Federation
+from client.rng import generator
+
+Make = Callable[..., Any]
+
+# how each is built with its defaults; a new attack needs a line here
+ATTACKS: dict[str, Callable[[], Attack]] = {
+    "attacks.analytic:analytic": analytic,
+    "attacks.baselines:mean_image": baselines.mean_image,
+    "attacks.baselines:random_image": baselines.random_image,
+    "attacks.matching:dlg": dlg,
+    "attacks.matching:idlg": idlg,
+    "attacks.matching:inverting_gradients": inverting_gradients,
+}
+STATUSES = {"converged", "out_of_budget", "diverged", "not_applicable"}
+every = pytest.mark.parametrize("name", ATTACKS)
+
+
+def test_every_attack_of_the_package_is_held_to_the_contract() -> None:
+    assert set(ATTACKS) == set(ATTACK.names())
+
+
+@pytest.fixture(scope="module")
+def seen(make_federation: Make) -> tuple[Federation, Wave, Knowledge]:
+    """Three clients of an MLP federation, B = 1, which every attack can work on."""
+    fed = make_federation(clients=3, model={"use": "client.models:mlp", "hidden": [16]})
+    params, buffers = fed.initial()
+    wave = Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(3)])
+    return fed, wave, Auditor(fed).knowledge(PlannedAttack("x", {"use": "attacks.analytic:analytic"}))
+
+
+def streams(n: int) -> list[Stream]:
+    return [partial(generator, "contract", k) for k in range(n)]
+
+
+def run(name: str, wave: Wave, known: Knowledge, budget: Budget | None = None) -> list[Reconstruction]:
+    return ATTACKS[name]().reconstruct(wave, known, budget or Budget(4, restarts=2), streams(len(wave)))
+
+
+def well_formed(results: list[Reconstruction], wave: Wave, known: Knowledge) -> None:
+    assert len(results) == len(wave)
+    for found in results:
+        assert found.status in STATUSES
+        assert (found.reason != "") == (found.status != "converged")
+        assert found.seconds >= 0
+        assert found.x is not None or found.status in {"not_applicable", "diverged"}
+        if found.x is not None:
+            assert found.x.shape == (known.batch_size, *known.shape)
+            assert found.x.dtype == torch.float32
+            assert torch.isfinite(found.x).all()
+            assert 0 <= float(found.x.min()) <= float(found.x.max()) <= 1
+            assert not found.x.requires_grad
+        if found.y is not None:
+            assert found.y.shape == (known.batch_size,)
+            assert found.y.dtype == torch.int64
+            assert 0 <= int(found.y.min()) <= int(found.y.max()) < known.classes
+
+
+@every
+def test_an_attack_is_a_frozen_value(name: str) -> None:
+    attack = ATTACKS[name]()
+    assert dataclasses.is_dataclass(attack)
+    assert attack == ATTACKS[name]()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        attack.anything = 1  # type: ignore[attr-defined]
+    assert type(attack).__mro__[1] is Attack, "one level under Attack"
+
+
+@every
+def test_one_answer_for_each_observation(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
+    _, wave, known = seen
+    results = run(name, wave, known)
+    well_formed(results, wave, known)
+    assert [found.status for found in results] == ["converged"] * 3
+
+
+@every
+def test_equal_streams_give_equal_answers_and_the_global_generator_is_left_alone(
+    name: str, seen: tuple[Federation, Wave, Knowledge]
+) -> None:
+    _, wave, known = seen
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first, again = run(name, wave, known), run(name, wave, known)
+    assert torch.equal(torch.get_rng_state(), state)
+    for a, b in zip(first, again, strict=True):
+        assert a.x is not None
+        assert b.x is not None
+        assert torch.equal(a.x, b.x)
+
+
+@every
+def test_the_observation_and_the_model_are_not_written_to(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
+    fed, wave, known = seen
+    everything: list[Tensor] = [*wave.params.values(), *wave.update.values(), *fed.model.state_dict().values()]
+    kept = [t.clone() for t in everything]
+    run(name, wave, known)
+    assert all(torch.equal(a, b) for a, b in zip(everything, kept, strict=True))
+    assert all(p.grad is None for p in fed.model.parameters())
+
+
+def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda t: t * factor
+
+
+GARBAGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": torch.zeros_like,
+    "huge": scaled(1e30),
+    "tiny": scaled(1e-30),
+    "largest": lambda t: torch.full_like(t, 3e38),
+    "noise": lambda t: torch.randn(t.shape, generator=torch.Generator().manual_seed(0)),
+    "nan": lambda t: torch.full_like(t, float("nan")),
+    "inf": lambda t: torch.full_like(t, float("inf")),
+    "one nan": lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == 0, torch.nan, t),
+}
+
+
+@every
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_garbage_gives_a_status_never_an_exception(
+    name: str, garbage: str, batch_size: int, seen: tuple[Federation, Wave, Knowledge]
+) -> None:
+    _, wave, known = seen
+    spoilt = dataclasses.replace(wave, update={k: GARBAGE[garbage](t) for k, t in wave.update.items()})
+    known = dataclasses.replace(known, batch_size=batch_size)
+    well_formed(run(name, spoilt, known), spoilt, known)
+
+
+@every
+def test_an_attack_ends_when_its_seconds_are_over(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
+    _, wave, known = seen
+    well_formed(run(name, wave, known, Budget(10**9, seconds=0.05)), wave, known)
+
+
+SGD = {"use": "client.update:local_sgd", "rate": 0.1}
+MASK = {"use": "defenses.mask:mask", "keep": 0.5, "seed": 1}
+NOISE = {"use": "defenses.noise:gaussian", "sigma": 0.1}
+CLIENTS: dict[str, dict[str, Any]] = {
+    "batch of three": {"model": {"use": "client.models:lenet"}, "data": {"batch_size": 3}},
+    "train-mode BatchNorm": {
+        "model": {"use": "client.models:convnet", "width": 1, "mode": "train"},
+        "data": {"batch_size": 2},
+    },
+    "group": {"model": {"use": "client.models:convnet", "width": 1, "norm": "group"}},
+    "local steps": {"chain": [{**SGD, "steps": 2, "batch_size": 1}], "data": {"batch_size": 2}},
+    "each clip": {"chain": [{"use": "defenses.clip:clip", "max_norm": 0.1, "each": True}, SGD]},
+    "each mask": {"chain": [{**MASK, "each": True}, SGD]},
+    "mask": {"chain": [SGD, MASK]},
+    "sign": {"chain": [SGD, {"use": "defenses.sign:sign"}, NOISE]},
+    "prune": {"chain": [{"use": "defenses.prune:prune", "keep": 0.01}, SGD, NOISE]},
+}
+
+
+@every
+@pytest.mark.parametrize("changes", CLIENTS.values(), ids=CLIENTS)
+def test_an_attack_meets_every_kind_of_client(
+    name: str, changes: dict[str, Any], make_federation: Make, observe: Make
+) -> None:
+    fed = make_federation(**changes)
+    wave = observe(fed, clients=(0, 1))
+    known = Auditor(fed).knowledge(PlannedAttack("x", {"use": "attacks.analytic:analytic"}))
+    results = run(name, wave, known, Budget(2))
+    well_formed(results, wave, known)
+    if name.startswith("attacks.matching") or name.startswith("attacks.baselines"):
+        assert {found.status for found in results} == {"converged"}
+
+
+def test_an_attack_is_handed_no_truth() -> None:
+    fields = {f.name for kind in (Observation, Wave, Knowledge) for f in dataclasses.fields(kind)}
+    assert fields == {
+        *("round", "client", "clients", "params", "update", "buffers", "model", "forward", "shape", "classes"),
+        *("batch_size", "scale", "mean", "std", "labels", "auxiliary", "card"),
+    }
+    for name in ATTACKS:
+        asked = inspect.signature(ATTACKS[name]().reconstruct).parameters
+        assert list(asked) == ["wave", "known", "budget", "streams"]

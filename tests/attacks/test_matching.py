@@ -1,0 +1,427 @@
+"""The matching engine, against the published loops as a user of torch would write them."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave
+from attacks.distances import Distance, cosine, squared
+from attacks.matching import GradientMatching, dlg, idlg, inverting_gradients
+from attacks.metrics import psnr
+from client.models import detached_params, lenet
+from client.rng import generator
+from client.update import Batch, Chain, Params, Update, chain, gradient, local_sgd, per_example
+from defenses.clip import clip
+
+SHAPE, CLASSES = (1, 8, 8), 4
+MEAN, STD = (0.3,), (0.6,)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """The engine takes torch's default type for its start; in float64 rounding does not hide a mistake."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def normalise(x: Tensor) -> Tensor:
+    return (x - MEAN[0]) / STD[0]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return lenet(SHAPE, CLASSES)
+
+
+def truth(seed: int, n: int = 2) -> Batch:
+    rng = torch.Generator().manual_seed(seed)
+    return Batch(torch.rand(n, *SHAPE, generator=rng), torch.randint(CLASSES, (n,), generator=rng).sort().values)
+
+
+def streams(*numbers: int) -> list[Stream]:
+    return [partial(generator, "matching", n) for n in numbers]
+
+
+def evaluate(attack: GradientMatching, z: Tensor, wave: Wave, known: Knowledge) -> tuple[Tensor, Tensor]:
+    """The engine's gradients and objectives at images z (K, R, B, C, H, W)."""
+    gradients = attack._gradients({"x": z}, known.labels, wave, known)
+    return gradients["x"], attack._objectives({"x": z}, known.labels, wave, known)
+
+
+def scene(
+    clients: int = 1, n: int = 2, links: Chain | None = None, labels: bool = True, model: nn.Module | None = None
+) -> tuple[Wave, Knowledge, list[Batch]]:
+    """What a server sees of some clients with random images, and an attacker who knows all but the images."""
+    model, links = model or network(), links or chain(local_sgd(0.1))
+    params = detached_params(model)
+    batches = [truth(seed, n) for seed in range(clients)]
+    client = links(gradient(model, normalise=normalise))
+    wave = Wave.stack([Observation(1, c, params, client(params, b, None)) for c, b in enumerate(batches)])
+    known = Knowledge(
+        model=model,
+        forward=links.mean(gradient(model, normalise=normalise)),
+        shape=SHAPE,
+        classes=CLASSES,
+        batch_size=n,
+        scale=links.local.scale,
+        mean=MEAN,
+        std=STD,
+        labels=torch.stack([b.y for b in batches]) if labels else None,
+    )
+    return wave, known, batches
+
+
+# -------------------------------------------------------------------------------------------------- the plain loop
+
+Parts = list[Tensor]
+
+
+def plain_gradient(model: nn.Module, params: Parts, x: Tensor, y: Tensor) -> Parts:
+    names = [name for name, _ in model.named_parameters()]
+    loss = F.cross_entropy(functional_call(model, dict(zip(names, params, strict=True)), (x,)), y)
+    return list(torch.autograd.grad(loss, params, create_graph=True))
+
+
+def plain_step(model: nn.Module, params: Parts, x: Tensor, y: Tensor, clipped: bool) -> Parts:
+    """One local step's gradient, each example's clipped to norm 1 or not."""
+    if not clipped:
+        return plain_gradient(model, params, x, y)
+    total = [torch.zeros_like(p) for p in params]
+    for i in range(len(x)):
+        g = plain_gradient(model, params, x[i : i + 1], y[i : i + 1])
+        size = torch.cat([t.flatten() for t in g]).norm()
+        total = [t + u * torch.clamp(1.0 / size, max=1.0) for t, u in zip(total, g, strict=True)]
+    return [t / len(x) for t in total]
+
+
+def plain_update(model: nn.Module, start: Params, z: Tensor, y: Tensor, steps: int, clipped: bool) -> Parts:
+    params = [p.clone().requires_grad_() for p in start.values()]
+    first = params
+    for _ in range(steps):
+        g = plain_step(model, params, z, y, clipped)
+        params = [p - 0.1 * t for p, t in zip(params, g, strict=True)]
+    return [p - q for p, q in zip(params, first, strict=True)]
+
+
+def plain_objective(
+    model: nn.Module, start: Params, seen: Update, z: Tensor, y: Tensor, distance: str, tv: float, **client: Any
+) -> Tensor:
+    expected = torch.cat([t.flatten() for t in plain_update(model, start, z, y, **client)])
+    target = torch.cat([seen[k].flatten() for k in start])
+    if distance == "cosine":
+        value = 1 - F.cosine_similarity(expected, target, dim=0)
+    else:
+        value = (expected - target).square().sum() / target.square().sum()
+    rough = (z[..., 1:] - z[..., :-1]).abs().mean() + (z[..., 1:, :] - z[..., :-1, :]).abs().mean()
+    return value + tv * rough
+
+
+CLIENTS = {
+    "fedsgd": (chain(local_sgd(0.1)), {"steps": 1, "clipped": False}),
+    "three local steps": (chain(local_sgd(0.1, 3)), {"steps": 3, "clipped": False}),
+    "clipped examples": (chain(per_example(clip(1.0)), local_sgd(0.1, 2)), {"steps": 2, "clipped": True}),
+}
+DISTANCES: dict[str, Distance] = {"cosine": cosine, "squared": squared}
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.usefixtures("double")
+def test_objective_and_gradient_are_the_plain_loops(distance: str, client: str) -> None:
+    links, plain = CLIENTS[client]
+    wave, known, batches = scene(clients=3, links=links)
+    attack = GradientMatching(DISTANCES[distance], tv=0.05)
+    z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))  # (K, R, B, C, H, W)
+    gradients, objectives = evaluate(attack, z, wave, known)
+    for k in range(3):
+        for r in range(2):
+            leaf = z[k, r].clone().requires_grad_()
+            value = plain_objective(
+                known.model, wave.params, wave.alone(k), leaf, batches[k].y, distance, 0.05, **plain
+            )
+            (expected,) = torch.autograd.grad(value, leaf)
+            assert float(objectives[k, r]) == pytest.approx(value.item(), abs=1e-12)
+            assert float((gradients[k, r] - expected).abs().max()) < 1e-9 * float(expected.abs().max())
+
+
+def test_in_float32_signed_adam_gets_the_same_signs() -> None:
+    wave, known, batches = scene(clients=4, n=1)
+    attack = inverting_gradients(tv=0.01)
+    z = torch.randn(4, 4, 1, *SHAPE, generator=torch.Generator().manual_seed(5))
+    found, _ = evaluate(attack, z, wave, known)
+    exact = []
+    model = network().double()
+    start = {k: p.double() for k, p in wave.params.items()}
+    for k in range(4):
+        seen = {name: t.double() for name, t in wave.alone(k).items()}
+        for r in range(4):
+            leaf = z[k, r].double().requires_grad_()
+            value = plain_objective(model, start, seen, leaf, batches[k].y, "cosine", 0.01, steps=1, clipped=False)
+            exact.append(torch.autograd.grad(value, leaf)[0])
+    agreement = (found.flatten().sign() == torch.stack(exact).flatten().sign()).double().mean()
+    assert float(agreement) > 0.999
+
+
+def plain_attack(
+    wave: Wave, known: Knowledge, recipe: str, iterations: int, stream: Stream, y: Tensor, tv: float
+) -> tuple[Tensor, Tensor, float]:
+    """A whole published attack on the wave's first client, with torch's own optimiser and schedule."""
+    model, seen = known.model, wave.alone(0)
+    z = torch.randn(known.batch_size, *SHAPE, generator=stream("start", 0)).requires_grad_()
+    soft = torch.randn(known.batch_size, CLASSES, generator=stream("labels", 0)).requires_grad_()
+    leaves = [z, soft] if recipe == "dlg" else [z]
+    optimizer = torch.optim.Adam(leaves, lr=0.1)
+    cuts = [iterations * 3 // 8, iterations * 5 // 8, iterations * 7 // 8]
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, cuts, gamma=0.1)
+    distance = "cosine" if recipe == "inverting_gradients" else "squared"
+
+    def objective() -> Tensor:
+        target = soft.softmax(1) if recipe == "dlg" else y
+        return plain_objective(model, wave.params, seen, z, target, distance, tv, steps=1, clipped=False)
+
+    for _ in range(iterations):
+        for leaf, g in zip(leaves, torch.autograd.grad(objective(), leaves), strict=True):
+            leaf.grad = g.sign() if recipe == "inverting_gradients" else g
+        optimizer.step()
+        schedule.step()
+        if recipe == "inverting_gradients":
+            with torch.no_grad():
+                z.clamp_((0 - MEAN[0]) / STD[0], (1 - MEAN[0]) / STD[0])
+    pixels = (z.detach() * STD[0] + MEAN[0]).clamp(0, 1)
+    return pixels, soft.detach().argmax(1) if recipe == "dlg" else y, objective().item()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "attack"),
+    [("inverting_gradients", inverting_gradients(tv=0.02)), ("dlg", dlg()), ("idlg", idlg())],
+)
+@pytest.mark.usefixtures("double")
+def test_a_recipe_is_its_published_loop_from_start_to_end(recipe: str, attack: GradientMatching) -> None:
+    wave, known, batches = scene(labels=recipe != "dlg")
+    (found,) = attack.reconstruct(wave, known, Budget(64), streams(0))
+    x, y, objective = plain_attack(wave, known, recipe, 64, streams(0)[0], batches[0].y, attack.tv)
+    assert found.x is not None
+    assert found.y is not None
+    assert float((found.x - x).abs().max()) < 1e-9
+    assert torch.equal(found.y, y)
+    assert found.objective == pytest.approx(objective, rel=1e-9)
+    assert (found.status, found.reason, found.iterations) == ("converged", "", 64)
+
+
+# ----------------------------------------------------------------------------------------------------- what it promises
+
+
+@pytest.mark.parametrize("distance", [cosine, squared])
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.usefixtures("double")
+def test_the_truth_is_a_stationary_point_at_distance_zero(distance: Distance, client: str) -> None:
+    wave, known, batches = scene(links=CLIENTS[client][0])
+    g, value = evaluate(GradientMatching(distance), normalise(batches[0].x)[None, None], wave, known)
+    other, higher = evaluate(GradientMatching(distance), normalise(truth(9).x)[None, None], wave, known)
+    assert abs(float(value)) < 1e-14
+    assert float(higher) > 1e-3
+    assert float(g.abs().max()) < 1e-10 * max(1.0, float(other.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("attack", "iterations", "gain"),
+    [(inverting_gradients(), 150, 3), (dlg(), 300, 1), (idlg(), 150, 3)],
+    ids=["inverting_gradients", "dlg", "idlg"],
+)
+def test_the_objective_falls_and_the_image_comes_nearer(attack: GradientMatching, iterations: int, gain: float) -> None:
+    wave, known, batches = scene(clients=2, n=1, labels=False)
+    few, many = (attack.reconstruct(wave, known, Budget(n), streams(0, 1)) for n in (1, iterations))
+    for batch, early, late in zip(batches, few, many, strict=True):
+        assert late.objective < 0.2 * early.objective
+        assert early.x is not None
+        assert late.x is not None
+        assert float(psnr(batch.x, late.x)) > float(psnr(batch.x, early.x)) + gain
+
+
+@pytest.mark.usefixtures("double")
+def test_permuted_problems_give_permuted_results() -> None:
+    wave, known, batches = scene(clients=4)
+    order = [2, 0, 3, 1]
+    assert known.labels is not None
+    shuffled = Wave(1, tuple(order), wave.params, {k: t[order] for k, t in wave.update.items()})
+    moved = Knowledge(**{**vars(known), "labels": known.labels[order]})
+    plain = inverting_gradients().reconstruct(wave, known, Budget(30), streams(0, 1, 2, 3))
+    found = inverting_gradients().reconstruct(shuffled, moved, Budget(30), streams(*order))
+    for place, k in enumerate(order):
+        torch.testing.assert_close(found[place].x, plain[k].x, rtol=0, atol=1e-9)
+        assert found[place].y is not None
+        assert torch.equal(found[place].y, batches[k].y)
+
+
+def test_packing_changes_no_start() -> None:
+    wave, known, _ = scene(clients=4, labels=False)
+    nothing = Budget(iterations=50, restarts=2, seconds=1e-9)  # out of time before the first step: the start itself
+    packed = inverting_gradients().reconstruct(wave, known, nothing, streams(0, 1, 2, 3))
+    for k in range(4):
+        alone = Wave(1, (k,), wave.params, {n: t[k : k + 1] for n, t in wave.update.items()})
+        (one,) = inverting_gradients().reconstruct(alone, known, nothing, streams(k))
+        assert one.x is not None
+        assert packed[k].x is not None
+        assert torch.equal(one.x, packed[k].x)
+
+
+def test_packing_changes_scores_by_rounding_alone() -> None:
+    wave, known, batches = scene(clients=4, n=1, labels=False)
+    packed = inverting_gradients().reconstruct(wave, known, Budget(40), streams(0, 1, 2, 3))
+    for k, batch in enumerate(batches):
+        alone = Wave(1, (k,), wave.params, {n: t[k : k + 1] for n, t in wave.update.items()})
+        (one,) = inverting_gradients().reconstruct(alone, known, Budget(40), streams(k))
+        assert one.x is not None
+        assert packed[k].x is not None
+        assert float(psnr(batch.x, one.x)) == pytest.approx(float(psnr(batch.x, packed[k].x)), abs=0.1)
+
+
+def test_equal_streams_give_equal_bits() -> None:
+    wave, known, _ = scene(clients=2)
+    runs = [inverting_gradients().reconstruct(wave, known, Budget(20, restarts=2), streams(3, 4)) for _ in range(2)]
+    for first, again in zip(*runs, strict=True):
+        assert first.x is not None
+        assert again.x is not None
+        assert torch.equal(first.x, again.x)
+        assert first.objective == again.objective
+
+
+@pytest.mark.usefixtures("double")
+def test_the_restart_with_the_lowest_objective_is_kept() -> None:
+    wave, known, _ = scene(clients=2)
+    attack, restarts = inverting_gradients(), 4
+
+    def only(stream: Stream, restart: int) -> Stream:
+        return lambda purpose, _: stream(purpose, restart)
+
+    both = attack.reconstruct(wave, known, Budget(15, restarts), streams(0, 1))
+    single = [attack.reconstruct(wave, known, Budget(15), [only(s, r) for s in streams(0, 1)]) for r in range(restarts)]
+    for k, found in enumerate(both):
+        each = [results[k] for results in single]
+        best = min(each, key=lambda result: result.objective)
+        assert len({round(result.objective, 9) for result in each}) == restarts, "the restarts differ"
+        assert found.objective == pytest.approx(best.objective, abs=1e-12)
+        torch.testing.assert_close(found.x, best.x, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("iterations", [1, 7])
+def test_the_budget_counts_gradient_evaluations(iterations: int) -> None:
+    wave, known, _ = scene()
+    calls: list[int] = []
+
+    def counted(params: Params, batch: Batch, rng: Any) -> Update:
+        calls.append(1)
+        return known.forward(params, batch, rng)
+
+    watched = Knowledge(**{**vars(known), "forward": counted})
+    (found,) = inverting_gradients().reconstruct(wave, watched, Budget(iterations, restarts=3), streams(0))
+    assert found.iterations == iterations
+    assert len(calls) == iterations + 1, "one more, for the objective at the end"
+
+
+def test_time_ends_an_attack_with_what_it_has() -> None:
+    wave, known, _ = scene(clients=2)
+    found = inverting_gradients().reconstruct(wave, known, Budget(10**9, seconds=0.2), streams(0, 1))
+    for result in found:
+        assert result.status == "out_of_budget"
+        assert 0 < result.iterations < 10**9
+        assert result.reason == f"{result.iterations} of 1000000000 iterations in 0.2 s"
+        assert result.x is not None
+        assert torch.isfinite(result.x).all()
+
+
+@pytest.mark.parametrize("arguments", [{"iterations": 0}, {"restarts": 0}, {"seconds": 0.0}, {"seconds": float("nan")}])
+def test_a_budget_of_nothing_is_refused(arguments: dict[str, Any]) -> None:
+    (name,) = arguments
+    with pytest.raises(ValueError, match=f"{name} must be "):
+        Budget(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"tv": -0.1}, {"tv": float("nan")}, {"rate": 0.0}, {"rate": -1.0}])
+def test_hyperparameters_without_sense_are_refused(arguments: dict[str, float]) -> None:
+    (name,) = arguments
+    with pytest.raises(ValueError, match=f"{name} must "):
+        inverting_gradients(**arguments)
+
+
+def results_in_the_box(results: list[Reconstruction]) -> None:
+    for result in results:
+        assert result.x is not None
+        assert torch.isfinite(result.x).all()
+        assert 0 <= float(result.x.min()) <= float(result.x.max()) <= 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_objective_that_is_not_finite_is_reported_as_diverged(value: float) -> None:
+    wave, known, _ = scene(clients=2)
+
+    def broken(seen: Update, expected: Update) -> Tensor:
+        return cosine(seen, expected) + value
+
+    found = GradientMatching(broken).reconstruct(wave, known, Budget(3, restarts=2), streams(0, 1))
+    assert [result.status for result in found] == ["diverged"] * 2
+    results_in_the_box(found)
+
+
+def test_one_problem_that_diverges_leaves_the_others_alone() -> None:
+    wave, known, _ = scene(clients=2)
+    poisoned = Wave(1, (0, 1), wave.params, {k: t.clone() for k, t in wave.update.items()})
+    poisoned.update["conv1.weight"][0, 0] = float("nan")
+    clean = inverting_gradients().reconstruct(wave, known, Budget(20), streams(0, 1))
+    found = inverting_gradients().reconstruct(poisoned, known, Budget(20), streams(0, 1))
+    assert [result.status for result in found] == ["diverged", "converged"]
+    results_in_the_box(found)
+    torch.testing.assert_close(found[1].x, clean[1].x, rtol=0, atol=1e-3)
+
+
+class WithDropout(nn.Module):
+    """A classifier that drops out."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.body, self.forget, self.head = nn.Flatten(), layer, nn.Linear(64, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.forget(self.body(x)))
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.AlphaDropout(0.1)])
+def test_dropout_in_train_mode_is_not_applicable(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = WithDropout(layer)
+    wave, known, _ = scene(model=model.eval())
+    assert inverting_gradients().reconstruct(wave, known, Budget(1), streams(0))[0].status == "converged"
+    model.train()
+    (found,) = inverting_gradients().reconstruct(wave, known, Budget(1), streams(0))
+    assert (found.status, found.x, found.y) == ("not_applicable", None, None)
+    assert found.reason.startswith("layer 'forget' is dropout in train mode")
+    layer.p = 0.0
+    assert inverting_gradients().reconstruct(wave, known, Budget(1), streams(0))[0].status == "converged"
+
+
+def test_labels_that_cannot_be_restored_are_not_applicable() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, CLASSES, 8), nn.Flatten())
+    wave, known, _ = scene(model=model, labels=False)
+    (found,) = inverting_gradients().reconstruct(wave, known, Budget(1), streams(0))
+    assert (found.status, found.reason) == (
+        "not_applicable",
+        "the model has no fully connected layer, which label restoration reads",
+    )
+    assert dlg().reconstruct(wave, known, Budget(1), streams(0))[0].status == "converged", "DLG finds labels itself"
+
+
+@pytest.mark.parametrize("make", [dlg, idlg, inverting_gradients])
+def test_given_labels_are_used_as_they_are(make: Callable[[], GradientMatching]) -> None:
+    wave, known, batches = scene(clients=2)
+    found = make().reconstruct(wave, known, Budget(2), streams(0, 1))
+    for result, batch in zip(found, batches, strict=True):
+        assert result.y is not None
+        assert torch.equal(result.y, batch.y)

@@ -1,0 +1,114 @@
+"""The attack plan: checked like every other table, complete with its baselines."""
+
+from typing import Any
+
+import pytest
+
+from attacks.base import Budget
+from attacks.plan import ATTACK, AttackPlan, PlannedAttack, attack_names, describe
+from client.components import SpecError
+
+IG = {"use": "attacks.matching:inverting_gradients"}
+
+
+def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
+    """Of a federation of ten rounds and four clients."""
+    return AttackPlan.from_tables(tables, options, 10, 4)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"use": "attacks.matching:ig"}, "nothing is called 'attacks.matching:ig'; an attack is one of attacks.analytic"),
+        ({"use": "server.pool:Pool"}, "use = 'server.pool:Pool' is not allowed here; an attack is one of"),
+        ({}, 'needs use = "module:name", got None'),
+        ({**IG, "tvv": 0.1}, "inverting_gradients() has no argument 'tvv' (it has: tv, rate)"),
+        ({**IG, "tv": -1}, "tv must not be negative, got -1.0"),
+        ({**IG, "rate": 0}, "rate must be above 0, got 0.0"),
+        ({**IG, "iterations": 0}, "iterations must be at least 1, got 0"),
+        ({**IG, "iterations": 5.0}, "iterations must be a whole number, got 5.0"),
+        ({**IG, "restarts": True}, "restarts must be a whole number, got True"),
+        ({**IG, "seconds": -1}, "seconds must be above 0, got -1.0"),
+        ({**IG, "seconds": float("inf")}, "seconds must be a number, got inf"),
+        ({**IG, "labels": "known"}, "labels must be one of 'restored', 'given', got 'known'"),
+        ({**IG, "defense": True}, "defense must be one of 'known', 'unknown', got True"),
+        ({**IG, "name": ""}, "name must be letters, digits, - and _, got ''"),
+        ({**IG, "name": "a/../b"}, "name must be letters, digits, - and _, got 'a/../b'"),
+        ({**IG, "name": 3}, "name must be a text, got 3"),
+        ({**IG, "name": "a" * 65}, "name must be at most 64 characters, got 65"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_an_attack_table_is_told(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as told:
+        plan({"use": "attacks.analytic:analytic"}, table)
+    assert str(told.value).startswith("[[attack]] #2")
+    assert message in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": [0]}, "rounds must lie in 1..10, got 0"),
+        ({"rounds": [1, 11]}, "rounds must lie in 1..10, got 11"),
+        ({"clients": [4]}, "clients must lie in 0..3, got 4"),
+        ({"clients": [-1]}, "clients must lie in 0..3, got -1"),
+        ({"clients": 2}, "clients must be a list, each a whole number, got 2"),
+        ({"every": 0}, "every must be at least 1, got 0"),
+        ({"wave": 0}, "wave must be at least 1, got 0"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"evry": 1}, "AttackPlan() has no argument 'evry' (it has: rounds, every, clients, wave, seed)"),
+        ({"attacks": []}, "has no argument 'attacks'"),
+    ],
+)
+def test_a_mistake_in_the_audit_table_is_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as told:
+        plan(IG, **options)
+    assert str(told.value).startswith("[audit]")
+    assert message in str(told.value)
+
+
+def test_baselines_are_always_there_once() -> None:
+    assert [p.name for p in plan(IG).attacks] == ["inverting_gradients", "mean_image", "random_image"]
+    own = plan({"use": "attacks.baselines:mean_image", "name": "floor"})
+    assert [p.name for p in own.attacks] == ["floor", "random_image"]
+    assert [p.name for p in plan().attacks] == ["mean_image", "random_image"]
+    assert plan(IG).attacks[1].budget == Budget(1)
+
+
+def test_two_attacks_of_one_name_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"\[\[attack\]\]: two attacks are called 'inverting_gradients'; give one"):
+        plan(IG, {**IG, "tv": 0.5})
+    assert len(plan(IG, {**IG, "tv": 0.5, "name": "smoother"}).attacks) == 4
+    with pytest.raises(SpecError, match="two attacks are called 'mean_image'"):
+        plan({**IG, "name": "mean_image"})
+
+
+def test_the_plan_says_when_and_whom() -> None:
+    every = plan(IG, every=3)
+    assert [r for r in range(1, 11) if every.attacks_round(r)] == [1, 4, 7, 10]
+    chosen = plan(IG, rounds=[2, 5], clients=[3, 1])
+    assert [r for r in range(1, 11) if chosen.attacks_round(r)] == [2, 5]
+    assert chosen.targets(2, [3, 2, 1, 0]) == [1, 3]
+    assert chosen.targets(2, {2}) == []
+    assert chosen.targets(3, [1]) == []
+    assert plan(IG).targets(1, {2, 0, 1}) == [0, 1, 2]
+
+
+def test_a_budget_is_the_attack_tables() -> None:
+    found = PlannedAttack.from_table({**IG, "iterations": 7, "restarts": 2, "seconds": 1.5}, "here")
+    assert found.budget == Budget(7, 2, 1.5)
+    assert found.table == IG
+    assert PlannedAttack.from_table(IG, "here").budget == Budget(500, 1, None)
+
+
+def test_every_attack_can_be_planned_by_its_name_alone() -> None:
+    assert attack_names() == ATTACK.names()
+    for name in attack_names():
+        built = PlannedAttack.from_table({"use": name}, "here")
+        assert built.name == name.split(":")[1]
+        built.build()
+
+
+def test_a_table_on_one_line() -> None:
+    assert describe({"use": "defenses.clip:clip", "max_norm": 1.0}) == "clip(max_norm=1.0)"
+    assert describe({"use": "attacks.analytic:analytic"}) == "analytic()"

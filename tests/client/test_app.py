@@ -1,0 +1,239 @@
+"""The ClientApp: a message in, the protocol's update out."""
+
+import warnings
+
+with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
+    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
+    import flwr.clientapp  # noqa: F401
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.supercore.task_identity import TaskIdentity
+from torch import Tensor
+
+from client.app import STRAGGLED, app
+from client.protocol import Federation, Protocol, federation
+
+NODE = 0xFEDCBA9876543210
+DATA = {"use": "client.data:mnist5k", "batch_size": 4, "auxiliary": 64}
+MLP = {"use": "client.models:mlp", "hidden": [8]}
+BATCHNORM = {"use": "client.models:convnet", "width": 1, "norm": "batch", "mode": "train"}
+SGD = {"use": "client.update:local_sgd", "rate": 0.1}
+NOISY = [SGD, {"use": "defenses.noise:gaussian", "sigma": 0.01}]
+
+
+@pytest.fixture(autouse=True)
+def identity() -> Iterator[None]:
+    """Outside a run, Flower's messages need to know who writes them."""
+    before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    yield
+    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before
+
+
+def protocol(**changes: Any) -> Protocol:
+    tables = {"seed": 3, "rounds": 5, "clients": 3, "data": DATA, "model": MLP, "chain": [SGD]}
+    return Protocol.from_tables(tables | changes)
+
+
+def travel(message: Message) -> Message:
+    """What arrives of a message, through Flower's own serialization."""
+    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
+
+
+def context(agreed: Protocol, client: int) -> Context:
+    return Context(1, NODE, {"partition-id": client, "num-partitions": 3}, RecordDict(), {"protocol": agreed.to_json()})
+
+
+def ask(agreed: Protocol, round: int = 1, buffers: bool = True, **config: Any) -> Message:
+    """A server's training message with the federation's first weights."""
+    params, floating = Federation(agreed).initial()
+    content = RecordDict({"arrays": ArrayRecord(params), "config": ConfigRecord({"server-round": round, **config})})
+    if buffers and floating:
+        content["buffers"] = ArrayRecord(floating)
+    return travel(Message(content, dst_node_id=NODE, message_type="train"))
+
+
+def tensors(message: Message, name: str = "update") -> dict[str, Tensor]:
+    return dict(message.content.array_records[name].to_torch_state_dict())
+
+
+def identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+@pytest.mark.parametrize("chain", [[SGD], NOISY], ids=["bare", "noisy"])
+def test_the_reply_is_the_federations_update_bit_for_bit(chain: list[dict[str, Any]]) -> None:
+    agreed = protocol(chain=chain)
+    reply = travel(app(ask(agreed, round=2), context(agreed, 1)))
+    truth = Federation(agreed)
+    params, buffers = truth.initial()
+    assert identical(tensors(reply), truth.client_update(params, buffers, 1, 2))
+    assert list(tensors(reply)) == list(params)
+    assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 4}
+    assert reply.metadata.src_node_id == NODE
+    assert sorted(reply.content) == ["metrics", "update"], "nothing else leaves the client"
+
+
+def test_the_update_of_one_step_is_minus_the_rate_times_the_gradient_by_autograd() -> None:
+    agreed = protocol()
+    fed = Federation(agreed)
+    batch = fed.batch_at(2, 1)
+    loss = torch.nn.functional.cross_entropy(fed.model(fed.shards.dataset.normalise(batch.x)), batch.y)
+    gradients = torch.autograd.grad(loss, list(fed.model.parameters()))
+    update = tensors(app(ask(agreed), context(agreed, 2)))
+    for (name, _), g in zip(fed.model.named_parameters(), gradients, strict=True):
+        torch.testing.assert_close(update[name], -0.1 * g, rtol=1e-5, atol=1e-7)
+
+
+def test_the_same_question_has_the_same_answer_in_another_process_of_the_client() -> None:
+    """The built federation is kept between messages; what was asked before must not show."""
+    agreed = protocol(chain=NOISY)
+    federation.cache_clear()
+    first = tensors(app(ask(agreed, 1), context(agreed, 0)))
+    app(ask(agreed, 2), context(agreed, 1))
+    later = tensors(app(ask(agreed, 1), context(agreed, 0)))
+    federation.cache_clear()
+    fresh = tensors(app(ask(agreed, 1), context(agreed, 0)))
+    assert identical(first, later)
+    assert identical(first, fresh)
+
+
+def test_clients_rounds_and_seeds_give_different_updates() -> None:
+    agreed, other = protocol(chain=NOISY), protocol(chain=NOISY, seed=4)
+    answers = [
+        tensors(app(ask(p, round), context(p, client)))
+        for p, round, client in ((agreed, 1, 0), (agreed, 1, 1), (agreed, 2, 0), (other, 1, 0))
+    ]
+    for i, a in enumerate(answers):
+        assert not any(identical(a, b) for b in answers[:i])
+
+
+def test_the_message_is_left_as_it_came() -> None:
+    agreed = protocol()
+    message = ask(agreed)
+    before = tensors(message, "arrays")
+    app(message, context(agreed, 0))
+    assert identical(tensors(message, "arrays"), before)
+
+
+def test_a_straggler_answers_with_an_error_of_its_own() -> None:
+    agreed = protocol(stragglers={"probability": 0.5})
+    late = {(c, r): agreed.misses(c, r) for c in range(3) for r in range(1, 6)}
+    assert 0 < sum(late.values()) < 15
+    for (client, round), missed in late.items():
+        reply = travel(app(ask(agreed, round), context(agreed, client)))
+        assert reply.has_error() == missed
+        if missed:
+            assert (reply.error.code, STRAGGLED) == (100, 100)
+            assert reply.error.reason == "straggler: too late by the scenario's [stragglers]"
+            assert reply.metadata.src_node_id == NODE
+
+
+@pytest.mark.parametrize(("asked", "agreed_mu"), [(0.5, 0.0), (0.0, 0.5), (0.25, 0.5)])
+def test_a_server_that_asks_for_another_proximal_mu_is_refused(asked: float, agreed_mu: float) -> None:
+    agreed = protocol(chain=[{**SGD, "proximal_mu": agreed_mu}])
+    with pytest.raises(ValueError, match=f"the server asks for proximal-mu {asked}, the protocol says {agreed_mu}"):
+        app(ask(agreed, **{"proximal-mu": asked}), context(agreed, 0))
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5])
+def test_the_agreed_proximal_mu_is_accepted_spoken_or_not(mu: float) -> None:
+    agreed = protocol(chain=[{**SGD, "steps": 3, "proximal_mu": mu}])
+    spoken = tensors(app(ask(agreed, **{"proximal-mu": mu}), context(agreed, 0)))
+    assert identical(spoken, tensors(app(ask(agreed), context(agreed, 0))))
+
+
+def test_batchnorm_statistics_come_from_the_server_and_go_back_apart() -> None:
+    agreed = protocol(model=BATCHNORM)
+    message = ask(agreed)
+    sent = tensors(message, "buffers")
+    moved = {k: t + 0.5 for k, t in sent.items()}
+    first = app(message, context(agreed, 0))
+    message.content["buffers"] = ArrayRecord(moved)
+    second = app(message, context(agreed, 0))
+    assert tensors(first, "buffers").keys() == sent.keys()
+    assert not any("running" in name for name in tensors(first))
+    for name in sent:  # momentum 0.1: nine tenths of what was sent, and the same tenth of what was seen
+        difference = tensors(second, "buffers")[name] - tensors(first, "buffers")[name]
+        torch.testing.assert_close(difference, torch.full_like(difference, 0.45), rtol=1e-4, atol=1e-5)
+
+
+def test_batchnorm_statistics_of_one_client_do_not_leak_into_the_next() -> None:
+    """One process serves many clients of a simulation with one model."""
+    agreed = protocol(model=BATCHNORM)
+    federation.cache_clear()
+    alone = app(ask(agreed), context(agreed, 1))
+    app(ask(agreed), context(agreed, 0))
+    after = app(ask(agreed), context(agreed, 1))
+    assert identical(tensors(alone, "buffers"), tensors(after, "buffers"))
+    assert identical(tensors(alone), tensors(after))
+
+
+def test_batchnorm_in_eval_mode_keeps_the_servers_statistics() -> None:
+    agreed = protocol(model={**BATCHNORM, "mode": "eval"})
+    reply = app(ask(agreed), context(agreed, 0))
+    assert "buffers" not in reply.content
+
+
+@pytest.mark.parametrize("client", [0, 2])
+def test_a_node_says_which_client_it_is(client: int) -> None:
+    question = travel(Message(RecordDict(), dst_node_id=NODE, message_type="query"))
+    answer = travel(app(question, context(protocol(), client)))
+    assert dict(answer.content.metric_records["who"]) == {"client": client}
+
+
+def without_arrays(message: Message) -> None:
+    del message.content["arrays"]
+
+
+def without_config(message: Message) -> None:
+    del message.content["config"]
+
+
+def with_a_tensor_less(message: Message) -> None:
+    message.content.array_records["arrays"].pop("1.bias")
+
+
+def with_a_tensor_more(message: Message) -> None:
+    message.content.array_records["arrays"].update(ArrayRecord({"extra": torch.zeros(1)}))
+
+
+def with_a_broadcastable_tensor(message: Message) -> None:
+    message.content.array_records["arrays"].update(ArrayRecord({"1.bias": torch.zeros(1)}))
+
+
+def with_an_unknown_buffer(message: Message) -> None:
+    message.content["buffers"] = ArrayRecord({"unknown": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        without_arrays,
+        without_config,
+        with_a_tensor_less,
+        with_a_tensor_more,
+        with_a_broadcastable_tensor,
+        with_an_unknown_buffer,
+    ],
+)
+def test_a_message_that_is_no_training_message_raises(spoil: Callable[[Message], None]) -> None:
+    """Flower turns the exception into an error reply; an update of something else would be worse."""
+    agreed = protocol()
+    message = ask(agreed)
+    spoil(message)
+    with pytest.raises((KeyError, RuntimeError, ValueError)):
+        app(message, context(agreed, 0))
+
+
+def test_evaluation_is_not_the_clients() -> None:
+    message = travel(Message(RecordDict(), dst_node_id=NODE, message_type="evaluate"))
+    with pytest.raises(ValueError, match="No evaluate function registered"):
+        app(message, context(protocol(), 0))

@@ -1,0 +1,594 @@
+"""The ledger: every job is done once, every score is there once, whoever dies in between."""
+
+import math
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import server.ledger
+from attacks.audit import WHOLE_BATCH, Row
+from attacks.base import Budget
+from attacks.plan import AttackPlan, PlannedAttack
+from server.ledger import APPLICATION, ATTEMPTS, Lease, Ledger, LedgerError, Progress, Seen
+
+DLG = {"use": "attacks.matching:dlg"}
+
+
+def plan_of(*names: str, wave: int = 2, **options: Any) -> AttackPlan:
+    return AttackPlan(tuple(PlannedAttack(name, DLG, Budget(5)) for name in names), wave=wave, **options)
+
+
+def accepted(*clients: int, round: int = 1) -> list[Seen]:
+    return [Seen(c, "accepted", "", 4, f"weights{round}:update{round}.{c}") for c in clients]
+
+
+def filled(path: Path, plan: AttackPlan, rounds: int = 1, clients: int = 4) -> Ledger:
+    """A ledger with the plan's jobs for some rounds."""
+    ledger = Ledger(path, create=True)
+    ledger.add_attacks(plan, {p.name: f"card of {p.name}" for p in plan.attacks})
+    for round in range(1, rounds + 1):
+        ledger.record_intake(round, accepted(*range(clients), round=round), plan)
+    return ledger
+
+
+def rows_of(lease: Lease, examples: int = 2) -> dict[int, list[Row]]:
+    """Scores as an audit writes them: per example, and graded against another client's truth."""
+    found: dict[int, list[Row]] = {}
+    for c in lease.clients:
+        found[c] = [Row(lease.round, c, lease.attack.name, WHOLE_BATCH, "label_accuracy", 1.0, "converged", 0.1)]
+        for e in range(examples):
+            found[c].append(Row(lease.round, c, lease.attack.name, e, "psnr", 20.0 + e, "converged", 0.1))
+        if c in lease.others:
+            wrong = f"wrong_client({lease.attack.name})"
+            found[c].append(Row(lease.round, lease.others[c], wrong, 0, "psnr", 9.0, "converged", 0.1))
+    return found
+
+
+def jobs(ledger: Ledger) -> list[dict[str, Any]]:
+    query = "SELECT j.*, a.name FROM jobs j JOIN attacks a ON a.id = j.attack_id ORDER BY j.id"
+    return [dict(row) for row in ledger._db.execute(query)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+# ----------------------------------------------------------------------------------------------------------- the file
+
+
+def test_a_new_ledger_is_in_wal_mode_and_says_what_it_is(path: Path) -> None:
+    Ledger(path, create=True).close()
+    with sqlite3.connect(path) as db:
+        assert db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+        assert db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION == int.from_bytes(b"flek", "big")
+        assert db.execute("PRAGMA user_version").fetchone()[0] == len(server.ledger._MIGRATIONS)
+        assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    db.close()
+
+
+def test_a_missing_ledger_is_named_and_not_made(path: Path) -> None:
+    with pytest.raises(LedgerError, match=f"{path} is missing: {path.parent} is not a run folder"):
+        Ledger(path)
+    assert not path.exists()
+
+
+def test_a_foreign_sqlite_file_is_named_and_left_alone(path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.execute("CREATE TABLE mine (x)")
+    db.commit()
+    db.close()
+    before = path.read_bytes()
+    for create in (False, True):
+        with pytest.raises(LedgerError, match=f"{path} is not a fedleak ledger"):
+            Ledger(path, create=create)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("data", [b"garbage" * 100, b"SQLite format 3\x00" + b"\xff" * 500])
+def test_a_file_that_is_no_database_is_named_and_left_alone(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger"):
+        Ledger(path)
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("data", [b"", b"x"])
+def test_an_emptied_ledger_is_not_taken_for_a_new_one(path: Path, data: bytes) -> None:
+    """A run whose ledger was lost must not look like one in which nothing happened."""
+    path.write_bytes(data)
+    with pytest.raises(LedgerError, match=f"{path} is not a fedleak ledger: it is empty"):
+        Ledger(path)
+    assert path.read_bytes() == data
+
+
+def test_a_folder_is_no_ledger(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger"):
+        Ledger(path)
+
+
+def test_a_newer_ledger_is_refused_with_what_to_do(path: Path) -> None:
+    Ledger(path, create=True).close()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(
+        LedgerError, match=rf"{path} has ledger version 99; this fedleak reads up to \d+: update fedleak"
+    ):
+        Ledger(path)
+
+
+MIGRATION = "ALTER TABLE rounds ADD COLUMN epsilon REAL; CREATE INDEX by_epsilon ON rounds (epsilon)"
+
+
+def test_an_older_ledger_is_brought_up_to_date_and_keeps_its_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with filled(path, plan_of("a")) as old:
+        old.record_round(1, 0.5, 1.0, 2.0, 0.1)
+        versions = len(server.ledger._MIGRATIONS)
+        before = [dict(o) for o in old.observations()], jobs(old)
+    monkeypatch.setattr(server.ledger, "_MIGRATIONS", (*server.ledger._MIGRATIONS, MIGRATION))
+    for _ in range(2):  # the second finds nothing to do
+        with Ledger(path) as ledger:
+            assert ledger._db.execute("PRAGMA user_version").fetchone()[0] == versions + 1
+            assert dict(ledger.rounds()[0])["epsilon"] is None
+            assert dict(ledger.rounds()[0])["accuracy"] == 0.5
+            assert ([dict(o) for o in ledger.observations()], jobs(ledger)) == before
+
+
+def test_a_migration_that_fails_leaves_the_old_ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(path, plan_of("a")).close()
+    with monkeypatch.context() as patch:
+        broken = (*server.ledger._MIGRATIONS, MIGRATION + "; CREATE TABLE rounds (twice)")
+        patch.setattr(server.ledger, "_MIGRATIONS", broken)
+        with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger: table rounds already exists"):
+            Ledger(path)
+    with Ledger(path) as ledger:
+        assert ledger._db.execute("PRAGMA user_version").fetchone()[0] == len(server.ledger._MIGRATIONS)
+        assert "epsilon" not in [row[1] for row in ledger._db.execute("PRAGMA table_info(rounds)")]
+        assert ledger.progress().queued == 4
+
+
+def test_many_that_open_a_fresh_ledger_at_once_all_get_it(path: Path) -> None:
+    errors: list[BaseException] = []
+
+    def open_it() -> None:
+        try:
+            Ledger(path, create=True).close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    with Ledger(path) as ledger:
+        assert ledger.progress() == Progress()
+
+
+# ------------------------------------------------------------------------------------------------------- what happened
+
+
+def test_rounds_and_facts_come_back(path: Path) -> None:
+    with Ledger(path, create=True) as ledger:
+        ledger.record_round(0, 0.1, 2.3, 1.5, 0.0)
+        ledger.record_round(1, 0.2, 2.2, 1.6, 0.01)
+        ledger.record_round(1, 0.3, 2.1, 1.7, 0.02)  # a round that was trained again
+        ledger.set_meta(state="trained", replay="ok")
+        ledger.set_meta(state="failed")
+    with Ledger(path) as again:
+        assert [tuple(r) for r in again.rounds()] == [(0, 0.1, 2.3, 1.5, 0.0), (1, 0.3, 2.1, 1.7, 0.02)]
+        assert again.meta() == {"state": "failed", "replay": "ok"}
+
+
+def test_a_diverged_rounds_loss_is_no_crash(path: Path) -> None:
+    with Ledger(path, create=True) as ledger:
+        ledger.record_round(1, 0.1, math.nan, 1.0, 0.0)
+        ledger.record_round(2, 0.1, math.inf, 1.0, 0.0)
+        assert [r["loss"] for r in ledger.rounds()] == [None, math.inf]
+
+
+def test_intake_and_jobs_come_in_one_transaction(path: Path) -> None:
+    """A plan whose attacks are unknown fails the jobs; the observations must not stay without them."""
+    with Ledger(path, create=True) as ledger:
+        with pytest.raises(KeyError, match="never added"):
+            ledger.record_intake(1, accepted(0, 1), plan_of("never added"))
+        assert ledger.observations() == []
+        assert ledger.progress().total == 0
+
+
+def test_only_what_is_accepted_and_on_the_tape_is_attacked(path: Path) -> None:
+    plan = plan_of("a")
+    with filled(path, plan, rounds=0) as ledger:
+        seen = [
+            *accepted(0),
+            Seen(1, "rejected", "NaN", None, "kept by mistake"),
+            Seen(2, "missing", "late"),
+            Seen(3, "accepted", "", 4, None),
+        ]
+        ledger.record_intake(1, seen, plan)
+        assert [j["client"] for j in jobs(ledger)] == [0]
+
+
+# -------------------------------------------------------------------------------------------------------------- plans
+
+
+def test_enqueueing_again_adds_nothing(path: Path) -> None:
+    plan = plan_of("a", "b")
+    with filled(path, plan, rounds=2) as ledger:
+        before = jobs(ledger)
+        assert len(before) == 2 * 2 * 4
+        assert ledger.enqueue(plan) == 0
+        ledger.record_intake(2, accepted(*range(4), round=2), plan)
+        assert jobs(ledger) == before
+        assert len({j["key"] for j in before}) == len(before)
+
+
+def test_a_wider_plan_adds_only_what_is_new(path: Path) -> None:
+    with filled(path, plan_of("a", rounds=(1,), clients=(0, 1)), rounds=2) as ledger:
+        assert [(j["round"], j["client"]) for j in jobs(ledger)] == [(1, 0), (1, 1)]
+        assert ledger.enqueue(plan_of("a")) == 6
+        assert sorted((j["round"], j["client"]) for j in jobs(ledger)) == [(r, c) for r in (1, 2) for c in range(4)]
+
+
+def test_another_update_of_the_same_client_is_another_job(path: Path) -> None:
+    """The key is of the bytes: a round that was trained again is attacked again."""
+    plan = plan_of("a")
+    with filled(path, plan, clients=1) as ledger:
+        ledger.record_intake(1, [Seen(0, "accepted", "", 4, "other bytes")], plan)
+        assert len(jobs(ledger)) == 2
+
+
+def test_waves_are_numbered_by_client_and_do_not_depend_on_speed_or_order(path: Path) -> None:
+    plan = plan_of("a", wave=3)
+    with filled(path, plan, rounds=0) as ledger:
+        seen = accepted(*range(8))
+        random.Random(1).shuffle(seen)
+        ledger.record_intake(1, seen, plan)
+        assert [(j["client"], j["wave"]) for j in jobs(ledger)] == [(c, c // 3) for c in range(8)]
+        leases = [ledger.lease() for _ in range(3)]
+        assert [lease.clients for lease in leases if lease] == [(0, 1, 2), (3, 4, 5), (6, 7)]
+        assert ledger.release() == 8
+        ledger.fail(ledger.lease() or leases[0], "died")  # type: ignore[arg-type]
+        again = ledger.lease()
+        assert again is not None
+        assert again.clients == (0, 1, 2), "a wave that comes back has the same members"
+
+
+def test_every_client_is_also_graded_against_another_one(path: Path) -> None:
+    with filled(path, plan_of("a", wave=9)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        assert lease.others == {0: 1, 1: 2, 2: 3, 3: 0}
+    with filled(path.with_name("alone"), plan_of("a"), clients=1) as ledger:
+        alone = ledger.lease()
+        assert alone is not None
+        assert alone.others == {}
+
+
+def test_a_name_that_means_something_else_is_refused(path: Path) -> None:
+    first = plan_of("a")
+    with filled(path, first) as ledger:
+        ledger.add_attacks(first, {"a": "card"})
+        longer = AttackPlan((PlannedAttack("a", DLG, Budget(6)),))
+        other_seed = plan_of("a", seed=1)
+        for plan in (longer, other_seed):
+            with pytest.raises(LedgerError, match=f"{path} already has an attack called 'a' with other settings"):
+                ledger.add_attacks(plan, {"a": "card"})
+        assert [(a["name"], a["knowledge"], a["seed"]) for a in ledger.attacks()] == [("a", "card of a", 0)]
+
+
+# -------------------------------------------------------------------------------------------------------- a job's life
+
+
+def test_leases_go_by_round_then_attack_then_wave(path: Path) -> None:
+    with filled(path, plan_of("b", "a"), rounds=2) as ledger:
+        order = []
+        while (lease := ledger.lease()) is not None:
+            order.append((lease.round, lease.attack.name, lease.clients))
+        assert order == [(r, n, c) for r in (1, 2) for n in ("b", "a") for c in ((0, 1), (2, 3))]
+        assert ledger.progress() == Progress(leased=16)
+
+
+def test_a_lease_carries_all_that_the_wave_needs(path: Path) -> None:
+    plan = plan_of("a", seed=11)
+    with filled(path, plan) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        assert lease.attack == plan.attacks[0]
+        assert (lease.seed, lease.round, lease.attempt) == (11, 1, 1)
+        assert lease.digests == ("weights1:update1.0", "weights1:update1.1")
+
+
+def test_scores_are_in_long_format_in_a_stable_order(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.finish(lease, rows_of(lease))
+        found = [tuple(r) for r in ledger.scores("psnr")]
+        assert found[:4] == [
+            (1, 0, "a", 0, "psnr", 20.0, "converged", 0.1, "card of a"),
+            (1, 0, "a", 1, "psnr", 21.0, "converged", 0.1, "card of a"),
+            (1, 0, "wrong_client(a)", 0, "psnr", 9.0, "converged", 0.1, "card of a"),
+            (1, 1, "a", 0, "psnr", 20.0, "converged", 0.1, "card of a"),
+        ]
+        assert len(list(ledger.scores())) == 4 * 4
+        assert {r["example"] for r in ledger.scores("label_accuracy")} == {WHOLE_BATCH}
+        assert ledger.progress() == Progress(done=4)
+        assert ledger.psnr_so_far(20.5) == (21.0, 20.25)
+
+
+def test_exact_hits_and_missing_values_survive(path: Path) -> None:
+    with filled(path, plan_of("a"), clients=1) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        values = [math.inf, None, math.nan, 0.1 + 0.2]
+        rows = [Row(1, 0, "a", i, "psnr", v, "diverged", 0.0) for i, v in enumerate(values)]
+        ledger.finish(lease, {0: rows})
+        assert [r["value"] for r in ledger.scores()] == [math.inf, None, None, 0.1 + 0.2]
+
+
+def test_a_failed_wave_is_tried_again_and_then_has_a_row_with_its_status(path: Path) -> None:
+    with filled(path, plan_of("a", wave=2)) as ledger:
+        for attempt in range(1, ATTEMPTS + 1):
+            lease = ledger.lease()
+            assert lease is not None
+            assert (lease.clients, lease.attempt) == ((0, 1), attempt)
+            assert ledger.fail(lease, f"died {attempt}") is (attempt == ATTEMPTS)
+        assert ledger.progress() == Progress(queued=2, failed=2)
+        assert [(r["client"], r["status"], r["value"]) for r in ledger.scores()] == [
+            (0, "failed", None),
+            (1, "failed", None),
+        ]
+        assert ledger.errors() == [f"died {ATTEMPTS}"]
+        following = ledger.lease()
+        assert following is not None
+        assert following.clients == (2, 3)
+
+
+def test_a_hopeless_wave_fails_at_once(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        assert ledger.fail(lease, "the tape is damaged", final=True)
+        assert ledger.progress() == Progress(failed=4)
+        assert ledger.lease() is None
+
+
+def test_jobs_of_a_pool_that_is_gone_cost_no_attempt(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        for _ in range(3 * ATTEMPTS):
+            lease = ledger.lease()
+            assert lease is not None
+            assert lease.attempt == 1
+            assert ledger.release() == 4
+        assert ledger.release() == 0
+
+
+def test_finishing_twice_writes_nothing_twice(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.finish(lease, rows_of(lease))
+        before = [tuple(r) for r in ledger.scores()]
+        with pytest.raises(sqlite3.IntegrityError):
+            ledger.finish(lease, rows_of(lease))
+        assert [tuple(r) for r in ledger.scores()] == before
+
+
+def test_a_wave_is_finished_whole_or_not_at_all(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        incomplete = rows_of(lease)
+        del incomplete[3]
+        with pytest.raises(KeyError):
+            ledger.finish(lease, incomplete)
+        assert list(ledger.scores()) == []
+        assert ledger.progress() == Progress(leased=4)
+
+
+def test_what_no_attack_needs_any_more_may_be_forgotten(path: Path) -> None:
+    with filled(path, plan_of("a", wave=2, rounds=(1,)), rounds=2) as ledger:
+        assert ledger.forgettable() == {2: [0, 1, 2, 3]}, "round 2 is not attacked"
+        ledger.forgotten(2)
+        for _ in range(2):
+            assert ledger.forgettable() == {}
+            lease = ledger.lease()
+            assert lease is not None
+            assert ledger.forgettable() == {}
+            ledger.finish(lease, rows_of(lease))
+        assert ledger.forgettable() == {1: [0, 1, 2, 3]}
+        ledger.forgotten(1)
+        assert ledger.forgettable() == {}
+        assert ledger.enqueue(plan_of("a")) == 0, "what is forgotten cannot be attacked"
+
+
+# ---------------------------------------------------------------------------------------------- several at the same time
+
+
+def test_two_connections_never_lease_the_same_job(path: Path) -> None:
+    filled(path, plan_of("a", "b", wave=1), rounds=10, clients=5).close()
+    taken: list[int] = []
+
+    def work() -> None:
+        with Ledger(path) as ledger:
+            while (lease := ledger.lease()) is not None:
+                taken.extend(lease.jobs)
+                ledger.finish(lease, rows_of(lease))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Counter(taken) == Counter(range(1, 101))
+    with Ledger(path) as ledger:
+        assert ledger.progress() == Progress(done=100)
+
+
+WORKER = """
+import random, sys, time
+from pathlib import Path
+from attacks.audit import Row
+from server.ledger import Ledger
+ledger = Ledger(Path(sys.argv[1]))
+print("ready", flush=True)
+while (lease := ledger.lease()) is not None:
+    rows = {c: [Row(lease.round, c, lease.attack.name, e, "psnr", 1.0, "converged", 0.1) for e in range(400)]
+            for c in lease.clients}
+    ledger.finish(lease, rows)
+    print(*lease.jobs, flush=True)
+"""
+
+
+def start_worker(path: Path) -> subprocess.Popen[str]:
+    child = subprocess.Popen([sys.executable, "-c", WORKER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+def test_a_process_killed_while_it_finishes_loses_no_row_and_doubles_none(path: Path) -> None:
+    """SIGKILL at random moments; what was reported as done is done, what was not is done by the next."""
+    with filled(path, plan_of("a", "b", wave=2), rounds=75) as ledger:
+        total = ledger.progress().total
+        chance, reported, unfinished = random.Random(0), set[int](), 0
+        for _ in range(3):
+            child = start_worker(path)
+            assert child.stdout is not None
+            first = child.stdout.readline()  # it is at work
+            time.sleep(0.05 * chance.random())
+            child.send_signal(signal.SIGKILL)
+            said = first + child.communicate()[0]
+            reported |= {int(word) for line in said.splitlines() for word in line.split()}
+            done = {j["id"] for j in jobs(ledger) if j["state"] == "done"}
+            assert reported <= done
+            counts = Counter(r[0] for r in ledger._db.execute("SELECT job_id FROM scores"))
+            assert counts == dict.fromkeys(done, 400), "a wave's rows and its state are one"
+            unfinished += ledger.release()
+        assert 0 < len(done) < total, "the kills came too early or too late to mean anything"
+        while (lease := ledger.lease()) is not None:
+            ledger.finish(lease, rows_of(lease))
+        assert ledger.progress() == Progress(done=total)
+        assert ledger._db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+
+
+def test_processes_share_the_work_without_sharing_a_job(path: Path) -> None:
+    filled(path, plan_of("a", "b", wave=1), rounds=10, clients=4).close()
+    children = [start_worker(path) for _ in range(2)]
+    said = [child.communicate()[0].split() for child in children]
+    assert Counter(int(word) for words in said for word in words) == Counter(range(1, 81))
+
+
+# ------------------------------------------------------------------------------------------ any sequence of operations
+
+
+class Life(RuleBasedStateMachine):
+    """Any order of intake, lease, finish, fail, release and reopening keeps every job's history straight."""
+
+    folder: Path  # set by the test
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp(dir=self.folder)) / "ledger.sqlite"
+        self.plan = plan_of("a", "b", wave=2)
+        self.ledger = filled(self.path, self.plan, rounds=0)
+        self.rounds = 0
+        self.leases: list[Lease] = []
+        self.tries: Counter[int] = Counter()
+        self.done: set[int] = set()
+        self.failed: set[int] = set()
+
+    @rule(clients=st.sets(st.integers(0, 5)))
+    def intake(self, clients: set[int]) -> None:
+        self.rounds += 1
+        self.ledger.record_intake(self.rounds, accepted(*clients, round=self.rounds), self.plan)
+
+    @precondition(lambda self: self.rounds)
+    @rule(clients=st.sets(st.integers(0, 5)))
+    def same_intake_again(self, clients: set[int]) -> None:
+        before = {j["key"] for j in jobs(self.ledger)}
+        self.ledger.enqueue(self.plan)
+        assert {j["key"] for j in jobs(self.ledger)} == before
+
+    @rule()
+    def lease(self) -> None:
+        queued = self.ledger.progress().queued
+        lease = self.ledger.lease()
+        assert (lease is None) == (queued == 0)
+        if lease is not None:
+            assert len(lease.jobs) <= 2
+            self.tries.update(lease.jobs)
+            assert lease.attempt == max(self.tries[j] for j in lease.jobs)
+            self.leases.append(lease)
+
+    @precondition(lambda self: self.leases)
+    @rule(which=st.integers(0, 9))
+    def finish(self, which: int) -> None:
+        lease = self.leases.pop(which % len(self.leases))
+        self.ledger.finish(lease, rows_of(lease))
+        self.done.update(lease.jobs)
+
+    @precondition(lambda self: self.leases)
+    @rule(which=st.integers(0, 9), final=st.booleans())
+    def fail(self, which: int, final: bool) -> None:
+        lease = self.leases.pop(which % len(self.leases))
+        expected = final or lease.attempt >= ATTEMPTS
+        assert self.ledger.fail(lease, "died", final) is expected
+        if expected:
+            self.failed.update(lease.jobs)
+
+    @rule()
+    def the_pool_dies(self) -> None:
+        self.ledger.close()
+        self.ledger = Ledger(self.path)
+        assert self.ledger.release() == sum(len(lease.jobs) for lease in self.leases)
+        for lease in self.leases:
+            self.tries.subtract(lease.jobs)
+        self.leases = []
+
+    @invariant()
+    def each_job_is_in_one_state(self) -> None:
+        by_state: dict[str, set[int]] = {"queued": set(), "leased": set(), "done": set(), "failed": set()}
+        for j in jobs(self.ledger):
+            by_state[j["state"]].add(j["id"])
+            assert 0 <= j["attempts"] <= ATTEMPTS
+        assert by_state["done"] == self.done
+        assert by_state["failed"] == self.failed
+        leased = [job for lease in self.leases for job in lease.jobs]
+        assert by_state["leased"] == set(leased)
+        assert len(leased) == len(set(leased))
+
+    @invariant()
+    def scores_are_those_of_finished_jobs_once_each(self) -> None:
+        counts = Counter(
+            r[0] for r in self.ledger._db.execute("SELECT job_id FROM scores WHERE attack NOT LIKE 'wrong%'")
+        )
+        assert counts == dict.fromkeys(self.done, 3) | dict.fromkeys(self.failed, 1)
+
+    def teardown(self) -> None:
+        self.ledger.close()
+
+
+def test_any_sequence_of_operations_keeps_every_job_straight(tmp_path: Path) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    Life.folder = tmp_path
+    run_state_machine_as_test(Life, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))

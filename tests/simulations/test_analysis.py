@@ -1,0 +1,369 @@
+"""What is said of a run: numbers on paper and from scipy, failures counted, and verdicts that chance alone does not earn."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attacks.audit import WHOLE_BATCH, Row
+from attacks.plan import AttackPlan, PlannedAttack
+from server.ledger import Ledger, Seen
+from simulations import analysis
+from simulations.analysis import Leak, Rate, Scores, clustered_interval, is_baseline, leakage, round_table
+
+PLAN = AttackPlan(
+    (
+        PlannedAttack("matching", {"use": "attacks.matching:inverting_gradients"}),
+        PlannedAttack("mean_image", {"use": "attacks.baselines:mean_image"}),
+        PlannedAttack("random_image", {"use": "attacks.baselines:random_image"}),
+    )
+)
+Cell = tuple[int, int, str]  # (round, client, attack)
+Values = Mapping[str, Sequence[float | None]]  # by metric, one value an example; label_accuracy: one for the batch
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    with Ledger(tmp_path / "ledger.sqlite", create=True) as opened:
+        opened.add_attacks(PLAN, {p.name: f"card of {p.name}" for p in PLAN.attacks})
+        yield opened
+
+
+def score(ledger: Ledger, cells: Mapping[Cell, Values | None], examples: int = 2, status: str = "diverged") -> None:
+    """Write scores as the pool does; None for a cell whose worker died, `status` where a value is missing."""
+    for round in sorted({r for r, _, _ in cells}):
+        clients = sorted({c for r, c, _ in cells if r == round})
+        ledger.record_intake(round, [Seen(c, "accepted", "", examples, f"digest {round} {c}") for c in clients], PLAN)
+    while (lease := ledger.lease()) is not None:
+        for client in lease.clients:
+            alone, found = lease.of([client]), cells.get((lease.round, client, lease.attack.name), {})
+            if found is None:
+                ledger.fail(alone, "WorkerCrashed: gone", final=True)
+                continue
+            names = {lease.attack.name: found}
+            names[f"wrong_client({lease.attack.name})"] = (
+                cells.get((lease.round, client, f"wrong_client({lease.attack.name})"), {}) or {}
+            )
+            rows = [
+                Row(
+                    lease.round,
+                    client,
+                    name,
+                    WHOLE_BATCH if metric == "label_accuracy" else example,
+                    metric,
+                    value,
+                    "converged" if value is not None else status,
+                    0.1,
+                )
+                for name, by_metric in names.items()
+                for metric, values in by_metric.items()
+                for example, value in enumerate(values)
+            ]
+            ledger.finish(alone, {client: rows})
+
+
+def one(found: Sequence[Leak], attack: str, round: int | None) -> Leak:
+    (leak,) = [k for k in found if (k.attack, k.round) == (attack, round)]
+    return leak
+
+
+def test_an_exact_hit_is_capped_in_the_mean_and_raw_elsewhere(ledger: Ledger) -> None:
+    score(ledger, {(1, 0, "matching"): {"psnr": [np.inf, 20.0]}, (1, 1, "matching"): {"psnr": [70.0, 10.0]}})
+    leak = one(leakage(ledger, "psnr"), "matching", 1)
+    assert leak.mean == (60 + 20 + 60 + 10) / 4
+    assert leak.best == np.inf
+    assert leak.median == (20 + 70) / 2
+    assert (leak.n, leak.failed, leak.clusters) == (4, {}, 2)
+    # two clients with means 40 and 35: a quarter of all resamples is one client twice, so the interval reaches both
+    assert (leak.low, leak.high) == (35.0, 40.0)
+
+
+def test_what_gave_no_value_is_counted_and_in_no_mean(ledger: Ledger) -> None:
+    score(ledger, {(1, 0, "matching"): {"psnr": [None, 20.0]}, (1, 1, "matching"): {"psnr": [None, None]}})
+    leak = one(leakage(ledger, "psnr"), "matching", 1)
+    assert (leak.mean, leak.n, leak.failed, leak.clusters) == (20.0, 1, {"diverged": 3}, 1)
+    assert (leak.low, leak.high) == (None, None), "one client says nothing on how clients differ"
+
+
+def test_a_dead_worker_fails_for_every_metric(ledger: Ledger) -> None:
+    good: Values = {"psnr": [20.0, 22.0], "mse": [0.01, 0.02], "label_accuracy": [1.0]}
+    score(ledger, {(1, 0, "matching"): good, (1, 1, "matching"): None})
+    for metric, n in (("psnr", 2), ("mse", 2), ("label_accuracy", 1)):
+        leak = one(leakage(ledger, metric), "matching", 1)
+        assert (leak.n, leak.failed) == (n, {"failed": 1}), metric
+
+
+def test_an_attack_that_does_not_apply_fails_its_labels_too_but_one_that_claims_none_does_not(ledger: Ledger) -> None:
+    nothing: Values = {"psnr": [None, None], "mse": [None, None]}
+    score(
+        ledger,
+        {
+            (1, 0, "matching"): {"psnr": [20.0, 20.0], "label_accuracy": [0.5]},
+            (1, 1, "matching"): nothing,
+            (1, 0, "mean_image"): {"psnr": [12.0, 12.0]},
+        },
+        status="not_applicable",
+    )
+    labels = leakage(ledger, "label_accuracy")
+    assert (one(labels, "matching", 1).mean, one(labels, "matching", 1).failed) == (0.5, {"not_applicable": 1})
+    assert not [k for k in labels if k.attack == "mean_image"]
+
+
+def test_the_worst_case_is_the_value_that_leaks_most(ledger: Ledger) -> None:
+    score(ledger, {(1, 0, "matching"): {"mse": [0.3, 0.001], "psnr": [5.2, 30.0], "ssim": [0.1, 0.9]}})
+    assert {m: one(leakage(ledger, m), "matching", 1).best for m in ("mse", "psnr", "ssim")} == {
+        "mse": 0.001,
+        "psnr": 30.0,
+        "ssim": 0.9,
+    }
+    with pytest.raises(ValueError, match="unknown metric 'fid'.*psnr"):
+        leakage(ledger, "fid")
+
+
+def test_rounds_are_pooled_by_example_and_clusters_are_clients(ledger: Ledger) -> None:
+    cells: dict[Cell, Values | None] = {
+        (r, c, "matching"): {"psnr": [10.0 * c + r, 10.0 * c + r]} for r in (1, 2, 3) for c in (1, 2)
+    }
+    score(ledger, cells)
+    found = leakage(ledger, "psnr")
+    assert [(k.round, k.mean) for k in found if k.attack == "matching"] == [(1, 16), (2, 17), (3, 18), (None, 17)]
+    pooled = one(found, "matching", None)
+    assert (pooled.n, pooled.clusters, pooled.low, pooled.high) == (12, 2, 12.0, 22.0)
+
+
+def test_the_order_of_writing_changes_nothing(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    cells: dict[Cell, Values | None] = {
+        (r, c, a): {"psnr": rng.normal(20, 3, 2).tolist()}
+        for r in (1, 2)
+        for c in range(5)
+        for a in ("matching", "mean_image")
+    }
+    found = []
+    for i, order in enumerate((list(cells), list(reversed(cells)))):
+        with Ledger(tmp_path / f"{i}.sqlite", create=True) as ledger:
+            ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
+            for key in order:
+                if key[2] == "matching":
+                    mates = {k: v for k, v in cells.items() if k[:2] == key[:2]}
+                    score(ledger, mates)
+            found.append(leakage(ledger, "psnr"))
+    assert len(found[0]) == 2 * 2 + 2
+    assert found[0] == found[1]
+
+
+def test_one_query_reads_the_scores(ledger: Ledger) -> None:
+    score(ledger, {(r, c, "matching"): {"psnr": [20.0, 21.0]} for r in (1, 2) for c in (0, 1)})
+    asked: list[str] = []
+    ledger._db.set_trace_callback(asked.append)
+    leakage(ledger, "psnr")
+    ledger._db.set_trace_callback(None)
+    assert len(asked) == 1
+    assert "FROM scores" in asked[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- intervals
+
+
+def test_the_bootstrap_is_scipys_where_every_client_has_one_example() -> None:
+    values = np.random.default_rng(1).gamma(2.0, 5.0, 40)
+    ours = clustered_interval(values, np.arange(40))
+    draws = scipy.stats.bootstrap(
+        (values,), np.mean, method="percentile", n_resamples=20000, rng=np.random.default_rng(2)
+    ).confidence_interval
+    assert ours == pytest.approx(tuple(draws), abs=0.05 * (draws.high - draws.low))
+
+
+def test_examples_of_one_client_are_no_new_evidence() -> None:
+    rng = np.random.default_rng(3)
+    levels = rng.normal(20, 3, 12)
+    once = clustered_interval(levels, np.arange(12))
+    often = clustered_interval(np.repeat(levels, 50), np.repeat(np.arange(12), 50))
+    assert once is not None
+    assert often == pytest.approx(once)
+    assert clustered_interval(levels, np.arange(12)) == once, "the same draws every time"
+
+
+@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_is_scipys(counted: tuple[int, int]) -> None:
+    count, n = counted
+    theirs = scipy.stats.binomtest(count, n).proportion_ci(0.95, method="wilson")
+    assert Rate(count, n).interval == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+
+
+def test_rates_of_nothing_and_impossible_rates() -> None:
+    assert (Rate(0, 0).fraction, Rate(0, 0).interval) == (None, (0.0, 1.0))
+    with pytest.raises(ValueError, match="3 of 2"):
+        Rate(3, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def test_the_round_table_stands_on_paper(ledger: Ledger) -> None:
+    for round, accuracy in ((0, 0.1), (1, 0.3), (2, 0.5)):
+        ledger.record_round(round, accuracy, 2.0, 1.0, 0.01)
+    cells: dict[Cell, Values | None] = {}
+    for client in (0, 1):
+        cells[2, client, "matching"] = {
+            "psnr": [20.0, 30.0],
+            "identified": [1.0, 0.0],
+            "label_accuracy": [0.5 + client / 2],
+        }
+        cells[2, client, "wrong_client(matching)"] = {"psnr": [9.0, 9.0]}
+        cells[2, client, "mean_image"] = {"psnr": [11.0, 13.0]}
+        cells[2, client, "random_image"] = {"psnr": [8.0, 10.0]}
+    score(ledger, cells)
+    (line,) = round_table(ledger)
+    assert (line.round, line.accuracy, line.attacked_accuracy, line.attack) == (2, 0.5, 0.3, "matching")
+    assert (line.mean, line.best, line.baseline, line.baseline_name) == (25.0, 30.0, 12.0, "mean_image")
+    assert (line.labels, line.identified) == (0.75, Rate(2, 4))
+    assert line.psnr.n == 4
+
+
+def test_baselines_are_known_by_name() -> None:
+    names = [
+        "mean_image",
+        "random_image",
+        "wrong_client(inverting_gradients)",
+        "wrong_client",
+        "inverting_gradients",
+        "dlg",
+    ]
+    assert [is_baseline(name) for name in names] == [True, True, True, False, False, False]
+
+
+def test_the_success_curve_counts_every_example_that_was_attacked(ledger: Ledger) -> None:
+    score(
+        ledger,
+        {
+            (1, 0, "matching"): {"psnr": [np.inf, 25.0, 9.0]},
+            (1, 1, "matching"): {"psnr": [None, None, None]},
+            (1, 2, "matching"): None,
+        },
+        examples=3,
+    )
+    curve = dict(zip(analysis.THRESHOLDS, analysis.success_curve(ledger)["matching"], strict=True))
+    assert (curve[10], curve[25], curve[26], curve[60]) == (Rate(2, 9), Rate(2, 9), Rate(1, 9), Rate(1, 9))
+
+
+# ------------------------------------------------------------------------------------------------------------ verdict
+
+Draw = Callable[[int], list[float]]
+
+
+def drawn(
+    seed: int, gain: float, clients: int = 12, examples: int = 4, chance: float = 0.002
+) -> dict[Cell, Values | None]:
+    """Scores of an attack and its baselines from one normal distribution, the attack's shifted by `gain` dB."""
+    rng = np.random.default_rng(seed)
+    cells: dict[Cell, Values | None] = {}
+    for client in range(clients):
+        for name in ("matching", "wrong_client(matching)", "mean_image", "random_image"):
+            shift = gain if name == "matching" else 0.0
+            psnr = (rng.normal(12, 2, examples) + shift).tolist()
+            cells[1, client, name] = {
+                "psnr": psnr,
+                "identified": (rng.random(examples) < chance).astype(float).tolist(),
+            }
+    return cells
+
+
+def judged(folder: Path, cells: Mapping[Cell, Values | None], **meta: str) -> analysis.Verdict:
+    with Ledger(folder / f"{len(list(folder.iterdir()))}.sqlite", create=True) as ledger:
+        ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
+        if meta:
+            ledger.set_meta(**meta)
+        score(ledger, cells, examples=4)
+        return analysis.verdict(ledger)
+
+
+def test_chance_alone_leaks_seldom_and_three_decibels_always(tmp_path: Path) -> None:
+    alarms = [judged(tmp_path, drawn(seed, gain=0.0)).word == "leaks" for seed in range(25)]
+    assert sum(alarms) <= 1
+    assert all(judged(tmp_path, drawn(seed, gain=3.0)).word == "leaks" for seed in range(25))
+
+
+def test_a_single_image_brought_back_is_a_leak_even_where_the_mean_hides_it(tmp_path: Path) -> None:
+    cells = drawn(0, gain=-3.0, chance=0.0)
+    assert judged(tmp_path, cells).word == "not shown to leak"
+    cells[1, 3, "matching"] = {"psnr": [45.0, 9.0, 9.0, 9.0], "identified": [1.0, 0.0, 0.0, 0.0]}
+    verdict = judged(tmp_path, cells)
+    assert verdict.word == "leaks"
+    assert verdict.strongest is not None
+    assert (verdict.strongest.exposed, verdict.strongest.identified) == (1, Rate(1, 48))
+    assert "leak" in verdict.sentence
+    assert "1 of them" in verdict.sentence
+
+
+def test_more_identified_than_by_any_baseline_is_a_leak(tmp_path: Path) -> None:
+    cells = drawn(0, gain=-3.0, chance=0.0)
+    for client in range(6):
+        cells[1, client, "matching"] = {"psnr": [9.0] * 4, "identified": [1.0, 1.0, 0.0, 0.0]}
+    verdict = judged(tmp_path, cells)
+    assert verdict.word == "leaks"
+    assert verdict.strongest is not None
+    assert verdict.strongest.exposed == 0
+
+
+def test_the_sentence_names_attack_budget_baseline_and_numbers(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, drawn(0, gain=-3.0, chance=0.0))
+    assert (
+        "not shown to leak at this budget (strongest attack matching, 500 iterations x 1 restart)" in verdict.sentence
+    )
+    assert "0 of 48 images are identified" in verdict.sentence
+    assert "stronger attack" in verdict.sentence
+    assert "safe" not in verdict.sentence
+    e = verdict.strongest
+    assert e is not None
+    assert e.baseline in ("mean_image", "random_image", "wrong_client(matching)")
+    assert e.mean == pytest.approx(e.psnr - e.floor)
+    assert e.n == 48
+    assert e.clusters == 12
+
+
+def test_a_failed_replay_check_forbids_to_say_that_nothing_leaks(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, drawn(0, gain=-3.0, chance=0.0), replay="mismatch")
+    assert verdict.word == "undetermined"
+    assert "replay" in verdict.sentence
+    assert judged(tmp_path, drawn(0, gain=3.0), replay="mismatch").word == "leaks", "what came back, came back"
+
+
+def test_what_cannot_be_said(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "none.sqlite", create=True) as ledger:
+        assert analysis.verdict(ledger).sentence.endswith("no attack was planned.")
+        assert (leakage(ledger, "psnr"), round_table(ledger), analysis.success_curve(ledger)) == ([], [], {})
+        ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
+        assert analysis.verdict(ledger).sentence.endswith("no attack has been done.")
+    nothing: Values = {"psnr": [None] * 4}
+    failing = judged(tmp_path, {(1, 0, "matching"): nothing, (1, 0, "mean_image"): {"psnr": [12.0] * 4}})
+    assert failing.word == "undetermined"
+    assert "(4 x diverged)" in failing.sentence
+    alone = judged(tmp_path, {(1, 0, "matching"): {"psnr": [40.0] * 4}})
+    assert alone.word == "undetermined"
+    assert "no baseline" in alone.sentence
+
+
+def test_an_unfinished_audit_says_so_far(ledger: Ledger) -> None:
+    score(ledger, drawn(0, gain=3.0))
+    assert analysis.verdict(ledger).sentence.startswith("The clients' images leak")
+    ledger.record_intake(2, [Seen(0, "accepted", "", 4, "digest")], PLAN)
+    assert analysis.verdict(ledger).sentence.startswith("So far (36 of 39 attacks done), the clients' images leak")
+
+
+def test_pairs_are_of_the_same_example(ledger: Ledger) -> None:
+    """The excess is a mean of differences: examples that one side lacks do not count."""
+    score(
+        ledger,
+        {
+            (1, 0, "matching"): {"psnr": [20.0, 99.0]},
+            (1, 0, "mean_image"): {"psnr": [15.0, None]},
+            (1, 1, "mean_image"): {"psnr": [50.0, 50.0]},
+        },
+    )
+    (excess,) = analysis.excesses(Scores.read(ledger))
+    assert (excess.mean, excess.psnr, excess.floor, excess.baseline) == (5.0, 20.0, 15.0, "mean_image")

@@ -1,0 +1,303 @@
+"""The benchmarks: what they compare is equal mathematics, and each measures and keeps what it promises."""
+
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from attacks.metrics import PSNR_CAP
+from client.data import data_folder
+from client.rng import generator
+from simulations.benchmarks import memory as memories
+from simulations.benchmarks.__main__ import RESULTS, main, readme
+from simulations.benchmarks.engine import CIFAR_SHAPE, DIGITS, LEAN, PUBLISHED, engine, problem
+from simulations.benchmarks.figures import Figure, Report, interleaved
+from simulations.benchmarks.intercept import Case, intercept
+from simulations.benchmarks.memory import Memory, audit, memory, memory_of, memory_of_flower, own_memory, train
+from simulations.benchmarks.quality import quality
+
+
+class Steps:
+    """Progress as a benchmark told it."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+
+    def __call__(self, done: int, total: int) -> None:
+        self.told.append((done, total))
+
+    def complete(self) -> bool:
+        totals = {total for _, total in self.told}
+        return len(totals) == 1 and [done for done, _ in self.told] == list(range(1, totals.pop() + 1))
+
+
+@pytest.fixture
+def steps() -> Steps:
+    return Steps()
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def by_name(report: Report) -> dict[str, Figure]:
+    figures = {f"{f.name} [{f.unit}]": f for f in report.figures}
+    assert len(figures) == len(report.figures), "two figures have one name"
+    json.dumps(dict(report.settings), allow_nan=False)
+    return figures
+
+
+# ---------------------------------------------------------------------------------------------------------- engine
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("source", [CIFAR_SHAPE, DIGITS])
+@pytest.mark.parametrize("iterations", [1, 8])
+def test_the_published_loop_and_the_engine_do_the_same(source: str, iterations: int) -> None:
+    """The comparison of speeds means nothing otherwise; 8 iterations pass all three cuts of the rate."""
+    compared = problem(source, 3)
+    ours = compared.engine(iterations)
+    published, lean = (compared.published(iterations, lean) for lean in (False, True))
+    assert ours.dtype == published.dtype == torch.float64
+    assert (ours[0] - published).abs().max() < 1e-5
+    assert (published - lean).abs().max() < 1e-12
+    assert (ours[1] - published).abs().max() > 0.1, "another start: the images would agree whatever the loops did"
+
+
+@pytest.mark.usefixtures("double")
+def test_the_published_loop_moves_against_the_gradient() -> None:
+    """Ten times the iterations, a better match: both loops standing still would also agree."""
+    compared = problem(CIFAR_SHAPE, 1)
+    early, late = (compared.published(n) for n in (8, 80))
+    truth = torch.rand(1, 3, 32, 32, generator=generator(0, "benchmark images"))
+    assert (late - truth).square().mean() < (early - truth).square().mean()
+
+
+def test_the_engine_benchmark_compares_every_size(steps: Steps) -> None:
+    figures = by_name(engine(steps, sizes=(1, 2), iterations=2, repetitions=1, sources=(CIFAR_SHAPE,)))
+    speed = "problem-iterations per CPU second"
+    loops = {f"{CIFAR_SHAPE}: {name} [{speed}]" for name in (PUBLISHED, LEAN, "engine, K = 1", "engine, K = 2")}
+    ratios = {f"{CIFAR_SHAPE}: engine / {PUBLISHED}, K = {k} [x]" for k in (1, 2)}
+    assert figures.keys() == loops | ratios
+    values = {name: f.value for name, f in figures.items()}
+    assert all(v is not None and v > 0 for v in values.values())
+    base, two = values[f"{CIFAR_SHAPE}: {PUBLISHED} [{speed}]"], values[f"{CIFAR_SHAPE}: engine, K = 2 [{speed}]"]
+    assert base is not None
+    assert two is not None
+    assert values[f"{CIFAR_SHAPE}: engine / {PUBLISHED}, K = 2 [x]"] == pytest.approx(two / base)
+    assert steps.complete()
+
+
+def test_works_take_turns_after_one_run_that_is_not_counted(steps: Steps) -> None:
+    order: list[str] = []
+    seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, steps)
+    assert order == ["a", "b"] * 3
+    assert {name: len(spent) for name, spent in seconds.items()} == {"a": 2, "b": 2}
+    assert steps.complete()
+
+
+# --------------------------------------------------------------------------------------------------------- quality
+
+
+def test_quality_without_local_images_says_what_it_skipped(no_local_data: Path, steps: Steps) -> None:
+    assert data_folder() == no_local_data
+    report = quality(steps, images=1, iterations=2, labels=8, inputs=2)
+    figures = by_name(report)
+    skipped = figures["Inverting Gradients, lenet, 2 iterations: mean PSNR [dB]"]
+    assert (skipped.value, skipped.met) == (None, None)
+    assert skipped.note.startswith("skipped: needs cifar10-train")
+    assert {f.value for name, f in figures.items() if name.startswith("iDLG")} == {100.0}
+    assert figures["analytic, mlp: worst PSNR [dB]"].value == PSNR_CAP
+    assert str(report.settings["dataset"]).startswith("mnist5k")
+    assert steps.complete()
+
+
+def test_quality_on_local_images(local_data: Path, steps: Steps) -> None:
+    if not any(local_data.glob("cifar10-test-*.npz")):
+        pytest.skip("needs cifar10-test-*.npz in the local data folder")
+    figures = by_name(quality(steps, images=2, iterations=2, labels=4, inputs=1))
+    mean, worst, best = (
+        figures[f"Inverting Gradients, lenet, 2 iterations: {kind} PSNR [dB]"].value
+        for kind in ("mean", "worst", "best")
+    )
+    assert mean is not None
+    assert worst is not None
+    assert best is not None
+    assert 0 < worst < mean < best < 20
+    assert mean == pytest.approx((worst + best) / 2)
+
+
+# ------------------------------------------------------------------------------------------------------- intercept
+
+
+def test_intercept_measures_the_tap_beside_its_round(steps: Steps) -> None:
+    narrow = {"use": "client.models:mlp", "hidden": [4]}
+    small, large = Case("small", 2, narrow, 1, 1), Case("large", 3, narrow, 2, 2)
+    figures = by_name(intercept(steps, small=small, large=(large,), rounds=2, large_rounds=1))
+    assert figures.keys() == {
+        "small: tap [ms a round]",
+        "small: tap, CPU [ms a round]",
+        "large: tap / round [% of CPU seconds]",
+        "large: tap / round [% of wall seconds]",
+        "large: round without tap [CPU seconds]",
+    }
+    assert all(f.value is not None and f.value > 0 for f in figures.values())
+    assert steps.complete()
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def test_train_and_audit_measure_after_each_round(tmp_path: Path) -> None:
+    _, run = memories._run(tmp_path, clients=2, rounds=2, iterations=1)
+    trained, attacked = train(run), audit(run)
+    assert [m.rounds for m in trained] == [m.rounds for m in attacked] == [1, 2]
+    assert all(m.peak >= m.resident > 0 for m in [*trained, *attacked])
+    with run.ledger() as ledger:
+        assert len(ledger.observations()) == 4
+        assert ledger.progress().done == ledger.progress().total == 2 * 2 * 3
+
+
+def test_memory_is_what_the_kernel_says() -> None:
+    before = own_memory(1)
+    held = torch.ones(64 * 2**20 // 4)
+    during = memory_of(os.getpid(), 2)
+    assert 60 < during.resident - before.resident < 80
+    del held
+    after = own_memory(3)
+    assert after.resident - before.resident < 20
+    assert after.peak >= during.resident - 1  # the kernel brings its counts together only now and then
+
+
+def test_a_process_that_keeps_its_rounds_is_caught(tmp_path: Path) -> None:
+    _, run = memories._run(tmp_path, clients=2, rounds=3, iterations=1)
+    train(run)
+    updates = sum(p.stat().st_size for p in (run.folder / "tape").glob("round-00001-client-*")) / 2**20
+    hoards = [Memory(n, 300 + n * updates, 300 + n * updates) for n in (1, 2, 3)]
+    steady = [Memory(n, 300 + n * updates / 10, 300 + n * updates / 10) for n in (1, 2, 3)]
+    swells = [Memory(1, 300, 300), Memory(3, 300, 320)]
+    for seen, met in ((hoards, [False, True]), (steady, [True, True]), (swells, [True, False])):
+        figures = memories._figures("x", seen, run)
+        assert [f.met for f in figures if "growth" in f.name] == met
+
+
+@pytest.mark.slow
+def test_memory_runs_training_and_audit_as_processes(steps: Steps) -> None:
+    figures = by_name(memory(steps, clients=2, rounds=2, iterations=1))
+    _promises_of_memory(figures, "strategy and tap")
+    assert steps.complete()
+
+
+@pytest.mark.slow
+def test_memory_of_flower_watches_the_serverapp(steps: Steps) -> None:
+    figures = by_name(memory_of_flower(steps, clients=2, rounds=2, iterations=1))
+    _promises_of_memory(figures, "ServerApp's process")
+    resident = figures["ServerApp's process: resident after round 1 [MiB]"].value
+    assert resident is not None
+    assert resident > 250, "torch and Ray alone take that: another process was watched"
+
+
+def _promises_of_memory(figures: dict[str, Figure], trainer: str) -> None:
+    assert figures["updates accepted []"].value == 4
+    assert (figures["attack jobs done []"].value, figures["attack jobs done []"].met) == (12, True)
+    for name in (trainer, "audit"):
+        first, last = (figures[f"{name}: peak after round {n} [MiB]"].value for n in (1, 2))
+        assert first is not None
+        assert last is not None
+        assert figures[f"{name}: growth of peak [%]"].value == pytest.approx(100 * (last / first - 1))
+        assert figures[f"{name}: growth of resident [MiB]"].target.startswith("<= ")
+
+
+# ------------------------------------------------------------------------------------------- command line, results
+
+
+def report(value: float | None, **target: float) -> Report:
+    return Report((Figure("speed", value, "x", **target),), {"seed": 3, "sizes": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("figure", "target", "met"),
+    [
+        (Figure("f", 6.0, "x", at_least=6), ">= 6", True),
+        (Figure("f", 5.9, "x", at_least=6), ">= 6", False),
+        (Figure("f", 50.1, "ms", at_most=50), "<= 50", False),
+        (Figure("f", 50.0, "ms", at_most=50), "<= 50", True),
+        (Figure("f", None, "dB", at_least=16.5), ">= 16.5", None),
+        (Figure("f", 1.0, "dB"), "", None),
+    ],
+)
+def test_a_target_is_met_or_not(figure: Figure, target: str, met: bool | None) -> None:
+    assert (figure.target, figure.met) == (target, met)
+
+
+def test_results_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def toy(progress: Steps) -> Report:
+        progress(1, 1)
+        return report(7.25, at_least=6.0)
+
+    assert main([], {"toy": toy}, tmp_path) == 0
+    out, err = capsys.readouterr()
+    assert "speed  7.25  x  >= 6  yes" in out
+    assert "toy: starting" in err
+    kept = json.loads((tmp_path / "toy.json").read_text())
+    figure = {"name": "speed", "value": 7.25, "unit": "x", "target": ">= 6", "met": True, "note": ""}
+    assert (kept["benchmark"], kept["figures"]) == ("toy", [figure])
+    assert kept["settings"] == {"seed": 3, "sizes": [1, 2]}
+    assert kept["environment"]["packages"]["torch"] == torch.__version__
+    assert kept["environment"]["cores"] == os.cpu_count()
+    assert kept["date"].endswith(" UTC")
+    assert "| speed | 7.25 | x | >= 6 | yes |  |" in (tmp_path / "README.md").read_text()
+
+
+def test_json_is_one_object_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toys = {"a": lambda progress: report(1.0), "b": lambda progress: report(None, at_most=2.0)}
+    assert main(["b", "a", "--json"], toys, tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["benchmark"] for line in lines] == ["b", "a"]
+    assert json.loads(lines[0]) == json.loads((tmp_path / "b.json").read_text())
+    assert "| speed | - | x | <= 2 |  |" in (tmp_path / "README.md").read_text()
+
+
+def test_a_missed_target_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toys = {"slow": lambda progress: report(1.0, at_least=6.0), "fine": lambda progress: report(9.0, at_least=6.0)}
+    assert main(["slow", "fine"], toys, tmp_path) == 1
+    assert "NO" in capsys.readouterr().out
+
+
+def test_a_value_that_is_no_number_is_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        main([], {"toy": lambda progress: report(float("nan"))}, tmp_path)
+    assert not (tmp_path / "toy.json").exists()
+
+
+def test_an_unknown_benchmark_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+    with pytest.raises(SystemExit) as stopped:
+        main(["toy", "tou"], {"toy": lambda progress: ran.append("toy") or report(1.0)}, tmp_path)
+    assert (stopped.value.code, ran) == (2, [])
+    assert "there is no benchmark 'tou'; there are toy" in capsys.readouterr().err
+
+
+def test_flower_is_another_memory_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toys = {"memory": partial(_say, 1.0), "memory-flower": partial(_say, 2.0)}
+    main(["memory", "--flower", "--json"], toys, tmp_path)
+    assert json.loads(capsys.readouterr().out)["figures"][0]["value"] == 2.0
+
+
+def _say(value: float, progress: Steps) -> Report:
+    return report(value)
+
+
+def test_the_kept_results_are_what_their_readme_shows() -> None:
+    stored = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    assert {r["benchmark"] for r in stored} == {"engine", "quality", "intercept", "memory", "memory-flower"}
+    assert (RESULTS / "README.md").read_text() == readme(stored)

@@ -1,0 +1,489 @@
+"""The report: what it shows is what the ledger, the tape and the data say; it asks nothing of a network, in any state of a run."""
+
+import base64
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from attacks.audit import card
+from attacks.plan import AttackPlan, PlannedAttack
+from client.protocol import Federation
+from server.ledger import Seen
+from server.pool import LocalExecutor, serve
+from server.run import Run
+from server.scenario import Scenario
+from simulations.analysis import leakage
+from simulations.report import breakable, choose, number, png, write_report
+
+HOSTILE = "<script>alert('reason')</script> & <b>bold</b>"
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def scenario(**changes: Any) -> Scenario:
+    tables: dict[str, Any] = {
+        "seed": 1,
+        "rounds": 2,
+        "clients": 3,
+        "data": {"use": "client.data:mnist5k", "batch_size": 2, "auxiliary": 200},
+        "model": {"use": "client.models:mlp", "hidden": [32]},
+        "chain": [{"use": "client.update:local_sgd", "rate": 0.1}],
+        "attack": [
+            {"use": "attacks.matching:inverting_gradients", "iterations": 60},
+            {"use": "attacks.analytic:analytic"},  # does not apply to two examples an update
+        ],
+        "audit": {"executor": "local"},
+    }
+    return Scenario.from_tables(tables | changes)
+
+
+def taped(folder: Path, chosen: Scenario, rounds: int = 2) -> Run:
+    """A run as training leaves it: real updates on the tape, the last client's replies refused, jobs queued."""
+    run, federation = Run.create(folder, chosen), Federation(chosen.protocol)
+    params, buffers = federation.initial()
+    tape, clients = run.tape(), range(chosen.protocol.clients - 1)
+    with run.ledger() as ledger:
+        ledger.add_attacks(chosen.plan, {p.name: card(federation, p) for p in chosen.plan.attacks})
+        ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
+        for r in range(1, rounds + 1):
+            tape.write_round(r, params, buffers)
+            digests = {c: tape.write_update(r, c, federation.client_update(params, buffers, c, r)) for c in clients}
+            seen = [Seen(c, "accepted", "", federation.shards.batch_size, d) for c, d in digests.items()]
+            ledger.record_intake(r, [*seen, Seen(len(clients), "rejected", HOSTILE)], chosen.plan)
+            ledger.record_round(r, 0.1 + 0.1 * r, 2.0, 1.0, 0.01)
+        ledger.set_meta(state="trained")
+    return run
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A complete run: really attacked, with the replay check done."""
+    run = taped(tmp_path_factory.mktemp("runs") / "complete", scenario())
+    serve(run, LocalExecutor())
+    return run
+
+
+@pytest.fixture
+def copied(attacked: Run, tmp_path: Path) -> Run:
+    """The complete run, to be damaged."""
+    shutil.copytree(attacked.folder, tmp_path / "copied")
+    return Run.open(tmp_path / "copied")
+
+
+@dataclass
+class Figure:
+    """A picture of the page and its caption."""
+
+    alt: str
+    source: str | None
+    caption: str = ""
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a browser would find: text outside scripts, links to elsewhere, scripts, pictures, details, table rows."""
+
+    html: str
+    text: str = ""
+    links: list[str] = field(default_factory=list)
+    scripts: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    details: list[dict[str, str | None]] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
+    policy: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._open: list[str] = []
+        self.feed(self.html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag not in ("meta", "img", "br", "wbr"):
+            self._open.append(tag)
+        self.links += [v or "" for k, v in attrs if k in ("src", "href", "srcset", "action", "data", "poster")]
+        if tag == "meta" and given.get("http-equiv") == "Content-Security-Policy":
+            self.policy = given["content"] or ""
+        if tag == "script":
+            self.scripts.append("")
+        if tag == "figure":
+            self.figures.append(Figure("", None))
+        if tag == "img":
+            self.figures[-1].alt, self.figures[-1].source = given["alt"] or "", given["src"]
+        if tag == "details":
+            self.details.append(given)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "script" in self._open:
+            self.scripts[-1] += data
+        elif "style" not in self._open:
+            self.text += data
+            if "figcaption" in self._open:
+                self.figures[-1].caption += data + " "
+            if self._open and "td" in self._open:
+                self.rows[-1][-1] += data
+
+    @property
+    def words(self) -> str:
+        return " ".join(self.text.split())
+
+    def constant(self, name: str) -> Any:
+        """A value that the page's script was given; refuses NaN and Infinity, which are no JSON."""
+
+        def refuse(token: str) -> None:
+            raise AssertionError(f"{token} in the page's data")
+
+        found = re.search(rf"^const {name} = (.*);$", self.scripts[-1], re.MULTILINE)
+        assert found is not None
+        return json.loads(found[1], parse_constant=refuse)
+
+
+def page_of(run: Run) -> Page:
+    return Page(write_report(run).read_text())
+
+
+def pixels(source: str) -> np.ndarray:
+    kind, data = source.split(",", 1)
+    assert kind == "data:image/png;base64"
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+
+
+def as_bytes(x: torch.Tensor) -> np.ndarray:
+    return (x[0].clamp(0, 1) * 255).round().byte().numpy()
+
+
+# --------------------------------------------------------------------------------------------------------- a full run
+
+
+def test_the_file_is_the_owners_alone_and_equal_runs_give_equal_reports(attacked: Run) -> None:
+    path = write_report(attacked)
+    assert path == attacked.folder / "report.html"
+    assert path.stat().st_mode & 0o777 == 0o600
+    before = path.read_bytes()
+    assert write_report(attacked).read_bytes() == before
+    assert not list(attacked.folder.glob(".part-*"))
+
+
+def test_it_asks_nothing_of_a_network(attacked: Run) -> None:
+    page = page_of(attacked)
+    assert len(page.links) > 10
+    assert all(link.startswith("data:") for link in page.links)
+    assert "default-src 'none'" in page.policy
+    assert "connect-src" not in page.policy
+    assert "http" not in page.policy
+    styles = "".join(re.findall(r"<style>(.*?)</style>", page.html, re.DOTALL))
+    assert styles
+    assert "url(" not in styles
+    assert "@import" not in styles
+    # Plotly's tool bar would offer to send the figure's data to its makers
+    assert "showSendToCloud: false" in page.scripts[-1]
+    assert len(page.scripts) == 2
+
+
+def test_pictures_are_the_private_images_and_what_came_back(attacked: Run) -> None:
+    page, federation = page_of(attacked), Federation(attacked.scenario().protocol)
+    figures = iter(page.figures)
+    assert len(page.figures) == 2 * 2 * 2 * 3  # rounds x accepted clients x examples x (truth and two attacks)
+    for round in (1, 2):
+        for client in (0, 1):
+            truth = federation.batch_at(client, round)
+            found = attacked.read_reconstruction(round, client, "inverting_gradients")
+            for example in range(2):
+                true, matched, failed = next(figures), next(figures), next(figures)
+                assert true.source is not None
+                assert matched.source is not None
+                np.testing.assert_array_equal(pixels(true.source), as_bytes(truth.x[example]))
+                np.testing.assert_array_equal(pixels(matched.source), as_bytes(found["x"][example]))
+                assert true.caption.split() == ["truth", "label", str(int(truth.y[example]))]
+                right = "✓" if found["y"][example] == truth.y[example] else "✗"
+                assert f"label {int(found['y'][example])} {right}" in matched.caption
+                assert failed.source is None
+                assert "not_applicable" in failed.caption
+
+
+def test_captions_and_table_hold_the_ledgers_numbers(attacked: Run) -> None:
+    page = page_of(attacked)
+    with attacked.ledger() as ledger:
+        rows = [r for r in ledger.scores("psnr") if r["attack"] == "inverting_gradients"]
+        found = leakage(ledger, "psnr")
+    captions = [f.caption.replace("inverting_ gradients", "") for f in page.figures if "inverting" in f.caption]
+    assert [float(c.split(" dB")[0]) for c in captions] == pytest.approx([r["value"] for r in rows], abs=0.051)
+    mean = {k.round: k.mean for k in found if k.attack == "inverting_gradients"}
+    cells = [row for row in page.rows if len(row) == 9 and row[2] == "inverting_gradients"]
+    assert [(int(row[0]), row[1]) for row in cells] == [(1, "10\xa0% → 20\xa0%"), (2, "20\xa0% → 30\xa0%")]
+    assert [float(row[3]) for row in cells] == pytest.approx([mean[1], mean[2]], abs=0.051)
+    assert all("2 clients" in row[4] for row in cells), "few clusters stand beside the interval"
+    assert any(row[0].startswith("analytic") and "4 not_applicable" in row[0] for row in page.rows)
+
+
+def test_the_figures_data_is_the_analysis(attacked: Run) -> None:
+    page = page_of(attacked)
+    figure, success = page.constant("figure"), page.constant("success")
+    assert figure["accuracy"] == {"x": [0, 1, 2], "y": [0.1, 0.2, 0.3]}
+    assert [m["name"] for m in figure["metrics"]] == ["psnr", "ssim", "mse", "identified", "label_accuracy"]
+    with attacked.ledger() as ledger:
+        for metric in figure["metrics"]:
+            leaks = {(k.attack, k.round): k for k in leakage(ledger, metric["name"]) if k.mean is not None}
+            drawn = {(s["name"], r): v for s in metric["series"] for r, v in zip(s["x"], s["mean"], strict=True)}
+            assert drawn.keys() == {key for key in leaks if key[1] is not None}
+            assert drawn == {key: pytest.approx(leaks[key].mean, rel=1e-4) for key in drawn}
+    baselines = {s["name"] for s in figure["metrics"][0]["series"] if s["baseline"]}
+    assert baselines == {"mean_image", "random_image", "wrong_client(inverting_gradients)"}
+    curves = {s["name"]: s["y"] for s in success}
+    assert all(a >= b for a, b in zip(curves["inverting_gradients"], curves["inverting_gradients"][1:], strict=False))
+    assert curves["analytic"] == [0] * 51
+
+
+def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None:
+    page = page_of(attacked)
+    headings = re.findall(r"<h2>(.*?)</h2>", page.html)
+    assert headings == [
+        "Accuracy and leakage over rounds",
+        "Round by round",
+        "Private images and their reconstructions",
+        "Success over thresholds",
+        "What each attacker knew",
+        "Participation",
+        "Replay check",
+        "Scenario",
+        "Environment",
+    ]
+    words = page.words
+    start = words.index("complete", words.index("complete") + 1)
+    order = [words.index(w, start) for w in ("The clients' images", "invertible personal data", "Accuracy and leakage")]
+    assert order == sorted(order)
+    for needed in (
+        "LPIPS: unavailable (no backbone weights, or images under 32 pixels)",
+        "4 updates accepted, 2 rejected, 0 missing",
+        "ok: cosine 1.0000000",
+        "exact to rounding",
+        'use = "client.data:mnist5k"',
+        "60 iterations x 1 restart",
+    ):
+        assert needed in words
+    assert words.count("labels restored") >= 5, "the knowledge card stands by every figure and table"
+    assert "open" in page.details[0]
+    assert not any("open" in d for d in page.details[1:])
+    assert "safe" not in words.replace("safetensors", "")
+
+
+def test_what_others_wrote_is_text_not_markup(tmp_path: Path) -> None:
+    chosen = scenario(attack=[])
+    run = Run.create(tmp_path / "a<i>run", chosen)
+    hostile = PlannedAttack("<img src=x onerror=alert(1)>", {"use": "attacks.baselines:mean_image", "x": HOSTILE})
+    plan = AttackPlan((hostile, *chosen.plan.attacks))
+    (run.folder / "environment.json").write_text(json.dumps({"packages": {HOSTILE: HOSTILE}, "cuda": None}))
+    with run.ledger() as ledger:
+        ledger.add_attacks(plan, {p.name: f"honest; {HOSTILE}" for p in plan.attacks})
+        ledger.record_intake(1, [Seen(0, "accepted", "", 2, "digest"), Seen(1, "rejected", HOSTILE)], plan)
+        ledger.set_meta(replay="mismatch", replay_detail=HOSTILE)
+        while (lease := ledger.lease()) is not None:
+            ledger.fail(lease, HOSTILE, final=True)
+    page = page_of(run)
+    assert len(page.scripts) == 2
+    assert "<b>" not in page.html.replace(page.scripts[0], "").replace(page.scripts[1], "")
+    assert not [link for link in page.links if not link.startswith("data:")]
+    assert page.words.count(HOSTILE) >= 5
+    assert "<" not in re.findall(r"^const .*$", page.scripts[1], re.MULTILINE)[0]
+    assert "<img" not in json.dumps([page.constant("figure"), page.constant("success")]), "Plotly reads markup in names"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
+@pytest.mark.parametrize("state", ["complete", "empty"])
+def test_a_browser_draws_it_without_a_complaint(attacked: Run, tmp_path: Path, state: str) -> None:
+    run = attacked if state == "complete" else Run.create(tmp_path / "empty", scenario())
+    assert BROWSER is not None
+    quiet = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path}/profile",
+    ]
+    command = [BROWSER, *quiet, "--virtual-time-budget=5000", "--dump-dom", write_report(run).resolve().as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    lines = done.stdout.count('class="js-line"')
+    assert lines > 10 if state == "complete" else lines == 0
+
+
+# ----------------------------------------------------------------------------------------------------- other states
+
+
+def test_a_run_without_rounds(tmp_path: Path) -> None:
+    page = page_of(Run.create(tmp_path / "empty", scenario()))
+    assert "before its first round" in page.words
+    assert "No round has been recorded yet" in page.words
+    assert "no attack was planned" in page.words
+    assert page.figures == []
+    assert page.constant("figure") == {"accuracy": {"x": [], "y": []}, "metrics": []}
+
+
+def test_a_run_not_attacked_yet_names_the_command(tmp_path: Path) -> None:
+    run = taped(tmp_path / "waiting", scenario())
+    page = page_of(run)
+    assert f"16 of 16 attacks have not been done yet. Go on with: fedleak audit {run.folder}" in page.words
+    assert "no attack has been done" in page.words
+    assert page.constant("figure")["accuracy"]["x"] == [0, 1, 2]
+    assert "Not done yet: it is done before the first attack." in page.words
+
+
+def test_an_interrupted_run_shows_what_there_is(tmp_path: Path) -> None:
+    run = taped(tmp_path / "stopped", scenario(rounds=5))
+    with run.ledger() as ledger:
+        ledger.set_meta(state="interrupted")
+    calls = iter(range(100))
+    serve(run, LocalExecutor(), stop=lambda: next(calls) >= 3)
+    with run.ledger() as ledger:
+        progress = ledger.progress()
+        assert 0 < progress.done < progress.total
+    page = page_of(run)
+    assert "The training was interrupted after 2 of 5 rounds" in page.words
+    assert f"{progress.queued} of {progress.total} attacks have not been done yet" in page.words
+    assert [f for f in page.figures if f.source]
+
+
+def test_a_server_that_was_not_curious(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "blind", scenario(audit={"curious": False}))
+    with run.ledger() as ledger:
+        ledger.record_round(0, 0.1, 2.3, 0.0, 0.0)
+        ledger.record_intake(1, [Seen(0, "accepted", "", 2), Seen(1, "missing", "no reply")], None)
+        ledger.record_round(1, 0.2, 2.0, 1.0, 0.0)
+    page = page_of(run)
+    assert "The server was not curious" in page.words
+    assert "fedleak audit" not in page.words, "there is nothing on the tape to audit"
+    assert "1 updates accepted, 0 rejected, 1 missing" in page.words
+
+
+def test_a_failed_attack_is_told_with_its_error(tmp_path: Path) -> None:
+    run = taped(tmp_path / "damaged", scenario())
+    damaged = sorted((run.folder / "tape").glob("round-00002-client-*"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    serve(run, LocalExecutor())
+    page = page_of(run)
+    with run.ledger() as ledger:
+        assert ledger.progress().failed > 0
+        assert all(" ".join(error.split()) in page.words for error in ledger.errors())
+    assert any("failed" in f.caption for f in page.figures)
+
+
+def test_a_reconstruction_that_is_gone_or_damaged_is_said_to_be(copied: Run) -> None:
+    copied.reconstruction(1, 0, "inverting_gradients").unlink()
+    copied.reconstruction(2, 1, "inverting_gradients").write_bytes(b"damaged")
+    captions = [f.caption for f in page_of(copied).figures if f.source is None and "inverting" in f.caption]
+    assert len(captions) == 4
+    assert all("file missing" in c and " dB" in c for c in captions[:2])
+    assert all("file damaged" in c and " dB" in c for c in captions[2:])
+
+
+def test_a_failed_replay_check_is_told_at_the_top(copied: Run) -> None:
+    with copied.ledger() as ledger:
+        ledger.set_meta(replay="mismatch", replay_detail="cosine 0.5: the learning rate differs")
+    words = page_of(copied).words
+    assert words.index("the learning rate differs") < words.index("Accuracy and leakage over rounds")
+
+
+def test_given_labels_are_not_shown_as_restored(tmp_path: Path) -> None:
+    attack = {"use": "attacks.matching:inverting_gradients", "iterations": 2, "labels": "given"}
+    run = taped(tmp_path / "given", scenario(attack=[attack]), rounds=1)
+    serve(run, LocalExecutor())
+    page = page_of(run)
+    captions = [f.caption for f in page.figures if "inverting" in f.caption]
+    assert len(captions) == 4
+    assert all("given" in c and "✓" not in c for c in captions)
+    assert "labels are restored" not in page.words
+
+
+def test_a_quickstart_is_shown_whole_below_six_megabytes(tmp_path: Path) -> None:
+    attacks = [{"use": f"attacks.matching:{name}", "iterations": 1} for name in ("inverting_gradients", "dlg")]
+    data = {"use": "client.data:mnist5k", "batch_size": 4}
+    chosen = scenario(rounds=10, clients=5, data=data, attack=attacks)  # the fifth client is refused
+    run = taped(tmp_path / "quickstart", chosen, rounds=10)
+    serve(run, LocalExecutor())
+    page = page_of(run)  # after one iteration images are noise, which compresses worst
+    assert len(page.figures) == 10 * 4 * 4 * 3
+    assert "All 160 examples that were attacked" in page.words
+    assert write_report(run).stat().st_size < 6_000_000
+
+
+def test_a_large_gallery_is_a_choice_that_says_so(attacked: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulations.report.GALLERY_BYTES", 1)
+    page = page_of(attacked)
+    assert "A choice: 3 of 4 examples, of 1 of 2 attacked rounds" in page.words
+    with attacked.ledger() as ledger:
+        rows = [r for r in ledger.scores("psnr") if r["attack"] == "inverting_gradients"]
+    worst = max(rows, key=lambda r: r["value"])
+    assert f"client {worst['client']} · round {worst['round']} · example {worst['example']} · leaked most" in page.words
+
+
+# --------------------------------------------------------------------------------------------------------- the choice
+
+STRENGTHS = st.dictionaries(
+    st.integers(1, 60),
+    st.dictionaries(
+        st.tuples(st.integers(0, 5), st.integers(0, 3)), st.floats(0, 100) | st.just(math.nan), min_size=1, max_size=24
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(STRENGTHS, st.integers(1, 60))
+def test_the_choice_keeps_to_its_room_and_hides_no_extreme(
+    strengths: Mapping[int, Mapping[tuple[int, int], float]], room: int
+) -> None:
+    chosen = choose(strengths, room)
+    assert chosen == choose(strengths, room)
+    shown = sum(map(len, chosen.values()))
+    if sum(map(len, strengths.values())) <= room:
+        assert {r: list(keys) for r, keys in chosen.items()} == {r: list(keys) for r, keys in strengths.items()}
+        return
+    assert 0 < shown <= max(3, room)
+    for round, keys in chosen.items():
+        graded = {k: v for k, v in strengths[round].items() if not math.isnan(v)}
+        assert set(keys) <= set(strengths[round])
+        if graded:
+            most = [k for k, why in keys.items() if why == "leaked most"]
+            assert graded[most[0]] == max(graded.values())
+            least = [k for k, why in keys.items() if why == "hid best"] or most
+            assert graded[least[0]] == min(graded.values())
+    everything = [v for keys in strengths.values() for v in keys.values() if not math.isnan(v)]
+    if everything:
+        assert max(everything) in [v for r in chosen for v in strengths[r].values()]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_png_holds_the_pixels(channels: int) -> None:
+    x = torch.rand(channels, 5, 7, generator=torch.Generator().manual_seed(0))
+    expected = (x * 255).round().byte().permute(1, 2, 0).numpy()
+    np.testing.assert_array_equal(pixels(png(x)).reshape(5, 7, channels), expected)
+    assert pixels(png(torch.tensor([[[-1.0, 2.0]]]))).tolist() == [[0, 255]]
+
+
+def test_numbers_and_names_in_words() -> None:
+    assert [number(v, 1) for v in (None, math.nan, math.inf, -math.inf, 12.345)] == ["–", "–", "∞", "−∞", "12.3"]
+    assert breakable("a_b<c>") == "a_<wbr>b&lt;c&gt;"
