@@ -99,7 +99,18 @@ def test_a_real_federation_is_trained_attacked_and_reported(finished: Run) -> No
     assert (finished.folder.stat().st_mode & 0o777) == 0o700
     exported = fedleak("export", str(finished.folder))
     rows = list(csv.DictReader(io.StringIO(exported.stdout)))
-    assert list(rows[0]) == "run round client attack example metric value status seconds knowledge".split()
+    assert list(rows[0]) == [
+        "run",
+        "round",
+        "client",
+        "attack",
+        "example",
+        "metric",
+        "value",
+        "status",
+        "seconds",
+        "knowledge",
+    ]
     assert {r["attack"] for r in rows} >= {"analytic", "inverting_gradients", "mean_image", "wrong_client(analytic)"}
     assert fedleak("runs", "--runs", str(finished.folder.parent)).stdout.count("complete") == 1
     assert marked_processes() == []
