@@ -94,6 +94,7 @@ def simulate(run: Run, scenario: Scenario, console: Console, interrupt: Interrup
 
 def _train(run: Run, ledger: Ledger, scenario: Scenario, keeper: "_Keeper", interrupt: Interrupt) -> None:
     keeper.view.note = "starting Flower"
+    ledger.set_meta(state="training")
     state = "failed"
     try:
         with Training(run, scenario) as training:
