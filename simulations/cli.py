@@ -1,6 +1,7 @@
 """The command line: fedleak run | audit | report | export | runs | stop | init | doctor."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
     settings = [*options.set, *([f"rounds={options.rounds}"] if options.rounds is not None else [])]
     scenario = Scenario.load(options.scenario, settings)
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns of evaluation being off, which is our own choice
     try:
         build_strategy(scenario.strategy, scenario.protocol.clients)
     except SpecError as error:
@@ -203,7 +205,7 @@ def _tell(run: Run, interrupted: bool) -> None:
     """The end of a run in words: table, failures, report, how to go on."""
     from simulations.report import write_report
 
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=120)  # 80 would cut names off in files and pipes
     with run.ledger() as ledger:
         table = Table(
             "round", "accuracy", "attack", "mean PSNR", "best PSNR", "baseline PSNR", "label accuracy", box=None
