@@ -57,8 +57,7 @@ class analytic(Attack):
             if not signal.abs().max() > 0:
                 return None
             value = _rank_one_input(gradient[f"{below}.weight"], signal)
-        mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (known.mean, known.std))
-        return (value.view(1, *known.shape) * std + mean).clamp(0, 1).float()
+        return known.pixels(value.view(1, *known.shape)).clamp(0, 1).float()
 
 
 @dataclass(frozen=True)

@@ -66,15 +66,14 @@ class Auditor:
 
     def knowledge(self, planned: PlannedAttack) -> Knowledge:
         """The threat model of a planned attack; its card stands beside every score."""
-        fed, dataset, local = self.federation, self.federation.shards.dataset, self.federation.chain.local
-        chain = fed.chain if planned.defense == "known" else Chain((local,))
+        fed, dataset = self.federation, self.federation.shards.dataset
+        chain = fed.chain if planned.defense == "known" else Chain((fed.chain.local,))
         return Knowledge(
             model=fed.model,
-            forward=chain.mean(fed.gradient),
+            chain=chain,
             shape=dataset.shape,
             classes=dataset.classes,
             batch_size=fed.shards.batch_size,
-            scale=local.scale,
             mean=dataset.mean,
             std=dataset.std,
             auxiliary=self.auxiliary,

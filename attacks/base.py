@@ -3,12 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
 
-from client.update import Batch, Params, Update, UpdateFn
+from client.update import Batch, Chain, Params, Update, UpdateFn, gradient
 
 Stream = Callable[..., Generator]  # stream("start", restart): a generator of its own for one purpose of one observation
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
@@ -57,11 +58,10 @@ class Knowledge:
     """The threat model: all that an attack may use besides the observation.
 
     Args:
-        model: the network, with the buffers that the server sent.
-        forward: the chain as the attacker believes it to be, differentiable and without noise.
+        model: the network, with the buffers that the server sent; the clients minimise its mean cross-entropy.
+        chain: the clients' chain as the attacker believes it to be.
         shape: (C, H, W) of an image.
         classes, batch_size: as agreed in the federation.
-        scale: update ~ -scale * gradient (learning rate times local steps).
         mean, std: the per-channel normalisation in front of the model.
         labels: (K, B) int64 where the attacker is given them, else None: it restores them.
         auxiliary: public images of the same distribution, else None.
@@ -69,16 +69,41 @@ class Knowledge:
     """
 
     model: nn.Module
-    forward: UpdateFn
+    chain: Chain
     shape: tuple[int, int, int]
     classes: int
     batch_size: int
-    scale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
     labels: Tensor | None = None
     auxiliary: Batch | None = None
     card: str = ""
+
+    @cached_property
+    def forward(self) -> UpdateFn:
+        """A client as the attacker can compute it: the whole chain, differentiable, without its noise."""
+        return self.chain.mean(gradient(self.model, normalise=self.normalise))
+
+    @property
+    def scale(self) -> float:
+        """update ~ -scale * gradient: learning rate times local steps."""
+        return self.chain.local.scale
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """x (..., C, H, W) in [0, 1] to what the model is fed."""
+        mean, std = self._statistics(pixels)
+        return (pixels - mean) / std
+
+    def pixels(self, x: Tensor) -> Tensor:
+        """The inverse of `normalise`."""
+        mean, std = self._statistics(x)
+        return x * std + mean
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = (
+            torch.tensor(v, dtype=like.dtype, device=like.device).view(-1, 1, 1) for v in (self.mean, self.std)
+        )
+        return mean, std
 
 
 @dataclass(frozen=True)

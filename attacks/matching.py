@@ -70,7 +70,7 @@ class GradientMatching(Attack):
         seconds = (time.perf_counter() - started) / len(wave)
         results = []
         for k, best in enumerate(objectives.argmin(1).tolist()):
-            x = _pixels(variables["x"][k, best], known).clamp(0, 1)
+            x = known.pixels(variables["x"][k, best]).clamp(0, 1)
             guess = variables["y"][k, best].argmax(1) if y is None else y[k]
             objective = float(objectives[k, best])
             status: Status = "converged" if spent == budget.iterations else "out_of_budget"
@@ -110,7 +110,7 @@ class GradientMatching(Attack):
         self, variables: Variables, y: Tensor | None, wave: Wave, known: Knowledge, budget: Budget, started: float
     ) -> int:
         """Advance all problems together; returns the iterations done."""
-        low, high = (_normalised(torch.full((len(known.mean), 1, 1), v), known) for v in (0.0, 1.0))
+        low, high = (known.normalise(torch.full((len(known.mean), 1, 1), v)) for v in (0.0, 1.0))
         adam = Adam(signed=self.signed)
         for iteration in range(budget.iterations):
             if budget.seconds is not None and time.perf_counter() - started > budget.seconds:
@@ -150,7 +150,7 @@ class GradientMatching(Attack):
     ) -> Tensor:
         """One problem: variables x (B, C, H, W) normalised and perhaps y (B, classes) logits; a scalar."""
         target = variables["y"].softmax(1) if y is None else y
-        expected = known.forward(params, Batch(_pixels(variables["x"], known), target), None)
+        expected = known.forward(params, Batch(known.pixels(variables["x"]), target), None)
         objective = self.distance(seen, expected)
         return objective + self.tv * total_variation(variables["x"]) if self.tv else objective
 
@@ -176,13 +176,3 @@ def idlg(rate: float = 0.1) -> GradientMatching:
 def _repeat(t: Tensor, restarts: int) -> Tensor:
     """(K, ...) to (K * R, ...), each problem's restarts side by side; without a copy for one restart."""
     return t.unsqueeze(1).expand(-1, restarts, *t.shape[1:]).flatten(0, 1)
-
-
-def _pixels(z: Tensor, known: Knowledge) -> Tensor:
-    mean, std = (torch.tensor(v, dtype=z.dtype, device=z.device).view(-1, 1, 1) for v in (known.mean, known.std))
-    return z * std + mean
-
-
-def _normalised(x: Tensor, known: Knowledge) -> Tensor:
-    mean, std = (torch.tensor(v, dtype=x.dtype, device=x.device).view(-1, 1, 1) for v in (known.mean, known.std))
-    return (x - mean) / std

@@ -4,10 +4,11 @@ The position of a transform in the chain says what it acts on: before `local_sgd
 `per_example` on each example's gradient), after it on the finished update.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,30 @@ Transform = Callable[[UpdateFn], UpdateFn]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class Conditional:
+    """How a seen update is distributed around its noise-free form, in units of the update: p(seen | x) as far as known.
+
+    Args:
+        sigma: standard deviation of normal noise in every entry.
+        scale: of Laplace noise in every entry.
+        sparse: entries that are exactly zero were dropped and tell nothing.
+        shrink: the noise-free form is this part of a visible entry's expectation (an unknown mask shows keep of them).
+        signed: only the signs of the noisy values are seen.
+    """
+
+    sigma: float = 0.0
+    scale: float = 0.0
+    sparse: bool = False
+    shrink: float = 1.0
+    signed: bool = False
+
+    @property
+    def noisy(self) -> bool:
+        """Whether noise of a known density was added."""
+        return self.sigma > 0 or self.scale > 0
+
+
 class Link(ABC):
     """A transform that a scenario can name: a frozen dataclass whose fields are its arguments."""
 
@@ -42,6 +67,10 @@ class Link(ABC):
     def mean(self) -> Transform:
         """The differentiable, noise-free form; a link that draws noise or has no useful derivative overrides it."""
         return self
+
+    def conditional(self, before: Conditional) -> Conditional | None:
+        """What the link makes of the distribution that comes in; None: not known in closed form."""
+        return before if before == Conditional() else None
 
 
 def mean_of(transform: Transform) -> Transform:
@@ -63,6 +92,17 @@ class Chain:
     @property
     def mean(self) -> "Chain":
         return Chain(tuple(mean_of(link) for link in self.links))
+
+    @property
+    def conditional(self) -> Conditional | None:
+        """The distribution of what the chain uploads around its noise-free form; None: not known in closed form."""
+        known: Conditional | None = Conditional()
+        for link in self.links:
+            if isinstance(link, Link) and known is not None:
+                known = link.conditional(known)
+            elif mean_of(link) != link or known != Conditional():
+                return None
+        return known
 
     @property
     def local(self) -> "local_sgd":
@@ -160,6 +200,15 @@ class local_sgd(Link):
     def scale(self) -> float:
         """How far one unit of a constant gradient moves the weights: update ~ -scale * gradient."""
         return self.rate * self.steps
+
+    def conditional(self, before: Conditional) -> Conditional | None:
+        """Noise of each step is scaled by the rate; over several steps its sum is nearly normal."""
+        if self.steps == 1:
+            return replace(before, sigma=self.rate * before.sigma, scale=self.rate * before.scale)
+        if before.sparse or before.signed:
+            return None
+        variance = before.sigma**2 + 2 * before.scale**2
+        return Conditional(sigma=self.rate * math.sqrt(self.steps * variance))
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         def train(params: Params, batch: Batch, rng: Generator | None) -> Update:

@@ -1,13 +1,13 @@
 """Masking: upload a random part of the entries (pruning + noise in Balunovic et al., 2022, section 4)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
 
 from client.rng import seed_of
-from client.update import Link, OnUpdate, Update
+from client.update import Conditional, Link, OnUpdate, Update
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class mask(OnUpdate):
     @property
     def mean(self) -> Link:
         return self if self.seed is not None else _expected_mask(self.keep)
+
+    def conditional(self, before: Conditional) -> Conditional | None:
+        """A mask shows itself in the exact zeros; under a known one the noise-free form has the same zeros."""
+        shrink = before.shrink if self.seed is not None else self.keep * before.shrink
+        return None if before.signed else replace(before, sparse=True, shrink=shrink)
 
 
 @dataclass(frozen=True)

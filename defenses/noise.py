@@ -1,11 +1,13 @@
 """Noise: hide an update under independent draws in every entry."""
 
+import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Generator
 
-from client.update import Link, OnUpdate, Update
+from client.update import Conditional, Link, OnUpdate, Update
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,20 @@ class _Noise(OnUpdate):
     def mean(self) -> Link:
         return identity()
 
+    @property
+    @abstractmethod
+    def alone(self) -> Conditional:
+        """The noise by itself."""
+
+    def conditional(self, before: Conditional) -> Conditional | None:
+        """Noise over signs or over dropped entries is a mixture; two kinds of noise are nearly normal together."""
+        if before.signed or before.sparse:
+            return None
+        if not before.noisy:
+            return self.alone
+        variance = sum(c.sigma**2 + 2 * c.scale**2 for c in (before, self.alone))
+        return Conditional(sigma=math.sqrt(variance))
+
 
 @dataclass(frozen=True)
 class identity(OnUpdate):
@@ -23,6 +39,9 @@ class identity(OnUpdate):
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return dict(update)
+
+    def conditional(self, before: Conditional) -> Conditional | None:
+        return before
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,10 @@ class gaussian(_Noise):
     def __post_init__(self) -> None:
         if not self.sigma >= 0:
             raise ValueError(f"sigma must not be negative, got {self.sigma}")
+
+    @property
+    def alone(self) -> Conditional:
+        return Conditional(sigma=self.sigma)
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {
@@ -51,6 +74,10 @@ class laplace(_Noise):
     def __post_init__(self) -> None:
         if not self.scale >= 0:
             raise ValueError(f"scale must not be negative, got {self.scale}")
+
+    @property
+    def alone(self) -> Conditional:
+        return Conditional(scale=self.scale)
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         noisy = {}

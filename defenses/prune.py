@@ -1,11 +1,11 @@
 """Pruning: upload only the largest entries (gradient compression, Aji & Heafield, 2017)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor
 
-from client.update import OnUpdate, Update
+from client.update import Conditional, OnUpdate, Update
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,10 @@ class prune(OnUpdate):
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: self._prune(t) for k, t in update.items()}
+
+    def conditional(self, before: Conditional) -> Conditional | None:
+        """What is left keeps its noise; that a larger entry is likelier to be left is not accounted for."""
+        return None if before.signed else replace(before, sparse=True)
 
     def _prune(self, t: Tensor) -> Tensor:
         kept = max(1, round(self.keep * t.numel()))

@@ -1,10 +1,10 @@
 """Sign: upload one bit an entry (signSGD, Bernstein et al., 2018)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Generator
 
-from client.update import Link, OnUpdate, Update
+from client.update import Conditional, Link, OnUpdate, Update
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,9 @@ class sign(OnUpdate):
     @property
     def mean(self) -> Link:
         return _soft_sign(self.scale)
+
+    def conditional(self, before: Conditional) -> Conditional | None:
+        return replace(before, signed=True)
 
 
 @dataclass(frozen=True)

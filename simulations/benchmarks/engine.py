@@ -13,7 +13,7 @@ from attacks.matching import inverting_gradients
 from client.data import mnist5k
 from client.models import detached_params, lenet
 from client.rng import generator
-from client.update import Batch, chain, gradient, local_sgd
+from client.update import Batch, chain, local_sgd
 from simulations.benchmarks.figures import Figure, Progress, Report, interleaved, one_thread
 from simulations.benchmarks.published import invert
 
@@ -62,11 +62,9 @@ def problem(source: str, size: int, seed: int = 0) -> Problem:
         torch.manual_seed(seed)
         model = lenet(shape, 10).to(torch.get_default_dtype()).eval()
     x = x.to(torch.get_default_dtype())
-    centre, spread = (torch.tensor(v)[:, None, None] for v in (mean, std))
-    compute = chain(local_sgd(RATE))(gradient(model, normalise=lambda pixels: (pixels - centre) / spread))
     params = detached_params(model)
-    seen = [Observation(1, k, params, compute(params, Batch(x[[k]], y[[k]]), None)) for k in range(size)]
-    known = Knowledge(model, compute, shape, 10, 1, RATE, mean, std, labels=y[:, None])
+    known = Knowledge(model, chain(local_sgd(RATE)), shape, 10, 1, mean, std, labels=y[:, None])
+    seen = [Observation(1, k, params, known.forward(params, Batch(x[[k]], y[[k]]), None)) for k in range(size)]
     return Problem(model, Wave.stack(seen), known, [partial(generator, seed, "benchmark", k) for k in range(size)])
 
 

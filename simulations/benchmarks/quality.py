@@ -15,7 +15,7 @@ from attacks.metrics import PSNR_CAP, psnr
 from client.data import Dataset, batch_of, cifar10, data_folder, mnist5k
 from client.models import convnet, detached_params, lenet, mlp, resnet20
 from client.rng import generator
-from client.update import Batch, chain, gradient, local_sgd
+from client.update import Batch, chain, local_sgd
 from simulations.benchmarks.figures import Figure, Progress, Report, one_thread
 
 RATE = 0.1
@@ -96,10 +96,11 @@ def _graded(found: Reconstruction, truth: torch.Tensor) -> float:
 def _observe(model: nn.Module, dataset: Dataset, count: int) -> tuple[Wave, Knowledge, Batch]:
     """What a server sees of `count` clients, one test image each; what it knows; the truth."""
     truth = batch_of(dataset.x_test, dataset.y_test, torch.arange(count))
-    compute = chain(local_sgd(RATE))(gradient(model, normalise=dataset.normalise))
+    known = Knowledge(model, chain(local_sgd(RATE)), dataset.shape, dataset.classes, 1, dataset.mean, dataset.std)
     params = detached_params(model)
-    seen = [Observation(1, k, params, compute(params, Batch(truth.x[[k]], truth.y[[k]]), None)) for k in range(count)]
-    known = Knowledge(model, compute, dataset.shape, dataset.classes, 1, RATE, dataset.mean, dataset.std)
+    seen = [
+        Observation(1, k, params, known.forward(params, Batch(truth.x[[k]], truth.y[[k]]), None)) for k in range(count)
+    ]
     return Wave.stack(seen), known, truth
 
 

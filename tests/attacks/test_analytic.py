@@ -23,9 +23,7 @@ def attack(model: nn.Module, batch: Batch, links: Chain | None = None) -> Recons
     links = links or chain(local_sgd(0.1))
     params = detached_params(model)
     update = links(gradient(model, normalise=lambda x: (x - MEAN[0]) / STD[0]))(params, batch, None)
-    known = Knowledge(
-        model, links.mean(gradient(model)), SHAPE, CLASSES, len(batch.x), links.local.scale, MEAN, STD
-    )  # fmt: skip
+    known = Knowledge(model, links, SHAPE, CLASSES, len(batch.x), MEAN, STD)
     return analytic().reconstruct(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])[0]
 
 
@@ -157,6 +155,6 @@ def test_each_observation_of_a_wave_is_read_by_itself() -> None:
     model = mlp(SHAPE, CLASSES)
     params, client = detached_params(model), local_sgd(0.1)(gradient(model, normalise=lambda x: (x - 0.13) / 0.31))
     wave = Wave.stack([Observation(1, c, params, client(params, example(c), None)) for c in range(4)])
-    known = Knowledge(model, client, SHAPE, CLASSES, 1, 0.1, MEAN, STD)
+    known = Knowledge(model, chain(local_sgd(0.1)), SHAPE, CLASSES, 1, MEAN, STD)
     for c, found in enumerate(analytic().reconstruct(wave, known, Budget(1), [])):
         exact(found, example(c))

@@ -187,8 +187,8 @@ def test_an_attack_meets_every_kind_of_client(
 def test_an_attack_is_handed_no_truth() -> None:
     fields = {f.name for kind in (Observation, Wave, Knowledge) for f in dataclasses.fields(kind)}
     assert fields == {
-        *("round", "client", "clients", "params", "update", "buffers", "model", "forward", "shape", "classes"),
-        *("batch_size", "scale", "mean", "std", "labels", "auxiliary", "card"),
+        *("round", "client", "clients", "params", "update", "buffers", "model", "chain", "shape", "classes"),
+        *("batch_size", "mean", "std", "labels", "auxiliary", "card"),
     }
     for name in ATTACKS:
         asked = inspect.signature(ATTACKS[name]().reconstruct).parameters

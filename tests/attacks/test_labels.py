@@ -14,7 +14,7 @@ from attacks.labels import idlg, ilrg, restore
 from attacks.metrics import label_accuracy
 from client.data import Dataset, batch_of, mnist5k
 from client.models import convnet, detached_params, lenet, mlp
-from client.update import Batch, gradient, local_sgd
+from client.update import Batch, chain, gradient, local_sgd
 
 SHAPE = (1, 28, 28)
 
@@ -25,7 +25,7 @@ def digits() -> Dataset:
 
 
 def knowledge(model: nn.Module, batch_size: int, scale: float = 0.1, labels: Tensor | None = None) -> Knowledge:
-    return Knowledge(model, lambda p, b, r: p, SHAPE, 10, batch_size, scale, (0.0,), (1.0,), labels)
+    return Knowledge(model, chain(local_sgd(scale)), SHAPE, 10, batch_size, (0.0,), (1.0,), labels)
 
 
 def wave_of(model: nn.Module, digits: Dataset, batches: Sequence[Batch], train: local_sgd | None = None) -> Wave:

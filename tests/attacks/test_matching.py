@@ -1,6 +1,7 @@
 """The matching engine, against the published loops as a user of torch would write them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from attacks.matching import GradientMatching, dlg, idlg, inverting_gradients
 from attacks.metrics import psnr
 from client.models import detached_params, lenet
 from client.rng import generator
-from client.update import Batch, Chain, Params, Update, chain, gradient, local_sgd, per_example
+from client.update import Batch, Chain, Params, Update, UpdateFn, chain, gradient, local_sgd, per_example
 from defenses.clip import clip
 
 SHAPE, CLASSES = (1, 8, 8), 4
@@ -66,11 +67,10 @@ def scene(
     wave = Wave.stack([Observation(1, c, params, client(params, b, None)) for c, b in enumerate(batches)])
     known = Knowledge(
         model=model,
-        forward=links.mean(gradient(model, normalise=normalise)),
+        chain=links,
         shape=SHAPE,
         classes=CLASSES,
         batch_size=n,
-        scale=links.local.scale,
         mean=MEAN,
         std=STD,
         labels=torch.stack([b.y for b in batches]) if labels else None,
@@ -251,7 +251,7 @@ def test_permuted_problems_give_permuted_results() -> None:
     order = [2, 0, 3, 1]
     assert known.labels is not None
     shuffled = Wave(1, tuple(order), wave.params, {k: t[order] for k, t in wave.update.items()})
-    moved = Knowledge(**{**vars(known), "labels": known.labels[order]})
+    moved = replace(known, labels=known.labels[order])
     plain = inverting_gradients().reconstruct(wave, known, Budget(30), streams(0, 1, 2, 3))
     found = inverting_gradients().reconstruct(shuffled, moved, Budget(30), streams(*order))
     for place, k in enumerate(order):
@@ -316,11 +316,14 @@ def test_the_budget_counts_gradient_evaluations(iterations: int) -> None:
     wave, known, _ = scene()
     calls: list[int] = []
 
-    def counted(params: Params, batch: Batch, rng: Any) -> Update:
-        calls.append(1)
-        return known.forward(params, batch, rng)
+    def counting(compute: UpdateFn) -> UpdateFn:
+        def counted(params: Params, batch: Batch, rng: Any) -> Update:
+            calls.append(1)
+            return compute(params, batch, rng)
 
-    watched = Knowledge(**{**vars(known), "forward": counted})
+        return counted
+
+    watched = replace(known, chain=chain(local_sgd(0.1), counting))
     (found,) = inverting_gradients().reconstruct(wave, watched, Budget(iterations, restarts=3), streams(0))
     assert found.iterations == iterations
     assert len(calls) == iterations + 1, "one more, for the objective at the end"

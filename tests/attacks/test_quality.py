@@ -12,7 +12,7 @@ from attacks.metrics import psnr
 from client.data import batch_of, cifar10
 from client.models import detached_params, lenet
 from client.rng import generator
-from client.update import gradient, local_sgd
+from client.update import chain, gradient, local_sgd
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_inverting_gradients_reaches_the_published_loops_quality(local_data: Pat
     params, train = detached_params(model), local_sgd(0.1)(gradient(model, normalise=cifar.normalise))
     batches = [batch_of(cifar.x_test, cifar.y_test, torch.tensor([i])) for i in range(8)]
     wave = Wave.stack([Observation(1, i, params, train(params, batch, None)) for i, batch in enumerate(batches)])
-    known = Knowledge(model, train, cifar.shape, cifar.classes, 1, 0.1, cifar.mean, cifar.std)
+    known = Knowledge(model, chain(local_sgd(0.1)), cifar.shape, cifar.classes, 1, cifar.mean, cifar.std)
     streams = [partial(generator, "quality", i) for i in range(8)]
     found = inverting_gradients(tv=0.1).reconstruct(wave, known, Budget(500), streams)
     values = []
