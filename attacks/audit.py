@@ -1,5 +1,6 @@
 """The audit of a wave: attack first, and only then fetch the truth and grade."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +9,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from attacks.base import Knowledge, Reconstruction, Stream, Wave
+from attacks.base import Knowledge, Reconstruction, Status, Stream, Wave
+from attacks.limits import GaussianPrior, bayes_limit, form
 from attacks.metrics import Metric, image_metrics, label_accuracy, match
 from attacks.plan import BASELINES, PlannedAttack, describe
 from client.protocol import Federation
@@ -80,6 +82,11 @@ class Auditor:
             card=card(fed, planned),
         )
 
+    @cached_property
+    def prior(self) -> GaussianPrior:
+        """The Gaussian prior of the limits, fitted to the auxiliary images."""
+        return GaussianPrior.fit(self.auxiliary.x)
+
     def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
         """The attacker's randomness for one observation."""
         return partial(generator, self.seed, "attack", planned.name, round, client)
@@ -94,6 +101,8 @@ class Auditor:
                 too, as the baseline wrong_client(attack) of that client.
             truth: default: the simulation's own.
         """
+        if planned.is_limit:
+            return self._limit(planned, wave)
         truth = truth or self.federation.batch_at
         attack, known = planned.build(), self.knowledge(planned)
         if planned.labels == "given":  # the threat model hands labels over, images never
@@ -116,6 +125,31 @@ class Auditor:
                 ]
             audited.append(Audited(client, paired, tuple(rows)))
         return audited
+
+    def _limit(self, planned: PlannedAttack, wave: Wave) -> list[Audited]:
+        """One bound for all clients of a round: they share params, and it reads neither update nor truth."""
+        self.federation.load_buffers(wave.buffers)
+        started = time.perf_counter()
+        rng = generator(self.seed, "limit", planned.name, wave.round)
+        try:
+            mse, reason = bayes_limit(self.knowledge(planned), wave.params, self.prior, rng), ""
+        except ValueError as error:
+            mse, reason = None, str(error)
+        seconds = (time.perf_counter() - started) / len(wave)
+        status: Status = "not_applicable" if mse is None else "converged"
+        values = {"mse": mse, "psnr": None if mse is None else -10 * math.log10(mse)}
+        found = Reconstruction(None, None, math.nan if mse is None else mse, 0, seconds, status, reason)
+        return [
+            Audited(
+                client,
+                found,
+                tuple(
+                    Row(wave.round, client, planned.name, WHOLE_BATCH, metric, value, status, seconds)
+                    for metric, value in values.items()
+                ),
+            )
+            for client in wave.clients
+        ]
 
     def _grade(
         self, attack: str, round: int, client: int, found: Reconstruction, truth: Truth
@@ -144,20 +178,31 @@ def _reorder(y: Tensor | None, order: Tensor) -> Tensor | None:
 
 
 def card(fed: Federation, planned: PlannedAttack) -> str:
-    """The threat model in words."""
-    links = [
+    """The threat model in words; of a limit, what it is a limit of."""
+    links = " > ".join(
         ("each " if t.get("each") else "") + describe({k: v for k, v in t.items() if k != "each"})
         for t in fed.protocol.chain
-    ]
+    )
+    batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update"
+    if planned.is_limit:
+        return "; ".join([f"chain {links}", batch, *_limit_parts(fed)])
     norms = [m for m in fed.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     parts = [
         "honest server",
         f"labels {planned.labels}",
-        f"chain {planned.defense}: {' > '.join(links)}",
-        f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update",
+        f"chain {planned.defense}: {links}",
+        batch,
         f"normalisation known, {len(fed.shards.auxiliary)} auxiliary images of the same distribution",
         *([f"BatchNorm in {'train' if fed.model.training else 'eval'} mode, statistics known"] if norms else []),
         f"{planned.budget.iterations} iterations x {planned.budget.restarts} restart"
         f"{'s' if planned.budget.restarts > 1 else ''}",
     ]
     return "; ".join(parts)
+
+
+def _limit_parts(fed: Federation) -> list[str]:
+    return [
+        f"Gaussian prior fitted to {len(fed.shards.auxiliary)} auxiliary images (Ledoit-Wolf shrinkage)",
+        "labels known",
+        form(fed.shards.batch_size * math.prod(fed.shards.dataset.shape)),
+    ]

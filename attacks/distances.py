@@ -1,22 +1,205 @@
-"""Distances between updates: -log p(seen | expected) up to a constant and a scale, for one observation each."""
+"""Likelihoods: distances between updates, -log p(seen | expected) up to a constant and a scale, for one observation each.
 
-from collections.abc import Callable
+`seen` and `expected` have the same names and shapes; every distance is a differentiable scalar, also under vmap.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from client.update import Update, norm
+from client.update import Conditional, Update, norm
 
-Distance = Callable[[Update, Update], Tensor]
+_TINY = 1e-20
 
 
-def cosine(seen: Update, expected: Update) -> Tensor:
+class Distance(ABC):
+    """A frozen dataclass whose fields are the distance's parameters."""
+
+    @abstractmethod
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        """How far the expected update is from the one that was seen; a scalar."""
+
+
+class Products(NamedTuple):
+    """Inner products of one tensor of an update, or of many problems' at once: <seen, expected>, |seen|^2, |expected|^2."""
+
+    inner: Tensor
+    seen: Tensor
+    expected: Tensor
+
+
+class ByProducts(Distance):
+    """A distance that inner products decide, for which large gradients need not be formed."""
+
+    @abstractmethod
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        """The distance, from the products of every tensor."""
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        """The distance, from the updates themselves."""
+        return self.of(
+            {k: Products((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()}
+        )
+
+
+@dataclass(frozen=True)
+class cosine(ByProducts):
     """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4)."""
-    inner = torch.stack([(seen[k] * t).sum() for k, t in expected.items()]).sum()
-    return 1 - inner / (norm(seen) * norm(expected)).clamp_min(1e-20)
+
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        return _one_minus_cosine(_total(products))
 
 
-def squared(seen: Update, expected: Update) -> Tensor:
+@dataclass(frozen=True)
+class layer_cosine(ByProducts):
+    """The weighted mean over tensors of 1 - cos, each tensor by itself.
+
+    Args:
+        decay: a tensor's weight is decay ** (its place from the input): 1 counts all alike, below 1 the first ones more
+            (the exponential layer weights of the Bayesian framework's grid).
+    """
+
+    decay: float = 1.0
+
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        terms = torch.stack([_one_minus_cosine(p) for p in products.values()])
+        weights = self.decay ** torch.arange(len(terms), dtype=terms.dtype, device=terms.device)
+        mean: Tensor = torch.tensordot(weights / weights.sum(), terms, 1)
+        return mean
+
+
+@dataclass(frozen=True)
+class squared(ByProducts):
     """|seen - expected|^2 / |seen|^2 (DLG, eq. 4, made free of the update's scale)."""
-    difference = torch.stack([(seen[k] - t).square().sum() for k, t in expected.items()]).sum()
-    return difference / norm(seen).square().clamp_min(1e-20)
+
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        total = _total(products)
+        return _difference(total) / total.seen.clamp_min(_TINY)
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return _squares(seen, expected) / norm(seen).square().clamp_min(_TINY)
+
+
+@dataclass(frozen=True)
+class gaussian_likelihood(ByProducts):
+    """|seen - expected / shrink|^2 / (2 sigma^2): additive normal noise (Bayesian framework, section 4)."""
+
+    sigma: float
+    shrink: float = 1.0
+
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        return _difference(_total(products), self.shrink) / (2 * self.sigma**2)
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return _squares(seen, _grown(expected, self.shrink)) / (2 * self.sigma**2)
+
+
+@dataclass(frozen=True)
+class absolute(Distance):
+    """|seen - expected|_1 / |seen|_1 (TAG's second term, made free of the update's scale)."""
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        total = torch.stack([t.abs().sum() for t in seen.values()]).sum()
+        return _magnitudes(seen, expected) / total.clamp_min(_TINY)
+
+
+@dataclass(frozen=True)
+class laplace_likelihood(Distance):
+    """|seen - expected / shrink|_1 / b: additive Laplace noise of scale b."""
+
+    scale: float
+    shrink: float = 1.0
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return _magnitudes(seen, _grown(expected, self.shrink)) / self.scale
+
+
+@dataclass(frozen=True)
+class visible(Distance):
+    """Another distance over the entries that are not exactly zero in what was seen: pruning, and masks read off the update."""
+
+    inner: Distance
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return self.inner(seen, {k: torch.where(seen[k] != 0, t, torch.zeros_like(t)) for k, t in expected.items()})
+
+
+@dataclass(frozen=True)
+class without(Distance):
+    """Another distance with some tensors left out by name: Soteria's breaker leaves out the defended layer's weight."""
+
+    inner: Distance
+    names: tuple[str, ...]
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        left = [k for k in expected if k not in self.names]
+        return self.inner({k: seen[k] for k in left}, {k: expected[k] for k in left})
+
+
+@dataclass(frozen=True)
+class signs(Distance):
+    """Signs against values (Learning To Invert, appendix A).
+
+    Args:
+        method: hinge, the sum of max(-expected * sign, 0)^2, for one example, made relative to |expected|^2 so that
+            shrinking does not help; tanh, 1 - cos(sign, tanh(expected / mean |expected|)), for sums over several.
+    """
+
+    method: Literal["hinge", "tanh"] = "hinge"
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        if self.method == "hinge":
+            wrong = torch.stack([(-t * seen[k].sign()).clamp_min(0).square().sum() for k, t in expected.items()]).sum()
+            return wrong / norm(expected).square().clamp_min(_TINY)
+        bounded = {k: torch.tanh(t / t.abs().mean().clamp_min(_TINY)) for k, t in expected.items()}
+        return cosine()({k: t.sign() for k, t in seen.items()}, bounded)
+
+
+def likelihood(conditional: Conditional | None, batch_size: int) -> Distance:
+    """The distance that is -log p(seen | expected) of a chain's conditional; where that has no density, the nearest one.
+
+    Without noise any distance has the same minimum, and the cosine is the one that descends best.
+    """
+    if conditional is None:
+        return cosine()
+    if conditional.signed:
+        return signs("hinge" if batch_size == 1 else "tanh")
+    inner: Distance = cosine()
+    if conditional.sigma:
+        inner = gaussian_likelihood(conditional.sigma, conditional.shrink)
+    elif conditional.scale:
+        inner = laplace_likelihood(conditional.scale, conditional.shrink)
+    return visible(inner) if conditional.sparse else inner
+
+
+def _total(products: Mapping[str, Products]) -> Products:
+    return Products(*(torch.stack(parts).sum(0) for parts in zip(*products.values(), strict=True)))
+
+
+def _one_minus_cosine(p: Products) -> Tensor:
+    return 1 - p.inner / (_root(p.seen) * _root(p.expected)).clamp_min(_TINY)
+
+
+def _root(square: Tensor) -> Tensor:
+    """Square root, safe to differentiate at zero."""
+    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+
+
+def _difference(p: Products, shrink: float = 1.0) -> Tensor:
+    return (p.seen - 2 * p.inner / shrink + p.expected / shrink**2).clamp_min(0)
+
+
+def _grown(expected: Update, shrink: float) -> Update:
+    return expected if shrink == 1 else {k: t / shrink for k, t in expected.items()}
+
+
+def _squares(seen: Update, expected: Update) -> Tensor:
+    return torch.stack([(seen[k] - t).square().sum() for k, t in expected.items()]).sum()
+
+
+def _magnitudes(seen: Update, expected: Update) -> Tensor:
+    return torch.stack([(seen[k] - t).abs().sum() for k, t in expected.items()]).sum()

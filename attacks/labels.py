@@ -1,73 +1,367 @@
-"""Label restoration: the classifier's gradient betrays the labels before any image is known."""
+"""Label restoration: the classifier's gradient betrays the labels before any image is known.
 
-from collections.abc import Callable
+Each method reads the last fully connected layer alone: dL/dA_i = sum_n (p_n[i] - [y_n = i]) e_n / B over features e_n, and
+the same without e_n for the bias. An update without information there (zero, not finite) gives labels spread evenly.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from types import MappingProxyType
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
+from torch.func import functional_call
 
 from attacks.base import Knowledge, Wave
 from client.models import last_linear
-from client.update import Params, Update
+from client.update import Batch, Params, Update
 
-Restore = Callable[[Update, Params, Knowledge], Tensor]
+Method = Callable[[Update, Params, Knowledge], Tensor]
+
+SHRINK = 0.05  # of the largest bias entry: how far the estimated class means are drawn to their common mean
+STARTS = (0.6, 0.8, 1.0, 1.2, 1.5)  # of the largest scale that leaves no count negative
+DUMMIES = 32  # images whose features and predictions stand in for the client's
+MISFIT = (
+    0.03  # 1 - cosine between the bias gradient and what restored counts explain, above which they are not believed
+)
 
 
-def restore(wave: Wave, known: Knowledge) -> Tensor:
-    """Labels (K, B) int64, each row sorted: given ones where the attacker has them, iDLG for one example, else iLRG.
+def restore(wave: Wave, known: Knowledge, method: str = "auto") -> Tensor:
+    """Labels (K, B) int64, each row sorted: given ones where the attacker has them, else by a method of METHODS.
+
+    Where local steps take slices of the batch, sorted labels stand in no slice's order: see `assignments`.
 
     Raises:
-        ValueError: the model has no fully connected classifier (iLRG: with bias).
+        ValueError: the name is unknown, or the method cannot serve this model or batch size.
     """
+    if method not in METHODS:
+        raise ValueError(f"there is no label restoration {method!r}; there are {', '.join(METHODS)}")
     if known.labels is not None:
         return known.labels
-    method = idlg if known.batch_size == 1 else ilrg
-    return torch.stack([method(wave.alone(k), wave.params, known) for k in range(len(wave))])
+    labels = [METHODS[method](wave.alone(k), wave.params, known) for k in range(len(wave))]
+    return torch.stack(labels).to(next(iter(wave.update.values())).device)
+
+
+def auto(update: Update, params: Params, known: Knowledge) -> Tensor:
+    """The method that was measured best (simulations/benchmarks/labels.py) for what the chain and the update show.
+
+    iDLG for one example; LLG without a whole bias gradient of real magnitudes; iLRG where every example is seen once;
+    else the FedAvg average where its counts explain the bias gradient, and LLG where they do not.
+    """
+    if known.batch_size == 1:
+        return idlg(update, params, known)
+    _, bias = _gradient(update, known)
+    noise = known.chain.conditional
+    if bias is None or not _whole(bias) or (noise is not None and noise.signed):
+        return llg(update, params, known)
+    local = known.chain.local
+    if local.steps * min(local.batch_size or known.batch_size, known.batch_size) <= known.batch_size:
+        return ilrg(update, params, known)
+    labels = fedavg(update, params, known)
+    before, after = _systems(update, params, known)
+    explained = (before + after) @ torch.bincount(labels, minlength=known.classes).double()
+    believed = torch.cosine_similarity(explained, bias, dim=0) >= 1 - MISFIT
+    return labels if bool(believed) else llg(update, params, known)
 
 
 def idlg(update: Update, params: Params, known: Knowledge) -> Tensor:
     """The label (1,) of a single example: the only class whose logit the gradient wants raised (Zhao et al., 2020).
 
-    The classifier's bias gradient p_i - [i = y] is negative for the true class alone; without a bias the row sums of
-    its weight gradient serve, for features that are not negative.
+    The bias gradient p_i - [i = y] is negative for the true class alone. Without one, or where a defense dropped some of
+    it, the row sums of the weight gradient serve for features that are not negative, and the rows' norms for others:
+    |p_y - 1| is the sum of all other p_i.
     """
-    layer = last_linear(known.model)
-    weight, bias = update[f"{layer}.weight"], update.get(f"{layer}.bias")
-    raised = bias if bias is not None else weight.sum(1)  # an update is minus the gradient
-    return raised.argmax()[None]
+    if known.batch_size != 1:
+        raise ValueError(
+            f"iDLG restores one label, and the batch holds {known.batch_size}; ilrg or llg restore several"
+        )
+    weight, bias = _gradient(update, known)
+    if not _telling(weight, bias):
+        return _even(known)
+    if bias is not None and _whole(bias):
+        return bias.argmin()[None]
+    features, _ = _dummy_pass(params, known)
+    return (weight.sum(1).argmin() if bool((features >= 0).all()) else weight.norm(dim=1).argmax())[None]
+
+
+def grad_inversion(update: Update, params: Params, known: Knowledge) -> Tensor:
+    """Distinct labels (B,): the rows with the most negative entries in the weight gradient (Yin et al., 2021, eq. 6)."""
+    if known.batch_size > known.classes:
+        raise ValueError(
+            f"GradInversion's labels are distinct, and {known.batch_size} examples are more than {known.classes} classes;"
+            " ilrg or llg restore labels with repeats"
+        )
+    weight, bias = _gradient(update, known)
+    if not _telling(weight, bias):
+        return _even(known)
+    return weight.min(1).values.topk(known.batch_size, largest=False).indices.sort().values
+
+
+def llg(update: Update, params: Params, known: Knowledge) -> Tensor:
+    """Labels (B,) with repeats by impact and offset: Label Leakage from Gradients (Wainakh et al., 2022, LLG*).
+
+    A class's signal is f (p_i - k_i / B): every class with a negative one is present, and every example adds the impact
+    -f / B, estimated from the negative signals, to its class. The offset f p_i is the model's prediction on dummies:
+    auxiliary images, else noise. Only ratios of signals count, so the update's scale does not matter. The signal is the
+    row sum of the weight gradient for features that are not negative; else the bias gradient; else, where that is missing
+    or partly dropped, the weight gradient along the mean feature of the dummies.
+    """
+    weight, bias = _gradient(update, known)
+    if not _telling(weight, bias):
+        return _even(known)
+    features, predictions = _dummy_pass(params, known)
+    if bool((features >= 0).all()):
+        signal = weight.sum(1)
+    elif bias is not None and _whole(bias):
+        signal = bias
+    else:
+        signal = weight @ features.mean(0)
+    impact = float(signal.clamp(max=0).sum()) * (1 + 1 / known.classes) / known.batch_size
+    left, counts = signal.numpy().copy(), np.zeros(known.classes, dtype=np.int64)
+    for i in np.argsort(left, kind="stable")[: min(known.batch_size, int((left < 0).sum()))]:
+        counts[i] += 1
+        left[i] -= impact
+    left += impact * known.batch_size * predictions.mean(0).numpy()
+    while counts.sum() < known.batch_size:
+        i = left.argmin()
+        counts[i] += 1
+        left[i] -= impact
+    return _labels(counts)
 
 
 def ilrg(update: Update, params: Params, known: Knowledge) -> Tensor:
-    """Labels (B,) of a batch, sorted, with repeats: instance-wise label restoration (Ma et al., iLRG, ICLR 2023).
+    """Labels (B,) with repeats: instance-wise label restoration (Ma et al., iLRG, ICLR 2023).
 
     The mean feature of a class is estimated by e_j = dW_j / db_j, its mean prediction by p_j = softmax(W e_j + b); the
-    counts k >= 0 solve sum_j k_j (p_j[i] - [i = j]) = B db_i with sum k = B in the least squares sense.
+    counts k >= 0 with sum B solve sum_j k_j (p_j[i] - [i = j]) = B db_i. Unlike in the paper, an e_j with a small
+    denominator is drawn to the common mean, and db is taken up to an unknown scale unless the chain passes a gradient of
+    this size in full: its direction alone tells k, since k is whole and mostly zero.
     """
+    return _restored(update, params, known, lambda before, after: before)
+
+
+def fedavg(update: Update, params: Params, known: Knowledge) -> Tensor:
+    """iLRG for several local steps: predictions before and after local training, averaged (Geng et al., 2023).
+
+    One step's gradient is taken before training alone: there it is iLRG.
+    """
+    if known.chain.local.steps == 1:
+        return ilrg(update, params, known)
+    return _restored(update, params, known, lambda before, after: (before + after) / 2)
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {f.__name__: f for f in (auto, idlg, grad_inversion, llg, ilrg, fedavg)}
+)
+
+
+def assignments(labels: Tensor, size: int, most: int, rng: Generator) -> Tensor:
+    """Orders (A, B) of one observation's labels (B,) that differ in which slice of `size` examples holds which label.
+
+    The counts do not tell them apart: an attack on `local_sgd(batch_size=size)` tries them and keeps the best by its own
+    objective. All of them where there are at most `most`, else `most` different ones drawn by rng.
+
+    >>> assignments(torch.tensor([0, 0, 7]), 1, 8, torch.Generator()).tolist()
+    [[0, 0, 7], [0, 7, 0], [7, 0, 0]]
+    """
+    batch = sorted(labels.tolist())
+    found = set(islice(_splits(batch, size), most + 1))
+    if len(found) > most:
+        found = set()
+        while len(found) < most:
+            order = torch.randperm(len(batch), generator=rng).tolist()
+            drawn = [batch[i] for i in order]
+            slices = (sorted(drawn[i : i + size]) for i in range(0, len(batch), size))
+            found.add(tuple(y for part in slices for y in part))
+    return torch.tensor(sorted(found), dtype=torch.int64)
+
+
+def _splits(batch: list[int], size: int) -> Iterator[tuple[int, ...]]:
+    """Every way to cut sorted labels into slices, each slice sorted, the last one with what is left."""
+    if len(batch) <= size:
+        yield tuple(batch)
+        return
+    for part in _choices(batch, size):
+        rest = batch.copy()
+        for y in part:
+            rest.remove(y)
+        for others in _splits(rest, size):
+            yield (*part, *others)
+
+
+def _choices(batch: list[int], size: int) -> Iterator[tuple[int, ...]]:
+    """The different sorted choices of `size` among sorted labels with repeats."""
+    if size == 0:
+        yield ()
+        return
+    for i in range(len(batch) - size + 1):
+        if i == 0 or batch[i] != batch[i - 1]:
+            for others in _choices(batch[i + 1 :], size - 1):
+                yield (batch[i], *others)
+
+
+def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
+    """The classifier's gradient up to scale, in float64: dW (classes, features), and db (classes,) where there is one."""
     layer = last_linear(known.model)
-    if f"{layer}.bias" not in update:
-        raise ValueError(f"iLRG reads the bias gradient of the classifier, and {layer!r} has no bias")
-    weight, bias = -update[f"{layer}.weight"].double() / known.scale, -update[f"{layer}.bias"].double() / known.scale
-    safe = torch.where(bias.abs() > 1e-20, bias, torch.full_like(bias, 1e-20))
-    features = weight / safe[:, None]  # (classes, features)
-    logits = features @ params[f"{layer}.weight"].double().T + params[f"{layer}.bias"].double()
-    predictions = torch.nan_to_num(logits, nan=0.0).softmax(1)  # (classes j, classes i)
-    system = predictions.T - torch.eye(len(bias), dtype=torch.float64)
-    counts = _counts(system.numpy(), (known.batch_size * bias).numpy(), known.batch_size)
-    return torch.from_numpy(np.repeat(np.arange(len(bias)), counts))
+    weight, bias = -_exact(update[f"{layer}.weight"]), update.get(f"{layer}.bias")
+    if len(weight) != known.classes:
+        raise ValueError(
+            f"the last fully connected layer, {layer!r}, has {len(weight)} outputs for {known.classes} classes:"
+            " label restoration needs a fully connected classifier"
+        )
+    return weight, None if bias is None else -_exact(bias)
+
+
+def _exact(t: Tensor) -> Tensor:
+    """In float64, where scipy can read it."""
+    return t.detach().to("cpu", torch.float64)
+
+
+def _whole(bias: Tensor | None) -> bool:
+    """Whether there is a bias gradient of which no defense dropped an entry."""
+    return bias is not None and bool((bias != 0).all())
+
+
+def _telling(weight: Tensor, bias: Tensor | None) -> bool:
+    total = weight.abs().sum() + (0 if bias is None else bias.abs().sum())
+    return bool(total.isfinite() and total > 0)
+
+
+def _even(known: Knowledge) -> Tensor:
+    return (torch.arange(known.batch_size) % known.classes).sort().values
+
+
+def _labels(counts: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+
+
+def _dummy_pass(params: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
+    """Features (N, D) in front of the classifier and predictions (N, classes) on images that are not the client's."""
+    if known.auxiliary is not None:
+        x = known.auxiliary.x[:DUMMIES]
+    else:
+        x = torch.rand(DUMMIES, *known.shape, generator=torch.Generator().manual_seed(0))
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(_exact(inputs[0]))
+
+    hook = known.model.get_submodule(last_linear(known.model)).register_forward_pre_hook(keep)
+    buffers = {
+        k: b.clone() for k, b in known.model.named_buffers()
+    }  # BatchNorm in train mode writes to what it is given
+    try:
+        with torch.no_grad():
+            logits = functional_call(
+                known.model, {**params, **buffers}, (known.normalise(x.to(next(iter(params.values())).device)),)
+            )
+    finally:
+        hook.remove()
+    return seen[0], _exact(logits).softmax(1)
+
+
+def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """iLRG with the system that `mean` makes of those before and after local training."""
+    weight, bias = _gradient(update, known)
+    if bias is None:
+        raise ValueError(
+            f"iLRG reads the bias gradient of the classifier, and {last_linear(known.model)!r} has no bias; llg needs none"
+        )
+    if not (_telling(weight, bias) and bias.any()):
+        return _even(known)
+    system = mean(*_systems(update, params, known)).numpy()
+    if _literal(update, params, known):
+        return _labels(_counts(system, (bias * (known.batch_size / known.scale)).numpy(), known.batch_size))
+    return _labels(_counts_of_direction(system, bias.numpy(), known.batch_size))
+
+
+def _systems(update: Update, params: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
+    """(classes i, classes j), at the weights before and after local training: what an example of class j adds to B db_i."""
+    layer = last_linear(known.model)
+    names = (f"{layer}.weight", f"{layer}.bias")
+    features = _class_means(-_exact(update[names[0]]), -_exact(update[names[1]]))
+    w, b = (_exact(params[k]) for k in names)
+    change_w, change_b = (_exact(update[k]) for k in names)
+    return _system(features, w, b), _system(features, w + change_w, b + change_b)
+
+
+def _class_means(weight: Tensor, bias: Tensor) -> Tensor:
+    """The mean feature of each class (classes, features), drawn to that of the absent classes' rows."""
+    weight, bias = weight / bias.abs().max(), bias / bias.abs().max()  # no under- or overflow below
+    absent = bias > 0  # never none where it is not zero: the entries sum to zero, before noise
+    common = weight[absent].sum(0) / bias[absent].sum() if absent.any() else torch.zeros_like(weight[0])
+    return (bias.sign()[:, None] * weight + SHRINK * common) / (bias.abs() + SHRINK)[:, None]
+
+
+def _system(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    predictions = torch.nan_to_num(features @ weight.T + bias, nan=0.0).softmax(1)  # (classes j, classes i)
+    return predictions.T - torch.eye(len(bias), dtype=torch.float64)
+
+
+def _literal(update: Update, params: Params, known: Knowledge) -> bool:
+    """Whether the update is minus its scale times one mean gradient: nothing in the chain holds back a gradient this large.
+
+    Asked of the chain itself, with a constant gradient in all entries. B times the mean's norm: single examples' are
+    larger than their mean, and may be clipped one by one.
+    """
+    if known.chain.local.steps > 1:
+        return False
+    size = torch.stack([_exact(t).square().sum() for t in update.values()]).sum().sqrt()
+    entries = sum(t.numel() for t in update.values())
+    entry = float(size) / known.scale * known.batch_size / entries**0.5
+    probe = {
+        k: torch.linspace(0.9, 1.1, t.numel(), dtype=torch.float64).view(t.shape) * entry for k, t in update.items()
+    }
+    batch = Batch(torch.zeros(known.batch_size, *known.shape), torch.zeros(known.batch_size, dtype=torch.int64))
+    passed = known.chain.mean(lambda params, batch, rng: probe)(params, batch, None)
+    return all(torch.allclose(passed[k], -known.scale * g, rtol=1e-4, atol=0.0) for k, g in probe.items())
 
 
 def _counts(system: np.ndarray, target: np.ndarray, batch_size: int) -> np.ndarray:
-    """Non-negative least squares, then whole numbers that sum to the batch size by largest remainders."""
-    from scipy.optimize import nnls
-
-    rows = np.vstack([system, np.full((1, system.shape[1]), 1.0)])
-    solution, _ = nnls(rows, np.append(target, float(batch_size)))
+    """Whole k >= 0 of sum B with system k ~ target: non-negative least squares, then largest remainders."""
+    solution = _non_negative(system, target, 1.0, float(batch_size))
     solution = solution * (batch_size / max(float(solution.sum()), 1e-12))
     counts: np.ndarray = np.floor(solution).astype(np.int64)
     for i in np.argsort(counts - solution, kind="stable")[: batch_size - counts.sum()]:
         counts[i] += 1
-    if counts.sum() != batch_size:  # a gradient without any information on labels
-        counts[:] = 0
-        counts[: batch_size % len(counts)] = 1
-        counts += batch_size // len(counts)
     return counts
+
+
+def _counts_of_direction(system: np.ndarray, direction: np.ndarray, batch_size: int) -> np.ndarray:
+    """Whole k >= 0 of sum B with system k as parallel to a direction as can be: the scale is free.
+
+    Real k would not be determined: the system has rank classes - 1, so every scale up to the one at which a count falls
+    to zero fits exactly. With absent classes the truth is near that largest scale, from where exchanges improve it.
+    """
+    direction = direction / np.abs(direction).max()
+    largest = batch_size / max(float(_non_negative(system, direction, 1e-3, 0.0).sum()), 1e-12)
+    starts = [_counts(system, part * largest * direction, batch_size) for part in STARTS]
+    found = [_exchanged(system.T @ system, system.T @ direction, k) for k in starts]
+    return max(found, key=lambda pair: pair[0])[1]
+
+
+def _exchanged(gram: np.ndarray, pull: np.ndarray, counts: np.ndarray) -> tuple[float, np.ndarray]:
+    """Replace one example's class at a time while that turns system k towards the direction: (cosine up to scale, k)."""
+    size = gram.diagonal()
+    best = float(pull @ counts / np.sqrt(max(counts @ gram @ counts, 1e-24)))
+    while True:
+        along = gram @ counts
+        norms = counts @ along + size[:, None] + size - 2 * gram + 2 * (along - along[:, None])  # of k - e_i + e_j
+        cosines = (pull @ counts + pull - pull[:, None]) / np.sqrt(np.maximum(norms, 1e-24))
+        cosines[counts == 0] = -np.inf
+        i, j = np.unravel_index(cosines.argmax(), cosines.shape)
+        if cosines[i, j] <= best + 1e-12:
+            return best, counts
+        best, counts = float(cosines[i, j]), counts.copy()
+        counts[i] -= 1
+        counts[j] += 1
+
+
+def _non_negative(system: np.ndarray, target: np.ndarray, weight: float, total: float) -> np.ndarray:
+    """Least squares of system k ~ target and weight * sum(k) ~ weight * total over k >= 0."""
+    from scipy.optimize import nnls
+
+    rows = np.vstack([system, np.full((1, system.shape[1]), weight)])
+    solution: np.ndarray = nnls(rows, np.append(target, weight * total))[0]
+    return solution

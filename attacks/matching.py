@@ -1,27 +1,31 @@
 """Gradient matching: find the images whose update is the one that was seen, under a prior; recipes name the papers.
 
-reconstruct argmin_x distance(seen, forward(x)) + tv * TV(x), for K observations x R restarts advanced together.
+reconstruct argmin_x  likelihood(seen, forward(x)) + sum of weight * prior(x)  for K observations x R restarts together.
 """
 
+import copy
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 
 from attacks import labels as labelling
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
-from attacks.distances import Distance, cosine, squared
-from attacks.optimizers import Adam, Variables, cut_rate
-from attacks.priors import total_variation
+from attacks.distances import ByProducts, Distance, Products, cosine, likelihood, squared
+from attacks.gradients import Factors, Gradients, Unsupported, arranged, gradients, independent
+from attacks.memory import halving
+from attacks.optimizers import Optimizer, adam, lbfgs, minimise, restarted
+from attacks.priors import Energy, Prior, batch_statistics, magnitude, total_variation
 from attacks.unstride import unstrided
-from client.update import Batch, Params, Update
+from client.update import Batch, Chain, OnUpdate, Params, Transform, Update, gradient, local_sgd, mean_of
 
 CUTS = (3 / 8, 5 / 8, 7 / 8)
+Variables = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,150 +33,493 @@ class GradientMatching(Attack):
     """The engine; its fields make the recipe.
 
     Args:
-        distance: the likelihood term.
-        tv: weight of the total variation prior, on normalised images.
-        rate: learning rate, in units of normalised pixels, cut to a tenth at each of cuts.
-        signed: Adam on the gradient's sign.
-        box: keep pixels in [0, 1] after each step.
+        likelihood: of the seen update; None: what the chain's own noise makes it, as far as the attacker knows the chain.
+        priors: on the images; group: pulls an observation's restarts towards their mean (GradInversion).
+        optimizer: adam or lbfgs; for lbfgs the budget's iterations are evaluations of a problem, restarts included.
+        box: keep pixels in [0, 1] after each step (adam).
         labels: "restored" before matching (or given by the threat model), or "optimised" beside the image as in DLG.
+        anneal: the likelihood's weight at the start; it grows geometrically to 1 over the first half of the iterations.
+        samples, radius: average the objective over images drawn uniformly from a box of this half-width round the guess.
+        surrogate: for several local steps: match one gradient, at a point between the weights before and after them that
+            is found too (SME: Zhu et al., 2023), instead of unrolling the steps.
+        double: in float64, for attacks that are exact.
+        compiled: let torch.compile fuse the step: a minute or two of compiling, worth it from some ten thousand iterations.
     """
 
-    distance: Distance
-    tv: float = 0.0
-    rate: float = 0.1
-    signed: bool = True
-    cuts: tuple[float, ...] = CUTS
+    likelihood: Distance | None = None
+    priors: tuple[Prior, ...] = ()
+    optimizer: Optimizer = field(default_factory=adam)
     box: bool = True
     labels: Literal["restored", "optimised"] = "restored"
+    group: float = 0.0
+    anneal: float = 1.0
+    samples: int = 1
+    radius: float = 0.0
+    surrogate: bool = False
+    double: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
-        if not self.tv >= 0:
-            raise ValueError(f"tv must not be negative, got {self.tv}")
-        if not self.rate > 0:
-            raise ValueError(f"rate must be above 0, got {self.rate}")
+        for name, value in (("group", self.group), ("radius", self.radius)):
+            if not value >= 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        for prior in self.priors:
+            if not prior.weight >= 0:
+                raise ValueError(f"the weight of {type(prior).__name__} must not be negative, got {prior.weight}")
+        if not 0 < self.anneal <= 1:
+            raise ValueError(f"anneal must be above 0 and at most 1, got {self.anneal}")
+        if self.samples < 1:
+            raise ValueError(f"samples must be at least 1, got {self.samples}")
+        if isinstance(self.optimizer, lbfgs) and (self.group or self.radius or self.anneal < 1 or self.surrogate):
+            raise ValueError("lbfgs needs one smooth objective a problem: without group, anneal, radius and surrogate")
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
+        return self.continued(wave, known, budget, streams, None)
+
+    def continued(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None
+    ) -> list[Reconstruction]:
+        """`reconstruct` from given images (K, B, C, H, W) in [0, 1] instead of noise; restarts still draw theirs."""
         started = time.perf_counter()
-        if reason := self._refuse(known):
+        if reason := _refusal(known):
             return not_applicable(wave, reason)
         soft = self.labels == "optimised" and known.labels is None
         try:
             y = None if soft else labelling.restore(wave, known)  # (K, B)
+            dtype = next(iter(wave.params.values())).dtype
+            if self.double:
+                wave, known = _doubled(wave, known)
+            problems = _Problems(self, wave, known, y, budget.restarts, dtype)
         except ValueError as error:
             return not_applicable(wave, str(error))
-        variables = self._start(known, budget, streams, soft)
-        spent = self._descend(variables, y, wave, known, budget, started)
-        with torch.no_grad():
-            objectives = self._objectives(variables, y, wave, known)  # (K, R)
-        objectives = torch.where(objectives.isfinite(), objectives, torch.inf)
-        seconds = (time.perf_counter() - started) / len(wave)
-        results = []
+        draw = partial(self._draw, known=known, streams=streams, soft=soft, like=next(iter(wave.params.values())))
+        clock = _Clock(started, budget.seconds)
+        first = torch.arange(problems.count)
+        variables = draw(first // budget.restarts, first % budget.restarts)
+        if start is not None:
+            variables["x"][:: budget.restarts] = known.normalise(start).to(variables["x"])
+        descend = self._quasi_newton if isinstance(self.optimizer, lbfgs) else self._adam
+        objectives, spent = descend(problems, variables, budget, clock, draw)
+        return self._answers(problems, variables, objectives, spent, budget, (time.perf_counter() - started))
+
+    def _answers(
+        self,
+        problems: "_Problems",
+        variables: Variables,
+        objectives: Tensor,
+        spent: Tensor,
+        budget: Budget,
+        seconds: float,
+    ) -> list[Reconstruction]:
+        """Each observation's restart of the lowest objective."""
+        restarts, known = problems.restarts, problems.known
+        objectives = torch.where(objectives.isfinite(), objectives, torch.inf).view(-1, restarts)
+        answers = []
         for k, best in enumerate(objectives.argmin(1).tolist()):
-            x = known.pixels(variables["x"][k, best]).clamp(0, 1)
-            guess = variables["y"][k, best].argmax(1) if y is None else y[k]
-            objective = float(objectives[k, best])
-            status: Status = "converged" if spent == budget.iterations else "out_of_budget"
+            row = k * restarts + best
+            x = known.pixels(variables["x"][row]).clamp(0, 1).to(problems.dtype)
+            y = variables["y"][row].argmax(1) if problems.labels is None else problems.labels[k]
+            done = int(spent[k * restarts : (k + 1) * restarts].max())
+            status: Status = "converged"
+            reason = ""
             if not torch.isfinite(objectives[k, best]) or not torch.isfinite(x).all():
-                status = "diverged"
-            reasons = {
-                "out_of_budget": f"{spent} of {budget.iterations} iterations in {budget.seconds} s",
-                "diverged": "the objective or the image is not finite",
-            }
-            reason = reasons.get(status, "")
-            results.append(Reconstruction(x.detach(), guess, objective, spent, seconds, status, reason))
-        return results
+                status, reason = "diverged", "the objective or the image is not finite"
+            elif problems.interrupted:
+                status, reason = "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s"
+            share = seconds / len(objectives)
+            answers.append(Reconstruction(x, y, float(objectives[k, best]), done, share, status, reason))
+        return answers
 
-    def _refuse(self, known: Knowledge) -> str:
-        for name, module in known.model.named_modules():
-            if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-                return f"layer {name!r} is dropout in train mode: its draws are not in the update's differentiable form"
-        return ""
+    def _draw(
+        self, owners: Tensor, draws: Tensor, *, known: Knowledge, streams: Sequence[Stream], soft: bool, like: Tensor
+    ) -> Variables:
+        """Fresh starts: Gaussian images (N, B, C, H, W), and Gaussian logits (N, B, classes) for soft labels."""
 
-    def _start(self, known: Knowledge, budget: Budget, streams: Sequence[Stream], soft: bool) -> Variables:
-        """Gaussian images (K, R, B, C, H, W) and, for soft labels, Gaussian logits (K, R, B, classes)."""
+        def normal(purpose: str, *size: int) -> Tensor:
+            pairs = zip(owners.tolist(), draws.tolist(), strict=True)
+            return torch.stack([torch.randn(size, generator=streams[k](purpose, r)) for k, r in pairs]).to(like)
 
-        def draw(purpose: str, *size: int) -> Tensor:
-            return torch.stack(
-                [
-                    torch.stack([torch.randn(size, generator=stream(purpose, r)) for r in range(budget.restarts)])
-                    for stream in streams
-                ]
-            )
-
-        variables = {"x": draw("start", known.batch_size, *known.shape)}
+        variables = {"x": normal("start", known.batch_size, *known.shape)}
         if soft:
-            variables["y"] = draw("labels", known.batch_size, known.classes)
+            variables["y"] = normal("labels", known.batch_size, known.classes)
+        if self.surrogate:
+            variables["at"] = torch.full((len(owners), 1), 0.5).to(like)
         return variables
 
-    def _descend(
-        self, variables: Variables, y: Tensor | None, wave: Wave, known: Knowledge, budget: Budget, started: float
+    # ------------------------------------------------------------------------------------------------ Adam's kin
+
+    def _adam(
+        self,
+        problems: "_Problems",
+        variables: Variables,
+        budget: Budget,
+        clock: "_Clock",
+        draw: Callable[[Tensor, Tensor], Variables],
+    ) -> tuple[Tensor, Tensor]:
+        """Objectives (P,) and iterations (P,) after advancing all problems, as many together as memory holds."""
+        kept = {name: t.clone() for name, t in variables.items()}
+
+        def advance(owners: Tensor) -> tuple[Tensor, Tensor]:
+            rows = problems.rows(owners)
+            for name, t in kept.items():  # anew after a failure for want of memory
+                variables[name][rows] = t[rows]
+            part = {name: t[rows] for name, t in variables.items()}
+            spent = self._advance(problems, part, rows, budget, clock)
+            for name, t in part.items():
+                variables[name][rows] = t
+            return problems.value(part, rows), torch.full((len(rows),), spent)
+
+        found = halving(advance, torch.arange(problems.count // problems.restarts))
+        return torch.cat([f for f, _ in found]), torch.cat([s for _, s in found])
+
+    def _advance(
+        self, problems: "_Problems", variables: Variables, rows: Tensor, budget: Budget, clock: "_Clock"
     ) -> int:
-        """Advance all problems together; returns the iterations done."""
-        low, high = (known.normalise(torch.full((len(known.mean), 1, 1), v)) for v in (0.0, 1.0))
-        adam = Adam(signed=self.signed)
+        """Advance some problems in place; returns the iterations done."""
+        assert isinstance(self.optimizer, adam)
+        low, high = problems.bounds()
+        optimizer = self.optimizer.start(list(variables.values()))
         for iteration in range(budget.iterations):
-            if budget.seconds is not None and time.perf_counter() - started > budget.seconds:
+            if clock.over():
+                problems.interrupted = True
                 return iteration
-            gradients = self._gradients(variables, y, wave, known)
-            adam.step(variables, gradients, cut_rate(self.rate, iteration, budget.iterations, self.cuts))
+            heat = self.anneal ** max(0.0, 1 - 2 * iteration / budget.iterations)
+            slopes = problems.slopes(variables, rows, heat, self._nearby(variables["x"], rows, problems, iteration))
+            for name, t in variables.items():
+                slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
+                t.grad = slope.sign() if self.optimizer.signed and name != "at" else slope
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = self.optimizer.rate_at(iteration, budget.iterations)
+            optimizer.step()
             if self.box:
                 torch.clamp(variables["x"], low, high, out=variables["x"])
+            if self.surrogate:
+                variables["at"].clamp_(0, 1)
+        for t in variables.values():
+            t.grad = None
         return budget.iterations
 
-    def _gradients(self, variables: Variables, y: Tensor | None, wave: Wave, known: Knowledge) -> Variables:
-        """Gradients (K, R, ...) of all problems: of their objectives' sum, in which each has a term of its own.
+    def _nearby(self, x: Tensor, rows: Tensor, problems: "_Problems", iteration: int) -> Tensor | None:
+        """Displacements (samples, N, B, C, H, W), uniform in the box; None where there is nothing to sample."""
+        if not self.radius:
+            return None
+        rng = torch.Generator().manual_seed(iteration)  # the same box for all problems: packing changes nothing
+        shape = (self.samples, 1, *x.shape[1:])
+        return (self.radius * (2 * torch.rand(shape, generator=rng) - 1)).to(x)
 
-        By autograd outside vmap: grad within vmap gives the same, at a quarter more time.
-        """
+    # -------------------------------------------------------------------------------------------------- L-BFGS
+
+    def _quasi_newton(
+        self,
+        problems: "_Problems",
+        variables: Variables,
+        budget: Budget,
+        clock: "_Clock",
+        draw: Callable[[Tensor, Tensor], Variables],
+    ) -> tuple[Tensor, Tensor]:
+        """Objectives (P,) and evaluations (P,); a problem that ends without a fit starts again within its budget."""
+        assert isinstance(self.optimizer, lbfgs)
+        settings, shapes = self.optimizer, {name: t.shape[1:] for name, t in variables.items()}
+
+        def joined(parts: Variables) -> Tensor:
+            return torch.cat([t.flatten(1) for t in parts.values()], 1)
+
+        def apart(points: Tensor) -> Variables:
+            pieces = points.split([shape.numel() for shape in shapes.values()], 1)
+            return {name: t.view(-1, *shapes[name]) for name, t in zip(shapes, pieces, strict=True)}
+
+        everyone = torch.arange(problems.count)
+
+        def evaluate(among: Tensor, points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+            value, slopes = problems.value_and_slopes(apart(points), among[chosen])
+            return value, joined(slopes)
+
+        allowed = torch.full_like(everyone, budget.iterations)
+        descent = minimise(partial(evaluate, everyone), joined(variables), allowed, settings, over=clock.over)
+        attempt = 0
+        while not clock.over():
+            unfit = ~(descent.f <= settings.fit) if settings.fit else ~descent.f.isfinite()
+            rows = (unfit & (descent.spent < allowed)).nonzero().flatten()
+            if len(rows) == 0:
+                break
+            attempt += 1
+            fresh = joined(draw(rows // budget.restarts, rows % budget.restarts + attempt * budget.restarts))
+            left = (allowed - descent.spent)[rows]
+            restarted(descent, minimise(partial(evaluate, rows), fresh, left, settings, over=clock.over), rows)
+        problems.interrupted = clock.over() and bool((~descent.ended & (descent.spent < allowed)).any())
+        for name, t in apart(descent.x).items():
+            variables[name][:] = t
+        return descent.f, descent.spent
+
+
+# ---------------------------------------------------------------------------------------------------------- objectives
+
+
+class _Clock:
+    def __init__(self, started: float, seconds: float | None) -> None:
+        self.end = None if seconds is None else started + seconds
+
+    def over(self) -> bool:
+        """Whether the budget's seconds are spent."""
+        return self.end is not None and time.perf_counter() > self.end
+
+
+class _Problems:
+    """P = K * R problems of one wave: the objective of each as a function of its variables, and its slopes."""
+
+    def __init__(
+        self,
+        attack: GradientMatching,
+        wave: Wave,
+        known: Knowledge,
+        labels: Tensor | None,
+        restarts: int,
+        dtype: torch.dtype,
+    ):
+        self.attack, self.known, self.labels, self.restarts = attack, known, labels, restarts
+        self.dtype = dtype  # of the images that are handed out
+        self.params = wave.params
+        self.count = len(wave) * restarts
+        self.interrupted = False
+        self.likelihood = attack.likelihood or likelihood(known.chain.conditional, known.batch_size)
+        self.energies: list[tuple[float, Energy]] = [(p.weight, p.bind(known, wave.params)) for p in attack.priors]
+        self.step = None if attack.surrogate or attack.compiled else _one_step(known.chain)
+        self.seen = arranged(wave.update) if self.step else wave.update
+        self._chosen: tuple[Tensor | None, Update] = (None, {})
+        self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
+        self.checked = False
+
+    def rows(self, owners: Tensor) -> Tensor:
+        """The problems of some observations."""
+        return (owners[:, None] * self.restarts + torch.arange(self.restarts)).flatten()
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Normalised black and white, (C, 1, 1) each."""
+        like = next(iter(self.params.values()))
+        black, white = (self.known.normalise(torch.full((len(self.known.mean), 1, 1), v).to(like)) for v in (0.0, 1.0))
+        return black, white
+
+    def value(self, variables: Variables, rows: Tensor) -> Tensor:
+        """Objectives (N,) of some problems."""
+        return self.value_and_slopes(variables, rows)[0]
+
+    def slopes(self, variables: Variables, rows: Tensor, heat: float, nearby: Tensor | None) -> Variables:
+        """Gradients of the objectives by the variables."""
+        return self.value_and_slopes(variables, rows, heat, nearby)[1]
+
+    def value_and_slopes(
+        self, variables: Variables, rows: Tensor, heat: float = 1.0, nearby: Tensor | None = None
+    ) -> tuple[Tensor, Variables]:
+        """Objectives (N,), and their gradients by the variables: of the sum, in which each has a term of its own."""
         leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
         with torch.enable_grad():
-            total = self._objectives(leaves, y, wave, known).sum()
+            if nearby is None:
+                value = self._objectives(leaves, rows, heat)
+            else:
+                moved = [self._objectives({**leaves, "x": leaves["x"] + step}, rows, heat) for step in nearby]
+                value = torch.stack(moved).mean(0)
+            total = value.sum()
         if not total.requires_grad:  # a chain that lets nothing of the images through
-            return {name: torch.zeros_like(t) for name, t in variables.items()}
-        gradients = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-        return dict(zip(leaves, gradients, strict=True))
+            return value.detach(), {name: torch.zeros_like(t) for name, t in variables.items()}
+        found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+        return value.detach(), dict(zip(leaves, found, strict=True))
 
-    def _objectives(self, variables: Variables, y: Tensor | None, wave: Wave, known: Knowledge) -> Tensor:
-        """Objectives (K, R) of all problems, on one axis of K * R: a second vmap would cost more than it saves."""
-        restarts = variables["x"].shape[1]
-        seen = {name: _repeat(t, restarts) for name, t in wave.update.items()}
-        labels = None if y is None else _repeat(y, restarts)
-        flat = {name: t.flatten(0, 1) for name, t in variables.items()}
-        one = partial(self._objective, known=known, params=wave.params)
+    def _objectives(self, variables: Variables, rows: Tensor, heat: float) -> Tensor:
+        """Objectives (N,) of some problems, differentiable."""
+        owners = rows // self.restarts
+        x = variables["x"]
+        y = variables["y"].softmax(2) if self.labels is None else self.labels[owners]
+        objectives = heat * self._distances(x, y, self._seen(owners), variables.get("at"))
+        for weight, energy in self.energies:
+            objectives = objectives + weight * _each(energy, x)
+        if self.attack.group and self.restarts > 1:
+            together = x.view(-1, self.restarts, *x.shape[1:])
+            apart = (together - together.mean(1, keepdim=True).detach()).square()
+            objectives = objectives + self.attack.group * apart.flatten(2).mean(2).flatten()
+        return objectives
+
+    def _seen(self, owners: Tensor) -> Update:
+        """The seen updates (N, ...) of these problems; gathered once for the same problems."""
+        kept, chosen = self._chosen
+        if kept is None or not torch.equal(kept, owners):
+            whole = len(owners) * self.restarts == self.count and self.restarts == 1
+            chosen = self.seen if whole else {k: t[owners] for k, t in self.seen.items()}
+            if self.step and not whole:
+                chosen = arranged(chosen)
+            self._chosen = (owners, chosen)
+        return chosen
+
+    def _distances(self, x: Tensor, y: Tensor, seen: Update, at: Tensor | None) -> Tensor:
+        if self.step is not None:
+            try:
+                if not self.checked and not independent(self.known.model, self.params, x):
+                    raise Unsupported("the model mixes the examples of a batch")
+                self.checked = True
+                return self._compare(seen, self.step(self.known.model, self.params, x, y, self._factors()))
+            except Unsupported:
+                self.step = None  # by vmap from now on
+        one = self._one if at is None else self._at_surrogate
+        arguments = (x, y, seen) if at is None else (x, y, seen, at)
         with unstrided():
-            objectives: Tensor = vmap(one, in_dims=(0, None if y is None else 0, 0))(flat, labels, seen)
-        return objectives.view(-1, restarts)
+            return _each(one, *arguments)
 
-    def _objective(
-        self, variables: Variables, y: Tensor | None, seen: Update, *, known: Knowledge, params: Params
-    ) -> Tensor:
-        """One problem: variables x (B, C, H, W) normalised and perhaps y (B, classes) logits; a scalar."""
-        target = variables["y"].softmax(1) if y is None else y
-        expected = known.forward(params, Batch(known.pixels(variables["x"]), target), None)
-        objective = self.distance(seen, expected)
-        return objective + self.tv * total_variation(variables["x"]) if self.tv else objective
+    def _factors(self) -> bool:
+        return isinstance(self.likelihood, ByProducts)
+
+    def _compare(self, seen: Update, expected: Gradients) -> Tensor:
+        formed = {k: t for k, t in expected.items() if not isinstance(t, Factors)}
+        if len(formed) == len(expected):
+            return _each(self.likelihood, seen, formed)
+        assert isinstance(self.likelihood, ByProducts)
+        return self.likelihood.of({k: _products(seen[k], t) for k, t in expected.items()})
+
+    def _one(self, x: Tensor, y: Tensor, seen: Update) -> Tensor:
+        """One problem's distance through the whole chain."""
+        return self.likelihood(seen, self.known.forward(self.params, Batch(self.known.pixels(x), y), None))
+
+    def _at_surrogate(self, x: Tensor, y: Tensor, seen: Update, at: Tensor) -> Tensor:
+        """One problem's distance to the gradient at a point between the weights before and after."""
+        params = {k: p + at * seen[k] for k, p in self.params.items()}
+        found = gradient(self.known.model)(params, Batch(x, y), None)
+        return self.likelihood(seen, {k: -self.known.scale * t for k, t in found.items()})
 
 
-def inverting_gradients(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
+Step = Callable[[nn.Module, Params, Tensor, Tensor, bool], Gradients]
+
+
+def _one_step(chain: Chain) -> Step | None:
+    """The update of a chain that computes one gradient of the whole batch and changes only what it finds; else None."""
+    local = chain.local
+    links = [mean_of(link) for link in chain.links]
+    if local.steps != 1 or local.batch_size is not None:
+        return None
+    others = [link for link in links if not isinstance(link, local_sgd) and not _transparent(link)]
+    if not others:
+        return lambda model, params, x, y, factors: gradients(model, params, x, y, -local.rate, factors)
+    if not all(isinstance(link, OnUpdate) for link in others):
+        return None
+
+    def through(model: nn.Module, params: Params, x: Tensor, y: Tensor, factors: bool) -> Gradients:
+        def one(found: Gradients, x: Tensor, y: Tensor) -> Update:
+            return Chain(tuple(links))(lambda *_: cast(Update, found))(params, Batch(x, y), None)
+
+        found = gradients(model, params, x, y, 1.0, False)
+        return {**vmap(one)(found, x, y)}
+
+    return through
+
+
+def _transparent(link: Transform) -> bool:
+    """Whether a link does nothing: it hands back the very function it was given."""
+
+    def nothing(params: Params, batch: Batch, rng: torch.Generator | None) -> Update:
+        return {}
+
+    return link(nothing) is nothing
+
+
+def _each(function: Callable[..., Tensor], *arguments: Tensor | Update) -> Tensor:
+    """A function of one problem, for all of them: on the first axis of every tensor; a single one without vmap."""
+    first = arguments[0]
+    count = len(first if isinstance(first, Tensor) else next(iter(first.values())))
+    if count > 1:
+        mapped: Tensor = vmap(function)(*arguments)
+        return mapped
+    alone = [a[0] if isinstance(a, Tensor) else {k: t[0] for k, t in a.items()} for a in arguments]
+    return function(*alone)[None]
+
+
+def _products(seen: Tensor, expected: Tensor | Factors) -> Products:
+    square = seen.flatten(1).square().sum(1)
+    if isinstance(expected, Factors):
+        return Products(expected.inner(seen), square, expected.square())
+    return Products((seen * expected).flatten(1).sum(1), square, expected.flatten(1).square().sum(1))
+
+
+def _refusal(known: Knowledge) -> str:
+    for name, module in known.model.named_modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            return f"layer {name!r} is dropout in train mode: its draws are not in the update's differentiable form"
+    return ""
+
+
+def _doubled(wave: Wave, known: Knowledge) -> tuple[Wave, Knowledge]:
+    def double(tensors: Update) -> Update:
+        return {k: t.double() for k, t in tensors.items()}
+
+    wave = replace(wave, params=double(wave.params), update=double(wave.update))
+    return wave, replace(known, model=copy.deepcopy(known.model).double())
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+def inverting_gradients(tv: float = 0.01, rate: float = 0.1, compiled: bool = False) -> GradientMatching:
     """Inverting Gradients (Geiping et al., NeurIPS 2020): cosine, total variation, signed Adam, three cuts of the rate."""
-    return GradientMatching(cosine, tv=tv, rate=rate)
+    return GradientMatching(cosine(), (total_variation(tv),), adam(rate, signed=True, cuts=CUTS), compiled=compiled)
 
 
-def dlg(rate: float = 0.1) -> GradientMatching:
+def dlg(fit: float = 1e-6, enough: float = 1e-8, double: bool = False) -> GradientMatching:
     """Deep Leakage from Gradients (Zhu et al., NeurIPS 2019): squared distance, images and soft labels found together.
 
-    The paper's L-BFGS is replaced by Adam with the engine's schedule, which does not diverge.
+    By L-BFGS, as in the paper, but with a line search.
+
+    Args:
+        fit: a relative squared distance above which a search that has ended starts again, within the budget.
+        enough: where it stops.
+        double: in float64.
     """
-    return GradientMatching(squared, rate=rate, signed=False, box=False, labels="optimised")
+    return GradientMatching(squared(), (), lbfgs(fit=fit, enough=enough), box=False, labels="optimised", double=double)
 
 
-def idlg(rate: float = 0.1) -> GradientMatching:
+def idlg(fit: float = 1e-6, enough: float = 1e-8, double: bool = False) -> GradientMatching:
     """iDLG (Zhao et al., 2020): DLG with the labels restored before matching."""
-    return GradientMatching(squared, rate=rate, signed=False, box=False)
+    return GradientMatching(squared(), (), lbfgs(fit=fit, enough=enough), box=False, double=double)
 
 
-def _repeat(t: Tensor, restarts: int) -> Tensor:
-    """(K, ...) to (K * R, ...), each problem's restarts side by side; without a copy for one restart."""
-    return t.unsqueeze(1).expand(-1, restarts, *t.shape[1:]).flatten(0, 1)
+def bayes(
+    conditional: Literal["known", "squared", "cosine"] = "known",
+    tv: float = 1e-2,
+    rate: float = 0.1,
+    decay: float = 1.0,
+    anneal: float = 1.0,
+    samples: int = 1,
+    radius: float = 0.0,
+    box: bool = True,
+) -> GradientMatching:
+    """The Bayesian framework's attack (Balunović et al., ICLR 2022, Algorithm 1): the chain's own likelihood, total variation.
+
+    Args:
+        conditional: "known": that of the chain's noise and masks; the two others are the paper's baselines.
+        tv: the prior's weight beta, relative to the likelihood's own scale.
+        decay: of the rate at each iteration; anneal: the likelihood's weight at the start.
+        samples, radius: k and delta; at the centre where radius is 0, as in the paper's tables.
+    """
+    chosen = {"known": None, "squared": squared(), "cosine": cosine()}[conditional]
+    return GradientMatching(
+        chosen, (total_variation(tv),), adam(rate, decay=decay), box, anneal=anneal, samples=samples, radius=radius
+    )
+
+
+def grad_inversion(
+    tv: float = 1e-4, l2: float = 1e-6, bn: float = 0.1, group: float = 0.01, rate: float = 0.1
+) -> GradientMatching:
+    """See through Gradients (Yin et al., CVPR 2021): squared distance, image and BatchNorm priors, restarts held together.
+
+    The restarts of an observation are pulled towards their mean pixel by pixel; the paper registers them first.
+
+    Args:
+        bn: weight of the BatchNorm statistics; 0 for a model without them.
+    """
+    priors = (total_variation(tv, power=2), magnitude(l2), batch_statistics(bn))
+    return GradientMatching(squared(), tuple(p for p in priors if p.weight), adam(rate, cuts=CUTS), group=group)
+
+
+def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
+    """Surrogate model extension (Zhu et al., ICLR 2023): several local steps matched by one gradient between their ends.
+
+    The cheap alternative to unrolling them, which inverting_gradients does.
+    """
+    return GradientMatching(cosine(), (total_variation(tv),), adam(rate, signed=True, cuts=CUTS), surrogate=True)

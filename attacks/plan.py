@@ -11,6 +11,7 @@ from client.components import Kind, SpecError, Table, build, call, check_argumen
 
 ATTACK = Kind("an attack", ("attacks",), Attack)
 BASELINES = ("mean_image", "random_image")
+LIMITS = ("bayes_limit",)  # no attacks: what none can beat, computed beside them
 _OWN = {"name", "iterations", "restarts", "seconds", "labels", "defense"}
 
 
@@ -42,6 +43,8 @@ class PlannedAttack:
         name = conform(table.get("name", str(component["use"]).split(":")[1]), str, f"{where}: name")
         if not name or not name.replace("_", "").replace("-", "").isalnum():
             raise SpecError(f"{where}: name must be letters, digits, - and _, got {name!r}")
+        if name in LIMITS:
+            raise SpecError(f"{where}: name {name!r} is the limit's own; give the attack another one")
         if len(name) > 64:  # it is part of a file's name
             raise SpecError(f"{where}: name must be at most 64 characters, got {len(name)}")
         labels = conform(table.get("labels", "restored"), Literal["restored", "given"], f"{where}: labels")
@@ -53,6 +56,11 @@ class PlannedAttack:
         attack = build(self.table, f"[[attack]] {self.name}", ATTACK)
         assert isinstance(attack, Attack)
         return attack
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether it reconstructs nothing: it is computed, not built."""
+        return self.name in LIMITS
 
     def to_json(self) -> str:
         """Every field in one line, the same for equal plans: a part of a job's key, and what a worker is sent."""
@@ -70,7 +78,7 @@ class AttackPlan:
     """The attacks, and when and whom they meet.
 
     Args:
-        attacks: with the baselines.
+        attacks: with the baselines, and the limits where there are any.
         rounds: 1-based rounds to attack; None: every `every`-th from the first.
         every: used where rounds is None.
         clients: whom to attack; None: all.
@@ -86,8 +94,13 @@ class AttackPlan:
     seed: int = 0
 
     @classmethod
-    def from_tables(cls, tables: Sequence[Table], options: Table, rounds: int, clients: int) -> "AttackPlan":
+    def from_tables(
+        cls, tables: Sequence[Table], options: Table, rounds: int, clients: int, limits: Sequence[str] = ()
+    ) -> "AttackPlan":
         """From the [[attack]] tables and the plan's part of [audit]; baselines are added.
+
+        Args:
+            limits: those of LIMITS that the chain has.
 
         Raises:
             SpecError: naming table, value and what is allowed.
@@ -96,6 +109,7 @@ class AttackPlan:
         use = {name: f"attacks.baselines:{name}" for name in BASELINES}
         present = {str(p.table["use"]) for p in planned}
         planned += [PlannedAttack(n, {"use": u}, Budget(1)) for n, u in use.items() if u not in present]
+        planned += [PlannedAttack(n, {"use": f"attacks.limits:{n}"}, Budget(1)) for n in limits]
         names = [p.name for p in planned]
         if repeated := {n for n in names if names.count(n) > 1}:
             raise SpecError(f"[[attack]]: two attacks are called {sorted(repeated)[0]!r}; give one of them a name")

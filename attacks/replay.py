@@ -51,11 +51,12 @@ def replay(federation: Federation, seen: Observation) -> Replay:
 
 def _compare(recomputed: Update, seen: Update) -> tuple[float, float]:
     inner = sum(float((recomputed[k].double() * seen[k].double()).sum()) for k in seen)
-    sizes = float(norm(recomputed)) * float(norm(seen))
     difference = float(norm({k: recomputed[k].double() - seen[k].double() for k in seen}))
     if difference == 0:  # two zero updates agree too
         return 1.0, 0.0
-    return inner / sizes if sizes else 0.0, difference / float(norm(seen)) if float(norm(seen)) else math.inf
+    size = float(norm(seen))
+    sizes = size * float(norm(recomputed))
+    return inner / sizes if sizes else 0.0, difference / size if size else math.inf
 
 
 def _diagnose(fed: Federation, seen: Observation, recomputed: Update) -> str:
@@ -64,13 +65,13 @@ def _diagnose(fed: Federation, seen: Observation, recomputed: Update) -> str:
     if cosine > 1 - 1e-6:
         ratio = float(norm(seen.update)) / float(norm(recomputed))
         return f"same direction, {ratio:.6g} times the size: the learning rate or the loss's scale (mean, sum) differs"
-    for ingredient, recompute in _alternatives(fed, seen).items():
+    for ingredient, recompute in _alternatives(fed, seen, recomputed).items():
         if _compare(recompute(), seen.update)[1] <= TOLERANCE:
             return ingredient
     return "no single known ingredient explains it: compare seed, data order, model, chain and versions on both sides"
 
 
-def _alternatives(fed: Federation, seen: Observation) -> Mapping[str, Callable[[], Update]]:
+def _alternatives(fed: Federation, seen: Observation, recomputed: Update) -> Mapping[str, Callable[[], Update]]:
     batch = fed.batch_at(seen.client, seen.round)
 
     def client(buffers: Mapping[str, Tensor] = seen.buffers, normalised: bool = True, flip: bool = False) -> Update:
@@ -93,7 +94,6 @@ def _alternatives(fed: Federation, seen: Observation) -> Mapping[str, Callable[[
         names = list(detached_params(fed.model))
         return dict(zip(names, reversed([recomputed[k] for k in names]), strict=True))
 
-    recomputed = client()
     found: dict[str, Callable[[], Update]] = {
         "normalisation differs: the client feeds raw pixels": lambda: client(normalised=False),
         "the chain differs: the update carries no defense": undefended,

@@ -6,6 +6,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from client.models import floating_buffers
 from client.protocol import Federation, federation
 from client.update import Update
 
@@ -55,8 +56,8 @@ def train(message: Message, context: Context) -> Message:
     )
     if (
         fed.model.training and buffers
-    ):  # BatchNorm in train mode moved its statistics; they travel apart and are averaged
-        content["buffers"] = ArrayRecord(_contiguous({k: dict(fed.model.named_buffers())[k] for k in buffers}))
+    ):  # BatchNorm in train mode moved its statistics; they travel apart, to be averaged
+        content["buffers"] = ArrayRecord(_contiguous(floating_buffers(fed.model)))
     return Message(content, reply_to=message)
 
 

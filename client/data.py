@@ -7,7 +7,6 @@ A dataset gives training and test images. The training images are split once by 
 import gzip
 import hashlib
 import os
-import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from client.files import replacing
 from client.rng import generator, seed_of
 from client.update import Batch
 
@@ -242,10 +242,8 @@ def cached(name: str, make: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[s
         except Exception as error:  # damage shows as zlib.error, TokenError, BadZipFile, NotImplementedError and more
             warnings.warn(f"{path} is damaged ({error}) and is made again", stacklevel=2)
     made = make()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as scratch:
+    with replacing(path) as scratch:
         np.savez_compressed(scratch, allow_pickle=False, **made)
-    os.replace(scratch.name, path)
     return made
 
 

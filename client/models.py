@@ -2,7 +2,9 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -73,51 +75,176 @@ def convnet(shape: Shape, classes: int, width: int = 64, norm: Norm = "batch") -
 def resnet20(shape: Shape, classes: int, width: int = 1, norm: Norm = "batch") -> nn.Module:
     """ResNet-20 for small images (He et al., 2016), parameter-free shortcuts; width multiplies 16, 32, 64 channels."""
     _at_least_one("width", width)
-    return _ResNet(shape[0], classes, width, norm)
+    return _ResNet(shape[0], classes, 16 * width, (3, 3, 3), partial(_Block, norm=norm), norm)
+
+
+def resnet(
+    shape: Shape, classes: int, depth: Literal[18, 20, 32, 34, 50] = 18, width: int = 64, norm: Norm = "batch"
+) -> nn.Module:
+    """The ResNets of Inverting Gradients for small images: no stride or pool before the stages, 1x1 shortcuts.
+
+    Args:
+        depth: 20 and 32 have three stages, the others four; 50 has bottlenecks.
+        width: channels of the first stage; every further stage has twice as many. ResNet20-4 is depth 20, width 64,
+            ResNet32-10 depth 32, width 160.
+    """
+    _at_least_one("width", width)
+    blocks = {18: (2, 2, 2, 2), 20: (3, 3, 3), 32: (5, 5, 5), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}[depth]
+    kind = _Bottleneck if depth == 50 else partial(_Block, project=True)
+    model = _ResNet(shape[0], classes, width, blocks, partial(kind, norm=norm), norm)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions round a shortcut that subsamples and pads with zero channels (option A)."""
+    """Two 3x3 convolutions round a shortcut that subsamples and pads with zero channels (option A), or projects (B)."""
 
-    def __init__(self, fan_in: int, fan_out: int, stride: int, norm: Norm) -> None:
+    expansion = 1
+
+    def __init__(self, fan_in: int, width: int, stride: int, norm: Norm, project: bool = False) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(fan_in, fan_out, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = _norm(norm, fan_out)
-        self.conv2 = nn.Conv2d(fan_out, fan_out, 3, padding=1, bias=False)
-        self.bn2 = _norm(norm, fan_out)
-        self.stride = stride
-        self.padding = (fan_out - fan_in) // 2
+        self.conv1 = nn.Conv2d(fan_in, width, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = _norm(norm, width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = _norm(norm, width)
+        self.shortcut = _projection(fan_in, width, stride, norm) if project else _Pad((width - fan_in) // 2, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(out + self.shortcut(x))
+
+
+class _Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions round a projecting shortcut; the last widens four times."""
+
+    expansion = 4
+
+    def __init__(self, fan_in: int, width: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        fan_out = width * self.expansion
+        self.conv1 = nn.Conv2d(fan_in, width, 1, bias=False)
+        self.bn1 = _norm(norm, width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = _norm(norm, width)
+        self.conv3 = nn.Conv2d(width, fan_out, 1, bias=False)
+        self.bn3 = _norm(norm, fan_out)
+        self.shortcut = _projection(fan_in, fan_out, stride, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+        return F.relu(self.bn3(self.conv3(out)) + self.shortcut(x))
+
+
+def _projection(fan_in: int, fan_out: int, stride: int, norm: Norm) -> nn.Module:
+    if stride == 1 and fan_in == fan_out:
+        return nn.Sequential()
+    return nn.Sequential(nn.Conv2d(fan_in, fan_out, 1, stride=stride, bias=False), _norm(norm, fan_out))
+
+
+class _Pad(nn.Module):
+    """Every stride-th pixel, with zero channels on both sides: a shortcut without parameters."""
+
+    def __init__(self, channels: int, stride: int) -> None:
+        super().__init__()
+        self.channels = channels
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
         if self.stride > 1:
             x = x[:, :, :: self.stride, :: self.stride]
-        if self.padding:
-            x = F.pad(x, (0, 0, 0, 0, self.padding, self.padding))
-        return F.relu(out + x)
+        return F.pad(x, (0, 0, 0, 0, self.channels, self.channels)) if self.channels else x
 
 
 class _ResNet(nn.Module):
-    def __init__(self, channels: int, classes: int, width: int, norm: Norm) -> None:
+    """Stages of blocks (fan_in, width, stride) of base, 2 base, 4 base ... channels, then the mean over pixels."""
+
+    def __init__(
+        self, channels: int, classes: int, base: int, blocks: Sequence[int], block: Callable[..., nn.Module], norm: Norm
+    ) -> None:
         super().__init__()
-        base = 16 * width
         self.conv1 = nn.Conv2d(channels, base, 3, padding=1, bias=False)
         self.bn1 = _norm(norm, base)
-        self.layer1 = self._stage(base, base, 1, norm)
-        self.layer2 = self._stage(base, 2 * base, 2, norm)
-        self.layer3 = self._stage(2 * base, 4 * base, 2, norm)
-        self.linear = nn.Linear(4 * base, classes)
-
-    @staticmethod
-    def _stage(fan_in: int, fan_out: int, stride: int, norm: Norm) -> nn.Module:
-        rest = [_Block(fan_out, fan_out, 1, norm) for _ in range(2)]
-        return nn.Sequential(_Block(fan_in, fan_out, stride, norm), *rest)
+        self.stages = [f"layer{i}" for i in range(1, len(blocks) + 1)]
+        fan_in = base
+        for i, (name, count) in enumerate(zip(self.stages, blocks, strict=True)):
+            stage, width = nn.Sequential(), base * 2**i
+            for j in range(count):
+                stage.append(block(fan_in, width, 2 if i > 0 and j == 0 else 1))
+                fan_in = width * int(stage[-1].expansion)  # type: ignore[arg-type]  # torch types every attribute alike
+            self.add_module(name, stage)
+        self.linear = nn.Linear(fan_in, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)))
-        out = self.layer3(self.layer2(self.layer1(out)))
+        for name in self.stages:
+            out = self.get_submodule(name)(out)
         logits: Tensor = self.linear(out.mean((2, 3)))
         return logits
+
+
+def convsmall(shape: Shape, classes: int) -> nn.Module:
+    """The small convolutional net of Balunovic et al. (2022), tables 2 and 3, with its initialisation (LeCun normal).
+
+    The scale of the weights is part of their setting: noise of a fixed size hides smaller gradients better.
+    """
+    channels, height, width = shape
+    _poolable("convsmall", height, width)
+    model = nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 32, 3, padding=1),
+            act1=nn.ReLU(),
+            pool1=nn.AvgPool2d(2),
+            conv2=nn.Conv2d(32, 64, 3, padding=1),
+            act2=nn.ReLU(),
+            pool2=nn.AvgPool2d(2),
+            flatten=nn.Flatten(),
+            linear1=nn.Linear(64 * (height // 4) * (width // 4), 100),
+            act3=nn.ReLU(),
+            linear2=nn.Linear(100, classes),
+        )
+    )
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            nn.init.zeros_(parameter)
+        else:
+            _lecun_normal(parameter)
+    return model
+
+
+def _lecun_normal(weight: Tensor) -> None:
+    """A normal cut at two standard deviations, of variance 1 / fan_in after the cut: Flax's default."""
+    std = 1 / math.sqrt(weight[0].numel()) / 0.87962566103423978
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
+def convbig(shape: Shape, classes: int) -> nn.Module:
+    """The ConvBig on which Balunovic et al. (2022) attack Soteria: two convolutions, three fully connected layers."""
+    channels, height, width = shape
+    _poolable("convbig", height, width)
+    pooled = ((height // 2 + 2) // 2) * ((width // 2 + 2) // 2)
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 32, 3, padding=1),
+            act1=nn.ReLU(),
+            pool1=nn.AvgPool2d(2),
+            conv2=nn.Conv2d(32, 64, 1, padding=1),
+            act2=nn.ReLU(),
+            pool2=nn.AvgPool2d(2),
+            flatten=nn.Flatten(),
+            linear1=nn.Linear(64 * pooled, 2000),
+            act3=nn.ReLU(),
+            linear2=nn.Linear(2000, 1000),
+            act4=nn.ReLU(),
+            linear3=nn.Linear(1000, classes),
+        )
+    )
+
+
+def _poolable(name: str, height: int, width: int) -> None:
+    if min(height, width) < 4:
+        raise ValueError(f"{name} needs images of at least 4 x 4 pixels, got {height} x {width}")
 
 
 def _norm(norm: Norm, channels: int) -> nn.Module:
@@ -147,3 +274,56 @@ def detached_params(model: nn.Module) -> dict[str, Tensor]:
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The model's floating-point buffers (BatchNorm's running statistics), detached copies."""
     return {name: b.detach().clone() for name, b in model.named_buffers() if torch.is_floating_point(b)}
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Set a model's parameters and buffers to a safetensors file's; nothing is unpickled.
+
+    The file must have every parameter and every floating-point buffer, of the same shape and dtype, and nothing else; of
+    whole-number buffers (BatchNorm's counters, which its statistics in eval mode do not depend on) it may have any.
+
+    Raises:
+        ValueError: the file is not to be read, or its names, shapes, dtypes or values do not fit; the model is unchanged.
+    """
+    stored = _read_weights(path)
+    own = model.state_dict()
+    needed = {name for name, t in own.items() if torch.is_floating_point(t)}
+    missing, unknown = sorted(needed - stored.keys()), sorted(stored.keys() - own.keys())
+    if missing or unknown:
+        parts = [f"it lacks {_some(missing)}"] * bool(missing) + [f"the model has no {_some(unknown)}"] * bool(unknown)
+        raise ValueError(
+            f"{path} does not fit the model: {'; '.join(parts)}. Choose the model that it was written from "
+            "(use, width, norm ...)"
+        )
+    for name, t in stored.items():
+        expected, came = ((str(tuple(v.shape)), str(v.dtype).removeprefix("torch.")) for v in (own[name], t))
+        if expected != came:
+            raise ValueError(
+                f"{path}: expected {name!r} of shape {expected[0]} and dtype {expected[1]}, got {came[0]} and {came[1]}: "
+                "choose the model and data that it was written from, or convert the file"
+            )
+        if not torch.isfinite(t).all():
+            raise ValueError(f"{path}: {name!r} holds values that are not finite; train again, or choose another file")
+    with torch.no_grad():
+        for name, t in stored.items():
+            own[name].copy_(t)
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        stored: dict[str, Tensor] = load(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); paths start from {Path.cwd()}") from error
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a safetensors file ({error}); write one with safetensors.torch.save_file"
+        ) from error
+    return stored
+
+
+def _some(names: Sequence[str]) -> str:
+    """A few names in words."""
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,12 +1,12 @@
 """Mount an update-level defense as an ordinary Flower mod, in anybody's ClientApp."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import Generator, Tensor
 
-from client.update import Batch, Chain, Params, Transform, Update, local_sgd, per_example
+from client.update import Chain, OnUpdate, Transform
 
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
@@ -18,15 +18,14 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     nearest to the training. It wants one ArrayRecord in the message and one, with the same names, in the reply.
 
     Args:
-        transform: a defense of the finished update; one that needs the examples cannot be a mod.
+        transform: a defense of the finished update (an OnUpdate, or a chain of them): a mod has no examples.
         rng: of the defense's randomness; default: seeded by the operating system, the client's own secret.
 
     Raises:
         ValueError: the transform is none of the finished update, or, in the mod, the reply's arrays do not match the
             message's.
     """
-    if not _of_update(transform):
-        raise ValueError(f"a mod acts on the finished update; {transform} needs the examples or trains")
+    defenses = list(_defenses(transform))
     if rng is None:
         rng = Generator()
         rng.seed()
@@ -40,13 +39,9 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
         weights = record.to_torch_state_dict()
         if wrong := [k for k in sorted(sent.keys() | weights.keys()) if _form(sent.get(k)) != _form(weights.get(k))]:
             raise ValueError(f"the reply's arrays are not those of the message: {', '.join(wrong)} differ")
-        floating = [k for k, t in weights.items() if torch.is_floating_point(t)]
-
-        def trained(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            return {k: weights[k] - params[k] for k in floating}
-
-        nothing = Batch(torch.empty(0), torch.empty(0, dtype=torch.int64))
-        update = transform(trained)(dict(sent), nothing, rng)
+        update = {k: t - sent[k] for k, t in weights.items() if torch.is_floating_point(t)}
+        for defense in defenses:
+            update = defense.apply(update, rng)
         defended = {k: (sent[k] + update[k]).to(t.dtype).contiguous() if k in update else t for k, t in weights.items()}
         reply.content[key] = ArrayRecord(defended)
         return reply
@@ -54,10 +49,14 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     return mod
 
 
-def _of_update(transform: Transform) -> bool:
+def _defenses(transform: Transform) -> Iterator[OnUpdate]:
     if isinstance(transform, Chain):
-        return all(_of_update(link) for link in transform.links)
-    return not isinstance(transform, per_example | local_sgd)
+        for link in transform.links:
+            yield from _defenses(link)
+    elif isinstance(transform, OnUpdate):
+        yield transform
+    else:
+        raise ValueError(f"a mod acts on the finished update; {transform} needs the examples or trains")
 
 
 def _form(tensor: Tensor | None) -> tuple[torch.Size, bool] | None:

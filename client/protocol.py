@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
 from client.data import Dataset, Shards, split
-from client.models import detached_params, floating_buffers
+from client.models import detached_params, floating_buffers, load_weights
 from client.rng import generator, seed_of
 from client.update import Batch, Chain, Link, Params, Update, UpdateFn, gradient, per_example
 
@@ -39,7 +40,8 @@ class Protocol:
     Args:
         seed: of everything that is random in a simulation.
         clients, rounds: how many.
-        data, model, chain: component tables; a chain table may say each = true (per example).
+        data, model, chain: component tables; a chain table may say each = true (per example), the model's table
+            weights = "a.safetensors": what the federation starts from, relative to the current folder.
         stragglers: who misses rounds.
     """
 
@@ -75,8 +77,13 @@ class Protocol:
         return cls.from_tables(json.loads(text))
 
     def to_json(self) -> str:
-        """One line of JSON, the form in which Flower's run-config carries it to every client."""
-        tables = dict(seed=self.seed, rounds=self.rounds, clients=self.clients, data=self.data, model=self.model)
+        """One line of JSON, the form in which Flower's run-config carries it to every client.
+
+        Without [model] weights: a path means nothing on another machine, nor should a server make a client read a file.
+        Clients and attack workers get the very weights and buffers with each round.
+        """
+        model = {key: value for key, value in self.model.items() if key != "weights"}
+        tables = dict(seed=self.seed, rounds=self.rounds, clients=self.clients, data=self.data, model=model)
         return json.dumps({**tables, "chain": self.chain, "stragglers": {"probability": self.stragglers.probability}})
 
     def misses(self, client: int, round: int) -> bool:
@@ -108,14 +115,20 @@ class Federation:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The network with its initial weights, drawn from the seed; in eval mode unless [model] mode says train."""
+        """The network with its initial weights, in eval mode unless [model] mode says train.
+
+        They are drawn from the seed; where the table names weights, they are that file's.
+        """
         table = dict(self.protocol.model)
         mode = conform(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
+        weights = conform(table.pop("weights", None), str | None, "[model]: weights")
         dataset = self.shards.dataset
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.protocol.seed, "model"))
             model = build(table, "[model]", MODEL, {"shape": dataset.shape, "classes": dataset.classes})
         assert isinstance(model, nn.Module)
+        if weights is not None:
+            call(load_weights, {"model": model, "path": Path(weights)}, "[model]: weights")
         return model.train(mode == "train")
 
     @cached_property

@@ -40,8 +40,13 @@ class mask(OnUpdate):
 
     def conditional(self, before: Conditional) -> Conditional | None:
         """A mask shows itself in the exact zeros; under a known one the noise-free form has the same zeros."""
-        shrink = before.shrink if self.seed is not None else self.keep * before.shrink
-        return None if before.signed else replace(before, sparse=True, shrink=shrink)
+        if before.signed:
+            return None
+        if (
+            self.seed is not None
+        ):  # without noise before it there is nothing that the zeros could hide: noise may follow
+            return replace(before, sparse=True) if before.noisy else before
+        return replace(before, sparse=True, shrink=self.keep * before.shrink)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator
 
-from client.update import Conditional, Link, OnUpdate, Update
+from client.update import Conditional, Link, OnUpdate, Update, UpdateFn
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class _Noise(OnUpdate):
         """The noise by itself."""
 
     def conditional(self, before: Conditional) -> Conditional | None:
-        """Noise over signs or over dropped entries is a mixture; two kinds of noise are nearly normal together."""
-        if before.signed or before.sparse:
+        """Noise over signs, or over entries dropped nobody knows where, is a mixture; two kinds are nearly normal together."""
+        if before.signed or before.shrink != 1:
             return None
         if not before.noisy:
             return self.alone
@@ -36,6 +36,9 @@ class _Noise(OnUpdate):
 @dataclass(frozen=True)
 class identity(OnUpdate):
     """No defense: the update as it is."""
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        return compute  # the very function: that is how an attacker sees that nothing happens here
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return dict(update)

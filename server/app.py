@@ -29,7 +29,7 @@ def main(grid: Grid, context: Context) -> None:
     torch.set_num_threads(1)  # as the clients: equal seeds give equal bits
     run = Run(Path(str(context.run_config["run-dir"])))
     scenario = run.scenario()
-    fed = Federation(scenario.protocol)
+    fed = scenario.federation
     params, buffers = fed.initial()
     ledger = run.ledger()
     tap = Tap(ledger, run.tape(), scenario.plan if scenario.audit.curious else None, scenario.tape.keep)
@@ -44,7 +44,7 @@ def main(grid: Grid, context: Context) -> None:
 
     def record(round: int, arrays: ArrayRecord) -> MetricRecord:
         nonlocal began
-        fed.load_buffers(strategy.door.buffers)
+        fed.load_buffers(strategy.buffers)
         accuracy, loss = evaluate(fed, dict(arrays.to_torch_state_dict()))
         ledger.record_round(round, accuracy, loss, time.perf_counter() - began, tap.seconds.pop(round, 0.0))
         began = time.perf_counter()
@@ -53,7 +53,7 @@ def main(grid: Grid, context: Context) -> None:
     rounds = scenario.protocol.rounds
     result = strategy.start(grid, ArrayRecord(params), rounds, scenario.simulation.round_timeout, evaluate_fn=record)
     trained = result.arrays.to_torch_state_dict() if result.arrays else params
-    write_tensors(run.folder / "model.safetensors", {**trained, **strategy.door.buffers})
+    write_tensors(run.folder / "model.safetensors", {**trained, **strategy.buffers})
     ledger.close()
 
 

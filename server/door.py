@@ -91,10 +91,11 @@ class Door(Strategy):
         self._params = dict(arrays.to_torch_state_dict())
         random.seed(seed_of(self.seed, "sample", server_round))  # stock strategies sample with the global generator
         messages = list(self.inner.configure_train(server_round, arrays, config, _Ordered(grid, self._client)))
+        buffers = ArrayRecord(self.buffers)
         for message in messages:
             message.content.config_records["config"]["server-round"] = server_round
-            if self.buffers:
-                message.content["buffers"] = ArrayRecord(self.buffers)
+            if buffers:
+                message.content["buffers"] = buffers
         self._asked = {message.metadata.dst_node_id for message in messages}
         return messages
 
@@ -113,16 +114,20 @@ class Door(Strategy):
             try:
                 if (times := answers[message.metadata.src_node_id]) > 1:  # which came first is chance: neither counts
                     raise Refused(f"the client answered {times} times")
-                passed.append((self._check(client, message), message))
+                reply, weights = self._check(client, message)
             except Refused as reason:
                 rejected[client] = Seen(client, "rejected", str(reason))
+                continue
+            # in the place of the raw reply, so that those of all clients are not kept beside what they became
+            message.content = RecordDict({"arrays": ArrayRecord(weights), "metrics": _metrics(message)})
+            passed.append((reply, message))
         passed.sort(key=lambda pair: pair[0].client)
         refused = (*rejected.values(), *self._missing(received))
         accepted = tuple(a for a, _ in passed)
         self.record(Intake(server_round, self._params, dict(self.buffers), accepted, refused))
         metrics = _shared([_metrics(message) for _, message in passed])
-        for (a, message), record in zip(passed, metrics, strict=True):
-            message.content = RecordDict({"arrays": ArrayRecord(self._weights(a, message)), "metrics": record})
+        for (_, message), record in zip(passed, metrics, strict=True):
+            message.content["metrics"] = record
         self._average_buffers(accepted)
         arrays, aggregated = self.inner.aggregate_train(server_round, [m for _, m in passed])
         return self._as_sent(arrays), aggregated
@@ -149,8 +154,8 @@ class Door(Strategy):
             self.clients[node] = max(self.clients.values(), default=-1) + 1
         return self.clients[node]
 
-    def _check(self, client: int, message: Message) -> Accepted:
-        """The reply's update; Refused with the reason when it is not one."""
+    def _check(self, client: int, message: Message) -> tuple[Accepted, Params]:
+        """The reply's update, and the weights that the wrapped strategy expects; Refused with the reason when it is none."""
         if message.metadata.src_node_id not in self._asked:
             raise Refused("the client was not asked in this round")
         records = dict(message.content.array_records)
@@ -163,19 +168,13 @@ class Door(Strategy):
         for name, t in moved.items():
             if not torch.isfinite(t).all():
                 raise Refused(f"{name} overflows the weights")
-        update = tensors if self.replies == "updates" else moved
+        # weights go on as they came: theta + (weights - theta) would cost rounding
+        update, weights = (tensors, moved) if self.replies == "updates" else (moved, tensors)
         examples = _metrics(message).get(WEIGHT)
         if not isinstance(examples, int | float) or not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
             raise Refused(f"{WEIGHT} must be a whole number from 1 to {MOST_EXAMPLES}, got {examples!r}")
         returned = _tensors(buffers, self.buffers) if buffers is not None else {}
-        return Accepted(client, update, int(examples), returned)
-
-    def _weights(self, a: Accepted, message: Message) -> dict[str, Tensor]:
-        """What the wrapped strategy expects of an accepted reply: theta + update, or the weights as they came."""
-        if self.replies == "updates":
-            return {k: self._params[k] + u for k, u in a.update.items()}
-        sent = next(r for name, r in message.content.array_records.items() if name != "buffers")
-        return _tensors(sent, self._params)  # theta + (weights - theta) would cost rounding
+        return Accepted(client, update, int(examples), returned), weights
 
     def _missing(self, received: list[Message]) -> list[Seen]:
         """Who was asked and did not answer, or answered with an error."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import sqlite3
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,10 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from attacks.audit import WHOLE_BATCH, Row
-from attacks.plan import BASELINES, AttackPlan, PlannedAttack
+from attacks.plan import BASELINES, LIMITS, AttackPlan, PlannedAttack
 
 APPLICATION = 0x666C656B  # "flek": marks a file as a fedleak ledger
-ATTEMPTS = 3  # a wave that kills its worker this often is marked failed
 
 _MIGRATIONS: tuple[str, ...] = (
     """
@@ -44,6 +42,7 @@ _MIGRATIONS: tuple[str, ...] = (
     ) WITHOUT ROWID;
     CREATE INDEX scores_by_metric ON scores (metric, attack, round);
     """,
+    "ALTER TABLE jobs DROP COLUMN leased_at",
 )
 
 ObservationStatus = Literal["accepted", "rejected", "missing"]
@@ -115,7 +114,7 @@ class Ledger:
         if not create and not path.exists():
             raise LedgerError(f"{path} is missing: {path.parent} is not a run folder")
         try:
-            self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
             self._db.row_factory = sqlite3.Row
             fresh = self._db.execute("PRAGMA schema_version").fetchone()[0] == 0
             if fresh and not create:
@@ -132,7 +131,7 @@ class Ledger:
             if version < len(_MIGRATIONS):
                 self._migrate()
         except sqlite3.DatabaseError as error:
-            raise LedgerError(f"{path} cannot be read as a ledger: {error}") from error
+            raise self._unreadable(error) from error
 
     def _migrate(self) -> None:
         with self._transaction() as db:
@@ -150,8 +149,13 @@ class Ledger:
     def __enter__(self) -> "Ledger":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
+        if type(error) is sqlite3.DatabaseError:  # its subclasses are mistakes of ours; this one is a damaged file
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: sqlite3.DatabaseError) -> LedgerError:
+        return LedgerError(f"{self.path} cannot be read as a ledger: {error}")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -210,20 +214,18 @@ class Ledger:
                         f"{self.path} already has an attack called {planned.name!r} with other settings; give it a new name"
                     )
 
-    def enqueue(self, plan: AttackPlan) -> int:
-        """Jobs for every observation on the tape that the plan attacks; ones that exist are kept. Returns how many are new."""
+    def enqueue(self, plan: AttackPlan) -> None:
+        """Jobs for every observation on the tape that the plan attacks; ones that exist are kept."""
         with self._transaction() as db:
-            before = db.total_changes
             taped = "SELECT round, client, digest FROM observations WHERE status = 'accepted' AND digest IS NOT NULL"
             rounds: dict[int, dict[int, str]] = {}
             for row in db.execute(taped).fetchall():
                 rounds.setdefault(row["round"], {})[row["client"]] = row["digest"]
             for round, digests in sorted(rounds.items()):
                 self._enqueue(db, plan, round, digests)
-            return db.total_changes - before
 
     def _enqueue(self, db: sqlite3.Connection, plan: AttackPlan, round: int, digests: Mapping[int, str]) -> None:
-        targets = [c for c in plan.targets(round, digests) if c in digests]
+        targets = plan.targets(round, digests)
         ids = {row["name"]: row["id"] for row in db.execute("SELECT name, id FROM attacks")}
         for planned in plan.attacks:
             for i, client in enumerate(targets):
@@ -236,12 +238,10 @@ class Ledger:
                     (key, ids[planned.name], round, client, other, i // plan.wave),
                 )
 
-    def release(self) -> int:
-        """Give leased jobs back to the queue: their worker's pool is gone. Returns how many."""
+    def release(self) -> None:
+        """Give leased jobs back to the queue: their worker's pool is gone."""
         with self._transaction() as db:
-            return db.execute(
-                "UPDATE jobs SET state = 'queued', attempts = attempts - 1 WHERE state = 'leased'"
-            ).rowcount
+            db.execute("UPDATE jobs SET state = 'queued', attempts = attempts - 1 WHERE state = 'leased'")
 
     def lease(self) -> Lease | None:
         """Take the next wave: earliest round first, attacks in the plan's order; None when nothing is queued."""
@@ -257,8 +257,7 @@ class Ledger:
                 tuple(first),
             ).fetchall()
             db.executemany(
-                "UPDATE jobs SET state = 'leased', attempts = attempts + 1, leased_at = ? WHERE id = ?",
-                [(time.time(), j["id"]) for j in jobs],
+                "UPDATE jobs SET state = 'leased', attempts = attempts + 1 WHERE id = ?", [(j["id"],) for j in jobs]
             )
             attack = db.execute("SELECT planned, seed FROM attacks WHERE id = ?", (first["attack_id"],)).fetchone()
         return Lease(
@@ -272,24 +271,38 @@ class Ledger:
             attempt=max(j["attempts"] for j in jobs) + 1,
         )
 
-    def finish(self, lease: Lease, rows: Mapping[int, Iterable[Row]]) -> None:
-        """Write a wave's scores and mark its jobs done, in one transaction; rows by the attacked client."""
+    def finish(self, lease: Lease, rows: Mapping[int, Iterable[Row]], reasons: Mapping[int, str] | None = None) -> None:
+        """Write a wave's scores and mark its jobs done, in one transaction.
+
+        Args:
+            rows: by the attacked client.
+            reasons: by client, why an attack's status is what it is, where the attack says so.
+        """
         with self._transaction() as db:
             for job, client in zip(lease.jobs, lease.clients, strict=True):
                 self._write_scores(db, job, rows[client])
-                db.execute("UPDATE jobs SET state = 'done', error = NULL WHERE id = ?", (job,))
+                why = (reasons or {}).get(client)
+                db.execute("UPDATE jobs SET state = 'done', error = ? WHERE id = ?", (why, job))
 
-    def fail(self, lease: Lease, error: str, final: bool = False) -> bool:
-        """Put a wave back into the queue, or after too many attempts mark it failed with a row; returns whether it failed."""
-        failed = final or lease.attempt >= ATTEMPTS
+    def retry(self, lease: Lease, error: str) -> None:
+        """Put a wave back into the queue, as it was."""
+        with self._transaction() as db:
+            for job in lease.jobs:
+                db.execute("UPDATE jobs SET state = 'queued', error = ? WHERE id = ?", (error, job))
+
+    def split(self, lease: Lease, error: str) -> None:
+        """Put a wave's jobs back into the queue, each as a wave of its own."""
+        with self._transaction() as db:
+            for job in lease.jobs:  # below 0 no plan numbers its waves
+                db.execute("UPDATE jobs SET state = 'queued', error = ?, wave = -id WHERE id = ?", (error, job))
+
+    def fail(self, lease: Lease, error: str) -> None:
+        """Mark a wave's jobs failed, each with a row that says so."""
         with self._transaction() as db:
             for job, client in zip(lease.jobs, lease.clients, strict=True):
-                state = "failed" if failed else "queued"
-                db.execute("UPDATE jobs SET state = ?, error = ? WHERE id = ?", (state, error, job))
-                if failed:
-                    row = Row(lease.round, client, lease.attack.name, WHOLE_BATCH, "psnr", None, "failed", 0.0)
-                    self._write_scores(db, job, [row])
-        return failed
+                db.execute("UPDATE jobs SET state = 'failed', error = ? WHERE id = ?", (error, job))
+                row = Row(lease.round, client, lease.attack.name, WHOLE_BATCH, "psnr", None, "failed", 0.0)
+                self._write_scores(db, job, [row])
 
     @staticmethod
     def _write_scores(db: sqlite3.Connection, job: int, rows: Iterable[Row]) -> None:
@@ -326,6 +339,13 @@ class Ledger:
         """The distinct errors of failed jobs."""
         return [r[0] for r in self._db.execute("SELECT DISTINCT error FROM jobs WHERE state = 'failed' ORDER BY 1")]
 
+    def reasons(self) -> list[sqlite3.Row]:
+        """What attacks said of jobs that are done, the commonest first: attack, reason, and of how many jobs."""
+        return self._db.execute(
+            "SELECT a.name attack, j.error reason, count(*) jobs FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            " WHERE j.state = 'done' AND j.error IS NOT NULL GROUP BY a.id, j.error ORDER BY count(*) DESC, a.id, j.error"
+        ).fetchall()
+
     def rounds(self) -> list[sqlite3.Row]:
         """Every round recorded: round, accuracy, loss, seconds, intercept_seconds."""
         return self._db.execute("SELECT * FROM rounds ORDER BY round").fetchall()
@@ -339,13 +359,14 @@ class Ledger:
         return self._db.execute("SELECT name, planned, knowledge, seed FROM attacks ORDER BY id").fetchall()
 
     def psnr_so_far(self, cap: float) -> tuple[float | None, float | None]:
-        """Best and mean PSNR of all attacks but the baselines, each value capped in the mean; None before the first."""
+        """Best and mean PSNR of all attacks, without baselines and limits, each value capped in the mean; None before the first."""
+        others = (*BASELINES, *LIMITS)
         query = (
             "SELECT max(s.value), avg(min(s.value, ?)) FROM scores s JOIN jobs j ON j.id = s.job_id"
             " JOIN attacks a ON a.id = j.attack_id WHERE s.metric = 'psnr' AND s.attack = a.name"
-            " AND s.value IS NOT NULL AND a.name NOT IN (?, ?)"
+            f" AND s.value IS NOT NULL AND a.name NOT IN ({', '.join('?' * len(others))})"
         )
-        best, mean = self._db.execute(query, (cap, *BASELINES)).fetchone()
+        best, mean = self._db.execute(query, (cap, *others)).fetchone()
         return best, mean
 
     def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from attacks.base import Observation
 from attacks.replay import Replay, replay
-from client.protocol import Federation
 from server.ledger import Lease, Ledger
 from server.run import Run
 from server.scenario import Scenario
@@ -25,7 +24,11 @@ from server.tape import TapeError, as_arrays, as_tensors
 from server.worker import Outcome, Task, attack_wave
 
 Result = Outcome | Exception
-PARALLEL_WAVES = 1  # in flight per worker: more would hold memory without making anything faster
+ATTEMPTS = 3  # of a wave whose worker dies
+
+
+class WorkerDied(Exception):
+    """The process that attacked a wave is gone; it says nothing about the wave, unless it happens again."""
 
 
 class Executor(Protocol):
@@ -74,20 +77,23 @@ class RayExecutor:
         import ray
 
         self._ray = ray
-        self.slots = workers * PARALLEL_WAVES
+        self.slots = workers  # more waves in flight would hold memory without making anything faster
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of a change to come
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        self._scratch = tempfile.mkdtemp(
-            prefix="fedleak-ray-"
-        )  # short, as sockets live below it, and removed at the end
-        ray.init(
-            address="local",
-            num_cpus=workers,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=self._scratch,
-        )
+        # short, as sockets live below it, and removed at the end
+        self._scratch = tempfile.mkdtemp(prefix="fedleak-ray-")
+        try:
+            ray.init(
+                address="local",
+                num_cpus=workers,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=self._scratch,
+            )
+        except BaseException:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise
         root = str(Path(__file__).resolve().parents[1])
 
         class Worker:
@@ -131,6 +137,7 @@ class RayExecutor:
             result = error
             raised = isinstance(error, self._ray.exceptions.RayTaskError)  # by the attack, in a worker that lives
             if isinstance(error, self._ray.exceptions.RayError) and not raised:
+                result = WorkerDied(f"{type(error).__name__}: {_last_line(error)}")
                 self._ray.kill(worker)
                 worker = self._actor.remote()
         self._idle.append(worker)
@@ -149,6 +156,7 @@ def make_executor(kind: str, workers: int) -> Executor:
 def serve(
     run: Run,
     executor: Executor,
+    scenario: Scenario | None = None,
     follow: Callable[[], bool] = lambda: False,
     stop: Callable[[], bool] = lambda: False,
     tick: Callable[[], None] = lambda: None,
@@ -156,6 +164,7 @@ def serve(
     """Attack until the queue is empty and nothing more is to come.
 
     Args:
+        scenario: the run's, where the caller has read it.
         follow: whether new jobs may still arrive.
         stop: whether to take no more work; what is in flight is finished.
         tick: called between steps.
@@ -163,7 +172,7 @@ def serve(
     Raises:
         Busy: another pool is at work on this run.
     """
-    scenario = run.scenario()
+    scenario = scenario or run.scenario()
     protocol = scenario.protocol.to_json()
     with run.lock("audit"), run.ledger() as ledger:
         ledger.release()
@@ -198,7 +207,7 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario) -> bool:
         return False
     try:
         seen = run.tape().read(first["round"], first["client"], first["digest"])
-        found: Replay = replay(Federation(scenario.protocol), seen)
+        found: Replay = replay(scenario.federation, seen)
         words = f"cosine {found.cosine:.7f}, relative error {found.relative_error:.1e}: {found.verdict}"
         ledger.set_meta(replay="ok" if found.ok else "mismatch", replay_detail=words)
     except TapeError as error:
@@ -213,7 +222,7 @@ def _load(run: Run, ledger: Ledger, lease: Lease, protocol: str) -> tuple[Lease,
         try:
             seen.append(run.tape().read(lease.round, client, digest))
         except TapeError as error:
-            ledger.fail(lease.of([client]), str(error), final=True)
+            ledger.fail(lease.of([client]), str(error))
     if not seen:
         return None
     lease = lease.of([o.client for o in seen])
@@ -232,13 +241,28 @@ def _load(run: Run, ledger: Ledger, lease: Lease, protocol: str) -> tuple[Lease,
 
 def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
     if isinstance(result, Exception):
-        words = str(result).strip().splitlines()[-1:]  # the last line of a traceback says what happened
-        ledger.fail(lease, ": ".join([type(result).__name__, *words]))
+        _give_up(ledger, lease, result)
         return
     for client, images in result.images.items():
         if images:
             run.write_reconstruction(lease.round, client, lease.attack.name, as_tensors(images))
-    ledger.finish(lease, result.rows)
+    ledger.finish(lease, result.rows, result.reasons)
+
+
+def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:
+    """Another attempt where it may end differently, then each observation alone, then a failure."""
+    words = ": ".join(filter(None, [type(error).__name__, _last_line(error)]))
+    if isinstance(error, WorkerDied) and lease.attempt < ATTEMPTS:
+        ledger.retry(lease, words)
+    elif len(lease.jobs) > 1:  # whose fault it is shows now; what an attack raises, the same wave would raise again
+        ledger.split(lease, words)
+    else:
+        ledger.fail(lease, words)
+
+
+def _last_line(error: Exception) -> str:
+    """What happened, in the words of an error that may be a whole traceback."""
+    return (str(error).strip().splitlines() or [""])[-1]
 
 
 def _forget(run: Run, ledger: Ledger) -> None:

@@ -1,9 +1,11 @@
 """A run is a folder: scenario.toml, environment.json, ledger.sqlite, tape/, reconstructions/, report.html."""
 
 import fcntl
+import json
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ from torch import Tensor
 from server.ledger import Ledger, LedgerError
 from server.scenario import Scenario
 from server.tape import Tape, read_tensors, write_tensors
+
+WEIGHTS = "weights.safetensors"  # what [model] weights named when the run began
 
 
 class Busy(Exception):
@@ -32,6 +36,8 @@ class Run:
         for part in ("tape", "reconstructions", "logs"):
             (folder / part).mkdir(mode=0o700)
         (folder / "scenario.toml").write_text(scenario.to_toml())
+        if weights := scenario.protocol.model.get("weights"):
+            shutil.copyfile(weights, folder / WEIGHTS)
         Ledger(folder / "ledger.sqlite", create=True).close()
         return cls(folder)
 
@@ -47,9 +53,11 @@ class Run:
         """The run's id."""
         return self.folder.resolve().name
 
-    def scenario(self) -> Scenario:
-        """The scenario as it was run."""
-        return Scenario.load(self.folder / "scenario.toml")
+    def scenario(self, settings: Sequence[str] = ()) -> Scenario:
+        """The scenario as it was run, settings applied; [model] weights are the run's own copy, wherever it is read from."""
+        weights = (self.folder / WEIGHTS).absolute()
+        own = [f"model.weights={json.dumps(str(weights), ensure_ascii=False)}"] if weights.exists() else []
+        return Scenario.load(self.folder / "scenario.toml", [*own, *settings])
 
     def ledger(self) -> Ledger:
         """A connection to the ledger."""

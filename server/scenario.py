@@ -5,13 +5,14 @@ Its protocol part is what clients are sent; the plan of attack, the strategy and
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
 
-from attacks.plan import AttackPlan
+from attacks.limits import known_noise
+from attacks.plan import LIMITS, AttackPlan
 from client.components import SpecError, Table, call, check_arguments, conform
 from client.protocol import Federation, Protocol
 from server.tape import Keep
@@ -19,7 +20,7 @@ from server.tape import Keep
 _TOP = {
     "seed", "rounds", "clients", "data", "model", "chain", "stragglers", "strategy", "attack", "audit", "tape", "simulation",
 }  # fmt: skip
-_PLAN = {"rounds", "every", "clients", "wave", "seed"}
+_PLAN = {f.name for f in fields(AttackPlan)} - {"attacks"}
 FEDAVG: Table = {"use": "flwr.serverapp.strategy:FedAvg"}
 
 
@@ -65,10 +66,11 @@ class SimulationOptions:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A checked scenario."""
+    """A checked scenario, with the federation that its protocol describes, built."""
 
     tables: Table
     protocol: Protocol
+    federation: Federation = field(repr=False, compare=False)
     plan: AttackPlan
     strategy: Table
     audit: AuditOptions = field(default_factory=AuditOptions)
@@ -101,7 +103,7 @@ class Scenario:
             raise SpecError(f"unknown key {unknown[0]!r} (a scenario has: {', '.join(sorted(_TOP))})")
         strategy = dict(conform(tables.get("strategy", FEDAVG), dict, "[strategy]"))
         protocol = Protocol.from_tables({**tables, "chain": _with_proximal_term(tables.get("chain", []), strategy)})
-        Federation(protocol).check()
+        federation = Federation(protocol).check()
         attacks = conform(tables.get("attack", []), list, "[[attack]]")
         audit = conform(tables.get("audit", {}), dict, "[audit]")
         plan = AttackPlan.from_tables(
@@ -109,11 +111,12 @@ class Scenario:
             {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}},
             protocol.rounds,
             protocol.clients,
+            LIMITS if known_noise(federation.chain) is not None else (),
         )
         options = _options(AuditOptions, {k: v for k, v in audit.items() if k not in _PLAN}, "[audit]")
         tape = _options(TapeOptions, tables.get("tape", {}), "[tape]")
         simulation = _options(SimulationOptions, tables.get("simulation", {}), "[simulation]")
-        return cls(tables, protocol, plan, strategy, options, tape, simulation)
+        return cls(tables, protocol, federation, plan, strategy, options, tape, simulation)
 
     def to_toml(self) -> str:
         """The scenario as it was run, settings applied."""

@@ -1,13 +1,10 @@
 """The tape: every update that the server kept, as safetensors files that outlive the run."""
 
 import json
-import os
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import torch
 import xxhash
@@ -16,6 +13,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from attacks.base import Observation
+from client.files import replacing
 
 Keep = Literal["all", "scored", "none"]
 _BUFFER = "buffer/"
@@ -77,7 +75,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors to a safetensors file atomically; returns the digest of its bytes."""
     # in pieces, straight from the tensors' memory: safetensors' own save() copies them twice, six times the cost
     digest = xxhash.xxh3_128()
-    with _replacing(path) as file:
+    with replacing(path) as file:
         for piece in _pieces(tensors):
             file.write(piece)
             digest.update(piece)
@@ -86,21 +84,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file so that a reader or a crash sees the old file or the whole new one, never a part."""
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write(data)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as scratch:
-        try:
-            yield scratch
-            scratch.flush()
-            os.replace(scratch.name, path)
-        except BaseException:  # a full disk, say: what was written may be private
-            os.unlink(scratch.name)
-            raise
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -131,9 +116,11 @@ def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
         raise TapeError(f"{path} is damaged: its digest is not the one that the ledger recorded when it was written")
     try:
         tensors: dict[str, Tensor] = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except (SafetensorError, ValueError) as error:
         raise TapeError(f"{path} is damaged: {error}") from error
-    return tensors
+    # load() gives them in an order of its own, another one in each process, and noise is drawn in the order of the names
+    return {name: tensors[name] for name in header if name in tensors}
 
 
 def digest_of(data: bytes) -> str:

@@ -30,10 +30,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What comes back: by attacked client, its rows and its reconstruction's arrays (x, and y where there is one)."""
+    """What comes back, by attacked client: its rows, its reconstruction's arrays (x, and y where there is one), and why."""
 
     rows: dict[int, list[Row]]
     images: dict[int, dict[str, Any]]
+    reasons: dict[int, str]  # of those whose attack gives one
 
 
 def attack_wave(task: Task) -> Outcome:
@@ -50,7 +51,8 @@ def attack_wave(task: Task) -> Outcome:
     for a in audited:
         found = {"x": a.reconstruction.x, "y": a.reconstruction.y}
         images[a.client] = as_arrays({k: t for k, t in found.items() if t is not None})
-    return Outcome({a.client: list(a.rows) for a in audited}, images)
+    reasons = {a.client: a.reconstruction.reason for a in audited if a.reconstruction.reason}
+    return Outcome({a.client: list(a.rows) for a in audited}, images, reasons)
 
 
 @lru_cache(maxsize=2)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import sqrt
+from math import ceil, inf, sqrt
 from typing import Literal
 
 import numpy as np
@@ -16,13 +16,18 @@ from numpy.typing import NDArray
 
 from attacks.audit import WHOLE_BATCH
 from attacks.base import Budget
+from attacks.limits import reconstruction_robustness
 from attacks.metrics import PSNR_CAP, image_metrics
-from attacks.plan import BASELINES, PlannedAttack
+from attacks.plan import BASELINES, LIMITS, PlannedAttack
+from client.update import Chain, per_example
+from defenses.clip import clip
+from defenses.noise import gaussian, identity
 from server.ledger import Ledger
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Role = Literal["attack", "limit", "baseline"]
 
 DRAWS = 2000  # of the bootstrap
 SEED = 0  # of the bootstrap: the same table twice gives the same interval
@@ -119,6 +124,23 @@ class Scores:
 def is_baseline(attack: str) -> bool:
     """Whether a name in the scores is a guess that does not read the update it is graded against."""
     return attack in BASELINES or attack.startswith("wrong_client(")
+
+
+def is_limit(attack: str) -> bool:
+    """Whether a name in the scores is a bound on every attack."""
+    return attack in LIMITS
+
+
+def is_attack(attack: str) -> bool:
+    """Whether a name in the scores is an attack on the update: neither a baseline nor a limit."""
+    return kind(attack) == "attack"
+
+
+def kind(attack: str) -> Role:
+    """What a name in the scores is."""
+    if is_limit(attack):
+        return "limit"
+    return "baseline" if is_baseline(attack) else "attack"
 
 
 @lru_cache(maxsize=1)
@@ -319,7 +341,7 @@ def lines_of(found: Mapping[str, Sequence[Leak]], ledger: Ledger) -> list[Line]:
     """As round_table, of leaks that are computed already, by metric."""
     accuracy = {row["round"]: row["accuracy"] for row in ledger.rounds()}
     psnr, labels, identified = (_by_round(found.get(m, ())) for m in ("psnr", "label_accuracy", "identified"))
-    attacks = [a for a in attack_order(ledger, {k.attack for k in found.get("psnr", ())}) if not is_baseline(a)]
+    attacks = [a for a in attack_order(ledger, {k.attack for k in found.get("psnr", ())}) if is_attack(a)]
     lines = []
     for round, by_attack in sorted(psnr.items()):
         floor = best_of([leak for name, leak in by_attack.items() if is_baseline(name)])
@@ -359,17 +381,17 @@ def best_of(found: Sequence[Leak]) -> Leak | None:
 
 
 def attack_order(ledger: Ledger, names: Collection[str]) -> list[str]:
-    """Names that stand in the scores: real attacks in the plan's order, then baselines."""
+    """Names that stand in the scores: real attacks in the plan's order, then limits, then baselines."""
     planned = [row["name"] for row in ledger.attacks()]
     rank = {name: i for i, name in enumerate(planned)} | {f"wrong_client({n})": i for i, n in enumerate(planned)}
-    return sorted(names, key=lambda a: (is_baseline(a), a not in BASELINES, rank.get(a, len(rank)), a))
+    return sorted(names, key=lambda a: (is_baseline(a), is_limit(a), a not in BASELINES, rank.get(a, len(rank)), a))
 
 
 # ------------------------------------------------------------------------------------------------------ success rates
 
 
 def success_curve(ledger: Ledger) -> dict[str, list[Rate]]:
-    """For each attack, how many examples reach each PSNR of THRESHOLDS, of all that were attacked: failures do not reach it."""
+    """For each attack and baseline, how many examples reach each PSNR of THRESHOLDS, of all attacked: failures do not."""
     return successes(Scores.read(ledger), ledger)
 
 
@@ -378,13 +400,71 @@ def successes(scores: Scores, ledger: Ledger) -> dict[str, list[Rate]]:
     sizes = {(o["round"], o["client"]): o["examples"] or 1 for o in ledger.observations()}
     psnr = scores.of_metric("psnr")
     curve = {}
-    for attack in attack_order(ledger, psnr.attacks):
+    for attack in [a for a in attack_order(ledger, psnr.attacks) if not is_limit(a)]:
         rows = psnr.of_attack(attack)
         whole = rows.where(rows.example == WHOLE_BATCH)  # a batch lost as a whole: each of its examples
         lost = sum(sizes.get((int(r), int(c)), 1) - 1 for r, c in zip(whole.round, whole.client, strict=True))
         n = len(rows) + lost
         curve[attack] = [Rate(int((rows.value >= t).sum()), n) for t in THRESHOLDS]
     return curve
+
+
+# -------------------------------------------------------------------------------------------------------- certificate
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What normal noise does for one example of an update.
+
+    Args:
+        multiplier: noise over the most that the example can move what it is added to.
+        releases: of the example under fresh noise, in one round.
+    """
+
+    multiplier: float
+    releases: int
+
+
+def gaussian_mechanism(chain: Chain, batch_size: int) -> Mechanism | None:
+    """Clipping, then normal noise, as a Gaussian mechanism; None of another chain. What follows only processes the release.
+
+    An example clipped by itself moves the mean of b by max_norm / b at most; clipped as a whole, what is released lies
+    within max_norm of what is released of nothing. What is released is a step's gradient, or after local_sgd the update.
+    """
+    local, trained, reach = chain.local, False, inf
+    size = min(local.batch_size or batch_size, batch_size)
+    for link in chain.links:
+        each = isinstance(link, per_example)
+        inner = link.inner if isinstance(link, per_example) else link
+        if isinstance(inner, clip):
+            reach = min(reach, inner.max_norm / (size if each else 1))
+        elif link is local:
+            if (
+                local.steps > 1 and reach < inf
+            ):  # the example moves the later steps' weights, and so the others' gradients
+                return None
+            reach, trained = reach * local.rate, True
+        elif isinstance(link, gaussian) and link.sigma > 0 and reach < inf:
+            return Mechanism(link.sigma / reach, 1 if trained else ceil(local.steps / (batch_size // size)))
+        elif not isinstance(link, identity):
+            return None
+    return None
+
+
+def certified(curve: Mapping[str, Sequence[Rate]], mechanism: Mechanism, rounds: int = 1) -> list[float] | None:
+    """The success rates of THRESHOLDS that no attack exceeds (ReRo), from a success curve's baselines; None without any.
+
+    The prior's success is the best baseline's, at the upper end of its interval: what was never seen may yet happen.
+
+    Args:
+        rounds: in which the same example is used.
+    """
+    floors = [rates for attack, rates in curve.items() if is_baseline(attack)]
+    if not floors:
+        return None
+    priors = [max(rate.interval[1] for rate in at) for at in zip(*floors, strict=True)]
+    releases = rounds * mechanism.releases
+    return [reconstruction_robustness(prior, mechanism.multiplier, releases) for prior in priors]
 
 
 # ------------------------------------------------------------------------------------------------------------ verdict
@@ -443,7 +523,7 @@ def excesses(scores: Scores) -> list[Excess]:
     """One for each real attack that shares examples with a baseline."""
     psnr, identified = (scores.of_metric(m) for m in ("psnr", "identified"))
     psnr, identified = (kind.where(~np.isnan(kind.value)) for kind in (psnr, identified))
-    found = [_excess(psnr, identified, a) for a in psnr.attacks if not is_baseline(a)]
+    found = [_excess(psnr, identified, a) for a in psnr.attacks if is_attack(a)]
     return [e for e in found if e is not None]
 
 
@@ -544,10 +624,10 @@ def _labels(scores: Scores, ledger: Ledger) -> str:
 
 def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
     real = scores.of_metric("psnr")
-    real = real.where(np.array([not is_baseline(scores.attacks[a]) for a in real.attack], dtype=bool))
+    real = real.where(np.array([is_attack(scores.attacks[a]) for a in real.attack], dtype=bool))
     if not ledger.attacks():
         return "Nothing can be said on leakage: no attack was planned."
-    if all(is_baseline(row["name"]) for row in ledger.attacks()):
+    if not any(is_attack(row["name"]) for row in ledger.attacks()):
         return "Nothing can be said on leakage: the plan has baselines only."
     if not len(real):
         return "Nothing can be said on leakage yet: no attack has been done."

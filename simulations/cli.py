@@ -1,4 +1,4 @@
-"""The command line: fedleak run | audit | report | export | runs | stop | init | doctor."""
+"""The command line: fedleak run | audit | report | export | reproduce | runs | stop | init | doctor."""
 
 import argparse
 import logging
@@ -23,6 +23,7 @@ from simulations.analysis import Line, round_table
 
 RUNS = Path("runs")
 FAILED, MISTAKE = 1, 2
+MOST_REASONS = 10  # told at the end of a run: some name a number, and so differ from job to job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,12 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return MISTAKE
 
 
 def run(options: argparse.Namespace) -> int:
     """fedleak run SCENARIO.toml: train a federation and attack it."""
     from server.app import build_strategy  # imports Flower: seconds, which only this command pays
-    from simulations.launch import TrainingFailed
+    from simulations.launch import AuditFailed, TrainingFailed
     from simulations.simulate import INTERRUPTED, Interrupt, new_run, simulate
 
     settings = [*options.set, *([f"rounds={options.rounds}"] if options.rounds is not None else [])]
@@ -63,12 +67,12 @@ def run(options: argparse.Namespace) -> int:
     status = 0
     with Interrupt().caught() as interrupt:
         try:
-            if not simulate(folder, scenario, console, interrupt):
-                status = INTERRUPTED
-        except TrainingFailed as error:
+            simulate(folder, scenario, console, interrupt)
+            status = INTERRUPTED if interrupt.asked else 0
+        except (TrainingFailed, AuditFailed) as error:
             print(f"fedleak: {error}", file=sys.stderr)
             status = FAILED
-    _tell(folder, status == INTERRUPTED)
+    _tell(folder)
     print(folder.folder)
     return status
 
@@ -79,8 +83,15 @@ def audit(options: argparse.Namespace) -> int:
     from simulations.simulate import INTERRUPTED, Interrupt, cards
     from simulations.view import View
 
+    if options.follow and options.attack:
+        raise SpecError(
+            "--attack is of updates on the tape; with --follow the plan that the run began with is carried out"
+        )
+    if not options.attack and (options.rounds or options.clients):
+        raise SpecError("--rounds and --clients choose what --attack meets: they need an --attack")
     run = _find(options.run, options.runs)
-    scenario = run.scenario()
+    changes = {"executor": options.executor, "workers": options.workers}
+    scenario = run.scenario([f"audit.{key}={value}" for key, value in changes.items() if value is not None])
     console = Console(stderr=True)
     with run.ledger() as ledger:
         if not options.follow:
@@ -91,15 +102,14 @@ def audit(options: argparse.Namespace) -> int:
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
             ledger.add_attacks(plan, cards(scenario, plan))
             ledger.enqueue(plan)
-        kind, workers = options.executor or scenario.audit.executor, options.workers or scenario.audit.workers
-        executor = make_executor(
-            kind, workers
-        )  # before the signals are ours: Ray sets a SIGTERM handler when it starts
+        # before the signals are ours: Ray sets a SIGTERM handler when it starts
+        executor = make_executor(scenario.audit.executor, scenario.audit.workers)
         with Interrupt().caught() as interrupt, View(ledger, scenario, console, training=False).shown() as view:
             try:
                 serve(
                     run,
                     executor,
+                    scenario,
                     follow=lambda: options.follow and run.holder("training") is not None,
                     stop=lambda: interrupt.asked,
                     tick=view.update,
@@ -107,7 +117,7 @@ def audit(options: argparse.Namespace) -> int:
             finally:
                 executor.close()
     if not options.follow:
-        _tell(run, interrupt.asked)
+        _tell(run)
         print(run.folder)
     return INTERRUPTED if interrupt.asked else 0
 
@@ -122,7 +132,7 @@ def report(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """fedleak export RUN: every score as CSV or parquet."""
-    from simulations.export import write_csv, write_parquet
+    from simulations.export import save_csv, write_csv, write_parquet
 
     run = _find(options.run, options.runs)
     if options.to == "parquet":
@@ -130,11 +140,34 @@ def export(options: argparse.Namespace) -> int:
         write_parquet(run, path)
         print(path)
     elif options.output:
-        with options.output.open("w", newline="") as out:
-            write_csv(run, out)
+        save_csv(run, options.output)
         print(options.output)
     else:
         write_csv(run, sys.stdout)
+    return 0
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    """fedleak reproduce NAME: attack what a paper attacked, and print its figures beside ours."""
+    import json
+
+    from simulations import reproduce as reproduction
+    from simulations.sheets import load, restrict
+
+    sheet = restrict(load(options.name), options.n, options.budget, options.cells)
+    started, rows = time.monotonic(), []
+    with reproduction.Teller(sheet.name, Console(stderr=True)) as tell:
+        for row in reproduction.reproduce(sheet, tell):
+            rows.append(row)
+            if options.json:
+                print(row.to_json(), flush=True)
+    if not options.json:
+        reproduction.show(sheet, rows, Console() if sys.stdout.isatty() else Console(width=180))
+    if options.output is not None:
+        kept = reproduction.record(sheet, rows, time.monotonic() - started)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n")
+        print(f"kept in {options.output}", file=sys.stderr)
     return 0
 
 
@@ -143,13 +176,11 @@ def runs(options: argparse.Namespace) -> int:
     table = Table("run", "state", "rounds", "attacks", "best PSNR (dB)", box=None)
     folders = sorted((p.parent for p in options.runs.glob("*/ledger.sqlite")), reverse=True)
     for folder in folders:
-        run = Run(folder)
-        with run.ledger() as ledger:
-            progress, rounds = ledger.progress(), ledger.rounds()
-            best = ledger.psnr_so_far(0.0)[0]
-            trained = f"{rounds[-1]['round'] if rounds else 0}/{ledger.meta().get('rounds', '?')}"
-            words = [run.name, _state(run, ledger), trained, f"{progress.done}/{progress.total}"]
-            table.add_row(*words, "" if best is None else f"{best:.1f}")
+        try:
+            table.add_row(folder.name, *_summary(Run(folder)))
+        except LedgerError as error:
+            table.add_row(folder.name, "unreadable")
+            print(f"fedleak: {error}", file=sys.stderr)
     if not folders:
         print(
             f"fedleak: no runs in {options.runs}; start one with: fedleak run simulations/quickstart.toml",
@@ -158,6 +189,16 @@ def runs(options: argparse.Namespace) -> int:
         return 0
     Console().print(table)
     return 0
+
+
+def _summary(run: Run) -> list[str]:
+    """State, rounds, attacks and best PSNR."""
+    with run.ledger() as ledger:
+        progress, rounds = ledger.progress(), ledger.rounds()
+        best = ledger.psnr_so_far(0.0)[0]
+        trained = f"{rounds[-1]['round'] if rounds else 0}/{ledger.meta().get('rounds', '?')}"
+        attacks = f"{progress.done}/{progress.total}"
+        return [_state(run, ledger), trained, attacks, "" if best is None else f"{best:.1f}"]
 
 
 def stop(options: argparse.Namespace) -> int:
@@ -201,7 +242,7 @@ def doctor(options: argparse.Namespace) -> int:
     return FAILED if any(f.needed and not f.works for f in findings) else 0
 
 
-def _tell(run: Run, interrupted: bool) -> None:
+def _tell(run: Run) -> None:
     """The end of a run in words: table, failures, report, how to go on."""
     from simulations.report import write_report
 
@@ -221,8 +262,14 @@ def _tell(run: Run, interrupted: bool) -> None:
             console.print(
                 f"{progress.failed} attacks failed: {'; '.join(ledger.errors())}", style="yellow", markup=False
             )
-        if interrupted:
-            print(f"{progress.queued} attacks are parked; go on with: fedleak audit {run.folder}")
+        reasons = ledger.reasons()
+        for row in reasons[:MOST_REASONS]:
+            words = f"{row['attack']} ({row['jobs']} x): {row['reason']}"
+            console.print(words, markup=False, highlight=False, soft_wrap=True)
+        if len(reasons) > MOST_REASONS:
+            console.print(f"and {len(reasons) - MOST_REASONS} more reasons of attacks", highlight=False)
+        if parked := progress.queued + progress.leased:
+            print(f"{parked} attacks are parked; go on with: fedleak audit {run.folder}")
     print(f"report: {write_report(run)}")
 
 
@@ -324,6 +371,13 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--output", "-o", type=Path, metavar="FILE", help="default: standard output (csv), scores.parquet in the run"
     )
+    again = add(reproduce, with_run=False)
+    again.add_argument("name", metavar="NAME", help="a published table: a file's name in simulations/papers")
+    again.add_argument("--n", type=int, metavar="N", help="updates attacked in each cell, instead of the sheet's")
+    again.add_argument("--budget", type=int, metavar="N", help="iterations of every attack, instead of the sheet's")
+    again.add_argument("--cells", metavar="PATTERN", help="only these: a part of their name, or with * and ?")
+    again.add_argument("--json", action="store_true", help="one object a line instead of a table")
+    again.add_argument("--output", "-o", type=Path, metavar="FILE", help="keep the figures too, with seed and versions")
     add(runs, with_run=False)
     end = add(stop)
     end.add_argument(

@@ -3,11 +3,12 @@
 import csv
 import io
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
+from client.files import replacing
 from server.run import Run
-from server.tape import write_bytes
 
 COLUMNS = ("run", "round", "client", "attack", "example", "metric", "value", "status", "seconds", "knowledge")
 
@@ -26,6 +27,14 @@ def write_csv(run: Run, out: TextIO) -> None:
     writer.writerows(rows(run))
 
 
+def save_csv(run: Run, path: Path) -> None:
+    """As a CSV file."""
+    with _written(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        write_csv(run, text)
+        text.detach()  # else the wrapper's end would close the file before it is in place
+
+
 def write_parquet(run: Run, path: Path) -> None:
     """As one parquet file."""
     import pyarrow
@@ -38,4 +47,10 @@ def write_parquet(run: Run, path: Path) -> None:
     table = pyarrow.table([pyarrow.array(c, k) for c, k in zip(columns, kinds, strict=True)], schema=schema)
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer)
-    write_bytes(path, buffer.getvalue())
+    with _written(path) as file:
+        file.write(buffer.getvalue())
+
+
+def _written(path: Path) -> AbstractContextManager[IO[bytes]]:
+    # /dev/stdout and a shell's >(...) are written into: putting a file in their place would destroy them
+    return replacing(path) if path.is_file() or not path.exists() else path.open("wb")

@@ -48,8 +48,15 @@ _SETTINGS = {
 }
 
 
+PATIENCE = 120.0  # seconds for the SuperLink to start, and to answer
+
+
 class TrainingFailed(Exception):
     """The federation ended badly; the message says where its log is and shows its end."""
+
+
+class AuditFailed(Exception):
+    """The attack service died again and again; the message says where its log is and shows its end."""
 
 
 class Training:
@@ -75,10 +82,12 @@ class Training:
 
     def close(self) -> None:
         """End every process of this training and remove the scratch folder."""
-        for child in reversed(self._children):
-            processes.end(child)
-        processes.sweep(self.mark)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        try:
+            for child in reversed(self._children):
+                processes.end(child)
+        finally:  # a second Ctrl-C cuts the asking short
+            processes.sweep(self.mark)
+            shutil.rmtree(self.scratch, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
         """What the children's environment says."""
@@ -93,16 +102,20 @@ class Training:
 
     def verify(self) -> None:
         """Ask the SuperLink how the run ended: `flwr run --stream` exits 0 even when it failed."""
-        listing = subprocess.run(
-            ["flwr", "ls", "fedleak", "--format", "json"],
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        try:
+            listing = subprocess.run(
+                ["flwr", "ls", "fedleak", "--format", "json"],
+                env=self.environment(),
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+                start_new_session=True,  # a Ctrl-C of the terminal's is not for it
+            )
+        except subprocess.TimeoutExpired:
+            raise TrainingFailed(self._blame(f"its status is unknown: no answer in {PATIENCE:.0f} s")) from None
         try:
             status = json.loads(listing.stdout)["runs"][0]["status"]
-        except (json.JSONDecodeError, KeyError, IndexError):
+        except (json.JSONDecodeError, KeyError, IndexError, TypeError):
             raise TrainingFailed(self._blame(f"its status is unknown: {listing.stderr.strip()[-300:]}")) from None
         if status != "finished:completed":
             raise TrainingFailed(self._blame(status))
@@ -122,7 +135,7 @@ class Training:
         superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
         env = self.environment()
         self._children.append(processes.start([*superlink, "--port", str(port)], log / "superlink.log", env))
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE
         while not processes.listens(port):
             if self._children[0].poll() is not None or time.monotonic() > deadline:
                 raise TrainingFailed(self._blame("the SuperLink did not start"))
@@ -137,13 +150,7 @@ class Training:
         self._children.append(processes.start(command, log / "flower.log", env))
 
     def _blame(self, what: str) -> str:
-        parts = [f"the federation failed: {what}"]
-        for name in ("flower.log", "superlink.log"):
-            path = self.run.folder / "logs" / name
-            lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-            if lines:
-                parts += [f"--- the end of {path}:", *lines[-12:]]
-        return "\n".join(parts)
+        return blame(self.run, f"the federation failed: {what}", "flower.log", "superlink.log")
 
 
 class AuditService:
@@ -168,9 +175,26 @@ class AuditService:
 
     def close(self) -> None:
         """End it with everything it started, and remove its scratch folder."""
-        processes.end(self._child)
-        processes.sweep(self.mark)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        try:
+            processes.end(self._child, patience=1.0)  # while it works, it is closed by a user who waits no longer
+        finally:
+            processes.sweep(self.mark)
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def blame(self) -> str:
+        """That it died, and the end of its log."""
+        return blame(self.run, f"the attack service died (exit status {self.status()})", "audit.log")
+
+
+def blame(run: Run, what: str, *logs: str) -> str:
+    """What went wrong, and the ends of the logs that say why."""
+    parts = [what]
+    for name in logs:
+        path = run.folder / "logs" / name
+        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+        if lines:
+            parts += [f"--- the end of {path}:", *lines[-12:]]
+    return "\n".join(parts)
 
 
 def child_environment(scratch: Path, mark: str) -> dict[str, str]:

@@ -48,20 +48,21 @@ def end(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
 
 def sweep(mark: str, patience: float = 5.0) -> list[int]:
     """End every process that carries a launch's mark; returns the ids of those that were still there (Linux)."""
-    found = _marked(mark)
+    found = marked(mark)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in _marked(mark):
+        for pid in marked(mark):
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
         deadline = time.monotonic() + patience
-        while _marked(mark) and time.monotonic() < deadline:
+        while marked(mark) and time.monotonic() < deadline:
             time.sleep(0.1)
     return found
 
 
-def _marked(mark: str) -> list[int]:
+def marked(mark: str) -> list[int]:
+    """The living processes that carry a launch's mark, less our own (Linux)."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

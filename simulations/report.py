@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import numpy as np
@@ -17,10 +17,11 @@ from markupsafe import Markup
 from torch import Tensor
 
 from attacks.audit import WHOLE_BATCH
+from attacks.limits import known_noise
 from attacks.metrics import PSNR_CAP
 from attacks.plan import describe
 from client.protocol import Federation
-from client.update import Batch
+from client.update import Batch, Chain
 from server.ledger import Ledger
 from server.run import Run
 from server.scenario import Scenario
@@ -42,6 +43,8 @@ LABELS = {
     "lpips_alex": "LPIPS, AlexNet (lower leaks more)",
 }
 OWN_COLUMNS = ("psnr", "identified", "label_accuracy")
+LIMIT = "Bayes limit, Gaussian prior fitted<br>to the auxiliary images"
+AT = 20  # dB: of the words on certified rates
 RATES = ("identified",)  # 0 or 1 an example: no best case, and Wilson intervals
 
 Key = tuple[int, int]  # (client, example)
@@ -78,19 +81,23 @@ def _content(run: Run, ledger: Ledger) -> dict[str, Any]:
     scenario, scores, meta = run.scenario(), Scores.read(ledger), ledger.meta()
     found = {metric: analysis.leaks(scores, metric) for metric in _metrics(scores)}
     order = analysis.attack_order(ledger, scores.attacks)
-    shared = _shared([row["knowledge"] for row in ledger.attacks() if not analysis.is_baseline(row["name"])])
+    shared = _shared([row["knowledge"] for row in ledger.attacks() if analysis.is_attack(row["name"])])
+    federation, curve = Federation(scenario.protocol), analysis.successes(scores, ledger) if len(scores) else {}
+    certificate = _certificate(federation, curve)
     return {
         "name": run.name,
         "facts": _facts(scenario),
         "verdict": analysis.judge(scores, ledger),
         "notices": [*_training_notices(run, ledger, scenario), *_audit_notices(run, ledger, scenario), *_lpips(found)],
         "figure": _figure(found, ledger, order),
-        "success": _success(scores, ledger),
+        "limit": _limit(federation.chain, ledger),
+        "success": _success(curve) + ([certificate.series] if certificate else []),
+        "certificate": certificate,
         "thresholds": analysis.THRESHOLDS,
         "lines": _by_round(analysis.lines_of(found, ledger)),
         "summary": _summary(found, order),
         "further": [metric for metric in found if metric not in OWN_COLUMNS],
-        "gallery": Gallery(run, Federation(scenario.protocol), scores, ledger).rounds() if len(scores) else (),
+        "gallery": Gallery(run, federation, scores, ledger).rounds() if len(scores) else (),
         "cards": _cards(ledger, shared),
         "shared": shared,
         "participation": _participation(ledger),
@@ -220,13 +227,13 @@ def _series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[di
             by_attack.setdefault(leak.attack, []).append(leak)
     return [
         {
-            "name": html.escape(attack),  # Plotly reads markup in names
-            "baseline": analysis.is_baseline(attack),
+            "name": LIMIT if analysis.is_limit(attack) else html.escape(attack),  # Plotly reads markup in names
+            "kind": analysis.kind(attack),
             "x": [leak.round for leak in found],
             "mean": [_rounded(leak.mean) for leak in found],
             "low": [_rounded(_band(leak)[0]) for leak in found],
             "high": [_rounded(_band(leak)[1]) for leak in found],
-            "best": [] if metric in RATES else [_rounded(_drawn(metric, leak.best)) for leak in found],
+            "best": [_rounded(_drawn(metric, leak.best)) for leak in found if _has_worst_case(leak)],
             "told": [_told(leak) for leak in found],
         }
         for attack in order
@@ -243,9 +250,15 @@ def _drawn(metric: str, value: float | None) -> float | None:
     return min(value, PSNR_CAP) if metric == "psnr" and value is not None else value
 
 
+def _has_worst_case(leak: Leak) -> bool:
+    return leak.metric not in RATES and analysis.is_attack(leak.attack)
+
+
 def _told(leak: Leak) -> str:
     low, high = _band(leak)
     digits = 1 if leak.metric == "psnr" else 3
+    if analysis.is_limit(leak.attack):
+        return number(leak.mean, digits)
     band = "" if low is None else f" ({number(low, digits)} to {number(high, digits)})"
     worst = "" if leak.metric in RATES else f", worst case {number(leak.best, digits)}"
     lost = f", {sum(leak.failed.values())} failed" if leak.failed else ""
@@ -257,17 +270,72 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
-def _success(scores: Scores, ledger: Ledger) -> list[dict[str, Any]]:
-    curves = analysis.successes(scores, ledger) if len(scores) else {}
+def _success(curve: Mapping[str, Sequence[Rate]]) -> list[dict[str, Any]]:
     return [
         {
             "name": html.escape(attack),
-            "baseline": analysis.is_baseline(attack),
+            "kind": analysis.kind(attack),
             "y": [_rounded(r.fraction) for r in rates],
             "told": [f"{r.count} of {r.n} ({percent(r.interval[0])} to {percent(r.interval[1])})" for r in rates],
         }
-        for attack, rates in curves.items()
+        for attack, rates in curve.items()
     ]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What is said of a limit on all attacks: whether one is drawn, or why not; and what it is a limit of.
+
+    Args:
+        state: drawn, pending, none (no noise: nothing is hidden for good), unknown (randomness without a known density).
+        parts: of its knowledge card.
+    """
+
+    state: Literal["drawn", "pending", "none", "unknown"]
+    parts: tuple[str, ...] = ()
+
+
+def _limit(chain: Chain, ledger: Ledger) -> Limit:
+    planned = [row for row in ledger.attacks() if analysis.is_limit(row["name"])]
+    if planned:
+        drawn = any(row["attack"] == planned[0]["name"] and row["value"] is not None for row in ledger.scores("mse"))
+        return Limit("drawn" if drawn else "pending", tuple(planned[0]["knowledge"].split("; ")))
+    if known_noise(chain) is not None:
+        return Limit("pending")
+    return Limit("none" if chain.conditional is not None and not chain.conditional.noisy else "unknown")
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """What differential privacy certifies of the success rates.
+
+    Args:
+        mechanism: clipping and noise.
+        series: the curve for one round, as the page's script draws it.
+        at: the threshold (dB) of the words; once, always: the certified rates there, of one round and of all.
+        rounds: in the run.
+    """
+
+    mechanism: analysis.Mechanism
+    series: Mapping[str, Any]
+    at: int
+    once: float
+    always: float
+    rounds: int
+
+
+def _certificate(federation: Federation, curve: Mapping[str, Sequence[Rate]]) -> Certificate | None:
+    mechanism = analysis.gaussian_mechanism(federation.chain, federation.shards.batch_size)
+    if mechanism is None:
+        return None
+    rounds = federation.protocol.rounds
+    once, always = (analysis.certified(curve, mechanism, n) for n in (1, rounds))
+    if once is None or always is None:
+        return None
+    words = [f"at most {percent(v)} of the examples, by any attack on one round" for v in once]
+    series = {"name": "certified (ReRo), one round", "kind": "limit", "y": [_rounded(v) for v in once], "told": words}
+    at = analysis.THRESHOLDS.index(AT)
+    return Certificate(mechanism, series, AT, once[at], always[at], rounds)
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -282,10 +350,10 @@ def _by_round(lines: Sequence[analysis.Line]) -> list[list[analysis.Line]]:
 
 @dataclass(frozen=True)
 class Summary:
-    """One attack or baseline over all rounds."""
+    """One attack, limit or baseline over all rounds."""
 
     attack: str
-    baseline: bool
+    kind: analysis.Role
     psnr: Leak
     others: Mapping[str, Leak]  # further metrics but identified and label_accuracy
     identified: Rate | None
@@ -301,7 +369,7 @@ def _summary(leaks: Mapping[str, Sequence[Leak]], order: Sequence[str]) -> list[
         rows.append(
             Summary(
                 attack=attack,
-                baseline=analysis.is_baseline(attack),
+                kind=analysis.kind(attack),
                 psnr=found.pop("psnr"),
                 others=found,
                 identified=analysis.rate(identified) if identified and identified.n else None,
@@ -323,7 +391,7 @@ def _cards(ledger: Ledger, shared: Sequence[str]) -> list[dict[str, Any]]:
     cards = [
         {
             "name": row["name"],
-            "baseline": analysis.is_baseline(row["name"]),
+            "kind": analysis.kind(row["name"]),
             "component": describe(planned[row["name"]].table),
             "parts": row["knowledge"].split("; "),
             "own": [part for part in row["knowledge"].split("; ") if part not in shared],
@@ -332,7 +400,7 @@ def _cards(ledger: Ledger, shared: Sequence[str]) -> list[dict[str, Any]]:
         }
         for row in ledger.attacks()
     ]
-    return sorted(cards, key=lambda c: bool(c["baseline"]))
+    return sorted(cards, key=lambda c: c["kind"] != "attack")
 
 
 def _participation(ledger: Ledger) -> dict[str, Any]:
@@ -411,7 +479,7 @@ class Gallery:
     @cached_property
     def attacks(self) -> list[str]:
         """The real ones, in the plan's order."""
-        return [a for a in analysis.attack_order(self.ledger, self.scores.attacks) if not analysis.is_baseline(a)]
+        return [a for a in analysis.attack_order(self.ledger, self.scores.attacks) if analysis.is_attack(a)]
 
     @cached_property
     def given(self) -> set[str]:

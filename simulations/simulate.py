@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -15,13 +15,12 @@ from rich.console import Console
 
 from attacks.audit import card
 from attacks.plan import AttackPlan
-from client.protocol import Federation
 from server.ledger import Ledger
 from server.run import Run
 from server.scenario import Scenario
 from server.tape import write_bytes
 from simulations.doctor import environment
-from simulations.launch import AuditService, Training
+from simulations.launch import AuditFailed, AuditService, Training, TrainingFailed
 from simulations.view import View
 
 POLL = 0.3  # seconds between looks at the run
@@ -69,27 +68,32 @@ def new_run(scenario: Scenario, name: str, runs: Path) -> Run:
 
 def cards(scenario: Scenario, plan: AttackPlan) -> dict[str, str]:
     """The knowledge card of each attack of a plan."""
-    federation = Federation(scenario.protocol)
-    return {planned.name: card(federation, planned) for planned in plan.attacks}
+    return {planned.name: card(scenario.federation, planned) for planned in plan.attacks}
 
 
-def simulate(run: Run, scenario: Scenario, console: Console, interrupt: Interrupt) -> bool:
-    """Train and attack; returns whether the run is complete (False: interrupted, the rest is on the tape).
+def simulate(run: Run, scenario: Scenario, console: Console, interrupt: Interrupt) -> None:
+    """Train and attack; the run is complete unless `interrupt` was asked: then the rest is on the tape.
 
     Raises:
         TrainingFailed: the federation ended badly; what it had sent is still attacked.
+        AuditFailed: the attack service kept dying; training went on.
+        KeyboardInterrupt: a second interrupt; what was in flight is lost.
     """
-    with run.ledger() as ledger, View(ledger, scenario, console).shown() as view:
-        keeper = _Keeper(run, view)
+    with (
+        run.ledger() as ledger,
+        View(ledger, scenario, console).shown() as view,
+        closing(_Keeper(run, view, interrupt)) as keeper,
+    ):
         try:
             with run.lock("training"):  # the service follows for as long as this is held
                 if scenario.audit.curious:
                     keeper.start()
                 _train(run, ledger, scenario, keeper, interrupt)
-        finally:
-            keeper.drain(interrupt)
-        progress = ledger.progress()
-        return not interrupt.asked and progress.queued == progress.leased == 0
+        except TrainingFailed:
+            keeper.drain()
+            raise
+        keeper.drain()
+        keeper.verify()
 
 
 def _train(run: Run, ledger: Ledger, scenario: Scenario, keeper: "_Keeper", interrupt: Interrupt) -> None:
@@ -103,17 +107,18 @@ def _train(run: Run, ledger: Ledger, scenario: Scenario, keeper: "_Keeper", inte
                 time.sleep(POLL)
             if not interrupt.asked:
                 training.verify()
-        state = "interrupted" if interrupt.asked else "trained"
+                state = "trained"
     finally:
-        ledger.set_meta(state=state)
+        ledger.set_meta(state="interrupted" if interrupt.asked and state == "failed" else state)
 
 
 class _Keeper:
     """Looks after the attack service: shows how it stands, starts it again when it dies, ends it."""
 
-    def __init__(self, run: Run, view: View) -> None:
+    def __init__(self, run: Run, view: View, interrupt: Interrupt) -> None:
         self.run = run
         self.view = view
+        self.interrupt = interrupt
         self.service: AuditService | None = None
         self.restarts = 0
 
@@ -121,29 +126,43 @@ class _Keeper:
         """Start the attack service."""
         self.service = AuditService(self.run)
 
-    def look(self) -> None:
-        """Update the view; bring a dead service back, unless it was asked to stop."""
+    def look(self) -> bool:
+        """Update the view, bring a dead service back; whether the service works."""
         if self.view.note and self.view.ledger.rounds():
             self.view.note = ""
         self.view.update()
-        died = self.service is not None and self.service.status() not in (None, 0, INTERRUPTED)
-        if died and self.service is not None and self.restarts < RESTARTS:
-            self.restarts += 1
-            self.service.close()
-            self.start()
+        return self._at_work()
 
-    def drain(self, interrupt: Interrupt) -> None:
+    def drain(self) -> None:
         """Wait for the service to finish the queue, or after an interrupt what is in flight."""
-        if self.service is None:
-            return
-        try:
-            parked = False
-            while self.service.status() is None:
-                if interrupt.asked and not parked:
-                    parked = True
-                    print("fedleak: attacks in flight are finished first (Ctrl-C again: at once)", file=sys.stderr)
-                    self.service.park()
-                self.look()
-                time.sleep(POLL)
-        finally:
+        parked = False
+        while self.look():
+            if self.interrupt.asked and not parked and self.service is not None:
+                parked = True
+                print("fedleak: attacks in flight are finished first (Ctrl-C again: at once)", file=sys.stderr)
+                self.service.park()
+            time.sleep(POLL)
+
+    def verify(self) -> None:
+        """Ask how the service ended; AuditFailed when it is dead and no longer started again."""
+        status = self.service.status() if self.service is not None else 0
+        if status == INTERRUPTED:  # `fedleak stop`, after the training: it spoke to the service alone
+            self.interrupt.asked = True
+        elif self.service is not None and status != 0 and not self.interrupt.asked:
+            raise AuditFailed(self.service.blame())
+
+    def close(self) -> None:
+        """End the service, whatever it is doing."""
+        if self.service is not None:
             self.service.close()
+
+    def _at_work(self) -> bool:
+        # one that died is started again, a few times, unless the user wants an end anyway
+        status = self.service.status() if self.service is not None else 0
+        dead = status not in (None, 0, INTERRUPTED)
+        if dead and self.restarts < RESTARTS and not self.interrupt.asked:
+            self.restarts += 1
+            self.close()
+            self.start()
+            return True
+        return status is None

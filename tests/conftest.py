@@ -4,7 +4,7 @@ import client  # isort: skip  # mends torchvision before anything can import it
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def one_thread() -> None:
     """Small tensors gain nothing from threads, and equal bits need one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """In float64 rounding hides no mistake."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

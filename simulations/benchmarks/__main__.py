@@ -15,6 +15,7 @@ from rich.table import Table
 from simulations.benchmarks.engine import engine
 from simulations.benchmarks.figures import Progress, Report
 from simulations.benchmarks.intercept import intercept
+from simulations.benchmarks.labels import labels
 from simulations.benchmarks.memory import memory, memory_of_flower
 from simulations.benchmarks.quality import quality
 from simulations.doctor import environment
@@ -24,6 +25,7 @@ FLOWER = "memory-flower"  # minutes, and many processes: only when asked for
 BENCHMARKS: Mapping[str, Benchmark] = {
     "engine": engine,
     "quality": quality,
+    "labels": labels,
     "intercept": intercept,
     "memory": memory,
     FLOWER: memory_of_flower,
@@ -71,10 +73,8 @@ def main(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(benchmarks)}; default: all but {FLOWER}"
     )
     parser.add_argument("--json", action="store_true", help="one object a line instead of tables")
-    parser.add_argument("--flower", action="store_true", help="memory through `flwr run` instead of in memory")
     options = parser.parse_args(arguments)
     names = options.names or [n for n in benchmarks if n != FLOWER]
-    names = [FLOWER if options.flower and n == "memory" else n for n in names]
     if unknown := [n for n in names if n not in benchmarks]:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(benchmarks)}")
     missed = False

@@ -10,7 +10,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from client.app import app as client_app
-from client.protocol import Protocol, federation
+from client.protocol import Protocol
 from server.app import build_strategy
 from server.curious import CuriousStrategy, Tap
 from server.scenario import Scenario
@@ -55,9 +55,7 @@ class InMemory:
     """A scenario's federation, trained round by round: the real clients, door, tap and strategy."""
 
     def __init__(self, scenario: Scenario, tap: Tap) -> None:
-        params, buffers = federation(scenario.protocol.to_json()).initial()
-        self.tap = tap
-        self.parameters = sum(p.numel() for p in params.values())
+        params, buffers = scenario.federation.initial()
         self._grid = MemoryGrid(scenario.protocol)
         inner = build_strategy(scenario.strategy, scenario.protocol.clients)
         self._strategy = CuriousStrategy(inner, tap, buffers, scenario.protocol.seed, self._grid.clients)

@@ -126,7 +126,7 @@ def _watch(run: Run, scenario: Scenario, progress: Callable[[int], None]) -> lis
 def server_process(mark: str) -> int:
     """The process of a training in which the ServerApp runs."""
     return next(
-        pid for pid in processes._marked(mark) if b"flwr-simulation" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in processes.marked(mark) if b"flwr-simulation" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
 
 

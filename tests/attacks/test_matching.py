@@ -1,6 +1,6 @@
 """The matching engine, against the published loops as a user of torch would write them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 from attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave
 from attacks.distances import Distance, cosine, squared
-from attacks.matching import GradientMatching, dlg, idlg, inverting_gradients
+from attacks.matching import CUTS, GradientMatching, _Problems, dlg, idlg, inverting_gradients
 from attacks.metrics import psnr
+from attacks.optimizers import adam
+from attacks.priors import total_variation
 from client.models import detached_params, lenet
 from client.rng import generator
 from client.update import Batch, Chain, Params, Update, UpdateFn, chain, gradient, local_sgd, per_example
@@ -22,14 +24,6 @@ from defenses.clip import clip
 
 SHAPE, CLASSES = (1, 8, 8), 4
 MEAN, STD = (0.3,), (0.6,)
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    """The engine takes torch's default type for its start; in float64 rounding does not hide a mistake."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def normalise(x: Tensor) -> Tensor:
@@ -52,8 +46,9 @@ def streams(*numbers: int) -> list[Stream]:
 
 def evaluate(attack: GradientMatching, z: Tensor, wave: Wave, known: Knowledge) -> tuple[Tensor, Tensor]:
     """The engine's gradients and objectives at images z (K, R, B, C, H, W)."""
-    gradients = attack._gradients({"x": z}, known.labels, wave, known)
-    return gradients["x"], attack._objectives({"x": z}, known.labels, wave, known)
+    problems = _Problems(attack, wave, known, known.labels, z.shape[1], z.dtype)
+    value, slopes = problems.value_and_slopes({"x": z.flatten(0, 1)}, torch.arange(problems.count))
+    return slopes["x"].view_as(z), value.view(z.shape[:2])
 
 
 def scene(
@@ -128,7 +123,7 @@ CLIENTS = {
     "three local steps": (chain(local_sgd(0.1, 3)), {"steps": 3, "clipped": False}),
     "clipped examples": (chain(per_example(clip(1.0)), local_sgd(0.1, 2)), {"steps": 2, "clipped": True}),
 }
-DISTANCES: dict[str, Distance] = {"cosine": cosine, "squared": squared}
+DISTANCES: dict[str, Distance] = {"cosine": cosine(), "squared": squared()}
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
@@ -137,7 +132,7 @@ DISTANCES: dict[str, Distance] = {"cosine": cosine, "squared": squared}
 def test_objective_and_gradient_are_the_plain_loops(distance: str, client: str) -> None:
     links, plain = CLIENTS[client]
     wave, known, batches = scene(clients=3, links=links)
-    attack = GradientMatching(DISTANCES[distance], tv=0.05)
+    attack = GradientMatching(DISTANCES[distance], (total_variation(0.05),))
     z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))  # (K, R, B, C, H, W)
     gradients, objectives = evaluate(attack, z, wave, known)
     for k in range(3):
@@ -199,14 +194,19 @@ def plain_attack(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "attack"),
-    [("inverting_gradients", inverting_gradients(tv=0.02)), ("dlg", dlg()), ("idlg", idlg())],
+    ("recipe", "attack", "tv"),
+    [
+        ("inverting_gradients", inverting_gradients(tv=0.02), 0.02),
+        ("dlg", GradientMatching(squared(), (), adam(cuts=CUTS), box=False, labels="optimised"), 0.0),
+        ("idlg", GradientMatching(squared(), (), adam(cuts=CUTS), box=False), 0.0),
+    ],
+    ids=["inverting_gradients", "dlg by Adam", "idlg by Adam"],
 )
 @pytest.mark.usefixtures("double")
-def test_a_recipe_is_its_published_loop_from_start_to_end(recipe: str, attack: GradientMatching) -> None:
+def test_matching_is_the_published_loop_from_start_to_end(recipe: str, attack: GradientMatching, tv: float) -> None:
     wave, known, batches = scene(labels=recipe != "dlg")
     (found,) = attack.reconstruct(wave, known, Budget(64), streams(0))
-    x, y, objective = plain_attack(wave, known, recipe, 64, streams(0)[0], batches[0].y, attack.tv)
+    x, y, objective = plain_attack(wave, known, recipe, 64, streams(0)[0], batches[0].y, tv)
     assert found.x is not None
     assert found.y is not None
     assert float((found.x - x).abs().max()) < 1e-9
@@ -218,7 +218,7 @@ def test_a_recipe_is_its_published_loop_from_start_to_end(recipe: str, attack: G
 # ----------------------------------------------------------------------------------------------------- what it promises
 
 
-@pytest.mark.parametrize("distance", [cosine, squared])
+@pytest.mark.parametrize("distance", [cosine(), squared()])
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.usefixtures("double")
 def test_the_truth_is_a_stationary_point_at_distance_zero(distance: Distance, client: str) -> None:
@@ -349,8 +349,7 @@ def test_a_budget_of_nothing_is_refused(arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("arguments", [{"tv": -0.1}, {"tv": float("nan")}, {"rate": 0.0}, {"rate": -1.0}])
 def test_hyperparameters_without_sense_are_refused(arguments: dict[str, float]) -> None:
-    (name,) = arguments
-    with pytest.raises(ValueError, match=f"{name} must "):
+    with pytest.raises(ValueError, match=" must "):
         inverting_gradients(**arguments)
 
 
@@ -365,10 +364,11 @@ def results_in_the_box(results: list[Reconstruction]) -> None:
 def test_an_objective_that_is_not_finite_is_reported_as_diverged(value: float) -> None:
     wave, known, _ = scene(clients=2)
 
-    def broken(seen: Update, expected: Update) -> Tensor:
-        return cosine(seen, expected) + value
+    class broken(Distance):
+        def __call__(self, seen: Update, expected: Update) -> Tensor:
+            return cosine()(seen, expected) + value
 
-    found = GradientMatching(broken).reconstruct(wave, known, Budget(3, restarts=2), streams(0, 1))
+    found = GradientMatching(broken()).reconstruct(wave, known, Budget(3, restarts=2), streams(0, 1))
     assert [result.status for result in found] == ["diverged"] * 2
     results_in_the_box(found)
 

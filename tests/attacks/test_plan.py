@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from attacks.base import Budget
-from attacks.plan import ATTACK, AttackPlan, PlannedAttack, attack_names, describe
+from attacks.plan import ATTACK, LIMITS, AttackPlan, PlannedAttack, attack_names, describe
 from client.components import SpecError
 
 IG = {"use": "attacks.matching:inverting_gradients"}
@@ -22,8 +22,8 @@ def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
         ({"use": "attacks.matching:ig"}, "nothing is called 'attacks.matching:ig'; an attack is one of attacks.analytic"),
         ({"use": "server.pool:Pool"}, "use = 'server.pool:Pool' is not allowed here; an attack is one of"),
         ({}, 'needs use = "module:name", got None'),
-        ({**IG, "tvv": 0.1}, "inverting_gradients() has no argument 'tvv' (it has: tv, rate)"),
-        ({**IG, "tv": -1}, "tv must not be negative, got -1.0"),
+        ({**IG, "tvv": 0.1}, "inverting_gradients() has no argument 'tvv' (it has: tv, rate, "),
+        ({**IG, "tv": -1}, "the weight of total_variation must not be negative, got -1.0"),
         ({**IG, "rate": 0}, "rate must be above 0, got 0.0"),
         ({**IG, "iterations": 0}, "iterations must be at least 1, got 0"),
         ({**IG, "iterations": 5.0}, "iterations must be a whole number, got 5.0"),
@@ -35,6 +35,7 @@ def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
         ({**IG, "name": ""}, "name must be letters, digits, - and _, got ''"),
         ({**IG, "name": "a/../b"}, "name must be letters, digits, - and _, got 'a/../b'"),
         ({**IG, "name": 3}, "name must be a text, got 3"),
+        ({**IG, "name": "bayes_limit"}, "name 'bayes_limit' is the limit's own; give the attack another one"),
         ({**IG, "name": "a" * 65}, "name must be at most 64 characters, got 65"),
     ],
 )  # fmt: skip
@@ -73,6 +74,15 @@ def test_baselines_are_always_there_once() -> None:
     assert [p.name for p in own.attacks] == ["floor", "random_image"]
     assert [p.name for p in plan().attacks] == ["mean_image", "random_image"]
     assert plan(IG).attacks[1].budget == Budget(1)
+
+
+def test_limits_are_added_where_the_chain_has_them() -> None:
+    found = AttackPlan.from_tables([IG], {}, 10, 4, limits=LIMITS)
+    assert [p.name for p in found.attacks] == ["inverting_gradients", "mean_image", "random_image", "bayes_limit"]
+    assert [p.is_limit for p in found.attacks] == [False, False, False, True]
+    assert PlannedAttack.from_json(found.attacks[3].to_json()) == found.attacks[3]
+    with pytest.raises(SpecError, match="'attacks.limits:bayes_limit' is not an attack"):
+        plan({"use": "attacks.limits:bayes_limit"})
 
 
 def test_two_attacks_of_one_name_are_refused() -> None:

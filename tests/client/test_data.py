@@ -422,6 +422,20 @@ def test_a_kept_array_is_made_once(own_cache: Path) -> None:
     assert [p.name for p in own_cache.iterdir()] == ["thing.npz"], "no scratch file is left"
 
 
+def test_an_interrupted_write_leaves_nothing_in_the_cache(own_cache: Path) -> None:
+    class Interrupting:
+        """Ctrl-C when it is its turn to be written."""
+
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
+            assert len(list(own_cache.iterdir())) == 1, "the first array is on its way"
+            raise KeyboardInterrupt
+
+    arrays: Any = {"first": np.arange(100_000), "second": Interrupting()}
+    with pytest.raises(KeyboardInterrupt):
+        data.cached("thing", lambda: arrays)
+    assert list(own_cache.iterdir()) == []
+
+
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damage=st.data())
 def test_a_damaged_cache_entry_is_made_again(own_cache: Path, damage: st.DataObject) -> None:

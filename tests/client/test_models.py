@@ -179,3 +179,80 @@ def test_resnet20_has_the_published_names_and_its_weights_classify_cifar10(local
     with torch.no_grad():
         right = (model((x - mean) / std).argmax(1) == y).float().mean()
     assert right > 0.90, f"the authors report 91.73 % on the whole test set, here {right:.1%}"
+
+
+def basic(fan_in: int, width: int, stride: int) -> int:
+    project = fan_in * width + 2 * width if stride > 1 or fan_in != width else 0
+    return 9 * fan_in * width + 9 * width * width + 4 * width + project
+
+
+def test_resnets_of_inverting_gradients_count_as_by_hand() -> None:
+    """ResNet20-4: three stages of three blocks from 64 channels; and torchvision's ResNet-18 but for its first layer."""
+    stages = [
+        basic(64, 64, 1) * 3,
+        basic(64, 128, 2) + 2 * basic(128, 128, 1),
+        basic(128, 256, 2) + 2 * basic(256, 256, 1),
+    ]
+    by_hand = 27 * 64 + 128 + sum(stages) + 256 * 10 + 10
+    assert parameters(models.resnet(CIFAR, 10, depth=20, width=64)) == by_hand
+    torchvision = pytest.importorskip("torchvision")
+    for depth in (18, 34, 50):
+        theirs = getattr(torchvision.models, f"resnet{depth}")(num_classes=10)
+        stem = 3 * 64 * (49 - 9)
+        assert parameters(models.resnet(CIFAR, 10, depth=depth)) == parameters(theirs) - stem
+
+
+@pytest.mark.parametrize("depth", [18, 20, 32, 34, 50])
+def test_resnets_of_every_depth_compute_and_keep_their_scale(depth: Any) -> None:
+    torch.manual_seed(0)
+    model = models.resnet(CIFAR, 7, depth=depth, width=4)
+    assert sum(
+        isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) or isinstance(m, nn.Linear) for m in model.modules()
+    ) == (depth if depth != 50 else 18)
+    assert model.train()(torch.rand(4, *CIFAR)).std() < 10
+    assert model.eval()(torch.rand(2, *CIFAR)).shape == (2, 7)
+
+
+def test_a_resnet_of_torchvisions_weights_computes_torchvisions_block() -> None:
+    """A stage's first block, with its projecting shortcut, against the reference implementation."""
+    resnet = pytest.importorskip("torchvision").models.resnet
+    torch.manual_seed(0)
+    for depth, kind, fan_in in ((18, resnet.BasicBlock, 4), (50, resnet.Bottleneck, 16)):
+        ours = models.resnet(CIFAR, 10, depth=depth, width=4).get_submodule("layer2.0").train()
+        fan_out = 8 * kind.expansion
+        down = nn.Sequential(nn.Conv2d(fan_in, fan_out, 1, stride=2, bias=False), nn.BatchNorm2d(fan_out))
+        theirs = kind(fan_in, 8, stride=2, downsample=down).train()
+        theirs.load_state_dict({k.replace("shortcut", "downsample"): t for k, t in ours.state_dict().items()})
+        x = torch.randn(3, fan_in, 9, 9)
+        torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_convsmall_is_its_formula_and_starts_as_flax_does() -> None:
+    torch.manual_seed(0)
+    model = models.convsmall(CIFAR, 10)
+    assert parameters(model) == 28 * 32 + (9 * 32 + 1) * 64 + (64 * 64 + 1) * 100 + 1010
+    assert parameters(models.convsmall(MNIST, 10)) == 10 * 32 + (9 * 32 + 1) * 64 + (64 * 49 + 1) * 100 + 1010
+    w = {k: p.detach() for k, p in model.named_parameters()}
+    x = torch.rand(2, *CIFAR)
+    h = F.avg_pool2d(F.conv2d(x, w["conv1.weight"], padding=1).relu(), 2)
+    h = F.avg_pool2d(F.conv2d(h, w["conv2.weight"], padding=1).relu(), 2)
+    by_hand = (h.flatten(1) @ w["linear1.weight"].T).relu() @ w["linear2.weight"].T
+    torch.testing.assert_close(model(x), by_hand)  # biases start at zero
+    for name, fan_in in (("conv2.weight", 288), ("linear1.weight", 4096)):
+        assert float(w[name].var()) * fan_in == pytest.approx(1, rel=0.05)
+        assert w[name].abs().max() <= 2 / 0.8796 / fan_in**0.5
+
+
+def test_convbig_has_the_layers_that_soteria_was_attacked_on() -> None:
+    layers = {k: tuple(p.shape) for k, p in models.convbig(CIFAR, 10).named_parameters() if k.endswith("weight")}
+    assert layers == {
+        "conv1.weight": (32, 3, 3, 3),
+        "conv2.weight": (64, 32, 1, 1),
+        "linear1.weight": (2000, 5184),
+        "linear2.weight": (1000, 2000),
+        "linear3.weight": (10, 1000),
+    }
+    assert models.convbig(MNIST, 10)(torch.rand(2, *MNIST)).shape == (2, 10)
+    for make in (models.convsmall, models.convbig):
+        with pytest.raises(ValueError, match="at least 4 x 4 pixels, got 3 x 8"):
+            make((1, 3, 8), 2)

@@ -20,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Generator, Tensor
 
 from client.mods import Mod, as_mod
-from client.update import OnUpdate, Update, chain, local_sgd, per_example
+from client.update import Batch, Link, OnUpdate, Params, Update, UpdateFn, chain, local_sgd, per_example
 from defenses.clip import clip
 from defenses.noise import gaussian
 from defenses.sign import sign
@@ -84,6 +84,17 @@ class tell(OnUpdate):
     def apply(self, update: Update, rng: Generator | None) -> Update:
         self.footprint.append((self.name, dict(update)))
         return dict(update)
+
+
+@dataclass(frozen=True)
+class flatten_images(Link):
+    """A defense of the data: it averages each image's pixels before the gradient is taken."""
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        def flattened(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            return compute(params, Batch(batch.x.mean((-1, -2), keepdim=True).expand_as(batch.x), batch.y), rng)
+
+        return flattened
 
 
 def test_a_defense_acts_on_the_update_and_weights_come_back() -> None:
@@ -237,6 +248,8 @@ def test_a_message_with_two_array_records_is_refused_before_anything_is_trained(
         local_sgd(0.1),
         chain(per_example(clip(1.0)), local_sgd(0.1)),
         chain(chain(local_sgd(1.0))),
+        flatten_images(),
+        chain(clip(1.0), flatten_images()),
     ],
     ids=str,
 )

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from client.components import SpecError
 from client.protocol import Federation, Protocol, Stragglers, federation
@@ -13,6 +15,8 @@ from client.rng import generator
 from client.update import chain, gradient, local_sgd, per_example
 from defenses.clip import clip
 from defenses.noise import gaussian
+from server.run import Run
+from server.scenario import Scenario
 
 Make = Callable[..., Any]
 CLIP = {"use": "defenses.clip:clip", "max_norm": 1.0}
@@ -217,3 +221,118 @@ def test_stragglers_are_drawn_from_the_seed(tables: Make) -> None:
     assert late(1) == late(1)
     assert late(1) != late(2)
     assert Stragglers().probability == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+
+def checkpoint(path: Path, fed: Federation, **changed: torch.Tensor) -> Path:
+    """What a run leaves as model.safetensors: parameters and floating-point buffers."""
+    params, buffers = fed.initial()
+    save_file({**params, **buffers, **changed}, path)
+    return path
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_weights_are_the_federations_start_buffers_too(make_federation: Make, tmp_path: Path, mode: str) -> None:
+    model = {**BATCHNORM, "mode": mode}
+    other = make_federation(seed=9, model=model)
+    for b in other.model.buffers():
+        b.add_(1)
+    path = checkpoint(tmp_path / "w.safetensors", other)
+    fed = make_federation(seed=0, model={**model, "weights": str(path)}).check()
+    assert fed.model.training == (mode == "train")
+    for found, expected in zip(fed.initial(), other.initial(), strict=True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[k], expected[k]) for k in found)
+
+
+def test_weights_are_found_from_the_current_folder(
+    make_federation: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(tmp_path / "w.safetensors", make_federation(seed=9))
+    table = {"weights": "w.safetensors"}
+    with pytest.raises(SpecError, match=r"\[model\]: weights: w.safetensors cannot be read .* paths start from"):
+        make_federation(model=table).check()
+    monkeypatch.chdir(tmp_path)
+    make_federation(model=table).check()
+
+
+def test_a_client_gets_the_weights_with_the_round_and_never_a_path(make_federation: Make, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "w.safetensors", make_federation(seed=9, model=BATCHNORM))
+    server = make_federation(model={**BATCHNORM, "weights": str(path)})
+    text = server.protocol.to_json()
+    assert "w.safetensors" not in text
+    path.unlink()  # a client stands on another machine
+    client = Federation(Protocol.from_json(text)).check()
+    path = checkpoint(path, make_federation(seed=9, model=BATCHNORM))
+    sent = server.initial()
+    theirs, ours = client.client_update(*sent, 0, 1), server.client_update(*sent, 0, 1)
+    assert all(torch.equal(theirs[k], ours[k]) for k in ours)
+    assert not torch.equal(client.initial()[0]["linear.weight"], sent[0]["linear.weight"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda t: t.pop("linear.bias"), "it lacks 'linear.bias'. Choose the model that it was written from"),
+        (lambda t: t.pop("norm3.running_var"), "it lacks 'norm3.running_var'"),
+        (lambda t: t.update({f"fc{i}": torch.zeros(2) for i in range(5)}), "no 'fc0', 'fc1', 'fc2' and 2 more"),
+        (
+            lambda t: t.update({"linear.bias": torch.zeros(9)}),
+            "expected 'linear.bias' of shape (10,) and dtype float32",
+        ),
+        (lambda t: t.update({"linear.bias": t["linear.bias"].half()}), "got (10,) and float16: choose"),
+        (lambda t: t.update({"norm3.running_var": t["norm3.running_var"].double()}), "got (8,) and float64"),
+        (lambda t: t["linear.bias"].fill_(float("nan")), "'linear.bias' holds values that are not finite"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_in_a_sentence(
+    make_federation: Make, tmp_path: Path, spoil: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    params, buffers = make_federation(model=BATCHNORM).initial()
+    tensors = {**params, **buffers}
+    spoil(tensors)
+    save_file(tensors, tmp_path / "w.safetensors")
+    with pytest.raises(SpecError) as told:
+        make_federation(model={**BATCHNORM, "weights": str(tmp_path / "w.safetensors")}).check()
+    assert str(told.value).startswith(f"[model]: weights: {tmp_path / 'w.safetensors'}")
+    assert message in str(told.value)
+
+
+def test_nothing_is_unpickled(make_federation: Make, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    torch.save(make_federation().initial()[0], path)
+    with pytest.raises(SpecError, match="is not a safetensors file .* write one with safetensors.torch.save_file"):
+        make_federation(model={"weights": str(path)}).check()
+    with pytest.raises(SpecError, match=r"\[model\]: weights must be a text, got 3"):
+        make_federation(model={"weights": 3}).check()
+
+
+def test_a_run_keeps_the_weights_it_began_with(
+    tables: Make, make_federation: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An audit may come from another folder, after the checkpoint is gone."""
+    path = checkpoint(tmp_path / 'wörk "1".safetensors', make_federation(seed=9))
+    monkeypatch.chdir(tmp_path)
+    scenario = Scenario.from_tables({**tables(), "model": {"use": "client.models:lenet", "weights": path.name}})
+    run = Run.create(Path("rün"), scenario)
+    path.unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    found = Federation(Run(tmp_path / "rün").scenario().protocol).initial()[0]
+    expected = make_federation(seed=9).initial()[0]
+    assert run.folder == Path("rün")
+    assert all(torch.equal(found[k], expected[k]) for k in expected)
+
+
+def test_published_weights_are_weights(make_federation: Make, local_data: Path) -> None:
+    path = local_data / "weights" / "resnet20-12fca82f.safetensors"
+    if not path.exists():
+        pytest.skip(f"needs {path.name}")
+    data = {"use": "client.data:cifar10"}
+    fed = make_federation(data=data, model={"use": "client.models:resnet20", "weights": str(path)}).check()
+    test = fed.shards.dataset
+    with torch.no_grad():  # trained under ImageNet's mean and std, which are close
+        logits = fed.model(test.normalise(test.x_test[:300].float() / 255))
+    assert (logits.argmax(1) == test.y_test[:300]).float().mean() > 0.88

@@ -22,7 +22,7 @@ import server.ledger
 from attacks.audit import WHOLE_BATCH, Row
 from attacks.base import Budget
 from attacks.plan import AttackPlan, PlannedAttack
-from server.ledger import APPLICATION, ATTEMPTS, Lease, Ledger, LedgerError, Progress, Seen
+from server.ledger import APPLICATION, Lease, Ledger, LedgerError, Progress, Seen
 
 DLG = {"use": "attacks.matching:dlg"}
 
@@ -234,7 +234,8 @@ def test_enqueueing_again_adds_nothing(path: Path) -> None:
     with filled(path, plan, rounds=2) as ledger:
         before = jobs(ledger)
         assert len(before) == 2 * 2 * 4
-        assert ledger.enqueue(plan) == 0
+        ledger.enqueue(plan)
+        assert jobs(ledger) == before
         ledger.record_intake(2, accepted(*range(4), round=2), plan)
         assert jobs(ledger) == before
         assert len({j["key"] for j in before}) == len(before)
@@ -243,7 +244,7 @@ def test_enqueueing_again_adds_nothing(path: Path) -> None:
 def test_a_wider_plan_adds_only_what_is_new(path: Path) -> None:
     with filled(path, plan_of("a", rounds=(1,), clients=(0, 1)), rounds=2) as ledger:
         assert [(j["round"], j["client"]) for j in jobs(ledger)] == [(1, 0), (1, 1)]
-        assert ledger.enqueue(plan_of("a")) == 6
+        ledger.enqueue(plan_of("a"))
         assert sorted((j["round"], j["client"]) for j in jobs(ledger)) == [(r, c) for r in (1, 2) for c in range(4)]
 
 
@@ -264,8 +265,9 @@ def test_waves_are_numbered_by_client_and_do_not_depend_on_speed_or_order(path: 
         assert [(j["client"], j["wave"]) for j in jobs(ledger)] == [(c, c // 3) for c in range(8)]
         leases = [ledger.lease() for _ in range(3)]
         assert [lease.clients for lease in leases if lease] == [(0, 1, 2), (3, 4, 5), (6, 7)]
-        assert ledger.release() == 8
-        ledger.fail(ledger.lease() or leases[0], "died")  # type: ignore[arg-type]
+        ledger.release()
+        assert ledger.progress() == Progress(queued=8)
+        ledger.retry(ledger.lease() or leases[0], "died")  # type: ignore[arg-type]
         again = ledger.lease()
         assert again is not None
         assert again.clients == (0, 1, 2), "a wave that comes back has the same members"
@@ -344,41 +346,103 @@ def test_exact_hits_and_missing_values_survive(path: Path) -> None:
         assert [r["value"] for r in ledger.scores()] == [math.inf, None, None, 0.1 + 0.2]
 
 
-def test_a_failed_wave_is_tried_again_and_then_has_a_row_with_its_status(path: Path) -> None:
+def test_a_wave_is_tried_again_and_then_fails_with_rows_that_say_so(path: Path) -> None:
     with filled(path, plan_of("a", wave=2)) as ledger:
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, 4):
             lease = ledger.lease()
             assert lease is not None
             assert (lease.clients, lease.attempt) == ((0, 1), attempt)
-            assert ledger.fail(lease, f"died {attempt}") is (attempt == ATTEMPTS)
+            if attempt < 3:
+                ledger.retry(lease, f"died {attempt}")
+                assert ledger.progress() == Progress(queued=4)
+                assert (list(ledger.scores()), ledger.errors()) == ([], [])
+        ledger.fail(lease, "died 3")
         assert ledger.progress() == Progress(queued=2, failed=2)
         assert [(r["client"], r["status"], r["value"]) for r in ledger.scores()] == [
             (0, "failed", None),
             (1, "failed", None),
         ]
-        assert ledger.errors() == [f"died {ATTEMPTS}"]
+        assert ledger.errors() == ["died 3"]
         following = ledger.lease()
         assert following is not None
         assert following.clients == (2, 3)
 
 
-def test_a_hopeless_wave_fails_at_once(path: Path) -> None:
+def test_a_wave_that_is_split_comes_back_one_by_one_and_first(path: Path) -> None:
+    plan = plan_of("a", wave=3)
+    with filled(path, plan) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        assert lease.clients == (0, 1, 2)
+        ledger.split(lease, "one of them raises")
+        assert ledger.progress() == Progress(queued=4)
+        ledger.enqueue(plan)
+        assert ledger.progress() == Progress(queued=4), "a split job is the same job"
+        found = [ledger.lease() for _ in range(4)]
+        assert {one.clients for one in found[:3] if one} == {(0,), (1,), (2,)}
+        assert [one.clients for one in found[3:] if one] == [(3,)], "the wave that was not split waits its turn"
+        assert {one.attempt for one in found[:3] if one} == {2}
+
+
+def test_why_an_attack_ended_as_it_did_is_kept_beside_its_job(path: Path) -> None:
+    with filled(path, plan_of("a", "b", wave=4)) as ledger:
+        for name, reasons in (("a", {0: "too dark", 2: "too dark", 3: "no label"}), ("b", {})):
+            lease = ledger.lease()
+            assert lease is not None
+            assert lease.attack.name == name
+            ledger.finish(lease, rows_of(lease), reasons)
+        told = [(r["attack"], r["reason"], r["jobs"]) for r in ledger.reasons()]
+        assert told == [("a", "too dark", 2), ("a", "no label", 1)]
+        assert ledger.errors() == [], "a reason is no failure"
+
+
+def test_a_job_that_is_done_at_last_has_no_error_left(path: Path) -> None:
     with filled(path, plan_of("a", wave=4)) as ledger:
         lease = ledger.lease()
         assert lease is not None
-        assert ledger.fail(lease, "the tape is damaged", final=True)
-        assert ledger.progress() == Progress(failed=4)
-        assert ledger.lease() is None
+        ledger.retry(lease, "died")
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.finish(lease, rows_of(lease))
+        assert (ledger.reasons(), ledger.errors()) == ([], [])
+
+
+def test_a_ledger_of_the_first_version_loses_a_column_and_no_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(server.ledger, "_MIGRATIONS", server.ledger._MIGRATIONS[:1])
+        with filled(path, plan_of("a", wave=2)) as old:
+            lease = old.lease()
+            assert lease is not None
+            old.finish(lease, rows_of(lease))
+            before = [tuple(r) for r in old.scores()]
+            assert "leased_at" in dict(old._db.execute("SELECT * FROM jobs").fetchone())
+    with Ledger(path) as ledger:
+        assert "leased_at" not in jobs(ledger)[0]
+        assert [tuple(r) for r in ledger.scores()] == before != []
+        assert ledger.progress() == Progress(queued=2, done=2)
+        following = ledger.lease()
+        assert following is not None
+        assert following.clients == (2, 3)
+
+
+def test_damage_that_shows_when_it_is_read_is_named_too(path: Path) -> None:
+    """The header is whole, so it opens; the pages behind it are not."""
+    filled(path, plan_of("a", "b", wave=2), rounds=75).close()
+    data = path.read_bytes()
+    page = int.from_bytes(data[16:18], "big")
+    path.write_bytes(data[:page] + bytes([0xFF]) * (len(data) - page))
+    with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger"), Ledger(path) as ledger:
+        ledger.progress()
 
 
 def test_jobs_of_a_pool_that_is_gone_cost_no_attempt(path: Path) -> None:
     with filled(path, plan_of("a", wave=4)) as ledger:
-        for _ in range(3 * ATTEMPTS):
+        for _ in range(9):
             lease = ledger.lease()
             assert lease is not None
             assert lease.attempt == 1
-            assert ledger.release() == 4
-        assert ledger.release() == 0
+            ledger.release()
+            assert ledger.progress() == Progress(queued=4)
 
 
 def test_finishing_twice_writes_nothing_twice(path: Path) -> None:
@@ -417,7 +481,9 @@ def test_what_no_attack_needs_any_more_may_be_forgotten(path: Path) -> None:
         assert ledger.forgettable() == {1: [0, 1, 2, 3]}
         ledger.forgotten(1)
         assert ledger.forgettable() == {}
-        assert ledger.enqueue(plan_of("a")) == 0, "what is forgotten cannot be attacked"
+        before = jobs(ledger)
+        ledger.enqueue(plan_of("a"))
+        assert jobs(ledger) == before, "what is forgotten cannot be attacked"
 
 
 # ---------------------------------------------------------------------------------------------- several at the same time
@@ -482,7 +548,8 @@ def test_a_process_killed_while_it_finishes_loses_no_row_and_doubles_none(path: 
             assert reported <= done
             counts = Counter(r[0] for r in ledger._db.execute("SELECT job_id FROM scores"))
             assert counts == dict.fromkeys(done, 400), "a wave's rows and its state are one"
-            unfinished += ledger.release()
+            unfinished += ledger.progress().leased
+            ledger.release()
         assert 0 < len(done) < total, "the kills came too early or too late to mean anything"
         while (lease := ledger.lease()) is not None:
             ledger.finish(lease, rows_of(lease))
@@ -501,7 +568,7 @@ def test_processes_share_the_work_without_sharing_a_job(path: Path) -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """Any order of intake, lease, finish, fail, release and reopening keeps every job's history straight."""
+    """Any order of intake, lease, finish, retry, split, fail, release and reopening keeps every job's history straight."""
 
     folder: Path  # set by the test
 
@@ -515,6 +582,7 @@ class Life(RuleBasedStateMachine):
         self.tries: Counter[int] = Counter()
         self.done: set[int] = set()
         self.failed: set[int] = set()
+        self.split: set[int] = set()
 
     @rule(clients=st.sets(st.integers(0, 5)))
     def intake(self, clients: set[int]) -> None:
@@ -534,7 +602,7 @@ class Life(RuleBasedStateMachine):
         lease = self.ledger.lease()
         assert (lease is None) == (queued == 0)
         if lease is not None:
-            assert len(lease.jobs) <= 2
+            assert len(lease.jobs) == 1 or (len(lease.jobs) == 2 and not self.split & set(lease.jobs))
             self.tries.update(lease.jobs)
             assert lease.attempt == max(self.tries[j] for j in lease.jobs)
             self.leases.append(lease)
@@ -547,19 +615,21 @@ class Life(RuleBasedStateMachine):
         self.done.update(lease.jobs)
 
     @precondition(lambda self: self.leases)
-    @rule(which=st.integers(0, 9), final=st.booleans())
-    def fail(self, which: int, final: bool) -> None:
+    @rule(which=st.integers(0, 9), what=st.sampled_from(["retry", "split", "fail"]))
+    def goes_wrong(self, which: int, what: str) -> None:
         lease = self.leases.pop(which % len(self.leases))
-        expected = final or lease.attempt >= ATTEMPTS
-        assert self.ledger.fail(lease, "died", final) is expected
-        if expected:
+        getattr(self.ledger, what)(lease, "died")
+        if what == "fail":
             self.failed.update(lease.jobs)
+        if what == "split":
+            self.split.update(lease.jobs)
 
     @rule()
     def the_pool_dies(self) -> None:
         self.ledger.close()
         self.ledger = Ledger(self.path)
-        assert self.ledger.release() == sum(len(lease.jobs) for lease in self.leases)
+        self.ledger.release()
+        assert self.ledger.progress().leased == 0
         for lease in self.leases:
             self.tries.subtract(lease.jobs)
         self.leases = []
@@ -569,7 +639,7 @@ class Life(RuleBasedStateMachine):
         by_state: dict[str, set[int]] = {"queued": set(), "leased": set(), "done": set(), "failed": set()}
         for j in jobs(self.ledger):
             by_state[j["state"]].add(j["id"])
-            assert 0 <= j["attempts"] <= ATTEMPTS
+            assert j["attempts"] == self.tries[j["id"]]
         assert by_state["done"] == self.done
         assert by_state["failed"] == self.failed
         leased = [job for lease in self.leases for job in lease.jobs]

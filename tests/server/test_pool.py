@@ -13,8 +13,8 @@ import torch
 from attacks.audit import WHOLE_BATCH
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
 from client.protocol import Federation
-from server.ledger import ATTEMPTS, Progress
-from server.pool import LocalExecutor, Result, make_executor, serve
+from server.ledger import Progress
+from server.pool import ATTEMPTS, LocalExecutor, Result, WorkerDied, make_executor, serve
 from server.run import Busy, Run
 from server.worker import Task
 
@@ -43,8 +43,9 @@ def meta(run: Run) -> dict[str, str]:
 
 
 def job_errors(run: Run) -> dict[tuple[str, int], str | None]:
-    """By attack and client of round 1: the job's error."""
-    query = "SELECT a.name, j.client, j.error FROM jobs j JOIN attacks a ON a.id = j.attack_id WHERE j.round = 1"
+    """By attack and client of round 1: a failed job's error."""
+    query = "SELECT a.name, j.client, j.error FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+    query += " WHERE j.round = 1 AND j.state = 'failed'"
     with run.ledger() as ledger:
         return {(r["name"], r["client"]): r["error"] for r in ledger._db.execute(query)}
 
@@ -279,26 +280,89 @@ class breaks(Attack):
     ) -> list[Reconstruction]:
         if self.client in wave.clients:
             raise RuntimeError(self.words)
-        return [Reconstruction(None, None, 0.0, 1, 0.0, "diverged", "as told") for _ in wave.clients]
+        return [Reconstruction(None, None, 0.0, 1, 0.0, "diverged", f"as {client} was told") for client in wave.clients]
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [("first\nlast", "RuntimeError: last"), ("", "RuntimeError"), (" \n ", "RuntimeError")],
 )
-def test_an_attack_that_raises_is_tried_again_and_then_fails_with_a_row(
+def test_an_attack_that_raises_fails_at_once_with_a_row(
     kit: Any, tmp_path: Path, plugin: Callable[[type[Attack]], str], words: str, told: str
 ) -> None:
     table = {"use": plugin(breaks), "words": words, "iterations": 1}
     run = kit.make_run(tmp_path / "run", kit.scenario(attack=[table], audit={"executor": "local", "wave": 1}))
     executor = Counting()
     serve(run, executor)
-    assert executor.submitted.count(("breaks", (1,))) == ATTEMPTS
+    assert executor.submitted.count(("breaks", (1,))) == 1, "what it raised it would raise again"
     assert progress(run) == Progress(done=11, failed=1)
-    assert {k: v for k, v in job_errors(run).items() if v} == {("breaks", 1): told}
+    assert job_errors(run) == {("breaks", 1): told}
     rows = [r for r in score_rows(run) if r[2] == "breaks"]
     assert [r for r in rows if r[5] == "failed"] == [(1, 1, "breaks", WHOLE_BATCH, "psnr", "failed", None)]
     assert {r[1] for r in rows if r[5] == "diverged"} == {0, 2, 3}, "a diverged attack is a result with a status"
+
+
+def test_an_observation_that_raises_fails_none_of_its_wave(
+    kit: Any, tmp_path: Path, plugin: Callable[[type[Attack]], str]
+) -> None:
+    table = {"use": plugin(breaks), "iterations": 1}
+    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[table], audit={"executor": "local", "wave": 4}))
+    executor = Counting()
+    serve(run, executor)
+    waves = [clients for name, clients in executor.submitted if name == "breaks"]
+    assert (waves[0], sorted(waves[1:])) == ((0, 1, 2, 3), [(0,), (1,), (2,), (3,)])
+    assert progress(run) == Progress(done=11, failed=1)
+    assert job_errors(run) == {("breaks", 1): "RuntimeError: cuda went away"}
+
+
+def test_why_an_attack_ended_as_it_did_reaches_the_ledger(
+    kit: Any, tmp_path: Path, plugin: Callable[[type[Attack]], str]
+) -> None:
+    table = {"use": plugin(breaks), "client": 9, "iterations": 1}
+    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[table], audit={"executor": "local", "wave": 4}))
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        told = [tuple(r) for r in ledger.reasons()]
+    assert told == [("breaks", f"as {client} was told", 1) for client in range(4)]
+
+
+class Deadly(LocalExecutor):
+    """Loses its worker over some client's update, as often as it is told to."""
+
+    def __init__(self, client: int, times: int) -> None:
+        super().__init__()
+        self.client = client
+        self.left = times
+        self.lost: list[tuple[int, ...]] = []
+
+    def next_done(self, timeout: float) -> tuple[int, Result] | None:
+        ticket, task = self._waiting[0]
+        if "inverting" not in task.planned or self.client not in task.clients or not self.left:
+            return super().next_done(timeout)
+        self._waiting.popleft()
+        self.left -= 1
+        self.lost.append(task.clients)
+        return ticket, WorkerDied("ActorDiedError: killed")
+
+
+@pytest.mark.parametrize(
+    ("times", "lost", "left"),
+    [
+        (1, [(0, 1)], Progress(done=12)),
+        (ATTEMPTS, [(0, 1)] * ATTEMPTS, Progress(done=12)),
+        (99, [(0, 1)] * ATTEMPTS + [(1,)], Progress(done=11, failed=1)),
+    ],
+    ids=["once", "as a wave", "always"],
+)
+def test_a_wave_that_loses_its_worker_is_tried_again_and_then_one_by_one(
+    kit: Any, tmp_path: Path, times: int, lost: list[tuple[int, ...]], left: Progress
+) -> None:
+    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[IG], audit={"executor": "local", "wave": 2}))
+    executor = Deadly(1, times)
+    serve(run, executor)
+    assert executor.lost == lost
+    assert progress(run) == left
+    assert set(job_errors(run).values()) <= {"WorkerDied: ActorDiedError: killed"}
 
 
 class Counting(LocalExecutor):
@@ -328,7 +392,7 @@ def test_a_damaged_update_fails_its_own_jobs_by_name_and_no_others(kit: Any, tmp
     serve(run, LocalExecutor())
     serve(whole, LocalExecutor())
     assert progress(run) == Progress(done=21, failed=3)
-    failed = {k: v for k, v in job_errors(run).items() if v}
+    failed = job_errors(run)
     assert set(failed) == {(a, 2) for a in ("inverting_gradients", "mean_image", "random_image")}
     assert all(v is not None and str(path) in v for v in failed.values())
     keys = {r[:5] for r in score_rows(run) if r[5] != "failed"}

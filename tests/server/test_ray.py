@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from server.ledger import ATTEMPTS, Progress
-from server.pool import LocalExecutor, RayExecutor, Result, serve
+from server.ledger import Progress
+from server.pool import ATTEMPTS, LocalExecutor, RayExecutor, Result, serve
 from server.run import Run
 from server.worker import Task
 
@@ -76,14 +76,14 @@ def ray_executor() -> Iterator[RayExecutor]:
 
 
 class Murderous:
-    """Ray's worker, killed by SIGKILL while it attacks certain clients, as often as it is told to.
+    """Ray's worker, killed by SIGKILL while it attacks a certain client, as often as it is told to.
 
     It is the pool's own executor with a machine under it that fails.
     """
 
-    def __init__(self, executor: RayExecutor, clients: tuple[int, ...], times: int) -> None:
+    def __init__(self, executor: RayExecutor, client: int, times: int) -> None:
         self.executor = executor
-        self.clients = clients
+        self.client = client
         self.left = times
         self.tasks: dict[int, Task] = {}
         self.kills: list[int] = []
@@ -94,7 +94,7 @@ class Murderous:
         self.executor.submit(ticket, task)
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
-        doomed = any(t.clients == self.clients and "inverting" in t.planned for t in self.tasks.values())
+        doomed = any(self.client in t.clients and "inverting" in t.planned for t in self.tasks.values())
         if doomed and self.left and (pids := at_work()):
             self.left -= 1
             self.kills += pids
@@ -149,7 +149,7 @@ def test_a_worker_killed_in_the_middle_of_a_wave_costs_an_attempt_and_no_row(
 ) -> None:
     whole = kit.make_run(tmp_path / "whole", kit.scenario(attack=[IG], audit=AUDIT))
     serve(whole, LocalExecutor())
-    murderous = Murderous(ray_executor, (0, 1), times=1)
+    murderous = Murderous(ray_executor, 0, times=1)
     serve(run, murderous)
     assert len(murderous.kills) == 1
     assert scores(run).keys() == scores(whole).keys()
@@ -162,18 +162,18 @@ def test_a_worker_killed_in_the_middle_of_a_wave_costs_an_attempt_and_no_row(
     }
 
 
-def test_a_wave_that_always_kills_its_worker_fails_with_rows_and_the_others_go_on(
+def test_an_update_that_always_kills_its_worker_fails_with_a_row_and_the_others_go_on(
     run: Run, ray_executor: RayExecutor
 ) -> None:
-    murderous = Murderous(ray_executor, (2, 3), times=100)
+    murderous = Murderous(ray_executor, 3, times=100)
     serve(run, murderous)
-    assert len(murderous.kills) == ATTEMPTS, "each attempt had a living worker of its own"
+    assert len(murderous.kills) == ATTEMPTS + 1, "each attempt of the wave, and then its own, had a living worker"
     with run.ledger() as ledger:
-        assert ledger.progress() == Progress(done=10, failed=2)
+        assert ledger.progress() == Progress(done=11, failed=1)
         failed = [(r["client"], r["attack"], r["value"]) for r in ledger.scores() if r["status"] == "failed"]
         (error,) = ledger.errors()
-    assert failed == [(2, "inverting_gradients", None), (3, "inverting_gradients", None)]
-    assert "Died" in error or "died" in error
+    assert failed == [(3, "inverting_gradients", None)]
+    assert error.startswith("WorkerDied: ") and len(error) > len("WorkerDied: "), "Ray's own words follow"
     assert {a for _, c, a, _, _ in scores(run) if c == 0} >= {"inverting_gradients", "mean_image", "random_image"}
 
 
@@ -189,4 +189,15 @@ def test_an_attack_that_raises_in_a_worker_is_the_waves_failure_and_not_the_pool
     with run.ledger() as ledger:
         assert ledger.progress() == Progress(done=8, failed=4)
         (error,) = ledger.errors()
+    assert max(n for _, n in attempts(run).values()) == 2, "once as a wave and once alone: it would only raise again"
     assert "nothing is called 'attacks.gone:gone'" in error
+
+
+def test_ray_that_does_not_start_leaves_nothing_behind(
+    tmp_path: Path, ray_executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError, match="twice"):  # the module's own is at work in this process
+        RayExecutor(1)
+    assert list(tmp_path.iterdir()) == []
+    assert len(ray_executor.pids()) == 1, "which goes on"

@@ -134,7 +134,7 @@ def test_a_mu_that_is_no_number_is_refused(kit: Any, mu: Any) -> None:
         ),
         (
             {"attack": [{"use": "attacks.matching:dlg", "rat": 1.0}]},
-            "[[attack]] #1: dlg() has no argument 'rat' (it has: rate)",
+            "[[attack]] #1: dlg() has no argument 'rat' (it has: ",
         ),
         (
             {"attack": [{"use": "attacks.matching:dlg", "labels": "stolen"}]},

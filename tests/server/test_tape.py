@@ -231,3 +231,14 @@ def test_the_digest_depends_on_every_byte() -> None:
     data = bytes(range(256)) * 5
     digests = {digest_of(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]) for i in range(len(data))}
     assert len(digests | {digest_of(data)}) == len(data) + 1
+
+
+def test_tensors_come_back_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+    """safetensors' own order differs from process to process, and a client's noise is drawn in the order of the names."""
+    names = [f"layer{i * 7 % 40}" for i in range(40)]
+    tape = Tape(tmp_path)
+    tape.write_round(1, {name: torch.zeros(2) for name in names}, {"count": torch.zeros(1, dtype=torch.float64)})
+    tape.write_update(1, 0, {name: torch.zeros(2) for name in reversed(names)})
+    seen = tape.read(1, 0)
+    assert list(seen.params) == names
+    assert list(seen.update) == names[::-1]

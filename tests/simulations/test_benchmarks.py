@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -38,13 +37,6 @@ class Steps:
 @pytest.fixture
 def steps() -> Steps:
     return Steps()
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def by_name(report: Report) -> dict[str, Figure]:
@@ -287,10 +279,14 @@ def test_an_unknown_benchmark_is_refused_before_anything_runs(
     assert "there is no benchmark 'tou'; there are toy" in capsys.readouterr().err
 
 
-def test_flower_is_another_memory_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_through_flower_runs_only_when_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     toys = {"memory": partial(_say, 1.0), "memory-flower": partial(_say, 2.0)}
-    main(["memory", "--flower", "--json"], toys, tmp_path)
-    assert json.loads(capsys.readouterr().out)["figures"][0]["value"] == 2.0
+    for names, values in (([], [1.0]), (["memory-flower"], [2.0])):
+        main([*names, "--json"], toys, tmp_path)
+        lines = capsys.readouterr().out.splitlines()
+        assert [json.loads(line)["figures"][0]["value"] for line in lines] == values
 
 
 def _say(value: float, progress: Steps) -> Report:
@@ -299,5 +295,5 @@ def _say(value: float, progress: Steps) -> Report:
 
 def test_the_kept_results_are_what_their_readme_shows() -> None:
     stored = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    assert {r["benchmark"] for r in stored} == {"engine", "quality", "intercept", "memory", "memory-flower"}
+    assert {r["benchmark"] for r in stored} == {"engine", "quality", "labels", "intercept", "memory", "memory-flower"}
     assert (RESULTS / "README.md").read_text() == readme(stored)

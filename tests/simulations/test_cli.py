@@ -3,18 +3,21 @@
 import csv
 import io
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import tomli_w
 
+from attacks.audit import Row
 from attacks.plan import AttackPlan
 from client.protocol import Federation
 from server.ledger import Seen
 from server.pool import LocalExecutor, serve
 from server.run import Run
 from server.scenario import Scenario
-from simulations.cli import main
+from simulations.cli import _tell, main
 from simulations.simulate import cards, new_run
 
 TABLES = {
@@ -201,6 +204,99 @@ def test_export_is_one_long_table(attacked: Run, tmp_path: Path, capsys: pytest.
     assert table.num_rows == len(rows)
     assert table.column_names == list(rows[0])
     assert [v for v in table["round"].to_pylist()] == [int(r["round"]) for r in rows]
+
+
+def test_a_damaged_run_is_listed_as_such_beside_the_others(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = attacked.folder.parent
+    for name, data in (("damaged", b"not a database, whatever its name says" * 100), ("emptied", b"")):
+        (runs / name).mkdir()
+        (runs / name / "ledger.sqlite").write_bytes(data)
+    assert main(["runs", "--runs", str(runs)]) == 0
+    told = capsys.readouterr()
+    assert attacked.name in told.out and "complete" in told.out
+    lines = [line.split() for line in told.out.splitlines()]
+    assert [line for line in lines if "unreadable" in line] == [["emptied", "unreadable"], ["damaged", "unreadable"]]
+    assert str(runs / "damaged" / "ledger.sqlite") in told.err
+
+
+def test_what_waits_and_what_was_at_work_are_parked_together(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with taped.ledger() as ledger:
+        assert ledger.lease() is not None
+        progress = ledger.progress()
+        assert progress.queued and progress.leased
+    _tell(taped)
+    assert f"{progress.total} attacks are parked; go on with: fedleak audit" in capsys.readouterr().out
+    with taped.ledger() as ledger:
+        ledger.release()
+    assert main(["audit", str(taped.folder)]) == 0
+    assert "parked" not in capsys.readouterr().out
+
+
+def test_what_attacks_say_of_themselves_is_told_once_each(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with taped.ledger() as ledger:
+        while (lease := ledger.lease()) is not None:
+            rows = {
+                c: [Row(lease.round, c, lease.attack.name, 0, "psnr", None, "diverged", 0.1)] for c in lease.clients
+            }
+            random = lease.attack.name == "random_image"  # each of its four jobs has a reason of its own
+            reasons = {c: f"[no] label {(lease.round, c) if random else ''}" for c in lease.clients}
+            ledger.finish(lease, rows, reasons if lease.attack.name != "mean_image" else {})
+    _tell(taped)
+    told = [line.rstrip() for line in capsys.readouterr().out.splitlines() if " x): " in line]
+    assert told == ["analytic (4 x): [no] label"] + [
+        f"random_image (1 x): [no] label ({r}, {c})" for r in (1, 2) for c in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rounds", "1"], "--attack"),
+        (["--clients", "0"], "--attack"),
+        (["--follow", "--attack", "dlg"], "--follow"),
+        (["--workers", "0"], "workers must be at least 1, got 0"),
+        (["--workers", "-1"], "workers must be at least 1, got -1"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    taped: Run, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    assert main(["audit", str(taped.folder), *options]) == 2
+    assert words in capsys.readouterr().err
+    with taped.ledger() as ledger:
+        assert ledger.progress().done == 0
+
+
+def test_a_place_where_nothing_can_be_written_is_a_mistake_in_words(
+    attacked: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for arguments in (
+        ["init", str(tmp_path / "none" / "x.toml")],
+        ["export", str(attacked.folder), "-o", str(tmp_path / "file" / "x.csv")],
+        ["export", str(attacked.folder), "--to", "parquet", "-o", str(tmp_path / "file" / "x.parquet")],
+    ):
+        assert main(arguments) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.startswith("fedleak: ") and str(tmp_path) in told.err
+
+
+def test_an_export_takes_the_place_of_a_file_and_goes_into_a_pipe(
+    attacked: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(attacked.folder)]) == 0
+    expected = capsys.readouterr().out
+    target, pipe = tmp_path / "scores.csv", tmp_path / "pipe"
+    target.write_text("old")
+    assert main(["export", str(attacked.folder), "-o", str(target)]) == 0
+    assert target.read_text() == expected
+    assert target.stat().st_mode & 0o777 == 0o600, "scores are of somebody's data"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    assert main(["export", str(attacked.folder), "-o", str(pipe)]) == 0
+    assert reader.communicate(timeout=60)[0] == expected
+    assert pipe.is_fifo()
 
 
 def test_runs_lists_and_stop_says_when_nothing_is_at_work(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:

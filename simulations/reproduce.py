@@ -1,0 +1,345 @@
+"""Reproduction: attack what a paper attacked, and put its figure beside ours, with n, interval and budget."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from attacks.base import Budget, Reconstruction, Stream, Wave
+from attacks.metrics import PSNR_CAP, match, mse, psnr
+from client.components import SpecError
+from client.rng import generator
+from client.update import Batch, Chain
+from simulations.analysis import Rate, clustered_interval
+from simulations.doctor import environment
+from simulations.gaussian_world import bayes_fig4, gaussian_world
+from simulations.scenes import Scene, stage
+from simulations.sheets import Cell, Sheet, Trial, World, matches
+
+PILOT = 3  # iterations from which an attack's duration is estimated
+DRAWS = 2000  # of the bootstrap of a ratio
+SUCCESS = 1e-3  # mean squared error below which an image counts as recovered
+
+Say = Callable[[str], None]
+
+
+# --------------------------------------------------------------------------------------------------------- the attacks
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """One attack's result on every update: errors (n, B), what was spent, and what the mean public image scores."""
+
+    psnr: Tensor
+    mse: Tensor
+    iterations: Tensor
+    failed: int
+    seconds: float
+    floor: Mapping[str, float]
+
+
+def attack(trial: Trial, scene: Scene, seed: int, wave: int) -> Outcome:
+    """Attack every update of a scene, then grade; a failed attack is graded as a grey image, and counted."""
+    started = time.perf_counter()
+    found: list[Reconstruction] = []
+    for first in range(0, len(scene.observations), wave):
+        part = slice(first, first + wave)
+        found += _reconstruct(trial, trial.budget, scene, seed, part)
+    seconds = time.perf_counter() - started
+    graded = [_grade(r, t) for r, t in zip(found, scene.truth, strict=True)]
+    return Outcome(
+        psnr=torch.stack([g[0] for g in graded]),
+        mse=torch.stack([g[1] for g in graded]),
+        iterations=torch.tensor([r.iterations for r in found], dtype=torch.float64),
+        failed=sum(r.x is None or not bool(torch.isfinite(r.x).all()) for r in found),
+        seconds=seconds,
+        floor=_floor(scene),
+    )
+
+
+def _floor(scene: Scene) -> dict[str, float]:
+    """What is scored without any update: by the mean of the public images."""
+    assert scene.known.auxiliary is not None
+    mean = scene.known.auxiliary.x.mean(0)
+    graded = [(psnr(t.x, mean.expand_as(t.x)), mse(t.x, mean.expand_as(t.x))) for t in scene.truth]
+    return {
+        "psnr": float(torch.cat([g[0] for g in graded]).mean()),
+        "mse": float(torch.cat([g[1] for g in graded]).mean()),
+    }
+
+
+def _reconstruct(trial: Trial, budget: Budget, scene: Scene, seed: int, part: slice) -> list[Reconstruction]:
+    observations = scene.observations[part]
+    # attacks of one cell share their starts: what differs between them is then not the draw
+    streams: list[Stream] = [partial(generator, seed, "attack", o.client) for o in observations]
+    known = scene.known if trial.defense == "known" else replace(scene.known, chain=Chain((scene.known.chain.local,)))
+    if trial.labels == "given":
+        known = replace(known, labels=torch.stack([t.y for t in scene.truth[part]]))
+    return trial.build().reconstruct(Wave.stack(observations), known, budget, streams)
+
+
+def _grade(found: Reconstruction, truth: Batch) -> tuple[Tensor, Tensor]:
+    """PSNR and mean squared error (B,) of each image, paired one to one."""
+    x = found.x
+    if x is None or not torch.isfinite(x).all():
+        x = torch.full_like(truth.x, 0.5)
+    x = x[match(truth.x, x)]
+    return psnr(truth.x, x).clamp(max=PSNR_CAP), mse(truth.x, x)
+
+
+def estimate(trial: Trial, scene: Scene, seed: int, wave: int) -> float:
+    """Seconds that an attack will take, from a few iterations on its first wave, less what its first one costs."""
+    if trial.budget.iterations <= 2 * PILOT:
+        return 0.0
+    seconds = []
+    for iterations in (1, 1 + PILOT):
+        started = time.perf_counter()
+        _reconstruct(trial, replace(trial.budget, iterations=iterations), scene, seed, slice(0, wave))
+        seconds.append(time.perf_counter() - started)
+    waves = -(-len(scene.observations) // wave)
+    return max(seconds[1] - seconds[0], 0.0) / PILOT * waves * trial.budget.iterations
+
+
+# --------------------------------------------------------------------------------------------------------- the figures
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure beside the paper's.
+
+    Args:
+        reference, spread: the paper's figure and standard deviation, None where it gives none.
+        here, low, high: ours and its 95 % interval, None from one update alone.
+        n: images.
+        floor: what the mean public image scores, without an attack.
+        budget: ours, and the paper's where it differs.
+        note: on this row: failed attacks, training.
+    """
+
+    cell: str
+    attack: str
+    metric: str
+    reference: float | None
+    here: float | None
+    low: float | None
+    high: float | None
+    n: int
+    spread: float | None = None
+    floor: float | None = None
+    budget: str = ""
+    note: str = ""
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """The part that stands on its own."""
+        keys = ("cell", "attack", "metric", "reference", "here", "low", "high", "n")
+        return json.dumps({k: getattr(self, k) for k in keys}, allow_nan=False)
+
+
+Interval = tuple[float | None, float | None, float | None]  # value, low, high
+Measure = Callable[[Outcome, Outcome | None], Interval]
+
+
+def _mean(values: Tensor) -> Interval:
+    """Mean over images, with its bootstrap interval over updates."""
+    flat = values.flatten().numpy()
+    interval = clustered_interval(flat, np.arange(len(values)).repeat(values[0].numel()))
+    return float(flat.mean()), *(interval or (None, None))
+
+
+def _succeeded(outcome: Outcome) -> Tensor:
+    """(n,) whether every image of an update was recovered."""
+    return (outcome.mse < SUCCESS).all(1)
+
+
+def _success(outcome: Outcome, _: Outcome | None) -> Interval:
+    right = _succeeded(outcome)
+    rate = Rate(int(right.sum()), len(right))
+    return rate.fraction, *rate.interval
+
+
+def _iterations(outcome: Outcome, _: Outcome | None) -> Interval:
+    """Mean iterations of the attacks that succeeded."""
+    right = _succeeded(outcome)
+    return _mean(outcome.iterations[right][:, None]) if bool(right.any()) else (None, None, None)
+
+
+def _success_gain(outcome: Outcome, against: Outcome | None) -> Interval:
+    """Successes more than the other attack's, in percent of them."""
+    assert against is not None
+    ours, theirs = (_succeeded(o).double().numpy() for o in (outcome, against))
+    return _paired(lambda w: 100 * ((w @ ours) / (w @ theirs) - 1), len(ours))
+
+
+def _iterations_saved(outcome: Outcome, against: Outcome | None) -> Interval:
+    """Iterations to success less than the other attack's, in percent of them."""
+    assert against is not None
+    (ours, right), (theirs, others) = (
+        (o.iterations.numpy() * _succeeded(o).numpy(), _succeeded(o).double().numpy()) for o in (outcome, against)
+    )
+    return _paired(lambda w: 100 * (1 - (w @ ours) / (w @ right) / ((w @ theirs) / (w @ others))), len(ours))
+
+
+def _paired(ratio: Callable[[np.ndarray], np.ndarray], n: int) -> Interval:
+    """A ratio of sums over images, with its paired bootstrap interval; None where it divides by nothing."""
+    weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), DRAWS).astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value, drawn = float(ratio(np.ones(n))), ratio(weights)
+    if not np.isfinite(value):
+        return None, None, None
+    drawn = drawn[np.isfinite(drawn)]
+    if n < 2 or not len(drawn):
+        return value, None, None
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return value, float(low), float(high)
+
+
+MEASURES: Mapping[str, Measure] = {
+    "psnr": lambda outcome, _: _mean(outcome.psnr),
+    "best_psnr": lambda outcome, _: _mean(outcome.psnr.amax(1, keepdim=True)),
+    "mse": lambda outcome, _: _mean(outcome.mse),
+    "success": _success,
+    "iterations": _iterations,
+    "success_gain": _success_gain,
+    "iterations_saved": _iterations_saved,
+}
+UNITS = {"psnr": "dB", "best_psnr": "dB", "success_gain": "%", "iterations_saved": "%"}
+
+
+def figures(cell: Cell, trial: Trial, outcome: Outcome, others: Mapping[str, Outcome], note: str) -> list[Row]:
+    """The rows of one attack on one cell."""
+    failed = f"{outcome.failed} of {len(outcome.psnr)} attacks failed, graded as grey" if outcome.failed else ""
+    rows = []
+    for metric in trial.metrics:
+        here, low, high = MEASURES[metric](outcome, others.get(trial.against))
+        row = Row(cell.name, trial.name, metric, trial.paper.get(metric), here, low, high, outcome.psnr.numel())
+        rows.append(
+            replace(
+                row,
+                spread=trial.paper.get("spread") if metric == "psnr" else None,
+                floor=outcome.floor.get(metric),
+                budget=_budget(trial, cell),
+                note="; ".join(filter(None, (note, failed))),
+                seconds=round(outcome.seconds, 1),
+            )
+        )
+    return rows
+
+
+def _budget(trial: Trial, cell: Cell) -> str:
+    """Ours in words, and what the paper spent where it is more or less."""
+    ours = {
+        "n": cell.n * cell.images.batch_size,
+        **{k: getattr(trial.budget, k) for k in ("iterations", "restarts")},
+    }
+    parts = []
+    for key, value in ours.items():
+        theirs = trial.paper.get(key, value)
+        words = f"{value}" + (f" of {theirs:g}" if theirs != value else "")
+        if key != "restarts" or theirs != 1 or value != 1:
+            parts.append(f"{key} {words}")
+    return ", ".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+def reproduce(sheet: Sheet, say: Say) -> Iterator[Row]:
+    """The figures of a sheet, as they come; every cell is staged before the first attack."""
+    if sheet.world is not None:
+        yield from _figures_of_world(sheet.world, sheet.seed, say)
+        return
+    jobs = [(cell, trial) for cell in sheet.cells for trial in cell.trials]
+    scenes, expected = {}, []
+    for i, cell in enumerate(sheet.cells, 1):
+        say(f"preparing {cell.name}, {i} of {len(sheet.cells)} cells")
+        scenes[cell.name] = stage(cell, sheet.seed)
+        expected += [estimate(trial, scenes[cell.name], sheet.seed, cell.wave) for trial in cell.trials]
+    outcomes: dict[str, dict[str, Outcome]] = {}
+    for i, (cell, trial) in enumerate(jobs):
+        say(f"{i + 1} of {len(jobs)}: {cell.name}, {trial.name}; about {sum(expected[i:]):.0f} s left")
+        of_cell = outcomes.setdefault(cell.name, {})
+        of_cell[trial.name] = attack(trial, scenes[cell.name], sheet.seed, cell.wave)
+        yield from figures(cell, trial, of_cell[trial.name], of_cell, scenes[cell.name].note)
+
+
+def _figures_of_world(world: World, seed: int, say: Say) -> list[Row]:
+    compute = {"gaussian_world": gaussian_world, "bayes_fig4": bayes_fig4}[world.name]
+    few, started = min(32, world.n), time.perf_counter()
+    compute(few, seed, world.iterations)
+    say(f"{world.n} inputs; about {(time.perf_counter() - started) * world.n / few:.0f} s left")
+    started = time.perf_counter()
+    found = [row for row in compute(world.n, seed, world.iterations) if matches(row.cell, world.only)]
+    if not found:
+        raise SpecError(f"no cell of {world.name} matches {world.only!r}")
+    seconds, budget = round(time.perf_counter() - started, 1), f"n {world.n}, iterations at most {world.iterations}"
+    return [Row(**asdict(row), budget=budget, seconds=seconds) for row in found]
+
+
+def record(sheet: Sheet, rows: Sequence[Row], seconds: float) -> dict[str, Any]:
+    """A reproduction as it is kept: rows, seed, what differs from the paper, machine, versions, date."""
+    return {
+        "name": sheet.name,
+        "title": sheet.title,
+        "note": sheet.note,
+        "seed": sheet.seed,
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "seconds": round(seconds, 1),
+        "rows": [asdict(row) for row in rows],
+        "environment": environment(),
+    }
+
+
+def show(sheet: Sheet, rows: Sequence[Row], console: Console) -> None:
+    """Print a reproduction as a table, and what differs from the paper."""
+    heads = ("cell", "attack", "metric", "paper", "here", "95 % interval", "n", "mean image", "budget", "remarks")
+    table = Table(*heads, title=sheet.title)
+    for row in rows:
+        table.add_row(*_words(row))
+    console.print(table)
+    if sheet.note:
+        console.print(sheet.note.strip(), markup=False, highlight=False)
+
+
+def _words(row: Row) -> list[str]:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4g}"
+
+    unit = UNITS.get(row.metric, "")
+    paper = number(row.reference) + (f" ± {row.spread:g}" if row.spread is not None else "")
+    interval = "-" if row.low is None else f"{number(row.low)} to {number(row.high)}"
+    metric = f"{row.metric} ({unit})" if unit else row.metric
+    floor = "" if row.floor is None else number(row.floor)
+    return [row.cell, row.attack, metric, paper, number(row.here), interval, str(row.n), floor, row.budget, row.note]
+
+
+class Teller:
+    """Says on stderr what is being done: one live line in a terminal, else a line for each step."""
+
+    def __init__(self, name: str, console: Console) -> None:
+        self.name = name
+        self.console = console
+        self._status = console.status(f"{name}: starting")
+
+    def __enter__(self) -> "Teller":
+        if self.console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def __call__(self, words: str) -> None:
+        if self.console.is_terminal:
+            self._status.update(f"{self.name}: {words}")
+        else:
+            self.console.print(f"{self.name}: {words}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,165 @@
+"""Scenes: what a server sees of the clients of a sheet's cell, computed as the clients do, without Flower."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from attacks.base import Knowledge, Observation
+from client.components import SpecError, build, call
+from client.data import Dataset, batch_of, data_folder
+from client.models import detached_params, floating_buffers, load_weights
+from client.protocol import DATASET, MODEL
+from client.rng import generator, seed_of
+from client.update import Batch, Chain, UpdateFn, gradient, local_sgd, per_example
+from simulations.sheets import Cell, Images, build_link
+
+AUXILIARY = 200  # training images that are the attacker's
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """What a server sees of a cell's clients, what it knows, and the truth, which only grading reads."""
+
+    observations: tuple[Observation, ...]
+    truth: tuple[Batch, ...]
+    known: Knowledge
+    note: str = ""
+
+
+def stage(cell: Cell, seed: int) -> Scene:
+    """Compute the updates of a cell's n clients; SpecError where data or weights are missing."""
+    dataset = _dataset(cell)
+    truth = choose(dataset, cell.images, cell.n)
+    model, note = _network(cell, dataset, seed)
+    chain = Chain(tuple(build_link(table, f"chain #{i}") for i, table in enumerate(cell.chain, 1)))
+    client = chain(gradient(model, normalise=dataset.normalise))
+    params, buffers = detached_params(model), floating_buffers(model)
+    seen = tuple(
+        Observation(1, k, params, _detached(client(params, batch, generator(seed, "client", k, 1))), buffers)
+        for k, batch in enumerate(truth)
+    )
+    known = Knowledge(
+        model=model,
+        chain=chain,
+        shape=dataset.shape,
+        classes=dataset.classes,
+        batch_size=cell.images.batch_size,
+        mean=dataset.mean,
+        std=dataset.std,
+        auxiliary=_auxiliary(dataset),
+    )
+    return Scene(seen, truth, known, note)
+
+
+def _detached(update: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {k: t.detach() for k, t in update.items()}
+
+
+def _auxiliary(dataset: Dataset) -> Batch:
+    """Public images: the last of the training images, which no sheet attacks, tunes or trains on."""
+    return batch_of(dataset.x, dataset.y, torch.arange(len(dataset.y) - AUXILIARY, len(dataset.y)))
+
+
+def _dataset(cell: Cell) -> Dataset:
+    dataset = _read(cell.images.use, f"cell {cell.name}: data")
+    mean, std = cell.images.mean or dataset.mean, cell.images.std or dataset.std
+    if not len(mean) == len(std) == dataset.shape[0]:
+        raise SpecError(f"cell {cell.name}: data: mean and std need {dataset.shape[0]} numbers each")
+    return replace(dataset, mean=mean, std=std)
+
+
+@lru_cache(maxsize=2)
+def _read(use: str, where: str) -> Dataset:
+    dataset = build({"use": use}, where, DATASET)
+    assert isinstance(dataset, Dataset)
+    return dataset
+
+
+def choose(dataset: Dataset, images: Images, n: int) -> tuple[Batch, ...]:
+    """n batches of a dataset's first images, in order; SpecError when there are too few."""
+    x, y = (dataset.x_test, dataset.y_test) if images.part == "test" else (dataset.x, dataset.y)
+    left = list(range(images.first, len(y)))
+    batches = []
+    for _ in range(n):
+        taken: list[int] = []
+        for i in left:
+            if not images.distinct or int(y[i]) not in {int(y[j]) for j in taken}:
+                taken.append(i)
+            if len(taken) == images.batch_size:
+                break
+        if len(taken) < images.batch_size:
+            raise SpecError(
+                f"{dataset.name}, {images.part} part, has too few images for {n} updates of {images.batch_size} from "
+                f"number {images.first} on; lower --n"
+            )
+        left = [i for i in left if i not in set(taken)]
+        batches.append(batch_of(x, y, torch.tensor(taken)))
+    return tuple(batches)
+
+
+# -------------------------------------------------------------------------------------------------------- the networks
+
+
+def _network(cell: Cell, dataset: Dataset, seed: int) -> tuple[nn.Module, str]:
+    """The cell's network in eval mode, and what is to be said of its training."""
+    offered = {"shape": dataset.shape, "classes": dataset.classes}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(seed, "model"))
+        model: nn.Module = build(cell.model, f"cell {cell.name}: model", MODEL, offered)
+    model.eval()
+    if cell.weights:
+        where = f"cell {cell.name}: weights"
+        folder = data_folder()
+        if folder is None:
+            raise SpecError(f"{where}: {cell.weights} is looked for in the local data folder: set FEDLEAK_DATA to it")
+        call(load_weights, {"model": model, "path": folder / cell.weights}, where)
+    if cell.train is None:
+        return model, ""
+    key = json.dumps([cell.model, cell.chain, asdict(cell.train), asdict(cell.images), seed])
+    model.load_state_dict(_trained(key, partial(_train, model, cell, dataset, seed)))
+    return model, f"{cell.train.steps} steps of training, {_accuracy(model, dataset):.0%} of the test images right"
+
+
+_STATES: dict[str, dict[str, Tensor]] = {}
+
+
+def _trained(key: str, train: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The trained weights of one network, once a process: several attacks and both precisions meet the same."""
+    if key not in _STATES:
+        _STATES[key] = train()
+    return _STATES[key]
+
+
+def _train(model: nn.Module, cell: Cell, dataset: Dataset, seed: int) -> dict[str, Tensor]:
+    training = cell.train
+    assert training is not None
+    compute = _defended(model, cell, dataset) if training.defended else gradient(model, normalise=dataset.normalise)
+    params = detached_params(model)
+    adam = torch.optim.Adam(params.values(), lr=training.rate)
+    order = generator(seed, "training order")
+    last = len(dataset.y) - AUXILIARY
+    for step in range(training.steps):
+        chosen = torch.randint(training.first, last, (training.batch_size,), generator=order)
+        batch = batch_of(dataset.x, dataset.y, chosen)
+        update = compute(params, batch, generator(seed, "training", step))
+        for name, p in params.items():
+            p.grad = update[name].detach()
+        adam.step()
+    return {**model.state_dict(), **{k: p.detach() for k, p in params.items()}}
+
+
+def _defended(model: nn.Module, cell: Cell, dataset: Dataset) -> UpdateFn:
+    """The mean over a batch of each example's gradient behind the cell's defenses, without its local training."""
+    links = tuple(build_link(table, "chain") for table in cell.chain)
+    before = links[: next(i for i, link in enumerate(links) if isinstance(link, local_sgd))]
+    return per_example(Chain(before))(gradient(model, normalise=dataset.normalise))
+
+
+def _accuracy(model: nn.Module, dataset: Dataset, count: int = 2000) -> float:
+    test = batch_of(dataset.x_test, dataset.y_test, torch.arange(min(count, len(dataset.y_test))))
+    with torch.no_grad():
+        return float((model(dataset.normalise(test.x)).argmax(1) == test.y).double().mean())

@@ -1,0 +1,264 @@
+"""Sheets: what a published table measured, as a file in papers/.
+
+Its cells say data, network, chain and attacks, what the paper found, and with how many images and iterations.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from attacks.base import Attack, Budget
+from client.components import Kind, SpecError, Table, build, call, check_arguments, conform
+from client.protocol import TRANSFORM
+from client.update import Link, per_example
+
+PAPERS = Path(__file__).parent / "papers"
+ATTACK = Kind("an attack", ("attacks", "simulations.ablations"), Attack)
+METRICS = ("psnr", "best_psnr", "mse", "success", "iterations", "success_gain", "iterations_saved")
+
+
+@dataclass(frozen=True)
+class Images:
+    """Which images are attacked, and how many a client holds.
+
+    Args:
+        use: the dataset.
+        part: of it.
+        first: the images before it are left alone (for tuning).
+        batch_size: images an update.
+        distinct: no class twice in a batch: for each batch, the next images that fit.
+        mean, std: what the network was trained with, where it is not the dataset's.
+    """
+
+    use: str
+    part: Literal["train", "test"] = "test"
+    first: int = 0
+    batch_size: int = 1
+    distinct: bool = False
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a network was trained before it is attacked: Adam, from the seed's initial weights, on training images.
+
+    Args:
+        steps, batch_size, rate: of Adam.
+        defended: each example's gradient goes through the cell's defenses first.
+        first: training images before it are left alone.
+    """
+
+    steps: int
+    batch_size: int = 32
+    rate: float = 1e-3
+    defended: bool = False
+    first: int = 1000
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One attack on a cell.
+
+    Args:
+        name: as it stands in the table.
+        table: the attack's component table.
+        budget: here.
+        paper: what the paper reports: a figure for each metric, its spread, its n, iterations and restarts.
+        labels: given, in the order in which the client meets them, or restored.
+        defense: known (the attacker inverts the whole chain) or unknown (it assumes bare local training).
+        metrics: what is reported.
+        against: the cell's attack that gains are relative to.
+    """
+
+    name: str
+    table: Table
+    budget: Budget
+    paper: Mapping[str, float]
+    labels: Literal["given", "restored"] = "given"
+    defense: Literal["known", "unknown"] = "known"
+    metrics: tuple[str, ...] = ("psnr",)
+    against: str = ""
+
+    def build(self) -> Attack:
+        """The attack itself."""
+        attack = build(self.table, f"attack {self.name}", ATTACK)
+        assert isinstance(attack, Attack)
+        return attack
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One network under one chain, met by some attacks.
+
+    Args:
+        n: updates that are attacked.
+        wave: updates that are attacked at once, where memory allows no more.
+        weights: a checkpoint in the local data folder.
+        heavy: only where --cells asks for it: hours on a few cores.
+    """
+
+    name: str
+    n: int
+    wave: int
+    images: Images
+    model: Table
+    chain: tuple[Table, ...]
+    trials: tuple[Trial, ...]
+    weights: str = ""
+    train: Training | None = None
+    heavy: bool = False
+
+
+@dataclass(frozen=True)
+class World:
+    """A sheet that needs no images.
+
+    Args:
+        name: of its function in simulations.gaussian_world.
+        n, iterations: inputs, and evaluations of the gradient for each.
+        only: a pattern that the cells' names match.
+    """
+
+    name: Literal["gaussian_world", "bayes_fig4"]
+    n: int
+    iterations: int
+    only: str = "*"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A published table: cells that are attacked, or a world."""
+
+    name: str
+    title: str
+    note: str
+    seed: int
+    cells: tuple[Cell, ...] = ()
+    world: World | None = None
+
+
+def names() -> list[str]:
+    """Every table that can be reproduced."""
+    return sorted(path.stem for path in PAPERS.glob("*.toml"))
+
+
+def load(name: str) -> Sheet:
+    """A sheet by its name; SpecError when there is none, or a mistake in it."""
+    if name not in names():
+        raise SpecError(f"there is nothing called {name!r} to reproduce; there are {', '.join(names())}")
+    path = PAPERS / f"{name}.toml"
+    try:
+        return parse(name, tomllib.loads(path.read_text()))
+    except SpecError as error:
+        raise SpecError(f"{path.name}: {error}") from error
+
+
+def parse(name: str, tables: Mapping[str, Any]) -> Sheet:
+    """A sheet from parsed TOML; a cell has its own n, wave, data, model, chain, weights, train, or the sheet's."""
+    shared = {"n", "wave", "data", "model", "chain", "weights", "train"}
+    _refuse(tables, {"title", "note", "seed", "cell", "world"} | shared, "the sheet")
+    head = {key: conform(tables.get(key, ""), str, key) for key in ("title", "note")}
+    seed = conform(tables.get("seed", 0), int, "seed")
+    cells = []
+    for i, table in enumerate(conform(tables.get("cell", []), list, "cell"), 1):
+        _refuse(table, {"name", "attack", "heavy"} | shared, f"[[cell]] #{i}")
+        cells.append(_cell({k: v for k, v in tables.items() if k in shared} | table, f"[[cell]] #{i}"))
+    world = _options(World, tables["world"], "[world]") if "world" in tables else None
+    if (world is None) == (not cells):
+        raise SpecError("a sheet has either [[cell]]s or a [world]")
+    return Sheet(name, **head, seed=seed, cells=tuple(cells), world=world)
+
+
+def _refuse(table: Mapping[str, Any], allowed: set[str], where: str) -> None:
+    if unknown := sorted(table.keys() - allowed):
+        raise SpecError(f"{where} has no key {unknown[0]!r} (it has: {', '.join(sorted(allowed))})")
+
+
+def _cell(table: Mapping[str, Any], where: str) -> Cell:
+    name = conform(table.get("name"), str, f"{where}: name")
+    trials = [_trial(t, f"{where} {name}, attack #{j}") for j, t in enumerate(table.get("attack", []), 1)]
+    if not trials:
+        raise SpecError(f"{where} {name}: no [[cell.attack]]")
+    for trial in trials:
+        if trial.against and trial.against not in {t.name for t in trials}:
+            raise SpecError(f"{where} {name}: against = {trial.against!r} is none of its attacks")
+    chain = tuple(conform(table.get("chain", []), list, f"{where}: chain"))
+    for j, link in enumerate(chain, 1):
+        build_link(link, f"{where}, chain #{j}")
+    training = table.get("train")
+    return Cell(
+        name=name,
+        n=conform(table.get("n"), int, f"{where}: n"),
+        wave=conform(table.get("wave", 64), int, f"{where}: wave"),
+        images=_options(Images, table.get("data"), f"{where}: data"),
+        model=conform(table.get("model"), dict, f"{where}: model"),
+        chain=chain,
+        trials=tuple(trials),
+        weights=conform(table.get("weights", ""), str, f"{where}: weights"),
+        train=None if training is None else _options(Training, training, f"{where}: train"),
+        heavy=conform(table.get("heavy", False), bool, f"{where}: heavy"),
+    )
+
+
+def _options(kind: Any, table: Any, where: str) -> Any:
+    return call(kind, check_arguments(kind, conform(table, dict, where), where), where)
+
+
+def _trial(table: Mapping[str, Any], where: str) -> Trial:
+    own = {f.name for f in fields(Trial)} - {"table", "budget"}
+    spent = {f.name for f in fields(Budget)}
+    arguments = {k: v for k, v in table.items() if k in own}
+    paper = {k: conform(v, float, f"{where}: paper {k}") for k, v in arguments.pop("paper", {}).items()}
+    made = {
+        "table": {k: v for k, v in table.items() if k not in own | spent},
+        "budget": _options(Budget, {k: v for k, v in table.items() if k in spent}, where),
+        "paper": paper,
+    }
+    trial: Trial = call(Trial, check_arguments(Trial, arguments, where, made), where)
+    if unknown := [m for m in trial.metrics if m not in METRICS]:
+        raise SpecError(f"{where}: metrics are of {', '.join(METRICS)}, got {unknown[0]!r}")
+    build(trial.table, where, ATTACK)
+    return trial
+
+
+def restrict(sheet: Sheet, n: int | None, budget: int | None, cells: str | None) -> Sheet:
+    """A sheet with another n, other iterations, or only the cells whose name matches a pattern (a part, or with * and ?).
+
+    Without a pattern: all cells but the heavy ones.
+    """
+    for option, value in (("--n", n), ("--budget", budget)):
+        if value is not None and value < 1:
+            raise SpecError(f"{option} must be at least 1, got {value}")
+    if sheet.world is not None:
+        world = replace(
+            sheet.world, n=n or sheet.world.n, iterations=budget or sheet.world.iterations, only=cells or "*"
+        )
+        return replace(sheet, world=world)
+    chosen = [c for c in sheet.cells if (not c.heavy if cells is None else matches(c.name, cells))]
+    if not chosen:
+        raise SpecError(f"no cell of {sheet.name} matches {cells!r}; it has: {', '.join(c.name for c in sheet.cells)}")
+
+    def spend(trial: Trial) -> Trial:
+        if budget is None:
+            return trial
+        return replace(trial, budget=replace(trial.budget, iterations=budget))
+
+    changed = [replace(c, n=n or c.n, trials=tuple(spend(t) for t in c.trials)) for c in chosen]
+    return replace(sheet, cells=tuple(changed))
+
+
+def build_link(table: Table, where: str) -> Link | per_example:
+    """A link of a chain from its table; each = true: per example."""
+    arguments = dict(conform(table, dict, where))
+    each = conform(arguments.pop("each", False), bool, f"{where}: each")
+    link: Link = build(arguments, where, TRANSFORM)
+    return per_example(link) if each else link
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name has a pattern in it, or is one with * and ?."""
+    return pattern in name or fnmatchcase(name, pattern)

@@ -1,0 +1,126 @@
+"""Tuning: `python -m simulations.tune NAME` searches settings of a sheet's attacks, on images that the sheet never reports.
+
+A seeded random search with as many trials for every attack. What it prints goes into the sheet by hand: a tuner that wrote
+there would make a figure depend on when it was last run.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from client.components import SpecError, Table
+from client.rng import seed_of
+from simulations.benchmarks.figures import one_thread
+from simulations.reproduce import attack
+from simulations.scenes import Scene, stage
+from simulations.sheets import Cell, Sheet, Trial, load, restrict
+
+AWAY = 500  # images between those that a sheet may report by default and those that it is tuned on
+
+
+@dataclass(frozen=True)
+class Range:
+    """A hyperparameter's, inclusive; log: drawn evenly in the logarithm."""
+
+    low: float
+    high: float
+    log: bool = True
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """One value, to three digits."""
+        value = (
+            np.exp(rng.uniform(np.log(self.low), np.log(self.high))) if self.log else rng.uniform(self.low, self.high)
+        )
+        return float(f"{value:.3g}")
+
+
+_DESCENT = {"rate": Range(0.1, 1.0), "decay": Range(0.95, 1.0, log=False), "anneal": Range(1e-3, 1.0)}
+_RELATIVE = Range(1e-4, 1.0)  # the squared distance and the cosine are about 1 where nothing fits
+SPACES: Mapping[str, Mapping[str, Range]] = {
+    "known": {"tv": Range(1.0, 1e4), **_DESCENT},  # a log-likelihood over all entries of the update
+    "squared": {"tv": _RELATIVE, **_DESCENT},
+    "cosine": {"tv": _RELATIVE, **_DESCENT},
+    "inverting_gradients": {"tv": _RELATIVE, "rate": Range(0.03, 1.0)},
+}
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best settings found for one attack on one cell, and what they scored on the tuning images."""
+
+    cell: str
+    attack: str
+    settings: Mapping[str, float]
+    psnr: float
+    trials: int
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(vars(self) | {"settings": dict(self.settings)})
+
+
+def space(table: Table) -> Mapping[str, Range]:
+    """What is searched for an attack; nothing for one that has no settings."""
+    return SPACES.get(str(table.get("conditional", str(table["use"]).split(":")[1])), {})
+
+
+def away(cell: Cell, n: int) -> Cell:
+    """The cell on images that it does not report."""
+    if cell.n * cell.images.batch_size > AWAY:
+        raise SpecError(f"cell {cell.name} reports more than {AWAY} images, which would reach the tuning images")
+    return replace(cell, n=n, images=replace(cell.images, first=cell.images.first + AWAY))
+
+
+def candidates(trial: Trial, trials: int, seed: int, cell: str) -> Iterator[dict[str, float]]:
+    """The settings of the sheet first, then random ones."""
+    searched = space(trial.table)
+    yield {name: float(trial.table[name]) for name in searched if name in trial.table}
+    rng = np.random.default_rng(seed_of(seed, "tune", cell, trial.name))
+    for _ in range(trials - 1):
+        yield {name: bounds.draw(rng) for name, bounds in searched.items()}
+
+
+def tune(sheet: Sheet, n: int, trials: int) -> Iterator[Tuned]:
+    """For every attack with something to search, the candidate of the highest mean PSNR."""
+    for cell in sheet.cells:
+        elsewhere = away(cell, n)
+        scene = stage(elsewhere, sheet.seed)
+        for trial in elsewhere.trials:
+            if space(trial.table):
+                yield _best(elsewhere, trial, scene, sheet.seed, trials)
+
+
+def _best(cell: Cell, trial: Trial, scene: Scene, seed: int, trials: int) -> Tuned:
+    scored = []
+    for settings in candidates(trial, trials, seed, cell.name):
+        tried = replace(trial, table={**trial.table, **settings})
+        scored.append((float(attack(tried, scene, seed, cell.wave).psnr.mean()), settings))
+    psnr, settings = max(scored, key=lambda pair: pair[0])
+    return Tuned(cell.name, trial.name, settings, round(psnr, 2), trials)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tune a sheet and print one object a line."""
+    parser = argparse.ArgumentParser(prog="python -m simulations.tune", description=__doc__)
+    parser.add_argument("name", metavar="NAME", help="of a sheet in simulations/papers")
+    parser.add_argument("--cells", metavar="PATTERN", help="only these: a part of their name, or with * and ?")
+    parser.add_argument("--n", type=int, default=4, help="tuning images (default: 4)")
+    parser.add_argument("--trials", type=int, default=16, help="of every attack (default: 16)")
+    options = parser.parse_args(arguments)
+    try:
+        sheet = restrict(load(options.name), None, None, options.cells)
+        with one_thread():
+            for tuned in tune(sheet, options.n, options.trials):
+                print(tuned.to_json(), flush=True)
+    except SpecError as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

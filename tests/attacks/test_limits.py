@@ -1,0 +1,572 @@
+"""The limits: exact where the posterior is, Fisher information against Jacobians and integrals, never above what is true."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import scipy.integrate
+import scipy.stats
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.covariance import LedoitWolf
+from torch import Generator, Tensor, nn
+
+from attacks import limits
+from attacks.audit import WHOLE_BATCH, Auditor, card
+from attacks.limits import (
+    GaussianPrior,
+    bayes_limit,
+    block_traces,
+    fisher,
+    known_noise,
+    local_estimate,
+    precision,
+    reconstruction_robustness,
+    trace_bound,
+    van_trees,
+)
+from attacks.plan import PlannedAttack
+from client.models import detached_params, mlp
+from client.protocol import Federation
+from client.rng import generator
+from client.update import Batch, Chain, Conditional, Params, Update, chain, gradient, local_sgd, per_example
+from defenses.clip import clip
+from defenses.mask import mask
+from defenses.noise import gaussian, identity, laplace
+from defenses.prune import prune
+from defenses.sign import sign
+
+Make = Callable[..., Any]
+LIMIT = PlannedAttack("bayes_limit", {"use": "attacks.limits:bayes_limit"})
+
+
+def seeded(*purpose: int | str) -> Generator:
+    return generator("limits", *purpose)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def linear(params: Params, batch: Batch, rng: Generator | None) -> Update:
+    """A client whose update is A x, in two tensors: its posterior is known on paper."""
+    y = batch.x.flatten() @ params["a"].T
+    return {"first": y[:3], "rest": y[3:].view(1, -1)}
+
+
+def pixels(x: Tensor) -> Batch:
+    return Batch(x.view(1, 1, 1, -1), torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.fixture
+def world() -> tuple[Tensor, GaussianPrior]:
+    """A (7, 5) and a prior over its five inputs with correlations."""
+    root = normal(5, 5, seed=1)
+    return normal(7, 5), GaussianPrior.of(normal(5, seed=2), root @ root.T / 5 + 0.1 * torch.eye(5))
+
+
+def of_linear(a: Tensor, sigma: float) -> Tensor:
+    return fisher(linear, {"a": a}, pixels(torch.zeros(5).double()), precision(Conditional(sigma=sigma)), chunk=2)
+
+
+# ---------------------------------------------------------------------------------------------- where the answer is known
+
+
+def test_one_number_on_paper() -> None:
+    prior = GaussianPrior.of(torch.zeros(1), torch.full((1, 1), 0.5))
+    weigh = precision(Conditional(sigma=2.0))
+    information = fisher(lambda p, b, r: {"w": 3 * b.x.flatten()}, {}, pixels(torch.ones(1).double()), weigh)
+    assert information.item() == pytest.approx(9 / 4)
+    assert local_estimate(information, prior) == pytest.approx(1 / (9 / 4 + 2))
+
+
+@pytest.mark.parametrize("sigma", [1e-3, 0.1, 1.0, 30.0])
+def test_of_a_linear_client_the_bound_is_the_posterior_variance(
+    sigma: float, world: tuple[Tensor, GaussianPrior]
+) -> None:
+    a, prior = world
+    information = of_linear(a, sigma)
+    torch.testing.assert_close(information, a.T @ a / sigma**2, rtol=1e-9, atol=0)
+    spread = a @ prior.covariance @ a.T + sigma**2 * torch.eye(7)  # Kalman's form, in which F does not occur
+    posterior = prior.covariance - prior.covariance @ a.T @ torch.linalg.solve(spread, a @ prior.covariance)
+    exact = float(posterior.trace()) / 5
+    assert local_estimate(information, prior) == pytest.approx(exact, rel=1e-5)
+    assert van_trees([information, information], prior) == pytest.approx(exact, rel=1e-5)
+
+
+def test_attackers_land_on_the_bound_or_above_it(world: tuple[Tensor, GaussianPrior]) -> None:
+    a, prior = world
+    count, sigma = 20_000, 1.5
+    x = prior.sample(count, seeded("x"))
+    y = x @ a.T + sigma * normal(count, 7, seed=3)
+    information = of_linear(a, sigma)
+    bound = local_estimate(information, prior)
+
+    def error(guess: Tensor) -> tuple[float, float]:
+        squares = (guess - x).square().mean(1)
+        return float(squares.mean()), 3 * float(squares.std()) / count**0.5
+
+    gain = torch.linalg.inv(information + prior.information)
+    mean, margin = error(prior.mean + (y - prior.mean @ a.T) @ (gain @ a.T / sigma**2).T)
+    assert abs(mean - bound) < margin, "the posterior mean is on the line"
+    for worse in (y @ torch.linalg.pinv(a).T, prior.mean.expand(count, -1), torch.zeros(count, 5)):
+        mean, margin = error(worse)
+        assert mean - margin > bound
+
+
+def test_without_noise_nothing_is_hidden_and_in_noise_everything(world: tuple[Tensor, GaussianPrior]) -> None:
+    a, prior = world
+    variance = float(prior.covariance.trace()) / 5
+    assert local_estimate(of_linear(a, 1e6), prior) == pytest.approx(variance, rel=1e-6)
+    unbiased = float(torch.linalg.inv(a.T @ a).trace()) / 5
+    assert local_estimate(of_linear(a, 1e-4), prior) == pytest.approx(1e-8 * unbiased, rel=1e-5)
+    # three rows see three directions: what the other two hold is as unknown as the prior leaves it
+    few = a[:3]
+    kernel = torch.linalg.svd(few).Vh[3:]
+    unseen = torch.linalg.inv(kernel @ prior.information @ kernel.T)
+    assert local_estimate(of_linear(few, 1e-4), prior) == pytest.approx(float(unseen.trace()) / 5, rel=1e-4)
+
+
+def test_rounds_add_up_as_less_noise_would(world: tuple[Tensor, GaussianPrior]) -> None:
+    a, prior = world
+    seen = [of_linear(a, 0.6) for _ in range(4)]
+    assert local_estimate(sum(seen, torch.zeros(5, 5)), prior) == pytest.approx(
+        local_estimate(of_linear(a, 0.3), prior)
+    )
+    other = of_linear(normal(7, 5, seed=9), 0.6)  # rounds on other weights add theirs
+    assert local_estimate(seen[0] + other, prior) < min(local_estimate(f, prior) for f in (seen[0], other))
+
+
+def test_a_batch_of_separate_examples_has_their_mean(world: tuple[Tensor, GaussianPrior]) -> None:
+    a, prior = world
+    one, two = of_linear(a, 0.5), of_linear(normal(7, 5, seed=9), 0.5)
+    both = local_estimate(torch.block_diag(one, two), prior)
+    assert both == pytest.approx((local_estimate(one, prior) + local_estimate(two, prior)) / 2)
+
+
+# ------------------------------------------------------------------------------------------------------------ trace form
+
+
+def exact_traces(information: Tensor, prior: GaussianPrior, count: int) -> Tensor:
+    """Of every block, from the whole F: the projector is the mean of z z' over all sign vectors, here over the axes."""
+    return torch.stack([((b.axes @ information) * b.axes).sum() for b in prior.blocks(count) if b.axes is not None])
+
+
+def test_the_trace_form_is_below_the_bound_and_more_blocks_come_nearer(world: tuple[Tensor, GaussianPrior]) -> None:
+    a, prior = world
+    for sigma in (1e-2, 0.3, 3.0, 100.0):
+        information = of_linear(a, sigma)
+        forms = [trace_bound(exact_traces(information, prior, n), prior.blocks(n)) for n in (1, 2, 1000)]
+        assert forms == sorted(forms)
+        assert forms[-1] <= local_estimate(information, prior) * (1 + 1e-9)
+        on_paper = 5 / float(information.trace() + prior.information.trace())
+        assert forms[0] == pytest.approx(on_paper)
+    # far in the noise, blocks of one direction each lose nothing
+    assert forms[-1] == pytest.approx(local_estimate(information, prior), rel=1e-3)
+
+
+@pytest.mark.parametrize("axes", [5, 3])
+def test_probes_find_the_traces(axes: int, world: tuple[Tensor, GaussianPrior]) -> None:
+    a, prior = world
+    prior = replace(prior, axes=prior.axes[-axes:], variances=prior.variances[-axes:], rest=0.05)
+    weigh, x = precision(Conditional(sigma=0.5)), pixels(torch.zeros(5).double())
+    blocks = prior.blocks(2)
+    found = block_traces(linear, {"a": a}, x, weigh, blocks, seeded("probe"), probes=10_000)
+    information = a.T @ a / 0.25
+    left = torch.eye(5, dtype=torch.float64) - prior.axes.T @ prior.axes
+    projectors = [left if b.axes is None else b.axes.T @ b.axes for b in blocks]
+    exact = torch.stack([(p @ information).trace() for p in projectors])
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0)
+    assert len(blocks) == 2 + (axes == 3)
+    assert sum(b.size for b in blocks) == 5
+    assert sum(b.information for b in blocks) == pytest.approx(float(prior.information.trace()))
+
+
+def test_a_batchs_trace_is_the_sum_over_its_examples(world: tuple[Tensor, GaussianPrior]) -> None:
+    a, prior = world
+
+    def summed(params: Params, batch: Batch, rng: Generator | None) -> Update:
+        return {"w": torch.cat([batch.x[0].flatten() @ params["a"].T, 2 * batch.x[1].flatten() @ params["a"].T])}
+
+    batch = Batch(torch.zeros(2, 1, 1, 5).double(), torch.zeros(2, dtype=torch.int64))
+    weigh, blocks = precision(Conditional(sigma=1.0)), prior.blocks(1)
+    found = block_traces(summed, {"a": a}, batch, weigh, blocks, seeded("batch"), probes=5000)
+    total = 5 * float((a.T @ a).trace())
+    assert found.item() == pytest.approx(total, rel=0.05)
+    on_paper = 10 / (total + 2 * float(prior.information.trace()))
+    assert trace_bound(torch.tensor([total]), blocks, examples=2) == pytest.approx(on_paper)
+
+
+# ---------------------------------------------------------------------------------------------------- Fisher information
+
+
+def test_forward_mode_agrees_with_autograds_jacobian() -> None:
+    torch.manual_seed(0)
+    model = mlp((1, 3, 4), 3, hidden=(6,), activation="tanh").double()
+    params = detached_params(model)
+    batch = Batch(torch.rand(2, 1, 3, 4, generator=seeded("image"), dtype=torch.float64), torch.tensor([2, 0]))
+    links = chain(per_example(clip(0.5)), gaussian(0.1), local_sgd(0.3, steps=2, batch_size=1), laplace(0.2))
+    found = known_noise(links)
+    assert found is not None
+    part, noise = found
+    assert noise.sigma == pytest.approx(math.sqrt(2 * (0.3 * 0.1) ** 2 + 2 * 0.2**2)), "two steps' noise, and Laplace's"
+    forward = part.mean(gradient(model))
+
+    def flat(x: Tensor) -> Tensor:
+        return torch.cat([t.flatten() for t in forward(params, Batch(x, batch.y), None).values()])
+
+    jacobian = torch.autograd.functional.jacobian(flat, batch.x).view(-1, 24)
+    expected = jacobian.T @ jacobian / noise.sigma**2
+    torch.testing.assert_close(fisher(forward, params, batch, precision(noise), chunk=5), expected, rtol=1e-8, atol=0)
+
+
+def weight(value: float, noise: Conditional) -> float:
+    return float(precision(noise)({"w": torch.tensor([value], dtype=torch.float64)})["w"])
+
+
+@pytest.mark.parametrize(("noise", "law"), [
+    (Conditional(sigma=0.7), scipy.stats.norm(scale=0.7)),
+    (Conditional(scale=0.7), scipy.stats.laplace(scale=0.7)),
+])  # fmt: skip
+def test_information_is_the_integral_of_the_squared_score(noise: Conditional, law: Any) -> None:
+    def squared_score(x: float) -> float:
+        step = 1e-5
+        return float(((law.logpdf(x + step) - law.logpdf(x - step)) / (2 * step)) ** 2 * law.pdf(x))
+
+    integral, _ = scipy.integrate.quad(squared_score, -15, 15, points=[0.0], limit=200)
+    assert weight(0.3, noise) == pytest.approx(integral, rel=1e-3)
+    assert weight(0.3, noise) == pytest.approx(1 / 0.7**2), "1 / sigma^2 and 1 / b^2"
+
+
+@pytest.mark.parametrize(("noise", "law"), [
+    (Conditional(sigma=0.7, signed=True), scipy.stats.norm(scale=0.7)),
+    (Conditional(scale=0.7, signed=True), scipy.stats.laplace(scale=0.7)),
+])  # fmt: skip
+@pytest.mark.parametrize("value", [-2.0, -0.3, 0.0, 0.5, 3.0])
+def test_a_sign_is_a_coin_whose_chance_is_known(noise: Conditional, law: Any, value: float) -> None:
+    coin = law.pdf(value) ** 2 / (law.cdf(value) * law.sf(value))
+    assert weight(value, noise) == pytest.approx(coin)
+
+
+def test_a_sign_at_zero_keeps_two_thirds_and_far_away_nothing() -> None:
+    noise = Conditional(sigma=2.0, signed=True)
+    assert weight(0.0, noise) == pytest.approx(2 / math.pi / 4)
+    assert weight(100.0, noise) == 0.0, "no NaN where both tails underflow"
+    assert weight(30.0, noise) == pytest.approx(float(scipy.stats.norm.pdf(15) / 4 * 15), rel=0.01), "Mills' ratio"
+
+
+@given(st.floats(-50, 50), st.floats(0.01, 100), st.booleans())
+def test_a_sign_never_tells_more_than_the_value(value: float, width: float, is_normal: bool) -> None:
+    noise = Conditional(sigma=width) if is_normal else Conditional(scale=width)
+    signed = weight(value, replace(noise, signed=True))
+    assert 0 <= signed <= weight(value, noise) * (1 + 1e-9)
+
+
+def test_a_masks_rows_are_deleted_and_unknown_masks_averaged(world: tuple[Tensor, GaussianPrior]) -> None:
+    a, _ = world
+    keep, sigma = 0.3, 0.5
+    noise = Conditional(sigma=sigma, sparse=True, shrink=keep)
+    x = pixels(torch.zeros(5).double())
+
+    def shrunk(params: Params, batch: Batch, rng: Generator | None) -> Update:
+        return {k: keep * t for k, t in linear(params, batch, rng).items()}
+
+    average = torch.zeros(5, 5, dtype=torch.float64)
+    for rows in product([0.0, 1.0], repeat=7):
+        visible = torch.tensor(rows, dtype=torch.float64)
+        seen = {"first": visible[:3], "rest": visible[3:].view(1, -1)}
+        found = fisher(shrunk, {"a": a}, x, precision(noise, seen))
+        left = a[visible == 1]
+        torch.testing.assert_close(found, left.T @ left / sigma**2)
+        average += found * keep ** visible.sum() * (1 - keep) ** (7 - visible.sum())
+    torch.testing.assert_close(fisher(shrunk, {"a": a}, x, precision(noise)), average)
+
+
+def test_a_known_mask_needs_no_average() -> None:
+    torch.manual_seed(0)
+    model = mlp((1, 2, 2), 3, hidden=(5,), activation="tanh").double()
+    params, batch = detached_params(model), Batch(torch.rand(1, 1, 2, 2).double(), torch.tensor([1]))
+    links = chain(gaussian(0.1), local_sgd(1.0), mask(0.5, seed=3))
+    found = known_noise(links)
+    assert found is not None
+    forward = found[0].mean(gradient(model))
+    seen = links(gradient(model))(params, batch, seeded("client"))
+    alone = fisher(forward, params, batch, precision(found[1], seen))
+    torch.testing.assert_close(fisher(forward, params, batch, precision(found[1])), alone)
+    whole = fisher(chain(local_sgd(1.0))(gradient(model)), params, batch, precision(Conditional(sigma=0.1)))
+    assert 0 < float(alone.trace()) < float(whole.trace())
+
+
+def test_precision_is_of_one_known_density() -> None:
+    for unknown in (Conditional(), Conditional(sparse=True), Conditional(sigma=1.0, scale=1.0)):
+        with pytest.raises(ValueError, match="noise of one known density"):
+            precision(unknown)
+
+
+# -------------------------------------------------------------------------------------------------------- which chains
+
+SGD = local_sgd(0.1)
+
+
+@pytest.mark.parametrize(("links", "kept", "noise"), [
+    (chain(gaussian(0.5), SGD), 2, Conditional(sigma=0.05)),
+    (chain(SGD, laplace(0.5)), 2, Conditional(scale=0.5)),
+    (chain(per_example(clip(1.0)), gaussian(0.5), SGD), 3, Conditional(sigma=0.05)),
+    (chain(gaussian(0.5), local_sgd(0.1, steps=4)), 2, Conditional(sigma=0.1)),
+    (chain(gaussian(0.5), SGD, mask(0.25)), 3, Conditional(sigma=0.05, sparse=True, shrink=0.25)),
+    (chain(gaussian(0.5), SGD, mask(0.25, seed=1)), 3, Conditional(sigma=0.05, sparse=True)),
+    (chain(gaussian(0.5), sign(), SGD), 1, Conditional(sigma=0.5, signed=True)),
+    (chain(gaussian(0.5), SGD, sign()), 2, Conditional(sigma=0.05, signed=True)),
+    (chain(gaussian(0.5), SGD, identity()), 3, Conditional(sigma=0.05)),
+])  # fmt: skip
+def test_chains_with_a_limit(links: Chain, kept: int, noise: Conditional) -> None:
+    found = known_noise(links)
+    assert found is not None
+    assert found[0] == Chain(links.links[:kept])
+    assert found[1].sigma == pytest.approx(noise.sigma)
+    assert replace(found[1], sigma=noise.sigma) == noise
+
+
+@pytest.mark.parametrize("links", [
+    chain(SGD),
+    chain(per_example(clip(1.0)), SGD),
+    chain(gaussian(0.0), SGD),
+    chain(SGD, sign()),
+    chain(SGD, mask(0.5)),
+    chain(sign(), gaussian(0.5), SGD),  # a mixture
+    chain(gaussian(0.5), SGD, prune(0.5)),  # what it keeps tells of the values
+    chain(per_example(prune(0.5)), gaussian(0.5), SGD),
+    chain(per_example(gaussian(0.5)), SGD),
+])  # fmt: skip
+def test_chains_without_one(links: Chain) -> None:
+    assert known_noise(links) is None
+
+
+def test_the_sign_limit_is_of_what_stands_before_the_sign() -> None:
+    """The soft sign of the attacker's differentiable form has no part in it, nor has the rate behind the sign."""
+    torch.manual_seed(0)
+    model = mlp((1, 2, 2), 3, hidden=(5,), activation="tanh").double()
+    params, batch = detached_params(model), Batch(torch.rand(1, 1, 2, 2).double(), torch.tensor([1]))
+
+    def information(links: Chain) -> Tensor:
+        found = known_noise(links)
+        assert found is not None
+        return fisher(found[0].mean(gradient(model)), params, batch, precision(found[1]))
+
+    before = information(chain(gaussian(0.05), sign(3.0), local_sgd(0.3)))
+    torch.testing.assert_close(before, information(chain(gaussian(0.05), local_sgd(0.3), sign())))
+    g = gradient(model)(params, batch, None)
+    law = scipy.stats.norm(scale=0.05)
+
+    def flat(x: Tensor) -> Tensor:
+        return torch.cat([t.flatten() for t in gradient(model)(params, Batch(x, batch.y), None).values()])
+
+    u = torch.cat([t.flatten() for t in g.values()])
+    coins = torch.from_numpy(law.pdf(u) ** 2 / (law.cdf(u) * law.sf(u)))
+    jacobian = torch.autograd.functional.jacobian(flat, batch.x).view(-1, 4)
+    torch.testing.assert_close(before, jacobian.T @ (coins[:, None] * jacobian))
+
+
+# ---------------------------------------------------------------------------------------------------------------- prior
+
+
+@pytest.mark.parametrize(("count", "size"), [(200, 6), (12, 30), (31, 30), (30, 30)])
+def test_the_fit_is_scikit_learns(count: int, size: int) -> None:
+    x = normal(count, size) @ normal(size, size, seed=1) + 0.5
+    prior = GaussianPrior.fit(x.view(count, 1, 1, size))
+    oracle = LedoitWolf().fit(x.numpy())
+    assert prior.shrinkage == pytest.approx(oracle.shrinkage_)
+    torch.testing.assert_close(prior.covariance, torch.from_numpy(oracle.covariance_))
+    torch.testing.assert_close(prior.mean, x.mean(0))
+    torch.testing.assert_close(
+        prior.covariance @ prior.information, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-8
+    )
+    torch.testing.assert_close(prior.axes @ prior.axes.T, torch.eye(len(prior.axes), dtype=torch.float64))
+
+
+def test_a_pixel_that_never_changes_and_images_that_repeat_are_no_trouble() -> None:
+    x = normal(20, 8)
+    x[:, 3] = 0.25
+    prior = GaussianPrior.fit(torch.cat([x, x]))
+    torch.linalg.cholesky(prior.covariance)
+    assert float(prior.covariance.trace()) == pytest.approx(float(x.var(0, correction=0).sum())), "shrinking moves none"
+    with pytest.raises(ValueError, match="auxiliary images that differ, got 3"):
+        GaussianPrior.fit(torch.ones(3, 1, 2, 2))
+    with pytest.raises(ValueError, match="positive definite"):
+        GaussianPrior.of(torch.zeros(2), torch.ones(2, 2))
+
+
+def test_draws_have_the_priors_moments() -> None:
+    root = normal(6, 6)
+    dense = GaussianPrior.of(normal(6, seed=1), root @ root.T / 6)
+    partial = replace(dense, axes=dense.axes[-2:], variances=dense.variances[-2:], rest=0.2)
+    for prior in (dense, partial):
+        drawn = prior.sample(50_000, seeded("draw"))
+        assert drawn.shape == (50_000, 6)
+        torch.testing.assert_close(drawn.mean(0), prior.mean, rtol=0, atol=0.03)
+        torch.testing.assert_close(drawn.T.cov(), prior.covariance, rtol=0, atol=0.06)
+
+
+# --------------------------------------------------------------------------------------------------------------- in a run
+
+NOISY: list[dict[str, Any]] = [
+    {"use": "defenses.noise:gaussian", "sigma": 0.1},
+    {"use": "client.update:local_sgd", "rate": 0.1},
+]
+
+
+def limit_of(fed: Federation, prior: GaussianPrior | None = None) -> float:
+    auditor = Auditor(fed)
+    return bayes_limit(auditor.knowledge(LIMIT), fed.initial()[0], prior or auditor.prior, seeded("run"))
+
+
+def noisy(sigma: float) -> list[dict[str, Any]]:
+    return [{**NOISY[0], "sigma": sigma}, NOISY[1]]
+
+
+def test_more_noise_raises_the_limit_up_to_the_priors_variance(make_federation: Make) -> None:
+    model = {"use": "client.models:mlp", "hidden": [16], "activation": "tanh"}
+    prior = Auditor(make_federation()).prior
+    found = [limit_of(make_federation(model=model, chain=noisy(s)), prior) for s in (1e-4, 1e-2, 1.0, 1e6)]
+    assert found == sorted(found)
+    assert found[0] < 1e-6
+    variance = float(prior.covariance.trace()) / 784
+    assert 0.8 * variance < found[-1] <= variance, "blocks of nearly equal variances lose little"
+
+
+def test_the_whole_form_and_the_trace_form_agree_as_far_as_jensen_lets_them(
+    make_federation: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = make_federation(model={"use": "client.models:mlp", "hidden": [4], "activation": "tanh"}, chain=noisy(0.1))
+    by_trace = limit_of(fed)
+    monkeypatch.setattr(limits, "FULL", 784)
+    monkeypatch.setattr(limits, "DRAWS", 2)
+    whole = limit_of(fed)
+    assert 0.3 * whole < by_trace < 1.1 * whole  # one probe a draw and block: 16 draws leave some per cent
+
+
+@pytest.mark.parametrize("model", [
+    {"use": "client.models:lenet"},
+    {"use": "client.models:convnet", "width": 1, "norm": "group"},
+    {"use": "client.models:convnet", "width": 1, "mode": "train"},
+])  # fmt: skip
+def test_every_kind_of_network_has_one(model: dict[str, Any], make_federation: Make) -> None:
+    fed = make_federation(model=model, data={"batch_size": 2, "auxiliary": 50}, chain=NOISY)
+    before = [t.clone() for t in fed.model.state_dict().values()]
+    found = limit_of(fed)
+    assert 0 < found < float(Auditor(fed).prior.covariance.trace()) / 784
+    assert all(torch.equal(a, b) for a, b in zip(before, fed.model.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_draws_that_follow_the_errors_average_as_uniform_ones_do(
+    batch_size: int, make_federation: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"use": "client.models:mlp", "hidden": [8]}
+    fed = make_federation(model=model, data={"batch_size": batch_size, "auxiliary": 60}, chain=NOISY)
+    known = Auditor(fed).knowledge(LIMIT)
+    params = {k: 30 * t for k, t in fed.initial()[0].items()}  # sure of itself: its errors are nearly all or nothing
+    errors = limits._errors(known, params, torch.arange(60))
+    assert known.auxiliary is not None
+    chances = fed.model.train().requires_grad_(False)
+    logits = torch.func.functional_call(chances, params, (known.normalise(known.auxiliary.x),))
+    right = logits.argmax(1) == known.auxiliary.y
+    assert float(errors[right].max()) < float(errors[~right].max())
+    monkeypatch.setattr(limits, "DRAWS", 6000)
+    drawn = list(limits._draws(known, params, seeded("draws")))
+    weights = torch.tensor([weight for _, weight in drawn])
+    assert float(weights.max()) <= 2
+    assert float(weights.mean()) == pytest.approx(1, abs=0.03)
+    marks = known.auxiliary.x.flatten(1).sum(1).double()
+    first = torch.tensor([float(batch.x[0].sum()) for batch, _ in drawn])
+    assert float((weights * first).mean()) == pytest.approx(float(marks.mean()), rel=0.03), "each place alike"
+    assert {len(batch.y) for batch, _ in drawn} == {batch_size}
+
+
+def test_where_there_is_no_limit_it_says_why(make_federation: Make) -> None:
+    fed = make_federation(chain=[NOISY[1]])
+    with pytest.raises(ValueError, match="no noise of a known density"):
+        limit_of(fed)
+    fed = make_federation(model={"use": "client.models:mlp", "hidden": [4]}, chain=NOISY)
+    auditor = Auditor(fed)
+    known, params = auditor.knowledge(LIMIT), fed.initial()[0]
+    with pytest.raises(ValueError, match="needs auxiliary images"):
+        bayes_limit(replace(known, auxiliary=None), params, auditor.prior, seeded("run"))
+    forgetful = replace(known, model=nn.Sequential(nn.Dropout(0.5), fed.model))
+    with pytest.raises(ValueError, match="layer '0' is dropout in train mode"):
+        bayes_limit(forgetful, params, auditor.prior, seeded("run"))
+
+
+def test_an_audit_gives_one_row_a_client_and_asks_for_no_truth(make_federation: Make, observe: Make) -> None:
+    fed = make_federation(model={"use": "client.models:mlp", "hidden": [4]}, data={"batch_size": 2}, chain=NOISY)
+
+    def forbidden(client: int, round: int) -> Batch:
+        raise AssertionError("a limit needs no truth")
+
+    both = Auditor(fed).audit(LIMIT, observe(fed, (0, 1)), others={0: 1, 1: 0}, truth=forbidden)
+    (alone,) = Auditor(fed).audit(LIMIT, observe(fed, (1,)), truth=forbidden)
+    assert [a.client for a in both] == [0, 1]
+    values = []
+    for outcome in (*both, alone):
+        assert [(r.attack, r.example, r.metric, r.status) for r in outcome.rows] == [
+            ("bayes_limit", WHOLE_BATCH, "mse", "converged"),
+            ("bayes_limit", WHOLE_BATCH, "psnr", "converged"),
+        ]
+        mse, psnr = (row.value for row in outcome.rows)
+        assert mse is not None
+        assert psnr == pytest.approx(-10 * math.log10(mse))
+        assert outcome.reconstruction.x is None
+        values.append(mse)
+    assert len(set(values)) == 1, "one bound a round, however its clients are packed"
+
+
+def test_an_audit_counts_a_limit_that_does_not_apply(make_federation: Make, observe: Make) -> None:
+    fed = make_federation()
+    (outcome,) = Auditor(fed).audit(LIMIT, observe(fed, (0,)))
+    assert [(r.metric, r.value, r.status) for r in outcome.rows] == [
+        ("mse", None, "not_applicable"),
+        ("psnr", None, "not_applicable"),
+    ]
+    assert outcome.reconstruction.reason == "the chain has no noise of a known density"
+
+
+def test_its_card_names_prior_and_form(make_federation: Make) -> None:
+    fed = make_federation(data={"auxiliary": 50}, chain=NOISY)
+    assert card(fed, LIMIT) == (
+        "chain gaussian(sigma=0.1) > local_sgd(rate=0.1); 1 example an update; "
+        "Gaussian prior fitted to 50 auxiliary images (Ledoit-Wolf shrinkage); labels known; "
+        "Fisher information by its trace in 8 blocks of the prior's directions (a weaker bound), averaged over 16 "
+        "batches of auxiliary images"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- certificate
+
+
+def test_reconstruction_robustness_on_paper() -> None:
+    # Phi(Phi^-1(0.1) + 1) = Phi(-1.28155 + 1)
+    assert reconstruction_robustness(0.1, 1.0) == pytest.approx(scipy.stats.norm.cdf(-0.2815515655))
+    assert reconstruction_robustness(0.5, 2.0) == pytest.approx(0.6914624612740131)  # Phi(1/2), of every table
+    assert reconstruction_robustness(0.1, 1e9) == pytest.approx(0.1), "in noise only the prior is left"
+    assert reconstruction_robustness(0.1, 1e-3) == pytest.approx(1.0)
+    assert (reconstruction_robustness(0.0, 1.0), reconstruction_robustness(1.0, 1.0)) == (0.0, 1.0)
+
+
+@given(st.floats(1e-6, 1 - 1e-6), st.floats(0.1, 100), st.integers(1, 50))
+def test_releases_count_as_less_noise(kappa: float, sigma: float, releases: int) -> None:
+    found = reconstruction_robustness(kappa, sigma, releases)
+    assert found == pytest.approx(reconstruction_robustness(kappa, sigma / math.sqrt(releases)))
+    assert found >= kappa * (1 - 1e-9)
+
+
+def test_no_test_between_two_gaussians_does_better_than_the_certificate() -> None:
+    """A guess of one in ten, and an attacker who sees the update: Neyman and Pearson's best test lands on the bound."""
+    draws = normal(200_000)
+    sigma, kappa = 0.8, 0.1
+    threshold = -scipy.stats.norm.ppf(kappa) * sigma  # accepted without the record: one in ten
+    success = float((1.0 + sigma * draws > threshold).double().mean())
+    assert success == pytest.approx(reconstruction_robustness(kappa, sigma), abs=0.005)

@@ -1,0 +1,466 @@
+"""Reproductions: sheets say what the papers say, scenes are what clients upload, figures have honest intervals."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from attacks.metrics import PSNR_CAP
+from client.components import SpecError
+from client.data import Dataset, mnist5k
+from client.rng import generator
+from client.update import gradient
+from simulations import reproduce, scenes
+from simulations.cli import main
+from simulations.reproduce import Outcome, attack, estimate, figures
+from simulations.reproduce import reproduce as run
+from simulations.scenes import choose, stage
+from simulations.sheets import Cell, Images, Sheet, load, names, parse, restrict
+from simulations.tune import away, candidates, space, tune
+from simulations.tune import main as tuning
+
+PAPERS = (
+    "bayes_fig4", "bayes_table2", "gaussian_world", "geiping_fig4", "geiping_fig5", "geiping_fig6", "geiping_table1",
+    "geiping_table2", "geiping_table3",
+)  # fmt: skip
+ANALYTIC = {
+    "name": "analytic",
+    "use": "attacks.analytic:analytic",
+    "iterations": 1,
+    "metrics": ["psnr", "mse", "success"],
+}
+SGD = {"use": "client.update:local_sgd", "rate": 0.5}
+
+
+def tables(**changes: Any) -> dict[str, Any]:
+    """A sheet of one exact cell: an MLP, met by the analytic attack, on digits that need no network."""
+    cell = {"name": "mlp", "model": {"use": "client.models:mlp", "hidden": [32]}, "attack": [ANALYTIC]}
+    small: dict[str, Any] = {"n": 4, "data": {"use": "client.data:mnist5k"}, "chain": [SGD]}
+    return {**small, "cell": [{**cell, **changes.pop("cell", {})}], **changes}
+
+
+def sheet(**changes: Any) -> Sheet:
+    return parse("small", tables(**changes))
+
+
+def only(found: Sheet) -> Cell:
+    (cell,) = found.cells
+    return cell
+
+
+def quiet(words: str) -> None:
+    """Says nothing."""
+
+
+# ------------------------------------------------------------------------------------------------------------- sheets
+
+
+def test_every_table_is_there_and_every_part_of_it_exists() -> None:
+    assert set(names()) >= set(PAPERS)
+    for name in names():
+        found = load(name)
+        assert found.title and found.note and (found.cells or found.world)
+        assert len({cell.name for cell in found.cells}) == len(found.cells)
+
+
+def test_sheets_say_what_the_papers_say() -> None:
+    """Figures copied from the papers' tables by hand."""
+
+    def references(name: str, attack: str) -> list[float | None]:
+        cells = [c for c in load(name).cells]
+        return [t.paper.get("psnr") for c in cells for t in c.trials if t.name == attack]
+
+    assert references("geiping_table1", "euclidean") == [46.25, 13.24, 10.29, 6.90]
+    assert references("geiping_table1", "inverting_gradients") == [18.00, 18.08, 19.83, 13.95]
+    assert references("geiping_table2", "inverting_gradients")[:5] == [16.92, 14.66, 16.49, 25.05, 16.58]
+    assert references("geiping_fig4", "inverting_gradients") == [19.02, 22.04, 22.94, 21.59, 20.98]
+    ablation = load("geiping_table3").cells[0]
+    assert [t.paper["psnr"] for t in ablation.trials] == [20.12, 15.13, 19.96, 5.13]
+    table = load("bayes_table2")
+    assert [t.paper["psnr"] for c in table.cells for t in c.trials if t.name == "bayes"] == [
+        19.63, 16.06, 19.48, 15.95, 18.40, 16.42, 18.27, 16.52, 21.86, 17.94, 21.87, 18.41, 20.73, 18.67, 20.54, 18.51,
+    ]  # fmt: skip
+    assert sum(len(c.trials) for c in table.cells) == 48
+    for cell in load("geiping_table2").cells:  # E epochs over n images in batches of B are E n / B steps
+        words = cell.name.split(",")[0].split()
+        epochs, n, batch = (int(w[1:]) for w in words[1:4])
+        assert (cell.images.batch_size, cell.chain[0]["steps"], cell.chain[0]["batch_size"]) == (
+            n,
+            epochs * n // batch,
+            batch,
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sede": 1}, "the sheet has no key 'sede' (it has: cell, chain, data"),
+        ({"cell": {"atack": []}}, "[[cell]] #1 has no key 'atack'"),
+        ({"cell": {"attack": []}}, "[[cell]] #1 mlp: no [[cell.attack]]"),
+        ({"cell": {"attack": [{**ANALYTIC, "tv": 1.0}]}}, "attack #1: analytic() has no argument 'tv'"),
+        ({"cell": {"attack": [{**ANALYTIC, "metrics": ["ssim"]}]}}, "metrics are of psnr, best_psnr, mse"),
+        ({"cell": {"attack": [{**ANALYTIC, "against": "dlg"}]}}, "against = 'dlg' is none of its attacks"),
+        ({"cell": {"attack": [{**ANALYTIC, "paper": {"psnr": "high"}}]}}, "paper psnr must be a number, got 'high'"),
+        ({"cell": {"attack": [{**ANALYTIC, "iterations": 0}]}}, "iterations must be at least 1, got 0"),
+        ({"chain": [{"use": "os:system"}]}, "chain #1: use = 'os:system' is not allowed here"),
+        ({"data": {"use": "client.data:mnist5k", "part": "all"}}, "part must be one of 'train', 'test', got 'all'"),
+        ({"n": "few"}, "n must be a whole number, got 'few'"),
+        ({"world": {"name": "gaussian_world", "n": 2, "iterations": 2}}, "either [[cell]]s or a [world]"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_sheet_is_told(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as told:
+        sheet(**changes)
+    assert message in str(told.value)
+
+
+def test_restricting_changes_n_iterations_and_cells_and_nothing_else() -> None:
+    whole = load("geiping_table1")
+    few = restrict(whole, n=2, budget=7, cells="lenet*")
+    assert [c.name for c in few.cells] == ["lenet untrained", "lenet trained"]
+    assert {(c.n, t.budget.iterations) for c in few.cells for t in c.trials} == {(2, 7)}
+    assert restrict(whole, None, None, None) == whole
+    assert [c.name for c in restrict(whole, None, None, "20 tr").cells] == ["resnet20 trained"]
+    for arguments, message in (
+        ((0, None, None), "--n must be at"),
+        ((None, 0, None), "--budget"),
+        ((1, 1, "vgg"), "'vgg'; it"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            restrict(whole, *arguments)
+
+
+def test_heavy_cells_run_only_when_they_are_named() -> None:
+    whole = load("geiping_fig6")
+    heavy = {c.name for c in whole.cells if c.heavy}
+    assert heavy == {"resnet32-10, batch of 100"}
+    assert not heavy & {c.name for c in restrict(whole, None, None, None).cells}
+    assert {c.name for c in restrict(whole, None, None, "resnet32-10*").cells} == heavy
+
+
+# ------------------------------------------------------------------------------------------------------------- scenes
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_images_are_the_first_of_their_part_in_order(part: Any) -> None:
+    data = mnist5k()
+    x, y = (data.x_test, data.y_test) if part == "test" else (data.x, data.y)
+    found = choose(data, Images("", part, first=3, batch_size=2), n=5)
+    assert torch.equal(torch.cat([b.x for b in found]), x[3:13].float() / 255)
+    assert torch.equal(torch.cat([b.y for b in found]), y[3:13])
+
+
+def test_distinct_batches_have_no_class_twice_and_leave_no_image_out() -> None:
+    data = mnist5k()
+    found = choose(data, Images("", batch_size=8, distinct=True), n=6)
+    assert all(len(set(b.y.tolist())) == 8 for b in found)
+    keys = [t.numpy().tobytes() for b in found for t in b.x]
+    assert len(set(keys)) == 48
+    first = {(data.x_test[i].float() / 255).numpy().tobytes() for i in range(8)}
+    assert first <= set(keys), "the first images come first, whatever their classes"
+
+
+def test_too_few_images_are_told() -> None:
+    with pytest.raises(
+        SpecError, match="mnist5k, test part, has too few images for 1001 updates of 1 from number 0 on"
+    ):
+        choose(mnist5k(), Images(""), n=1001)
+    with pytest.raises(SpecError, match="too few images"):
+        choose(mnist5k(), Images("", batch_size=11, distinct=True), n=1)
+
+
+def test_a_scene_is_what_clients_upload_and_what_a_server_knows() -> None:
+    noise = {"use": "defenses.noise:gaussian", "sigma": 0.1}
+    cell = only(sheet(chain=[noise, SGD], data={"use": "client.data:mnist5k", "batch_size": 3}))
+    scene = stage(cell, seed=5)
+    data = mnist5k()
+    plain = gradient(scene.known.model, normalise=data.normalise)
+    for k, (seen, truth) in enumerate(zip(scene.observations, scene.truth, strict=True)):
+        assert torch.equal(truth.x, data.x_test[3 * k : 3 * k + 3].float() / 255)
+        rng = generator(5, "client", k, 1)
+        g = plain(seen.params, truth, None)
+        for name in g:
+            drawn = torch.randn(g[name].shape, generator=rng)
+            torch.testing.assert_close(seen.update[name], -0.5 * (g[name] + 0.1 * drawn))
+    assert scene.known.labels is None
+    assert scene.known.auxiliary is not None
+    assert torch.equal(scene.known.auxiliary.y, data.y[-200:]), "public images, of which none is attacked or trained on"
+
+
+def test_mean_and_std_can_be_those_the_network_was_trained_with() -> None:
+    data = {"use": "client.data:mnist5k", "mean": [0.5], "std": [0.25]}
+    scene = stage(only(sheet(data=data)), 0)
+    assert (scene.known.mean, scene.known.std) == ((0.5,), (0.25,))
+    with pytest.raises(SpecError, match="mean and std need 1 numbers each"):
+        stage(only(sheet(data={**data, "mean": [0.5, 0.5]})), 0)
+
+
+def test_trained_networks_are_trained_and_training_is_pure_in_the_seed() -> None:
+    trained = only(sheet(train={"steps": 150, "rate": 3e-3}))
+    first = stage(trained, 0)
+    assert first.note.startswith("150 steps of training, ")
+    assert int(first.note.split()[4].removesuffix("%")) > 75
+    scenes._STATES.clear()
+    again, other = stage(trained, 0), stage(only(sheet()), 0)
+    params = [torch.cat([p.flatten() for p in s.observations[0].params.values()]) for s in (first, again, other)]
+    assert torch.equal(params[0], params[1])
+    assert (params[0] - params[2]).abs().mean() > 1e-3
+
+
+def test_training_with_the_defense_on_learns_from_defended_gradients() -> None:
+    """Signs of each example's gradient, averaged, are not the sign of the average: the two runs part at once."""
+    chain = [{"use": "defenses.sign:sign"}, SGD]
+    runs = [
+        stage(only(sheet(chain=chain, train={"steps": 1, "batch_size": 8, "defended": on, "rate": 0.1})), 0)
+        for on in (True, False)
+    ]
+    cell = only(sheet(chain=chain))
+    network, _ = scenes._network(cell, mnist5k(), 0)
+    compute = scenes._defended(network, cell, mnist5k())
+    batch = choose(mnist5k(), Images("", "train", batch_size=8), 1)[0]
+    params = dict(network.named_parameters())
+    plain = gradient(network, normalise=mnist5k().normalise)
+    signs = [plain(params, type(batch)(batch.x[[i]], batch.y[[i]]), None) for i in range(8)]
+    for name, found in compute(params, batch, None).items():
+        torch.testing.assert_close(found, torch.stack([g[name].sign() for g in signs]).mean(0))
+    differ = [(runs[0].observations[0].params[k] - runs[1].observations[0].params[k]).abs().max() for k in params]
+    assert max(differ) > 0.1
+
+
+def test_checkpoints_come_from_the_local_data_folder(no_local_data: Path) -> None:
+    cell = only(sheet(cell={"weights": "w.safetensors"}))
+    with pytest.raises(SpecError, match=r"cell mlp: weights: .*w.safetensors cannot be read"):
+        stage(cell, 0)
+    state = {k: p + 1 for k, p in stage(only(sheet()), 0).observations[0].params.items()}
+    save_file(state, no_local_data / "w.safetensors")
+    params = stage(cell, 0).observations[0].params
+    assert all(torch.equal(params[k], state[k]) for k in state)
+
+
+def test_without_local_data_the_folder_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FEDLEAK_DATA", str(tmp_path / "gone"))
+    with pytest.raises(SpecError, match="looked for in the local data folder: set FEDLEAK_DATA to it"):
+        stage(only(sheet(cell={"weights": "w.safetensors"})), 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def test_an_exact_attack_scores_the_cap_and_every_success() -> None:
+    rows = {row.metric: row for row in run(sheet(n=6), quiet)}
+    assert (rows["psnr"].here, rows["psnr"].low, rows["psnr"].high) == (PSNR_CAP, PSNR_CAP, PSNR_CAP)
+    assert rows["mse"].here is not None and rows["mse"].here < 1e-10
+    wilson = 1 / (1 + 1.959963984540054**2 / 6)  # of 6 in 6, by hand
+    assert rows["success"].here == 1
+    assert rows["success"].low == pytest.approx(wilson)
+    assert {r.n for r in rows.values()} == {6}
+    assert all(r.reference is None for r in rows.values())
+
+
+def test_a_failed_attack_is_graded_as_grey_and_counted() -> None:
+    lenet = {"model": {"use": "client.models:lenet"}}  # its first layer is a convolution: not applicable
+    rows = {row.metric: row for row in run(sheet(cell=lenet), quiet)}
+    truth = mnist5k().x_test[:4].double() / 255
+    assert rows["mse"].here == pytest.approx(float((truth - 0.5).square().mean()))
+    assert rows["success"].here == 0
+    assert all("4 of 4 attacks failed, graded as grey" in r.note for r in rows.values())
+
+
+def test_beside_every_score_stands_that_of_the_mean_public_image() -> None:
+    data = mnist5k()
+    mean = data.x[-200:].double().mean(0) / 255
+    errors = (data.x_test[:4].double() / 255 - mean).square().flatten(1).mean(1)
+    rows = {row.metric: row for row in run(sheet(), quiet)}
+    assert rows["mse"].floor == pytest.approx(float(errors.mean()), rel=1e-5)
+    assert rows["psnr"].floor == pytest.approx(float((-10 * errors.log10()).mean()), rel=1e-5)
+    assert rows["success"].floor is None
+
+
+def test_how_updates_are_packed_into_waves_changes_rounding_only() -> None:
+    matching = {"name": "ig", "use": "attacks.matching:inverting_gradients", "iterations": 5}
+    cell = only(sheet(cell={"attack": [matching], "model": {"use": "client.models:lenet"}}))
+    scene = stage(cell, 0)
+    whole, split = (attack(cell.trials[0], scene, 0, wave) for wave in (4, 3))
+    torch.testing.assert_close(whole.psnr, split.psnr, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(whole.psnr, attack(cell.trials[0], scene, 1, 4).psnr, rtol=1e-3), (
+        "the seed draws the start"
+    )
+
+
+def test_an_unknown_defense_is_not_in_the_attackers_chain() -> None:
+    chain = [{"use": "defenses.prune:prune", "keep": 0.5}, SGD]
+    matching = {"use": "attacks.matching:inverting_gradients", "iterations": 30}
+    trials = [{**matching, "name": d, "defense": d} for d in ("known", "unknown")]
+    cell = only(sheet(chain=chain, cell={"attack": trials, "model": {"use": "client.models:lenet"}}))
+    scene = stage(cell, 0)
+    known, unknown = (attack(t, scene, 0, 4).psnr for t in cell.trials)
+    assert not torch.allclose(known, unknown, atol=1e-3)
+
+
+def test_an_estimate_grows_with_the_budget() -> None:
+    matching = {"name": "ig", "use": "attacks.matching:inverting_gradients", "iterations": 100}
+    cell = only(sheet(cell={"attack": [matching], "model": {"use": "client.models:lenet"}}))
+    scene, (trial,) = stage(cell, 0), cell.trials
+    assert estimate(replace(trial, budget=replace(trial.budget, iterations=2)), scene, 0, 4) == 0
+    assert estimate(trial, scene, 0, 4) > 0
+
+
+def outcome(mse: list[float], iterations: list[float]) -> Outcome:
+    errors = torch.tensor(mse, dtype=torch.float64)[:, None]
+    return Outcome(-10 * errors.log10(), errors, torch.tensor(iterations, dtype=torch.float64), 0, 0.0, {})
+
+
+def test_gains_are_ratios_that_can_be_done_on_paper() -> None:
+    """Ours recovers 3 of 4 in 10, 20 and 30 iterations, theirs 2 of 4 in 40 and 60: 50 % more, in 60 % less."""
+    ours = outcome([1e-4, 1e-4, 1e-4, 1.0], [10, 20, 30, 99])
+    theirs = outcome([1e-4, 1.0, 1e-4, 1.0], [40, 99, 60, 99])
+    measures = reproduce.MEASURES
+    value, low, high = measures["success_gain"](ours, theirs)
+    assert value == pytest.approx(50)
+    assert low is not None and high is not None and low <= 50 <= high
+    assert measures["iterations_saved"](ours, theirs)[0] == pytest.approx(60)
+    assert measures["iterations"](ours, None)[0] == pytest.approx(20)
+    assert measures["success"](ours, None)[0] == 0.75
+    nothing = outcome([1.0, 1.0], [5, 5])
+    assert measures["iterations"](nothing, None) == (None, None, None)
+    assert measures["success_gain"](nothing, nothing) == (None, None, None)
+
+
+def test_intervals_resample_updates_and_one_update_gives_none() -> None:
+    """Images of one update are alike here, so its interval is that of three numbers, not of twelve."""
+    values = torch.tensor([[10.0] * 4, [20.0] * 4, [30.0] * 4], dtype=torch.float64)
+    value, low, high = reproduce._mean(values)
+    spread = np.random.default_rng(1).choice([10.0, 20.0, 30.0], (20_000, 3)).mean(1)
+    assert value == 20
+    assert (low, high) == pytest.approx(tuple(np.quantile(spread, (0.025, 0.975))), abs=0.5)
+    assert reproduce._mean(values[:1]) == (10.0, None, None)
+
+
+def test_figures_say_what_budget_the_paper_had() -> None:
+    paper = {"psnr": 18.0, "spread": 3.0, "n": 100, "iterations": 4800, "restarts": 2}
+    cell = only(sheet(cell={"attack": [{**ANALYTIC, "metrics": ["psnr"], "paper": paper}]}))
+    (row,) = figures(cell, cell.trials[0], outcome([1e-3] * 4, [1] * 4), {}, "trained")
+    assert (row.reference, row.spread, row.here, row.note) == (18.0, 3.0, pytest.approx(30), "trained")
+    assert row.budget == "n 4 of 100, iterations 1 of 4800, restarts 1 of 2"
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_prints_one_object_a_line_and_keeps_the_figures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = tmp_path / "results" / "bayes_fig4.json"
+    assert main(["reproduce", "bayes_fig4", "--n", "8", "--budget", "10", "--json", "-o", str(kept)]) == 0
+    printed, said = capsys.readouterr()
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        assert list(line) == ["cell", "attack", "metric", "reference", "here", "low", "high", "n"]
+        assert line["low"] <= line["here"] <= line["high"] and math.isfinite(line["here"])
+        assert line["n"] == 8
+    assert "s left" in said and str(kept) in said
+    record = json.loads(kept.read_text())
+    assert record["name"] == "bayes_fig4"
+    assert record["environment"]["packages"]["torch"] == torch.__version__
+    assert [r["here"] for r in record["rows"]] == [line["here"] for line in lines]
+
+
+def test_the_table_shows_paper_and_here_and_says_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "gaussian_world", "--n", "8", "--budget", "60", "--cells", "*= 0.1"]) == 0
+    printed = capsys.readouterr().out
+    assert "sigma / |g| = 0.1" in printed and "= 0.01" not in printed
+    assert "95 % interval" in printed and "n 8, iterations at most 60" in printed
+    assert "no attacker can beat" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["geiping_table9"], "there is nothing called 'geiping_table9' to reproduce; there are "),
+        (["gaussian_world", "--n", "0"], "--n must be at least 1, got 0"),
+        (["gaussian_world", "--n", "4", "--budget", "4", "--cells", "x"], "no cell of gaussian_world matches 'x'"),
+        (["geiping_table1", "--cells", "x"], "no cell of geiping_table1 matches 'x'; it has: lenet untrained,"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", *arguments]) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith("fedleak: ") and message in told
+
+
+def test_missing_data_is_one_sentence_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def offline(*_: object) -> Dataset:
+        raise FileNotFoundError("cifar10 is neither in a local folder (FEDLEAK_DATA) nor to be downloaded")
+
+    scenes._read.cache_clear()
+    monkeypatch.setattr("client.data._cifar", offline)  # a download would need the network
+    assert main(["reproduce", "geiping_table1", "--cells", "lenet untrained"]) == 2
+    assert "cell lenet untrained: data: cifar10 is neither" in capsys.readouterr().err
+
+
+def test_a_cell_of_every_paper_runs_from_end_to_end(local_data: Path) -> None:
+    """One iteration on one update of the first cell of each table, on the real data."""
+    for name in names():
+        found = load(name)
+        if not found.cells or found.cells[0].train is not None:
+            continue
+        rows = list(run(restrict(replace(found, cells=found.cells[:1]), 1, 1, None), quiet))
+        assert rows, name
+        assert all(r.here is None or math.isfinite(r.here) for r in rows)
+
+
+# ------------------------------------------------------------------------------------------------------------- tuning
+
+
+def matching_sheet(**attack_table: Any) -> Sheet:
+    matching = {"name": "ig", "use": "attacks.matching:inverting_gradients", "iterations": 3, "tv": 0.5, **attack_table}
+    return sheet(cell={"attack": [matching, ANALYTIC], "model": {"use": "client.models:lenet"}})
+
+
+def test_tuning_images_are_never_those_that_are_reported() -> None:
+    for cell in load("bayes_table2").cells:
+        moved = away(cell, 4)
+        reported = range(cell.images.first, cell.images.first + cell.n * cell.images.batch_size)
+        tuned = range(moved.images.first, moved.images.first + 4 * moved.images.batch_size)
+        assert not set(reported) & set(tuned)
+    with pytest.raises(SpecError, match="reports more than 500 images"):
+        away(replace(only(sheet()), n=501), 4)
+
+
+def test_every_attack_gets_the_same_trials_and_the_sheets_own_settings_are_one() -> None:
+    (trial, _) = only(matching_sheet()).trials
+    found = list(candidates(trial, 5, seed=0, cell="a"))
+    assert found == list(candidates(trial, 5, seed=0, cell="a"))
+    assert len(found) == 5 and found[0] == {"tv": 0.5}
+    bounds = space(trial.table)
+    assert all(bounds[k].low <= v <= bounds[k].high for c in found[1:] for k, v in c.items())
+    assert len({c["tv"] for c in found}) == 5
+    assert found != list(candidates(trial, 5, seed=1, cell="a"))
+
+
+def test_tuning_returns_the_candidate_of_the_highest_psnr() -> None:
+    (best,) = tune(matching_sheet(), n=2, trials=4)  # the analytic attack has nothing to tune
+    cell = away(only(matching_sheet()), 2)
+    scene, trial = stage(cell, 0), cell.trials[0]
+    tried = [
+        (round(float(attack(replace(trial, table={**trial.table, **c}), scene, 0, cell.wave).psnr.mean()), 2), c)
+        for c in candidates(trial, 4, 0, cell.name)
+    ]
+    assert best.psnr == max(tried, key=lambda pair: pair[0])[0]
+    assert best.settings in [c for value, c in tried if value == best.psnr]
+
+
+def test_tuning_tells_a_mistake_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tuning(["geiping_table9"]) == 2
+    assert "tune: there is nothing called 'geiping_table9'" in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""The attack service beside a training: looked after, told when it is dead, left at once when the user wants no more."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from server.curious import Tap
+from server.door import Accepted, Intake
+from server.ledger import Ledger
+from server.run import Run
+from server.scenario import Scenario
+from simulations import simulate as module
+from simulations.launch import AuditFailed, TrainingFailed
+from simulations.simulate import RESTARTS, Interrupt, new_run, simulate
+
+pytestmark = pytest.mark.slow  # the attack service is a process of its own, which loads torch
+
+TABLES = {
+    "rounds": 1,
+    "clients": 2,
+    "data": {"use": "client.data:mnist5k"},
+    "model": {"use": "client.models:mlp", "hidden": [16]},
+    "chain": [{"use": "client.update:local_sgd", "rate": 0.1}],
+    "audit": {"executor": "local", "wave": 1},
+}
+QUICK = {"use": "attacks.analytic:analytic"}
+ENDLESS = {"use": "attacks.matching:inverting_gradients", "iterations": 10_000_000}
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Callable[[object], tuple[Run, Scenario]]:
+    """A run whose first round is on the tape, its jobs in the queue."""
+
+    def make(attack: object) -> tuple[Run, Scenario]:
+        scenario = Scenario.from_tables({**TABLES, "attack": [attack]})
+        run = new_run(scenario, "small", tmp_path / "runs")
+        params, buffers = scenario.federation.initial()
+        updates = [scenario.federation.client_update(params, buffers, c, 1) for c in range(2)]
+        with run.ledger() as ledger:
+            accepted = tuple(Accepted(c, u, 1, {}) for c, u in enumerate(updates))
+            Tap(ledger, run.tape(), scenario.plan)(Intake(1, params, buffers, accepted, ()))
+        return run, scenario
+
+    return make
+
+
+Made = Callable[[object], tuple[Run, Scenario]]
+
+
+def quietly() -> Console:
+    return Console(stderr=True)
+
+
+def trains(monkeypatch: pytest.MonkeyPatch, work: Callable[[Ledger, Interrupt], None]) -> None:
+    """In the place of Flower's minutes: what happens while a federation trains, as far as it matters here."""
+
+    def train(run: Run, ledger: Ledger, scenario: Scenario, keeper: object, interrupt: Interrupt) -> None:
+        work(ledger, interrupt)
+
+    monkeypatch.setattr(module, "_train", train)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_what_a_failed_training_had_sent_is_attacked_before_its_failure_is_told(
+    begun: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, scenario = begun(QUICK)
+
+    def work(ledger: Ledger, interrupt: Interrupt) -> None:
+        raise TrainingFailed("the link is down")
+
+    trains(monkeypatch, work)
+    with pytest.raises(TrainingFailed, match="the link is down"):
+        simulate(run, scenario, quietly(), Interrupt())
+    with run.ledger() as ledger:
+        assert (ledger.progress().done, ledger.progress().total) == (6, 6)
+    assert run.holder("audit") is None
+
+
+def test_an_attack_service_that_keeps_dying_is_told_with_the_end_of_its_log(
+    begun: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, scenario = begun(QUICK)
+    (run.folder / "scenario.toml").write_text("rounds = = 1")  # the service reads it, and cannot
+    trains(monkeypatch, lambda ledger, interrupt: None)
+    interrupt = Interrupt()
+    with pytest.raises(AuditFailed) as failed:
+        simulate(run, scenario, quietly(), interrupt)
+    assert str(failed.value).splitlines()[0] == "the attack service died (exit status 2)"
+    assert "scenario.toml: not a readable TOML file" in str(failed.value)
+    log = (run.folder / "logs" / "audit.log").read_text()
+    assert log.count("not a readable TOML file") == 1 + RESTARTS, "it was given its chances"
+    assert not interrupt.asked, "nobody wanted it to stop"
+
+
+def test_a_second_ctrl_c_ends_the_attacks_in_flight(begun: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, scenario = begun(ENDLESS)
+
+    def work(ledger: Ledger, interrupt: Interrupt) -> None:
+        wait_for(lambda: ledger.progress().leased)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: interrupt.asked)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: False)
+
+    trains(monkeypatch, work)
+    with Interrupt().caught() as interrupt, pytest.raises(KeyboardInterrupt):
+        simulate(run, scenario, quietly(), interrupt)
+    assert run.holder("audit") is None, "an attack of days was not waited for"
+    with run.ledger() as ledger:
+        assert ledger.progress().done == 0
+        assert ledger.progress().leased > 0
+
+
+def test_a_service_that_is_stopped_alone_is_an_interrupted_run(begun: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fedleak stop` finds no training any more, and speaks to the service."""
+    run, scenario = begun(QUICK)
+
+    def work(ledger: Ledger, interrupt: Interrupt) -> None:
+        wait_for(lambda: run.holder("audit") is not None)
+        wait_for(lambda: ledger.progress().done)
+        holder = run.holder("audit")
+        assert holder is not None
+        os.kill(holder, signal.SIGTERM)
+
+    trains(monkeypatch, work)
+    interrupt = Interrupt()
+    simulate(run, scenario, quietly(), interrupt)
+    assert interrupt.asked
