@@ -4,20 +4,24 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from attacks.base import Knowledge, Reconstruction, Status, Stream, Wave
 from attacks.limits import GaussianPrior, bayes_limit, form
+from attacks.matching import GradientMatching
 from attacks.metrics import Metric, image_metrics, label_accuracy, match
-from attacks.plan import BASELINES, PlannedAttack, describe
+from attacks.plan import PlannedAttack, describe
 from client.protocol import Federation
 from client.rng import generator
-from client.update import Batch, Chain
+from client.update import Batch, Chain, UpdateFn, gradient
 
 WHOLE_BATCH = -1  # the example number of a row that speaks of the whole batch
+NO_DERIVATIVE = (  # on the card of an attack that cannot move
+    "the chain's noise-free form has no derivative, so gradient matching cannot work: give the link a differentiable mean"
+)
 Truth = Callable[[int, int], Batch]  # (client, round) -> the private batch
 
 
@@ -119,7 +123,7 @@ class Auditor:
             found = replace(found, seconds=seconds)
             paired, rows = self._grade(planned.name, wave.round, client, found, truth)
             other = (others or {}).get(client)
-            if other is not None and planned.name not in BASELINES:
+            if other is not None and not planned.is_baseline:
                 rows += self._grade(f"wrong_client({planned.name})", wave.round, other, replace(found, y=None), truth)[
                     1
                 ]
@@ -179,25 +183,57 @@ def _reorder(y: Tensor | None, order: Tensor) -> Tensor | None:
 
 def card(fed: Federation, planned: PlannedAttack) -> str:
     """The threat model in words; of a limit, what it is a limit of."""
-    links = " > ".join(
-        ("each " if t.get("each") else "") + describe({k: v for k, v in t.items() if k != "each"})
-        for t in fed.protocol.chain
-    )
+    images = f"{len(fed.shards.auxiliary)} auxiliary images of the same distribution"
+    if planned.is_baseline:
+        return f"{images} and nothing else"
+    links = " > ".join(map(describe, fed.protocol.chain))
     batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update"
     if planned.is_limit:
         return "; ".join([f"chain {links}", batch, *_limit_parts(fed)])
-    norms = [m for m in fed.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    attack = planned.build()
+    matching = isinstance(attack, GradientMatching)
+    own = attack.labels if isinstance(attack, GradientMatching) else "restored"
+    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
     parts = [
         "honest server",
-        f"labels {planned.labels}",
+        f"labels {own if planned.labels == 'restored' else planned.labels}",
         f"chain {planned.defense}: {links}",
+        *([NO_DERIVATIVE] if matching and planned.defense == "known" and _is_flat(fed) else []),
         batch,
-        f"normalisation known, {len(fed.shards.auxiliary)} auxiliary images of the same distribution",
+        f"normalisation known, {images}",
         *([f"BatchNorm in {'train' if fed.model.training else 'eval'} mode, statistics known"] if norms else []),
-        f"{planned.budget.iterations} iterations x {planned.budget.restarts} restart"
-        f"{'s' if planned.budget.restarts > 1 else ''}",
+        str(planned.budget),
     ]
     return "; ".join(parts)
+
+
+@lru_cache(maxsize=1)
+def _is_flat(fed: Federation) -> bool:
+    """Whether the images move the update of local training, and not at all what the chain's noise-free form makes of it."""
+    if len(fed.chain.links) == 1:
+        return False
+    rng = generator(fed.protocol.seed, "derivative")
+    shape = fed.shards.dataset.shape
+    batch = Batch(torch.rand(2, *shape, generator=rng), torch.randint(fed.shards.dataset.classes, (2,), generator=rng))
+    bare = gradient(fed.model, normalise=fed.shards.dataset.normalise)
+    try:
+        update, slope = _slope(fed, fed.chain.mean(bare), batch)
+        return update > 0 and slope == 0 and _slope(fed, fed.chain.local(bare), batch)[1] > 0
+    except RuntimeError:  # a network without a second derivative: each attack fails with torch's words for it
+        return False
+
+
+def _slope(fed: Federation, client: UpdateFn, batch: Batch) -> tuple[float, float]:
+    """Largest entries of an update, and of the derivative of a random projection of it by the images."""
+    x = batch.x.clone().requires_grad_()
+    update = client(fed.initial()[0], Batch(x, batch.y), None)
+    rng = generator(fed.protocol.seed, "projection")
+    projected = torch.stack([(t * torch.randn(t.shape, generator=rng)).sum() for t in update.values()]).sum()
+    largest = max(float(t.detach().abs().max()) for t in update.values())
+    if not projected.requires_grad:
+        return largest, 0.0
+    (slope,) = torch.autograd.grad(projected, x, allow_unused=True)
+    return largest, 0.0 if slope is None else float(slope.abs().max())
 
 
 def _limit_parts(fed: Federation) -> list[str]:

@@ -122,6 +122,14 @@ class Budget:
         if self.seconds is not None and not self.seconds > 0:
             raise ValueError(f"seconds must be above 0, got {self.seconds}")
 
+    def __str__(self) -> str:
+        words = f"{_counted(self.iterations, 'iteration')} x {_counted(self.restarts, 'restart')}"
+        return words + (f", at most {self.seconds:g} s a wave" if self.seconds is not None else "")
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" + ("" if n == 1 else "s")
+
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:

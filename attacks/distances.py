@@ -6,7 +6,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,12 @@ class Products(NamedTuple):
 
 
 class ByProducts(Distance):
-    """A distance that inner products decide, for which large gradients need not be formed."""
+    """A distance that inner products decide, for which large gradients need not be formed.
+
+    joint: only the products of whole updates count, not those of each tensor.
+    """
+
+    joint: ClassVar[bool] = True
 
     @abstractmethod
     def of(self, products: Mapping[str, Products]) -> Tensor:
@@ -44,6 +49,10 @@ class ByProducts(Distance):
         return self.of(
             {k: Products((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()}
         )
+
+    def between(self, seen: Tensor, expected: Tensor) -> Tensor:
+        """The distances (P,) of P updates as matrices (P, entries), where the distance is a joint one."""
+        return self.of({"": Products(_dots(seen, expected), _dots(seen, seen), _dots(expected, expected))})
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class layer_cosine(ByProducts):
     """
 
     decay: float = 1.0
+    joint: ClassVar[bool] = False
 
     def of(self, products: Mapping[str, Products]) -> Tensor:
         terms = torch.stack([_one_minus_cosine(p) for p in products.values()])
@@ -80,6 +90,9 @@ class squared(ByProducts):
         total = _total(products)
         return _difference(total) / total.seen.clamp_min(_TINY)
 
+    def between(self, seen: Tensor, expected: Tensor) -> Tensor:
+        return _dots(difference := seen - expected, difference) / _dots(seen, seen).clamp_min(_TINY)
+
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         return _squares(seen, expected) / norm(seen).square().clamp_min(_TINY)
 
@@ -93,6 +106,9 @@ class gaussian_likelihood(ByProducts):
 
     def of(self, products: Mapping[str, Products]) -> Tensor:
         return _difference(_total(products), self.shrink) / (2 * self.sigma**2)
+
+    def between(self, seen: Tensor, expected: Tensor) -> Tensor:
+        return _dots(difference := seen - expected / self.shrink, difference) / (2 * self.sigma**2)
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         return _squares(seen, _grown(expected, self.shrink)) / (2 * self.sigma**2)
@@ -174,6 +190,11 @@ def likelihood(conditional: Conditional | None, batch_size: int) -> Distance:
     elif conditional.scale:
         inner = laplace_likelihood(conditional.scale, conditional.shrink)
     return visible(inner) if conditional.sparse else inner
+
+
+def _dots(a: Tensor, b: Tensor) -> Tensor:
+    """The inner product of each row."""
+    return torch.bmm(a[:, None], b[:, :, None]).view(-1)
 
 
 def _total(products: Mapping[str, Products]) -> Products:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn import grad as nn_grad
 from torch.overrides import TorchFunctionMode
 
-from client.update import Params, Update
+from client.update import Params, untracked
 
 CACHE = 2**18  # numbers that a core's own cache holds beside what else is in use
 WIDE = 64  # channels from which a convolution's kernel gradient is computed one problem after the other
@@ -66,6 +66,8 @@ def gradients(model: nn.Module, params: Params, x: Tensor, y: Tensor, factor: fl
         Unsupported: the model cannot be treated so.
     """
     problems, size = x.shape[:2]
+    if problems == 1 and not (factors and any(p.dim() == 2 and p.numel() >= FORM_BELOW for p in params.values())):
+        return _alone(model, params, x[0], y[0], factor)
     logits, calls = _run(model, params, x.flatten(0, 1))
     loss = F.cross_entropy(logits, y.flatten(0, 1), reduction="sum") * (factor / size)
     outs = [call.out for call in calls]
@@ -77,6 +79,15 @@ def gradients(model: nn.Module, params: Params, x: Tensor, y: Tensor, factor: fl
     unused = params.keys() - result.keys()
     result |= {name: x.new_zeros(problems, *params[name].shape) for name in unused}
     return {name: result[name] if factors and _large(result[name]) else _form(result[name]) for name in params}
+
+
+def _alone(model: nn.Module, params: Params, x: Tensor, y: Tensor, factor: float) -> Gradients:
+    """The gradients of a single problem, by autograd itself: there is nothing to keep apart."""
+    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    with untracked(model):
+        loss = factor * F.cross_entropy(functional_call(model, leaves, (x,)), y)
+    found = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, materialize_grads=True)
+    return {name: g[None] for name, g in zip(leaves, found, strict=True)}
 
 
 _overwriting: WeakSet[nn.Module] = WeakSet()  # models that change layers' outputs in place, known from their first run
@@ -109,11 +120,9 @@ def independent(model: nn.Module, params: Params, x: Tensor) -> bool:
     return torch.allclose(together, alone, rtol=1e-3, atol=1e-5 * float(alone.abs().max()))
 
 
-def arranged(seen: Update) -> Update:
-    """Stacked updates (P, ...), kernels in the memory order in which this file forms them: products run over both."""
-    kernel = (0, 1, 3, 4, 2)
-    back = (0, 1, 4, 2, 3)
-    return {k: t.permute(kernel).contiguous().permute(back) if t.dim() == 5 else t for k, t in seen.items()}
+def flattened(update: Mapping[str, Tensor]) -> Tensor:
+    """Stacked updates as one matrix (P, entries), kernels in the order in which this file forms them."""
+    return torch.cat([(t.permute(0, 1, 3, 4, 2) if t.dim() == 5 else t).flatten(1) for t in update.values()], 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- layers

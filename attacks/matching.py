@@ -17,7 +17,7 @@ from torch.func import vmap
 from attacks import labels as labelling
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from attacks.distances import ByProducts, Distance, Products, cosine, likelihood, squared
-from attacks.gradients import Factors, Gradients, Unsupported, arranged, gradients, independent
+from attacks.gradients import Factors, Gradients, Unsupported, flattened, gradients, independent
 from attacks.memory import halving
 from attacks.optimizers import Optimizer, adam, lbfgs, minimise, restarted
 from attacks.priors import Energy, Prior, batch_statistics, magnitude, total_variation
@@ -43,7 +43,6 @@ class GradientMatching(Attack):
         surrogate: for several local steps: match one gradient, at a point between the weights before and after them that
             is found too (SME: Zhu et al., 2023), instead of unrolling the steps.
         double: in float64, for attacks that are exact.
-        compiled: let torch.compile fuse the step: a minute or two of compiling, worth it from some ten thousand iterations.
     """
 
     likelihood: Distance | None = None
@@ -57,7 +56,6 @@ class GradientMatching(Attack):
     radius: float = 0.0
     surrogate: bool = False
     double: bool = False
-    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("group", self.group), ("radius", self.radius)):
@@ -87,7 +85,7 @@ class GradientMatching(Attack):
             return not_applicable(wave, reason)
         soft = self.labels == "optimised" and known.labels is None
         try:
-            y = None if soft else labelling.restore(wave, known)  # (K, B)
+            y = None if soft else self._labels(wave, known, budget.restarts, streams)  # (P, B)
             dtype = next(iter(wave.params.values())).dtype
             if self.double:
                 wave, known = _doubled(wave, known)
@@ -103,6 +101,15 @@ class GradientMatching(Attack):
         descend = self._quasi_newton if isinstance(self.optimizer, lbfgs) else self._adam
         objectives, spent = descend(problems, variables, budget, clock, draw)
         return self._answers(problems, variables, objectives, spent, budget, (time.perf_counter() - started))
+
+    def _labels(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Tensor:
+        """Labels (P, B) of each problem; where local steps take slices of the batch, restarts try which holds which."""
+        y = labelling.restore(wave, known)
+        size = known.chain.local.batch_size
+        if known.labels is not None or size is None or size >= known.batch_size:
+            return y.repeat_interleave(restarts, 0)
+        orders = [labelling.assignments(y[k], size, restarts, s("assignments", 0)) for k, s in enumerate(streams)]
+        return torch.cat([order[torch.arange(restarts) % len(order)] for order in orders])
 
     def _answers(
         self,
@@ -120,7 +127,7 @@ class GradientMatching(Attack):
         for k, best in enumerate(objectives.argmin(1).tolist()):
             row = k * restarts + best
             x = known.pixels(variables["x"][row]).clamp(0, 1).to(problems.dtype)
-            y = variables["y"][row].argmax(1) if problems.labels is None else problems.labels[k]
+            y = variables["y"][row].argmax(1) if problems.labels is None else problems.labels[row]
             done = int(spent[k * restarts : (k + 1) * restarts].max())
             status: Status = "converged"
             reason = ""
@@ -285,10 +292,10 @@ class _Problems:
         self.interrupted = False
         self.likelihood = attack.likelihood or likelihood(known.chain.conditional, known.batch_size)
         self.energies: list[tuple[float, Energy]] = [(p.weight, p.bind(known, wave.params)) for p in attack.priors]
-        self.step = None if attack.surrogate or attack.compiled else _one_step(known.chain)
-        self.seen = arranged(wave.update) if self.step else wave.update
-        self._chosen: tuple[Tensor | None, Update] = (None, {})
-        self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
+        self.step = None if attack.surrogate else _one_step(known.chain)
+        self.seen = wave.update
+        self._chosen: tuple[Tensor, Update] | None = None
+        self._flat: Tensor | None = None  # the chosen updates as a matrix
         self.checked = False
 
     def rows(self, owners: Tensor) -> Tensor:
@@ -330,7 +337,7 @@ class _Problems:
         """Objectives (N,) of some problems, differentiable."""
         owners = rows // self.restarts
         x = variables["x"]
-        y = variables["y"].softmax(2) if self.labels is None else self.labels[owners]
+        y = variables["y"].softmax(2) if self.labels is None else self.labels[rows]
         objectives = heat * self._distances(x, y, self._seen(owners), variables.get("at"))
         for weight, energy in self.energies:
             objectives = objectives + weight * _each(energy, x)
@@ -342,14 +349,11 @@ class _Problems:
 
     def _seen(self, owners: Tensor) -> Update:
         """The seen updates (N, ...) of these problems; gathered once for the same problems."""
-        kept, chosen = self._chosen
-        if kept is None or not torch.equal(kept, owners):
-            whole = len(owners) * self.restarts == self.count and self.restarts == 1
-            chosen = self.seen if whole else {k: t[owners] for k, t in self.seen.items()}
-            if self.step and not whole:
-                chosen = arranged(chosen)
-            self._chosen = (owners, chosen)
-        return chosen
+        if self._chosen is None or not torch.equal(self._chosen[0], owners):
+            whole = self.restarts == 1 and len(owners) == self.count
+            self._chosen = (owners, self.seen if whole else {k: t[owners] for k, t in self.seen.items()})
+            self._flat = None
+        return self._chosen[1]
 
     def _distances(self, x: Tensor, y: Tensor, seen: Update, at: Tensor | None) -> Tensor:
         if self.step is not None:
@@ -370,10 +374,14 @@ class _Problems:
 
     def _compare(self, seen: Update, expected: Gradients) -> Tensor:
         formed = {k: t for k, t in expected.items() if not isinstance(t, Factors)}
-        if len(formed) == len(expected):
+        if len(formed) < len(expected):
+            assert isinstance(self.likelihood, ByProducts)
+            return self.likelihood.of({k: _products(seen[k], t) for k, t in expected.items()})
+        if not (isinstance(self.likelihood, ByProducts) and self.likelihood.joint):
             return _each(self.likelihood, seen, formed)
-        assert isinstance(self.likelihood, ByProducts)
-        return self.likelihood.of({k: _products(seen[k], t) for k, t in expected.items()})
+        if self._flat is None:
+            self._flat = flattened({k: seen[k] for k in formed})
+        return self.likelihood.between(self._flat, flattened(formed))
 
     def _one(self, x: Tensor, y: Tensor, seen: Update) -> Tensor:
         """One problem's distance through the whole chain."""
@@ -456,12 +464,12 @@ def _doubled(wave: Wave, known: Knowledge) -> tuple[Wave, Knowledge]:
 # ------------------------------------------------------------------------------------------------------------- recipes
 
 
-def inverting_gradients(tv: float = 0.01, rate: float = 0.1, compiled: bool = False) -> GradientMatching:
+def inverting_gradients(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
     """Inverting Gradients (Geiping et al., NeurIPS 2020): cosine, total variation, signed Adam, three cuts of the rate."""
-    return GradientMatching(cosine(), (total_variation(tv),), adam(rate, signed=True, cuts=CUTS), compiled=compiled)
+    return GradientMatching(cosine(), (total_variation(tv),), adam(rate, signed=True, cuts=CUTS))
 
 
-def dlg(fit: float = 1e-6, enough: float = 1e-8, double: bool = False) -> GradientMatching:
+def dlg(fit: float = 1e-6, enough: float = 1e-9, double: bool = True) -> GradientMatching:
     """Deep Leakage from Gradients (Zhu et al., NeurIPS 2019): squared distance, images and soft labels found together.
 
     By L-BFGS, as in the paper, but with a line search.
@@ -469,14 +477,16 @@ def dlg(fit: float = 1e-6, enough: float = 1e-8, double: bool = False) -> Gradie
     Args:
         fit: a relative squared distance above which a search that has ended starts again, within the budget.
         enough: where it stops.
-        double: in float64.
+        double: in float64; in float32 the search ends at a squared distance of 1e-6 or so, short of a sharp image in colour.
     """
-    return GradientMatching(squared(), (), lbfgs(fit=fit, enough=enough), box=False, labels="optimised", double=double)
+    return GradientMatching(
+        squared(), (), lbfgs(history=100, fit=fit, enough=enough), box=False, labels="optimised", double=double
+    )
 
 
-def idlg(fit: float = 1e-6, enough: float = 1e-8, double: bool = False) -> GradientMatching:
+def idlg(fit: float = 1e-6, enough: float = 1e-9, double: bool = True) -> GradientMatching:
     """iDLG (Zhao et al., 2020): DLG with the labels restored before matching."""
-    return GradientMatching(squared(), (), lbfgs(fit=fit, enough=enough), box=False, double=double)
+    return GradientMatching(squared(), (), lbfgs(history=100, fit=fit, enough=enough), box=False, double=double)
 
 
 def bayes(
@@ -511,7 +521,7 @@ def grad_inversion(
     The restarts of an observation are pulled towards their mean pixel by pixel; the paper registers them first.
 
     Args:
-        bn: weight of the BatchNorm statistics; 0 for a model without them.
+        bn: weight of the BatchNorm statistics, where the model keeps any.
     """
     priors = (total_variation(tv, power=2), magnitude(l2), batch_statistics(bn))
     return GradientMatching(squared(), tuple(p for p in priors if p.weight), adam(rate, cuts=CUTS), group=group)

@@ -10,6 +10,16 @@ from torch import Tensor
 
 from client.data import data_folder
 
+# by name, in the order in which tables and figures show them
+HIGHER_IS_BETTER = {
+    "psnr": True,
+    "ssim": True,
+    "mse": False,
+    "identified": True,
+    "label_accuracy": True,
+    "lpips_alex": False,
+}
+LPIPS_PIXELS = 32  # from which on: AlexNet pools 28 away
 PSNR_CAP = 60.0  # an exact hit has no finite PSNR: means cap it here, the ledger keeps the raw value
 
 
@@ -19,8 +29,12 @@ class Metric:
 
     name: str
     unit: str
-    higher_is_better: bool  # from the attacker's side
     compute: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def higher_is_better(self) -> bool:
+        """From the attacker's side."""
+        return HIGHER_IS_BETTER[self.name]
 
     def __call__(self, truth: Tensor, guess: Tensor) -> Tensor:
         if truth.shape != guess.shape:
@@ -60,9 +74,9 @@ def ssim_of(truth: Tensor, guess: Tensor) -> Tensor:
     return torch.as_tensor(windows[..., 5:-5, 5:-5]).flatten(1).mean(1)
 
 
-mse = Metric("mse", "", False, mse_of)
-psnr = Metric("psnr", "dB", True, psnr_of)
-ssim = Metric("ssim", "", True, ssim_of)
+mse = Metric("mse", "", mse_of)
+psnr = Metric("psnr", "dB", psnr_of)
+ssim = Metric("ssim", "", ssim_of)
 
 
 def identified(gallery: Tensor) -> Metric:
@@ -73,7 +87,7 @@ def identified(gallery: Tensor) -> Metric:
         others = torch.cdist(guess.flatten(1), gallery.flatten(1)).square().amin(1) / guess[0].numel()
         return (own < others).double()
 
-    return Metric("identified", "", True, compute)
+    return Metric("identified", "", compute)
 
 
 def lpips_metric() -> Metric | None:
@@ -88,7 +102,7 @@ def lpips_metric() -> Metric | None:
         with torch.no_grad():
             return torch.as_tensor(network(x, y)).reshape(len(truth))
 
-    return Metric("lpips_alex", "", False, compute)
+    return Metric("lpips_alex", "", compute)
 
 
 def lpips_weights() -> Path | None:
@@ -126,7 +140,7 @@ def image_metrics(shape: tuple[int, int, int], gallery: Tensor | None) -> list[M
         chosen.append(ssim)
     if gallery is not None and len(gallery) > 0:
         chosen.append(identified(gallery))
-    perceptual = lpips_metric() if min(shape[1:]) >= 32 else None  # AlexNet pools 28 pixels away
+    perceptual = lpips_metric() if min(shape[1:]) >= LPIPS_PIXELS else None
     return [*chosen, perceptual] if perceptual else chosen
 
 

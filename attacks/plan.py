@@ -12,7 +12,8 @@ from client.components import Kind, SpecError, Table, build, call, check_argumen
 ATTACK = Kind("an attack", ("attacks",), Attack)
 BASELINES = ("mean_image", "random_image")
 LIMITS = ("bayes_limit",)  # no attacks: what none can beat, computed beside them
-_OWN = {"name", "iterations", "restarts", "seconds", "labels", "defense"}
+_BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
+_OWN = ("name", *_BUDGET, "labels", "defense")  # what an [[attack]] table says beside its component's arguments
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class PlannedAttack:
     @classmethod
     def from_table(cls, table: Table, where: str) -> "PlannedAttack":
         """From an [[attack]] table; SpecError says what is wrong with it."""
-        spent = {f.name for f in dataclasses.fields(Budget)}
-        budget = call(Budget, check_arguments(Budget, {k: v for k, v in table.items() if k in spent}, where), where)
+        spent = {k: v for k, v in table.items() if k in _BUDGET}
+        budget = call(Budget, check_arguments(Budget, spent, where), where)
         component = {k: v for k, v in table.items() if k not in _OWN}
-        build(component, where, ATTACK)
+        build(component, where, ATTACK, beside=_OWN)
         name = conform(table.get("name", str(component["use"]).split(":")[1]), str, f"{where}: name")
         if not name or not name.replace("_", "").replace("-", "").isalnum():
             raise SpecError(f"{where}: name must be letters, digits, - and _, got {name!r}")
@@ -56,6 +57,11 @@ class PlannedAttack:
         attack = build(self.table, f"[[attack]] {self.name}", ATTACK)
         assert isinstance(attack, Attack)
         return attack
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it answers without reading the update."""
+        return self.name in BASELINES
 
     @property
     def is_limit(self) -> bool:
@@ -105,15 +111,15 @@ class AttackPlan:
         Raises:
             SpecError: naming table, value and what is allowed.
         """
-        planned = [PlannedAttack.from_table(table, f"[[attack]] #{i}") for i, table in enumerate(tables, 1)]
-        use = {name: f"attacks.baselines:{name}" for name in BASELINES}
-        present = {str(p.table["use"]) for p in planned}
-        planned += [PlannedAttack(n, {"use": u}, Budget(1)) for n, u in use.items() if u not in present]
+        planned = [_attack(table, f"[[attack]] #{i}") for i, table in enumerate(tables, 1)]
+        planned += [PlannedAttack(n, {"use": f"attacks.baselines:{n}"}, Budget(1)) for n in BASELINES]
         planned += [PlannedAttack(n, {"use": f"attacks.limits:{n}"}, Budget(1)) for n in limits]
         names = [p.name for p in planned]
         if repeated := {n for n in names if names.count(n) > 1}:
             raise SpecError(f"[[attack]]: two attacks are called {sorted(repeated)[0]!r}; give one of them a name")
         arguments = check_arguments(cls, options, "[audit]", {"attacks": tuple(planned)})
+        if "every" in options and arguments.get("rounds") is not None:
+            raise SpecError("[audit]: every does nothing beside rounds, which lists them; leave one of the two out")
         for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1)):
             for value in arguments.get(key) or ():
                 if not low <= value <= high:
@@ -134,12 +140,25 @@ class AttackPlan:
         return sorted(c for c in seen if self.clients is None or c in self.clients)
 
 
+def _attack(table: Table, where: str) -> PlannedAttack:
+    """An attack that a scenario asks for: no baseline, nor anything that its name would pass for one."""
+    planned = PlannedAttack.from_table(table, where)
+    use = str(planned.table["use"])
+    if use.startswith("attacks.baselines:"):
+        raise SpecError(f"{where}: {use} is a baseline: baselines always run; leave it out")
+    if planned.is_baseline:
+        raise SpecError(
+            f"{where}: name {planned.name!r} is a baseline's, which always runs; give the attack another one"
+        )
+    return planned
+
+
 def attack_names() -> list[str]:
     """Every attack that a scenario can name."""
     return ATTACK.names()
 
 
 def describe(value: Any) -> str:
-    """A component table on one line, for cards and tables: clip(max_norm=1.0)."""
-    arguments = ", ".join(f"{k}={v}" for k, v in value.items() if k != "use")
-    return f"{str(value['use']).split(':')[1]}({arguments})"
+    """A component table on one line, for cards and tables: clip(max_norm=1.0); per example: each clip(max_norm=1.0)."""
+    arguments = ", ".join(f"{k}={v}" for k, v in value.items() if k not in ("use", "each"))
+    return f"{'each ' if value.get('each') else ''}{str(value['use']).split(':')[1]}({arguments})"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attacks.base import Knowledge
-from client.update import Params
+from client.update import Params, untracked
 
 Energy = Callable[[Tensor], Tensor]  # x (B, C, H, W) -> a scalar
 
@@ -75,15 +75,17 @@ class magnitude(Prior):
 class batch_statistics(Prior):
     """How far the batch's statistics in front of every BatchNorm are from the running ones (DeepInversion; GradInversion).
 
-    The sum over layers of |mean - running mean| + |variance - running variance|, Euclidean norms over the channels.
+    The sum over layers of |mean - running mean| + |variance - running variance|, Euclidean norms over the channels; 0 for
+    a model that keeps no statistics.
     """
 
     weight: float
 
     def bind(self, known: Knowledge, params: Params) -> Energy:
-        layers = [m for m in known.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        if not any(m.running_mean is not None for m in layers):
-            raise ValueError("the model has no BatchNorm with running statistics, which this prior compares with")
+        norms = [m for m in known.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        layers = [m for m in norms if m.running_mean is not None]
+        if not layers:
+            return lambda x: x.new_zeros(())
 
         def energy(x: Tensor) -> Tensor:
             found: list[Tensor] = []
@@ -96,9 +98,10 @@ class batch_statistics(Prior):
                 found.append((values.mean(1) - mean).square().sum().add(1e-12).sqrt())
                 found.append((values.var(1, correction=0) - variance).square().sum().add(1e-12).sqrt())
 
-            hooks = [m.register_forward_pre_hook(compare) for m in layers if m.running_mean is not None]
+            hooks = [m.register_forward_pre_hook(compare) for m in layers]
             try:
-                functional_call(known.model, params, (x,))
+                with untracked(known.model):
+                    functional_call(known.model, params, (x,))
             finally:
                 for hook in hooks:
                     hook.remove()

@@ -60,18 +60,22 @@ class Kind:
         return sorted(found)
 
 
-def build(table: Table, where: str, kind: Kind, offered: Mapping[str, Any] | None = None) -> Any:
+def build(
+    table: Table, where: str, kind: Kind, offered: Mapping[str, Any] | None = None, beside: Sequence[str] = ()
+) -> Any:
     """Call the component a table names with the table's other keys as arguments.
 
     Args:
         where: the table's place, for messages, e.g. "[[chain]] #1".
         offered: values that a component receives if it asks for them by parameter name, e.g. model, shape.
+        beside: keys that may stand in the same table and are not the component's; for messages.
 
     Raises:
         SpecError: an unknown name, an unknown or missing argument, a wrong type, a value the component refuses.
     """
     target = resolve(table, where, kind)
-    return call(target, check_arguments(target, {k: v for k, v in table.items() if k != "use"}, where, offered), where)
+    arguments = {k: v for k, v in table.items() if k != "use"}
+    return call(target, check_arguments(target, arguments, where, offered, beside), where)
 
 
 def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
@@ -101,7 +105,11 @@ def resolve(table: Table, where: str, kind: Kind) -> Callable[..., Any]:
 
 
 def check_arguments(
-    target: Callable[..., Any], arguments: Table, where: str, offered: Mapping[str, Any] | None = None
+    target: Callable[..., Any],
+    arguments: Table,
+    where: str,
+    offered: Mapping[str, Any] | None = None,
+    beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Arguments checked against a callable's signature and hints, completed by what is offered."""
     offered = offered or {}
@@ -110,7 +118,8 @@ def check_arguments(
     allowed = [name for name in parameters if name not in offered]
     for name in arguments:
         if name not in allowed:
-            raise SpecError(f"{where}: {label}() has no argument {name!r} (it has: {', '.join(allowed) or 'none'})")
+            choices = ", ".join([*allowed, *(b for b in beside if b not in allowed)]) or "none"
+            raise SpecError(f"{where}: {label}() has no argument {name!r} (it has: {choices})")
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     checked: dict[str, Any] = {}
     for name, parameter in parameters.items():

@@ -141,8 +141,7 @@ def gradient(
         def objective(at: Params) -> Tensor:
             return loss(functional_call(model, at, (x,)), batch.y)
 
-        tracking = _tracking(model)
-        with _paused(tracking):
+        with untracked(model) as tracking:
             update = dict(grad(objective)(params))
         if track and tracking:
             with torch.no_grad():
@@ -152,20 +151,20 @@ def gradient(
     return compute
 
 
-def _tracking(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    return [m for m in norms if m.training and m.track_running_stats]
-
-
 @contextmanager
-def _paused(norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
-    """Normalise by the batch without moving running statistics: grad and vmap refuse to write to what they captured."""
-    for layer in norms:
+def untracked(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
+    """BatchNorm in train mode normalises by the batch without moving its running statistics, which grad and vmap refuse.
+
+    Gives the layers that it stills.
+    """
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    tracking = [m for m in norms if m.training and m.track_running_stats]
+    for layer in tracking:
         layer.track_running_stats = False
     try:
-        yield
+        yield tracking
     finally:
-        for layer in norms:
+        for layer in tracking:
             layer.track_running_stats = True
 
 

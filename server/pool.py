@@ -160,14 +160,16 @@ def serve(
     follow: Callable[[], bool] = lambda: False,
     stop: Callable[[], bool] = lambda: False,
     tick: Callable[[], None] = lambda: None,
+    force: bool = False,
 ) -> None:
-    """Attack until the queue is empty and nothing more is to come.
+    """Attack until the queue is empty and nothing more is to come; nothing at all where the replay check fails.
 
     Args:
         scenario: the run's, where the caller has read it.
         follow: whether new jobs may still arrive.
         stop: whether to take no more work; what is in flight is finished.
         tick: called between steps.
+        force: attack after a failed replay check, too.
 
     Raises:
         Busy: another pool is at work on this run.
@@ -177,12 +179,15 @@ def serve(
     with run.lock("audit"), run.ledger() as ledger:
         ledger.release()
         flying: dict[int, Lease] = {}
-        replayed = "replay" in ledger.meta()
+        replayed = ledger.meta().get("replay") == "ok"  # else it is done again: what differed may have been mended
         tickets = 0
         while True:
             coming = follow()  # asked before leasing: a job that arrives in between is found in the next turn
             if not replayed:
                 replayed = _check_replay(run, ledger, scenario)
+                if ledger.meta().get("replay") == "mismatch" and not force:
+                    tick()
+                    return
             if scenario.tape.keep == "none" and replayed:  # also what an earlier pool had no time to
                 _forget(run, ledger)
             while len(flying) < executor.slots and not stop() and (lease := ledger.lease()) is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from server.ledger import Ledger, LedgerError
 from server.scenario import Scenario
-from server.tape import Tape, read_tensors, write_tensors
+from server.tape import Tape, read_tensors, write_bytes, write_tensors
 
 WEIGHTS = "weights.safetensors"  # what [model] weights named when the run began
 
@@ -35,11 +35,14 @@ class Run:
         folder.mkdir(parents=True, mode=0o700)
         for part in ("tape", "reconstructions", "logs"):
             (folder / part).mkdir(mode=0o700)
-        (folder / "scenario.toml").write_text(scenario.to_toml())
+        run = cls(folder)
+        write_bytes(folder / "scenario.toml", scenario.to_toml().encode())
         if weights := scenario.protocol.model.get("weights"):
-            shutil.copyfile(weights, folder / WEIGHTS)
-        Ledger(folder / "ledger.sqlite", create=True).close()
-        return cls(folder)
+            shutil.copyfile(weights, run._private(WEIGHTS))
+        begun = run._private(".part-ledger.sqlite")  # SQLite's own files beside a ledger get its mode
+        Ledger(begun, create=True).close()
+        begun.replace(folder / "ledger.sqlite")  # whole from the first moment: somebody may be waiting for it
+        return run
 
     @classmethod
     def open(cls, folder: Path) -> "Run":
@@ -67,6 +70,16 @@ class Run:
         """The tape."""
         return Tape(self.folder / "tape")
 
+    def log(self, name: str) -> Path:
+        """A log of the run, to be appended to."""
+        return self._private(f"logs/{name}")
+
+    def _private(self, name: str) -> Path:
+        """A file of the run that only its owner may read, made where there is none."""
+        path = self.folder / name
+        path.touch(mode=0o600)
+        return path
+
     def reconstruction(self, round: int, client: int, attack: str) -> Path:
         """Where an attack's images of one observation are kept: x (B, C, H, W), and y where labels were claimed."""
         return self.folder / "reconstructions" / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
@@ -82,8 +95,7 @@ class Run:
     @contextmanager
     def lock(self, purpose: str) -> Iterator[None]:
         """Hold a purpose of this run alone ("audit", "training"); Busy names the holder. A dead holder holds nothing."""
-        path = self.folder / f"{purpose}.lock"
-        with path.open("a+") as file:
+        with self._private(f"{purpose}.lock").open("a+") as file:
             for attempt in range(10):  # somebody who only asks for the holder has the file for a moment
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

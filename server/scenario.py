@@ -3,9 +3,10 @@
 Its protocol part is what clients are sent; the plan of attack, the strategy and the tape stay with the server.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from server.tape import Keep
 _TOP = {
     "seed", "rounds", "clients", "data", "model", "chain", "stragglers", "strategy", "attack", "audit", "tape", "simulation",
 }  # fmt: skip
-_PLAN = {f.name for f in fields(AttackPlan)} - {"attacks"}
+_PLAN = tuple(f.name for f in fields(AttackPlan) if f.name != "attacks")
 FEDAVG: Table = {"use": "flwr.serverapp.strategy:FedAvg"}
 
 
@@ -76,10 +77,15 @@ class Scenario:
     audit: AuditOptions = field(default_factory=AuditOptions)
     tape: TapeOptions = field(default_factory=TapeOptions)
     simulation: SimulationOptions = field(default_factory=SimulationOptions)
+    left_out: tuple[int, ...] = field(default=(), compare=False)
 
     @classmethod
-    def load(cls, path: Path, settings: Sequence[str] = ()) -> "Scenario":
-        """Read and check a file; settings are "chain.0.max_norm=2" as given on the command line.
+    def load(cls, path: Path, settings: Sequence[str] = (), rounds: int | None = None) -> "Scenario":
+        """Read and check a file.
+
+        Args:
+            settings: "chain.0.max_norm=2", as given on the command line.
+            rounds: instead of the file's; those of [audit] rounds that are beyond are `left_out`.
 
         Raises:
             SpecError: naming the file, the table, the value and what is allowed.
@@ -88,13 +94,14 @@ class Scenario:
             tables: dict[str, Any] = tomllib.loads(path.read_text())
             for setting in settings:
                 apply_setting(tables, setting)
-            return cls.from_tables(tables)
+            left_out = _shorten(tables, rounds) if rounds is not None else ()
+            return replace(cls.from_tables(tables), left_out=left_out)
         except FileNotFoundError as error:
             raise SpecError(f"{path}: there is no such file") from error
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
         except SpecError as error:
-            raise SpecError(f"{path}: {error}") from error
+            raise SpecError(f"{path}: {_as_set(str(error), settings)}") from error
 
     @classmethod
     def from_tables(cls, tables: Table) -> "Scenario":
@@ -105,7 +112,7 @@ class Scenario:
         protocol = Protocol.from_tables({**tables, "chain": _with_proximal_term(tables.get("chain", []), strategy)})
         federation = Federation(protocol).check()
         attacks = conform(tables.get("attack", []), list, "[[attack]]")
-        audit = conform(tables.get("audit", {}), dict, "[audit]")
+        audit = _table(tables, "audit", (*_PLAN, *_names(AuditOptions)))
         plan = AttackPlan.from_tables(
             [conform(t, dict, f"[[attack]] #{i}") for i, t in enumerate(attacks, 1)],
             {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}},
@@ -114,8 +121,10 @@ class Scenario:
             LIMITS if known_noise(federation.chain) is not None else (),
         )
         options = _options(AuditOptions, {k: v for k, v in audit.items() if k not in _PLAN}, "[audit]")
-        tape = _options(TapeOptions, tables.get("tape", {}), "[tape]")
-        simulation = _options(SimulationOptions, tables.get("simulation", {}), "[simulation]")
+        tape = _options(TapeOptions, _table(tables, "tape", _names(TapeOptions)), "[tape]")
+        simulation = _options(
+            SimulationOptions, _table(tables, "simulation", _names(SimulationOptions)), "[simulation]"
+        )
         return cls(tables, protocol, federation, plan, strategy, options, tape, simulation)
 
     def to_toml(self) -> str:
@@ -166,5 +175,42 @@ def _with_proximal_term(chain: Any, strategy: Table) -> Any:
     return completed
 
 
-def _options(kind: Any, table: Any, where: str) -> Any:
-    return call(kind, check_arguments(kind, conform(table, dict, where), where), where)
+def _shorten(tables: dict[str, Any], rounds: int) -> tuple[int, ...]:
+    """Train for another number of rounds; drops, and returns, the rounds of [audit] that only the file's own number has."""
+    before, tables["rounds"] = tables.get("rounds"), rounds
+    audit = tables.get("audit")
+    named = audit.get("rounds") if isinstance(audit, dict) else None
+    if not isinstance(audit, dict) or not isinstance(named, list) or not isinstance(before, int) or rounds < 1:
+        return ()
+    beyond = [r for r in named if isinstance(r, int) and rounds < r <= before]
+    audit["rounds"] = [r for r in named if r not in beyond]
+    if beyond and not audit["rounds"]:
+        raise SpecError(f"[audit]: none of its rounds is left of {rounds}; add --set audit.rounds=[{rounds}]")
+    return tuple(beyond)
+
+
+def _as_set(message: str, settings: Sequence[str]) -> str:
+    """A message on a table of a list; where a setting changed that table, by the setting's name for it, which counts from 0."""
+    place = re.match(r"\[\[(\w+)\]\] #(\d+)", message)
+    if place is None:
+        return message
+    name = f"{place[1]}.{int(place[2]) - 1}"
+    named = any(re.match(rf"\s*{re.escape(name)}\s*[.=]", setting) for setting in settings)
+    return f"{name} ({place[0]}){message[place.end() :]}" if named else message
+
+
+def _table(tables: Table, name: str, allowed: Sequence[str]) -> Table:
+    """A table whose keys are all allowed."""
+    table: Table = conform(tables.get(name, {}), dict, f"[{name}]")
+    for key in table:
+        if key not in allowed:
+            raise SpecError(f"[{name}]: unknown key {key!r} (it has: {', '.join(allowed)})")
+    return table
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind))
+
+
+def _options(kind: Any, table: Table, where: str) -> Any:
+    return call(kind, check_arguments(kind, table, where), where)

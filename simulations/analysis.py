@@ -6,18 +6,16 @@ Pure functions of a ledger: equal ledgers give equal numbers, whatever the order
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import ceil, inf, sqrt
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
-from attacks.audit import WHOLE_BATCH
-from attacks.base import Budget
+from attacks.audit import NO_DERIVATIVE, WHOLE_BATCH
 from attacks.limits import reconstruction_robustness
-from attacks.metrics import PSNR_CAP, image_metrics
+from attacks.metrics import HIGHER_IS_BETTER, PSNR_CAP
 from attacks.plan import BASELINES, LIMITS, PlannedAttack
 from client.update import Chain, per_example
 from defenses.clip import clip
@@ -29,8 +27,6 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Role = Literal["attack", "limit", "baseline"]
 
-DRAWS = 2000  # of the bootstrap
-SEED = 0  # of the bootstrap: the same table twice gives the same interval
 NORMAL_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 THRESHOLDS = tuple(range(10, 61))  # dB
 MARGIN = 10.0  # dB: a tenth of the squared error
@@ -143,27 +139,10 @@ def kind(attack: str) -> Role:
     return "baseline" if is_baseline(attack) else "attack"
 
 
-@lru_cache(maxsize=1)
-def _directions() -> Mapping[str, bool]:
-    """Whether a higher value leaks more, for every metric that a ledger may hold."""
-    built = image_metrics((3, 32, 32), torch.zeros(1, 3, 32, 32))
-    # LPIPS is built only where its weights are, yet a ledger may come from another machine
-    return {"label_accuracy": True, "lpips_alex": False} | {m.name: m.higher_is_better for m in built}
-
-
-def higher_is_better(metric: str) -> bool:
-    """From the attacker's side; ValueError for a metric that this fedleak does not know."""
-    if metric not in _directions():
-        raise ValueError(f"unknown metric {metric!r} (there are: {', '.join(sorted(_directions()))})")
-    return _directions()[metric]
-
-
 def known_metrics(scores: Scores) -> list[str]:
     """The metrics with at least one value, those that this fedleak knows."""
     present = {scores.metrics[i] for i in np.unique(scores.metric[~np.isnan(scores.value)])}
-    return [m for m in ("psnr", "ssim", "mse", "identified", "label_accuracy") if m in present] + sorted(
-        present & _directions().keys() - {"psnr", "ssim", "mse", "identified", "label_accuracy"}
-    )
+    return [m for m in HIGHER_IS_BETTER if m in present]
 
 
 def in_means(metric: str, values: Floats) -> Floats:
@@ -175,21 +154,19 @@ def in_means(metric: str, values: Floats) -> Floats:
 
 
 def clustered_interval(values: Floats, clients: Ints) -> tuple[float, float] | None:
-    """95 % percentile bootstrap interval of the mean over examples, clients drawn with replacement; None below two clients."""
+    """95 % t interval of the mean over examples, clustered by client; None below two clients.
+
+    The mean is a ratio, of the clients' sums to their counts: its error is that of the sums about what their counts explain.
+    """
     _, cluster = np.unique(clients, return_inverse=True)
     sums, counts = np.bincount(cluster, values), np.bincount(cluster)
-    if len(counts) < 2:  # one client says nothing on how clients differ
+    k, n = len(counts), counts.sum()
+    if k < 2:  # one client says nothing on how clients differ
         return None
-    weights = _resamples(len(counts))
-    low, high = np.quantile((weights @ sums) / (weights @ counts), (0.025, 0.975))
-    return float(low), float(high)
-
-
-@lru_cache(maxsize=16)
-def _resamples(clusters: int) -> Floats:
-    """(DRAWS, clusters): how often each cluster is drawn; the same draws for all attacks, which are compared with each other."""
-    drawn = np.random.default_rng(SEED).multinomial(clusters, np.full(clusters, 1 / clusters), DRAWS)
-    return drawn.astype(np.float64)
+    mean = sums.sum() / n
+    error = sqrt(k / (k - 1) * float(((sums - mean * counts) ** 2).sum())) / n
+    half = stdtrit(k - 1, 0.975) * error
+    return float(mean - half), float(mean + half)
 
 
 @dataclass(frozen=True)
@@ -229,8 +206,8 @@ class Leak:
         round: None for all rounds pooled.
         n: graded examples (for label_accuracy: batches).
         failed: rows without a value, by status; they are in no mean.
-        mean, low, high: mean and 95 % bootstrap interval, clustered by client; PSNR capped at PSNR_CAP. None where there
-            is nothing to average, or fewer than two clients for an interval.
+        mean, low, high: mean and 95 % t interval, clustered by client; PSNR capped at PSNR_CAP. None where there is
+            nothing to average, or fewer than two clients for an interval.
         median: of raw values.
         best: the worst case for the client, raw: the value that leaks most.
         clusters: clients among the graded; below ten it belongs beside the interval.
@@ -249,14 +226,15 @@ class Leak:
     clusters: int
 
 
-def leakage(ledger: Ledger, metric: str) -> list[Leak]:
-    """One Leak for each (round, attack), by round, then one for each attack over all rounds; baselines among them."""
-    return leaks(Scores.read(ledger), metric)
+def leakage(scores: Scores, metric: str) -> list[Leak]:
+    """One Leak for each (round, attack), by round, then one for each attack over all rounds; baselines among them.
 
-
-def leaks(scores: Scores, metric: str) -> list[Leak]:
-    """As leakage, of scores that are read already."""
-    higher = higher_is_better(metric)
+    Raises:
+        ValueError: a metric that this fedleak does not know.
+    """
+    if metric not in HIGHER_IS_BETTER:
+        raise ValueError(f"unknown metric {metric!r} (there are: {', '.join(HIGHER_IS_BETTER)})")
+    higher = HIGHER_IS_BETTER[metric]
     chosen = scores.of_metric(metric)
     by_round = [
         _leak(part, metric, higher, int(part.round[0])) for part in _groups(chosen, (chosen.attack, chosen.round))
@@ -311,56 +289,42 @@ class Line:
     Args:
         accuracy: test accuracy of the model after the round.
         attacked_accuracy: of the model that the clients were sent, whose updates were attacked.
-        mean, best: PSNR in dB, as in Leak; None where nothing was graded.
-        baseline, baseline_name: the best baseline's mean PSNR in the round, and which it is; None where none is graded.
+        psnr: of the attack; its mean is None where nothing was graded.
+        baseline: the PSNR of the best baseline in the round; None where none is graded.
         labels: mean label accuracy; None where the attack claims no labels.
         identified: None where it is not graded.
-        psnr: the whole Leak.
     """
 
     round: int
     accuracy: float | None
     attacked_accuracy: float | None
     attack: str
-    mean: float | None
-    best: float | None
-    baseline: float | None
-    baseline_name: str | None
+    psnr: Leak
+    baseline: Leak | None
     labels: float | None
     identified: Rate | None
-    psnr: Leak
 
 
-def round_table(ledger: Ledger) -> list[Line]:
+def round_table(scores: Scores, ledger: Ledger) -> list[Line]:
     """Every attacked round of which there are scores, attacks in the order of the plan."""
-    scores = Scores.read(ledger)
-    return lines_of({m: leaks(scores, m) for m in ("psnr", "label_accuracy", "identified")}, ledger)
-
-
-def lines_of(found: Mapping[str, Sequence[Leak]], ledger: Ledger) -> list[Line]:
-    """As round_table, of leaks that are computed already, by metric."""
     accuracy = {row["round"]: row["accuracy"] for row in ledger.rounds()}
-    psnr, labels, identified = (_by_round(found.get(m, ())) for m in ("psnr", "label_accuracy", "identified"))
-    attacks = [a for a in attack_order(ledger, {k.attack for k in found.get("psnr", ())}) if is_attack(a)]
+    psnr, labels, identified = (_by_round(leakage(scores, m)) for m in ("psnr", "label_accuracy", "identified"))
+    attacks = [a for a in attack_order(ledger, scores.attacks) if is_attack(a)]
     lines = []
     for round, by_attack in sorted(psnr.items()):
         floor = best_of([leak for name, leak in by_attack.items() if is_baseline(name)])
         for attack in [a for a in attacks if a in by_attack]:
-            leak, restored, known = (kind.get(round, {}).get(attack) for kind in (psnr, labels, identified))
-            assert leak is not None
+            restored, known = (kind.get(round, {}).get(attack) for kind in (labels, identified))
             lines.append(
                 Line(
                     round=round,
                     accuracy=accuracy.get(round),
                     attacked_accuracy=accuracy.get(round - 1),
                     attack=attack,
-                    mean=leak.mean,
-                    best=leak.best,
-                    baseline=floor.mean if floor else None,
-                    baseline_name=floor.attack if floor else None,
+                    psnr=by_attack[attack],
+                    baseline=floor,
                     labels=restored.mean if restored else None,
                     identified=rate(known) if known and known.n else None,
-                    psnr=leak,
                 )
             )
     return lines
@@ -390,13 +354,8 @@ def attack_order(ledger: Ledger, names: Collection[str]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ success rates
 
 
-def success_curve(ledger: Ledger) -> dict[str, list[Rate]]:
+def success_curve(scores: Scores, ledger: Ledger) -> dict[str, list[Rate]]:
     """For each attack and baseline, how many examples reach each PSNR of THRESHOLDS, of all attacked: failures do not."""
-    return successes(Scores.read(ledger), ledger)
-
-
-def successes(scores: Scores, ledger: Ledger) -> dict[str, list[Rate]]:
-    """As success_curve, of scores that are read already."""
     sizes = {(o["round"], o["client"]): o["examples"] or 1 for o in ledger.observations()}
     psnr = scores.of_metric("psnr")
     curve = {}
@@ -480,6 +439,8 @@ class Excess:
         psnr, floor: mean PSNR of attack and baseline over the examples that both have.
         identified, floor_identified: how many examples are nearer to the attack's reconstruction, or to the best
             baseline's, than to every auxiliary image; None where that is not graded.
+        oftener: the lower end of the interval by how much oftener the attack's are, clustered as the other; None below two
+            clients, or where that is not graded.
         exposed: examples that are identified (where that is graded) at a tenth of the squared error of every baseline or
             less: no guess comes so near by luck. Of `n`.
         clusters: clients.
@@ -494,6 +455,7 @@ class Excess:
     floor: float
     identified: Rate | None
     floor_identified: Rate | None
+    oftener: float | None
     exposed: int
     n: int
     clusters: int
@@ -501,13 +463,7 @@ class Excess:
     @property
     def leaks(self) -> bool:
         """Whether the images come back better than a guess: on average, or more often, or in a single case beyond luck."""
-        nearer = self.low is not None and self.low > 0
-        oftener = (
-            self.identified is not None
-            and self.floor_identified is not None
-            and self.identified.interval[0] > self.floor_identified.interval[1]
-        )
-        return nearer or oftener or self.exposed > 0
+        return any(low is not None and low > 0 for low in (self.low, self.oftener)) or self.exposed > 0
 
 
 @dataclass(frozen=True)
@@ -528,34 +484,58 @@ def excesses(scores: Scores) -> list[Excess]:
 
 
 def _excess(psnr: Scores, identified: Scores, attack: str) -> Excess | None:
-    own = psnr.of_attack(attack)
-    keys, capped = own.example_keys(), in_means("psnr", own.value)
-    rivals = (*BASELINES, f"wrong_client({attack})")
-    floors = {b: _lookup(psnr.of_attack(b), keys) for b in rivals}
-    shared = {b: ~np.isnan(floor) for b, floor in floors.items() if not np.isnan(floor).all()}
-    if not shared:
+    gain = _gain(psnr, attack)
+    if gain is None:
         return None
-    gains = {b: capped[both] - in_means("psnr", floors[b][both]) for b, both in shared.items()}
-    hardest = min(gains, key=lambda b: float(gains[b].mean()))
-    both, gain = shared[hardest], gains[hardest]
-    interval = clustered_interval(gain, own.client[both])
-    highest = np.fmax.reduce(list(floors.values()))  # NaN where no baseline is graded
+    own, oftener = psnr.of_attack(attack), _gain(identified, attack)
+    keys = own.example_keys()
+    highest = np.fmax.reduce([_lookup(psnr.of_attack(b), keys) for b in _rivals(attack)])  # NaN: none is graded
     hit = _lookup(identified.of_attack(attack), keys)
-    known = [r for b in rivals if (r := _rate_of(identified.of_attack(b))) is not None]
     return Excess(
         attack=attack,
-        baseline=hardest,
-        mean=float(gain.mean()),
-        low=interval[0] if interval else None,
-        high=interval[1] if interval else None,
-        psnr=float(capped[both].mean()),
-        floor=float(in_means("psnr", floors[hardest][both]).mean()),
+        baseline=gain.baseline,
+        mean=float(gain.differences.mean()),
+        low=gain.interval[0] if gain.interval else None,
+        high=gain.interval[1] if gain.interval else None,
+        psnr=float(gain.own.mean()),
+        floor=float((gain.own - gain.differences).mean()),
         identified=_rate_of(identified.of_attack(attack)),
-        floor_identified=max(known, key=lambda r: r.fraction or 0.0, default=None),
+        floor_identified=_rate_of(identified.of_attack(oftener.baseline)) if oftener else None,
+        oftener=oftener.interval[0] if oftener and oftener.interval else None,
         exposed=int(((own.value >= highest + MARGIN) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
-        clusters=len(np.unique(own.client[both])),
+        clusters=len(np.unique(gain.clients)),
     )
+
+
+def _rivals(attack: str) -> tuple[str, ...]:
+    return (*BASELINES, f"wrong_client({attack})")
+
+
+@dataclass(frozen=True, eq=False)
+class _Gain:
+    """What an attack has over the baseline that leaves it the least, on the examples that both have, (n,) each."""
+
+    baseline: str
+    own: Floats
+    differences: Floats
+    clients: Ints
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        return clustered_interval(self.differences, self.clients)
+
+
+def _gain(graded: Scores, attack: str) -> _Gain | None:
+    own = graded.of_attack(attack)
+    metric = graded.metrics[own.metric[0]] if len(own) else ""
+    values, gains = in_means(metric, own.value), []
+    for baseline in _rivals(attack):
+        floor = in_means(metric, _lookup(graded.of_attack(baseline), own.example_keys()))
+        both = ~np.isnan(floor)
+        if both.any():
+            gains.append(_Gain(baseline, values[both], values[both] - floor[both], own.client[both]))
+    return min(gains, key=lambda g: float(g.differences.mean()), default=None)
 
 
 def _rate_of(rows: Scores) -> Rate | None:
@@ -571,24 +551,17 @@ def _lookup(rows: Scores, keys: Ints) -> Floats:
     return np.where(known[place] == keys, rows.value[first][place], np.nan)
 
 
-def verdict(ledger: Ledger) -> Verdict:
+def verdict(scores: Scores, ledger: Ledger) -> Verdict:
     """The run's verdict; it says "leaks" or "not shown to leak", with the strongest attack, never that a run is private."""
-    return judge(Scores.read(ledger), ledger)
-
-
-def judge(scores: Scores, ledger: Ledger) -> Verdict:
-    """As verdict, of scores that are read already."""
     found = excesses(scores)
     if not found:
         return Verdict("undetermined", _nothing_to_judge(scores, ledger))
     strongest = max(found, key=lambda e: (e.leaks, e.mean))
-    if not strongest.leaks and ledger.meta().get("replay") == "mismatch":
-        words = (
-            "Nothing can be said on leakage: the replay check failed, so the attacks inverted another computation than the "
-            "clients', and that they failed proves nothing."
+    if not strongest.leaks and (why := _proves_nothing(found, ledger)):
+        return Verdict(
+            "undetermined", f"Nothing can be said on leakage: {why}, and that they failed proves nothing.", strongest
         )
-        return Verdict("undetermined", words, strongest)
-    budget = budgets(ledger).get(strongest.attack, "budget unknown")
+    budget = planned_attacks(ledger)[strongest.attack].budget
     numbers = (
         f"{strongest.psnr:.1f} dB PSNR on average, the best baseline ({strongest.baseline}) {strongest.floor:.1f} dB"
     )
@@ -597,6 +570,8 @@ def judge(scores: Scores, ledger: Ledger) -> Verdict:
     if strongest.exposed and not strongest.mean > 0:  # the mean hides them
         numbers += f", {strongest.exposed} of them at a tenth of every baseline's error or less"
     numbers += _labels(scores, ledger)
+    if strongest.clusters == 1:
+        numbers += "; one client gives no interval"
     if strongest.leaks:
         words = f"leak: the strongest attack, {strongest.attack} ({budget}), reaches {numbers}."
         return Verdict("leaks", f"{_so_far(ledger)} images {words}", strongest)
@@ -605,6 +580,16 @@ def judge(scores: Scores, ledger: Ledger) -> Verdict:
         "a stronger attack may still succeed."
     )
     return Verdict("not shown to leak", f"{_so_far(ledger)} images {words}", strongest)
+
+
+def _proves_nothing(found: Sequence[Excess], ledger: Ledger) -> str:
+    """Why no failure of these attacks says anything; empty where one does."""
+    if ledger.meta().get("replay") == "mismatch":
+        return "the replay check failed, so the attacks inverted another computation than the clients'"
+    cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}
+    if all(NO_DERIVATIVE in cards[e.attack] for e in found):
+        return f"{NO_DERIVATIVE}. The attacks never moved"
+    return ""
 
 
 def _so_far(ledger: Ledger) -> str:
@@ -617,7 +602,7 @@ def _so_far(ledger: Ledger) -> str:
 def _labels(scores: Scores, ledger: Ledger) -> str:
     """How well labels came back, where the threat model did not give them away."""
     own = {name for name, planned in planned_attacks(ledger).items() if planned.labels == "restored"}
-    pooled = [k for k in leaks(scores, "label_accuracy") if k.round is None and k.attack in own]
+    pooled = [k for k in leakage(scores, "label_accuracy") if k.round is None and k.attack in own]
     best = best_of(pooled)
     return f"; {100 * (best.mean or 0):.0f} % of the labels are restored" if best is not None else ""
 
@@ -629,6 +614,8 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
         return "Nothing can be said on leakage: no attack was planned."
     if not any(is_attack(row["name"]) for row in ledger.attacks()):
         return "Nothing can be said on leakage: the plan has baselines only."
+    if not len(real) and ledger.meta().get("replay") == "mismatch":
+        return "Nothing can be said on leakage: the replay check failed, so no attack was run."
     if not len(real):
         return "Nothing can be said on leakage yet: no attack has been done."
     if np.isnan(real.value).all():
@@ -638,20 +625,6 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
     return "Nothing can be said on leakage yet: no baseline has been graded beside the attacks."
 
 
-def budgets(ledger: Ledger) -> dict[str, str]:
-    """What each attack may spend on one observation, in words."""
-    return {name: _budget(planned.budget) for name, planned in planned_attacks(ledger).items()}
-
-
 def planned_attacks(ledger: Ledger) -> dict[str, PlannedAttack]:
     """The attacks as they were planned, in order."""
     return {row["name"]: PlannedAttack.from_json(row["planned"]) for row in ledger.attacks()}
-
-
-def _budget(budget: Budget) -> str:
-    words = f"{_counted(budget.iterations, 'iteration')} x {_counted(budget.restarts, 'restart')}"
-    return words + (f", at most {budget.seconds:g} s a wave" if budget.seconds is not None else "")
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" + ("" if n == 1 else "s")

@@ -1,4 +1,4 @@
-"""The command line: fedleak run | audit | report | export | reproduce | runs | stop | init | doctor."""
+"""The command line: fedleak run | audit | report | export | reproduce | bench | runs | stop | init | doctor."""
 
 import argparse
 import logging
@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attacks.plan import ATTACK, AttackPlan
+from attacks.plan import ATTACK, AttackPlan, describe
 from client.components import SpecError
 from server.ledger import Ledger, LedgerError
 from server.run import Busy, Run
 from server.scenario import Scenario, apply_setting
 from server.tape import TapeError
-from simulations.analysis import Line, round_table
+from simulations.analysis import Line, Scores, is_attack, round_table
 
 RUNS = Path("runs")
 FAILED, MISTAKE = 1, 2
@@ -52,8 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from simulations.launch import AuditFailed, TrainingFailed
     from simulations.simulate import INTERRUPTED, Interrupt, new_run, simulate
 
-    settings = [*options.set, *([f"rounds={options.rounds}"] if options.rounds is not None else [])]
-    scenario = Scenario.load(options.scenario, settings)
+    scenario = Scenario.load(options.scenario, options.set, options.rounds)
     logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns of evaluation being off, which is our own choice
     try:
         build_strategy(scenario.strategy, scenario.protocol.clients)
@@ -64,11 +64,14 @@ def run(options: argparse.Namespace) -> int:
     console.print(
         f"run {folder.name}: {scenario.protocol.clients} clients, {scenario.protocol.rounds} rounds", highlight=False
     )
+    if scenario.left_out:
+        beyond = ", ".join(map(str, scenario.left_out))
+        console.print(f"not attacked, as they are beyond --rounds: {beyond}", highlight=False)
     status = 0
     with Interrupt().caught() as interrupt:
         try:
             simulate(folder, scenario, console, interrupt)
-            status = INTERRUPTED if interrupt.asked else 0
+            status = INTERRUPTED if interrupt.asked else FAILED if _mismatched(folder) else 0
         except (TrainingFailed, AuditFailed) as error:
             print(f"fedleak: {error}", file=sys.stderr)
             status = FAILED
@@ -96,9 +99,7 @@ def audit(options: argparse.Namespace) -> int:
     with run.ledger() as ledger:
         if not options.follow:
             if not any(o["digest"] for o in ledger.observations()):
-                raise LedgerError(
-                    f"{run.folder} has no updates on its tape: curiosity was off, or [tape] keep deleted them"
-                )
+                raise LedgerError(f"{run.folder} has no updates on its tape: {_why_empty(ledger, scenario)}")
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
             ledger.add_attacks(plan, cards(scenario, plan))
             ledger.enqueue(plan)
@@ -113,13 +114,27 @@ def audit(options: argparse.Namespace) -> int:
                     follow=lambda: options.follow and run.holder("training") is not None,
                     stop=lambda: interrupt.asked,
                     tick=view.update,
+                    force=options.force,
                 )
             finally:
                 executor.close()
-    if not options.follow:
-        _tell(run)
-        print(run.folder)
-    return INTERRUPTED if interrupt.asked else 0
+    if options.follow:  # the driver tells the rest
+        return INTERRUPTED if interrupt.asked else 0
+    _tell(run)
+    print(run.folder)
+    return INTERRUPTED if interrupt.asked else FAILED if _mismatched(run) and not options.force else 0
+
+
+def _why_empty(ledger: Ledger, scenario: Scenario) -> str:
+    """Why nothing is on a tape."""
+    observations = ledger.observations()
+    if not scenario.audit.curious:
+        return "the server was not curious ([audit] curious = false)"
+    if not observations:
+        return "the run ended before its first round"
+    if not any(o["status"] == "accepted" for o in observations):
+        return "no reply was accepted"
+    return f'[tape] keep = "{scenario.tape.keep}" has deleted them'
 
 
 def report(options: argparse.Namespace) -> int:
@@ -171,14 +186,21 @@ def reproduce(options: argparse.Namespace) -> int:
     return 0
 
 
+def bench(options: argparse.Namespace) -> int:
+    """fedleak bench [NAME ...]: measure speed and quality, and keep the figures in simulations/benchmarks/results."""
+    from simulations.benchmarks.__main__ import main as measure
+
+    return measure([*options.names, *(["--json"] if options.json else [])])
+
+
 def runs(options: argparse.Namespace) -> int:
     """fedleak runs: every run under runs/, newest first."""
-    table = Table("run", "state", "rounds", "attacks", "best PSNR (dB)", box=None)
+    table = Table("run", "state", "rounds", "chain", "attacks", "attacks done", "best PSNR (dB)", box=None)
     folders = sorted((p.parent for p in options.runs.glob("*/ledger.sqlite")), reverse=True)
     for folder in folders:
         try:
             table.add_row(folder.name, *_summary(Run(folder)))
-        except LedgerError as error:
+        except (LedgerError, OSError, tomllib.TOMLDecodeError) as error:
             table.add_row(folder.name, "unreadable")
             print(f"fedleak: {error}", file=sys.stderr)
     if not folders:
@@ -187,18 +209,24 @@ def runs(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 0
-    Console().print(table)
+    _console().print(table)
     return 0
 
 
-def _summary(run: Run) -> list[str]:
-    """State, rounds, attacks and best PSNR."""
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=160)  # 80 would cut names off in files and pipes
+
+
+def _summary(run: Run) -> list[str | Text]:
+    """State, rounds, chain, attacks by name, how many are done, and best PSNR."""
     with run.ledger() as ledger:
         progress, rounds = ledger.progress(), ledger.rounds()
         best = ledger.psnr_so_far(0.0)[0]
         trained = f"{rounds[-1]['round'] if rounds else 0}/{ledger.meta().get('rounds', '?')}"
-        attacks = f"{progress.done}/{progress.total}"
-        return [_state(run, ledger), trained, attacks, "" if best is None else f"{best:.1f}"]
+        chain = " > ".join(map(describe, tomllib.loads((run.folder / "scenario.toml").read_text())["chain"]))
+        attacks = ", ".join(row["name"] for row in ledger.attacks() if is_attack(row["name"]))
+        done = f"{progress.done}/{progress.total}"
+        return [_state(run, ledger), trained, Text(chain), attacks, done, "" if best is None else f"{best:.1f}"]
 
 
 def stop(options: argparse.Namespace) -> int:
@@ -215,7 +243,8 @@ def stop(options: argparse.Namespace) -> int:
             print(f"fedleak: {run.name} is still finishing its attacks in flight", file=sys.stderr)
             return FAILED
         time.sleep(0.2)
-    print(f"{run.name}: stopped; go on with: fedleak audit {run.folder}")
+    with run.ledger() as ledger:
+        print(f"{run.name}: stopped; {_left(run, ledger) or 'every attack on what was sent is done'}")
     return 0
 
 
@@ -236,7 +265,8 @@ def doctor(options: argparse.Namespace) -> int:
     table = Table(box=None, show_header=False)
     findings = examine()
     for f in findings:
-        mark = Text("ok", "green") if f.works else Text("missing", "red" if f.needed else "yellow")
+        lacks = Text("missing", "red") if f.needed else Text("optional", "yellow")
+        mark = Text("not checked", "dim") if f.works is None else Text("ok", "green") if f.works else lacks
         table.add_row(mark, f.name, Text(f.words))
     Console().print(table)
     return FAILED if any(f.needed and not f.works for f in findings) else 0
@@ -246,18 +276,18 @@ def _tell(run: Run) -> None:
     """The end of a run in words: table, failures, report, how to go on."""
     from simulations.report import write_report
 
-    console = Console() if sys.stdout.isatty() else Console(width=120)  # 80 would cut names off in files and pipes
+    console = _console()
     with run.ledger() as ledger:
-        table = Table(
-            "round", "accuracy", "attack", "mean PSNR", "best PSNR", "baseline PSNR", "label accuracy", box=None
-        )
-        for line in round_table(ledger):
+        psnr = ("mean PSNR (dB)", "best PSNR (dB)", "baseline PSNR (dB)")
+        table = Table("round", "accuracy", "attack", *psnr, "label accuracy", box=None)
+        for line in round_table(Scores.read(ledger), ledger):
             table.add_row(*_cells(line))
         if table.row_count:
             console.print(table)
         meta, progress = ledger.meta(), ledger.progress()
         if "replay_detail" in meta:
-            console.print(f"replay check: {meta['replay_detail']}", highlight=False)
+            style = "yellow" if meta["replay"] != "ok" else None
+            console.print(f"replay check: {meta['replay_detail']}", style=style, markup=False, highlight=False)
         if progress.failed:
             console.print(
                 f"{progress.failed} attacks failed: {'; '.join(ledger.errors())}", style="yellow", markup=False
@@ -268,9 +298,33 @@ def _tell(run: Run) -> None:
             console.print(words, markup=False, highlight=False, soft_wrap=True)
         if len(reasons) > MOST_REASONS:
             console.print(f"and {len(reasons) - MOST_REASONS} more reasons of attacks", highlight=False)
-        if parked := progress.queued + progress.leased:
-            print(f"{parked} attacks are parked; go on with: fedleak audit {run.folder}")
+        if left := _left(run, ledger):
+            style = "yellow" if meta.get("replay") == "mismatch" else None
+            console.print(left, style=style, markup=False, highlight=False, soft_wrap=True)
     print(f"report: {write_report(run)}")
+
+
+def _left(run: Run, ledger: Ledger) -> str:
+    """What is left to do on a run that is at rest, and how; empty where nothing is."""
+    progress = ledger.progress()
+    waiting = progress.queued + progress.leased
+    if not ledger.attacks():
+        return "the server was not curious ([audit] curious = false): there is nothing to attack"
+    if waiting and ledger.meta().get("replay") == "mismatch":
+        return (
+            f"{waiting} attacks wait: they would invert another computation than the clients'. Mend what differs, in the "
+            f"scenario or in the code, and have it checked again with: fedleak audit {run.folder} (--force: attack anyway)"
+        )
+    if waiting:
+        return f"{waiting} attacks are parked; go on with: fedleak audit {run.folder}"
+    if not ledger.observations():
+        return "it ended before its first round: there is nothing to attack; begin again with: fedleak run"
+    return ""
+
+
+def _mismatched(run: Run) -> bool:
+    with run.ledger() as ledger:
+        return ledger.meta().get("replay") == "mismatch"
 
 
 def _cells(line: Line) -> list[str]:
@@ -281,9 +335,9 @@ def _cells(line: Line) -> list[str]:
         str(line.round),
         number(line.accuracy, ".1%"),
         line.attack,
-        number(line.mean, ".1f"),
-        number(line.best, ".1f"),
-        number(line.baseline, ".1f"),
+        number(line.psnr.mean, ".1f"),
+        number(line.psnr.best, ".1f"),
+        number(line.baseline.mean if line.baseline else None, ".1f"),
         number(line.labels, ".0%"),
     ]
 
@@ -294,10 +348,11 @@ def _state(run: Run, ledger: Ledger) -> str:
         return "training"
     if run.holder("audit") is not None:
         return "attacking"
-    progress = ledger.progress()
-    if ledger.meta().get("state") == "trained":
+    progress, meta, rounds = ledger.progress(), ledger.meta(), ledger.rounds()
+    # a model that is trained has not failed, whatever became of the processes that trained it
+    if meta.get("state") == "trained" or (rounds and str(rounds[-1]["round"]) == meta.get("rounds")):
         return "attacks waiting" if progress.queued + progress.leased else "complete"
-    return "failed" if ledger.meta().get("state") == "failed" else "interrupted"
+    return "failed" if meta.get("state") == "failed" else "interrupted"
 
 
 def _find(named: Path, folder: Path) -> Run:
@@ -319,14 +374,19 @@ def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
             apply_setting(table, setting)
         tables.append(table)
     chosen = {"rounds": options.rounds, "clients": options.clients}
-    given = {"seed": scenario.plan.seed, "wave": scenario.plan.wave, "every": scenario.plan.every}
+    given = {"seed": scenario.plan.seed, "wave": scenario.plan.wave}
     plan = {k: v if v is not None else getattr(scenario.plan, k) for k, v in chosen.items()}
+    if plan["rounds"] is None:
+        given["every"] = scenario.plan.every
     limits = scenario.protocol.rounds, scenario.protocol.clients
     return AttackPlan.from_tables(tables, {**given, **{k: list(v) for k, v in plan.items() if v is not None}}, *limits)
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers with commas between, 1,2,3, got {text!r}") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -364,6 +424,7 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("--clients", type=_numbers, metavar="0,1", help="with --attack: which clients")
     again.add_argument("--executor", choices=("ray", "local"), help="instead of the scenario's")
     again.add_argument("--workers", type=int, metavar="N", help="instead of the scenario's")
+    again.add_argument("--force", action="store_true", help="attack although the replay check fails")
     again.add_argument("--follow", action="store_true", help="wait for jobs while the training goes on")
     add(report)
     out = add(export)
@@ -378,6 +439,9 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("--cells", metavar="PATTERN", help="only these: a part of their name, or with * and ?")
     again.add_argument("--json", action="store_true", help="one object a line instead of a table")
     again.add_argument("--output", "-o", type=Path, metavar="FILE", help="keep the figures too, with seed and versions")
+    measured = add(bench, with_run=False)
+    measured.add_argument("names", nargs="*", metavar="NAME", help="engine, quality, labels, ...; default: all")
+    measured.add_argument("--json", action="store_true", help="one object a line instead of tables")
     add(runs, with_run=False)
     end = add(stop)
     end.add_argument(

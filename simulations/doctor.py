@@ -3,10 +3,12 @@
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from attacks.metrics import lpips_weights
 from client.components import SpecError, build
@@ -21,10 +23,10 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: whether it works, whether fedleak needs it, and a sentence."""
+    """One thing looked at: whether it works (None: not checked), whether fedleak needs it, and a sentence."""
 
     name: str
-    works: bool
+    works: bool | None
     needed: bool
     words: str
 
@@ -40,6 +42,7 @@ def environment() -> dict[str, object]:
         "cores": os.cpu_count(),
         "memory_gb": _memory_gb(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "commit": _commit(),
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
     }
 
@@ -106,13 +109,13 @@ def _ray() -> str:
 def _dataset(name: str, local: bool) -> Finding:
     short = name.split(":")[1]
     if short != "mnist5k" and not local:
-        return Finding(short, True, False, "downloaded on first use")
+        return Finding(short, None, False, "downloaded on first use")
     try:
         dataset = build({"use": name}, f"dataset {short}", DATASET) if short == "mnist5k" or _has_local(short) else None
     except SpecError as error:
         return Finding(short, False, short == "mnist5k", str(error))
     if dataset is None:
-        return Finding(short, True, False, "not in the local data folder; downloaded on first use")
+        return Finding(short, None, False, "not in the local data folder; downloaded on first use")
     return Finding(short, True, short == "mnist5k", f"{len(dataset.y):,} + {len(dataset.y_test):,} images")
 
 
@@ -126,6 +129,16 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _commit() -> str | None:
+    """The commit of the code, and whether it was changed since; None where it stands in no repository of its own."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return told.stdout.strip() or None
 
 
 def _processor() -> str:

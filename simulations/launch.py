@@ -121,7 +121,7 @@ class Training:
             raise TrainingFailed(self._blame(status))
 
     def _start(self) -> None:
-        app, home, log = self.scratch / "app", self.scratch / "home", self.run.folder / "logs"
+        app, home = self.scratch / "app", self.scratch / "home"
         root = Path(__file__).resolve().parents[1]
         for package in PACKAGES:  # only code: what is in the app's folder goes to every client
             shutil.copytree(root / package, app / package, ignore=lambda _, names: _not_code(names))
@@ -134,7 +134,7 @@ class Training:
         (self.scratch / "run-config.toml").write_text(tomli_w.dumps(settings))
         superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
         env = self.environment()
-        self._children.append(processes.start([*superlink, "--port", str(port)], log / "superlink.log", env))
+        self._children.append(processes.start([*superlink, "--port", str(port)], self.run.log("superlink.log"), env))
         deadline = time.monotonic() + PATIENCE
         while not processes.listens(port):
             if self._children[0].poll() is not None or time.monotonic() > deadline:
@@ -147,7 +147,7 @@ class Training:
         )
         command = ["flwr", "run", str(app), "fedleak", "--stream"]
         command += ["--run-config", str(self.scratch / "run-config.toml"), "--federation-config", federation]
-        self._children.append(processes.start(command, log / "flower.log", env))
+        self._children.append(processes.start(command, self.run.log("flower.log"), env))
 
     def _blame(self, what: str) -> str:
         return blame(self.run, f"the federation failed: {what}", "flower.log", "superlink.log")
@@ -162,7 +162,7 @@ class AuditService:
         self.scratch = Path(tempfile.mkdtemp(prefix="fedleak-"))
         command = [sys.executable, "-m", "simulations.cli", "audit", str(run.folder.resolve()), "--follow"]
         env = child_environment(self.scratch, self.mark)
-        self._child = processes.start(command, run.folder / "logs" / "audit.log", env)
+        self._child = processes.start(command, run.log("audit.log"), env)
 
     def status(self) -> int | None:
         """Its exit status, or None while it works."""

@@ -16,9 +16,9 @@ import numpy as np
 from markupsafe import Markup
 from torch import Tensor
 
-from attacks.audit import WHOLE_BATCH
+from attacks.audit import NO_DERIVATIVE, WHOLE_BATCH
 from attacks.limits import known_noise
-from attacks.metrics import PSNR_CAP
+from attacks.metrics import LPIPS_PIXELS, PSNR_CAP
 from attacks.plan import describe
 from client.protocol import Federation
 from client.update import Batch, Chain
@@ -30,7 +30,7 @@ from simulations import analysis
 from simulations.analysis import Leak, Rate, Scores
 
 GALLERY_BYTES = 1_000_000  # of cards with their pictures; a quickstart's are shown whole, and the file stays below 6 MB
-REASONS = 40  # rows of the participation table
+REASONS = 40  # rows of a table of reasons
 SEED = 0  # of the gallery's random sample
 CARD_BYTES = 900  # of one gallery card's markup, about
 IMAGE_BYTES = 350  # of one image's markup and PNG header, about
@@ -79,22 +79,30 @@ def _template() -> jinja2.Template:
 def _content(run: Run, ledger: Ledger) -> dict[str, Any]:
     """Everything that the template shows."""
     scenario, scores, meta = run.scenario(), Scores.read(ledger), ledger.meta()
-    found = {metric: analysis.leaks(scores, metric) for metric in _metrics(scores)}
+    found = {metric: analysis.leakage(scores, metric) for metric in _metrics(scores)}
     order = analysis.attack_order(ledger, scores.attacks)
     shared = _shared([row["knowledge"] for row in ledger.attacks() if analysis.is_attack(row["name"])])
-    federation, curve = Federation(scenario.protocol), analysis.successes(scores, ledger) if len(scores) else {}
+    federation, curve = scenario.federation, analysis.success_curve(scores, ledger) if len(scores) else {}
+    reasons = ledger.reasons()
     certificate = _certificate(federation, curve)
     return {
         "name": run.name,
         "facts": _facts(scenario),
-        "verdict": analysis.judge(scores, ledger),
-        "notices": [*_training_notices(run, ledger, scenario), *_audit_notices(run, ledger, scenario), *_lpips(found)],
+        "verdict": analysis.verdict(scores, ledger),
+        "notices": [
+            *_training_notices(run, ledger, scenario),
+            *_audit_notices(run, ledger, scenario),
+            *_flat(ledger),
+            *_lpips(found, federation.shards.dataset.shape),
+        ],
         "figure": _figure(found, ledger, order),
         "limit": _limit(federation.chain, ledger),
         "success": _success(curve) + ([certificate.series] if certificate else []),
         "certificate": certificate,
         "thresholds": analysis.THRESHOLDS,
-        "lines": _by_round(analysis.lines_of(found, ledger)),
+        "lines": _by_round(analysis.round_table(scores, ledger)),
+        "reasons": reasons[:REASONS],
+        "more_reasons": max(0, len(reasons) - REASONS),
         "summary": _summary(found, order),
         "further": [metric for metric in found if metric not in OWN_COLUMNS],
         "gallery": Gallery(run, federation, scores, ledger).rounds() if len(scores) else (),
@@ -147,20 +155,19 @@ def interval(leak: Leak) -> str:
 
 def _facts(scenario: Scenario) -> str:
     protocol = scenario.protocol
-    chain = " > ".join(("each " if t.get("each") else "") + _component(t) for t in protocol.chain)
     parts = [
         f"{protocol.clients} client{'s' if protocol.clients > 1 else ''}",
         f"{protocol.rounds} round{'s' if protocol.rounds > 1 else ''}",
         _component(protocol.data),
         _component(protocol.model),
-        f"chain {chain}",
+        f"chain {' > '.join(map(_component, protocol.chain))}",
         f"seed {protocol.seed}",
     ]
     return "; ".join(parts)
 
 
 def _component(table: Mapping[str, Any]) -> str:
-    return describe({k: v for k, v in table.items() if k != "each"}).removesuffix("()")
+    return describe(table).removesuffix("()")
 
 
 Notice = tuple[str, str]  # what is missing, and the command that helps, or none
@@ -184,6 +191,8 @@ def _audit_notices(run: Run, ledger: Ledger, scenario: Scenario) -> Iterator[Not
     waiting = progress.queued + progress.leased
     if not scenario.audit.curious:
         yield "The server was not curious ([audit] curious = false): it kept no updates. Set it to true, run again.", ""
+    elif waiting and meta.get("replay") == "mismatch":
+        yield f"{waiting} of {progress.total} attacks wait: what a replay does not explain is not attacked.", ""
     elif waiting:
         yield f"{waiting} of {progress.total} attacks have not been done yet. Go on with:", again
     elif not progress.total and any(o["digest"] for o in ledger.observations()):
@@ -196,9 +205,15 @@ def _audit_notices(run: Run, ledger: Ledger, scenario: Scenario) -> Iterator[Not
         yield f"The replay check did not succeed ({meta['replay']}): {meta.get('replay_detail', '')}", ""
 
 
-def _lpips(metrics: Collection[str]) -> Iterator[Notice]:
-    if "lpips_alex" not in metrics:
-        yield "LPIPS: unavailable (no backbone weights, or images under 32 pixels).", ""
+def _flat(ledger: Ledger) -> Iterator[Notice]:
+    flat = [row["name"] for row in ledger.attacks() if NO_DERIVATIVE in row["knowledge"]]
+    if flat:
+        yield f"{', '.join(flat)}: {NO_DERIVATIVE}.", ""
+
+
+def _lpips(metrics: Collection[str], shape: tuple[int, int, int]) -> Iterator[Notice]:
+    if metrics and "lpips_alex" not in metrics and min(shape[1:]) >= LPIPS_PIXELS:
+        yield "LPIPS: unavailable (no backbone weights).", ""
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
@@ -387,7 +402,7 @@ def _shared(cards: Sequence[str]) -> list[str]:
 
 def _cards(ledger: Ledger, shared: Sequence[str]) -> list[dict[str, Any]]:
     """The knowledge card of each attack, real ones first."""
-    budgets, planned = analysis.budgets(ledger), analysis.planned_attacks(ledger)
+    planned = analysis.planned_attacks(ledger)
     cards = [
         {
             "name": row["name"],
@@ -395,7 +410,6 @@ def _cards(ledger: Ledger, shared: Sequence[str]) -> list[dict[str, Any]]:
             "component": describe(planned[row["name"]].table),
             "parts": row["knowledge"].split("; "),
             "own": [part for part in row["knowledge"].split("; ") if part not in shared],
-            "budget": budgets[row["name"]],
             "seed": row["seed"],
         }
         for row in ledger.attacks()

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from attacks.base import Budget, Reconstruction, Stream, Wave
+from attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
+from attacks.feedback import FeedbackBlending
 from attacks.metrics import PSNR_CAP, match, mse, psnr
 from client.components import SpecError
 from client.rng import generator
@@ -78,13 +79,24 @@ def _floor(scene: Scene) -> dict[str, float]:
 
 
 def _reconstruct(trial: Trial, budget: Budget, scene: Scene, seed: int, part: slice) -> list[Reconstruction]:
+    made = trial.build()
+    if isinstance(made, FeedbackBlending):
+        parts = [slice(i, i + scene.clients) for i in range(0, len(scene.observations[part]), scene.clients)]
+        waves, known, streams = zip(*(_met(trial, scene, seed, p) for p in parts), strict=True)
+        return [r for results in made.sequence(waves, known, budget, lambda place: streams[place]) for r in results]
+    wave, threat, randomness = _met(trial, scene, seed, part)
+    return made.reconstruct(wave, threat, budget, randomness)
+
+
+def _met(trial: Trial, scene: Scene, seed: int, part: slice) -> tuple[Wave, Knowledge, list[Stream]]:
+    """What an attack meets in a part of the updates: them, its threat model, its randomness."""
     observations = scene.observations[part]
     # attacks of one cell share their starts: what differs between them is then not the draw
     streams: list[Stream] = [partial(generator, seed, "attack", o.client) for o in observations]
     known = scene.known if trial.defense == "known" else replace(scene.known, chain=Chain((scene.known.chain.local,)))
     if trial.labels == "given":
         known = replace(known, labels=torch.stack([t.y for t in scene.truth[part]]))
-    return trial.build().reconstruct(Wave.stack(observations), known, budget, streams)
+    return Wave.stack(observations), known, streams
 
 
 def _grade(found: Reconstruction, truth: Batch) -> tuple[Tensor, Tensor]:
@@ -150,7 +162,7 @@ Measure = Callable[[Outcome, Outcome | None], Interval]
 
 
 def _mean(values: Tensor) -> Interval:
-    """Mean over images, with its bootstrap interval over updates."""
+    """Mean over images, with its interval clustered by update."""
     flat = values.flatten().numpy()
     interval = clustered_interval(flat, np.arange(len(values)).repeat(values[0].numel()))
     return float(flat.mean()), *(interval or (None, None))
@@ -274,15 +286,18 @@ def reproduce(sheet: Sheet, say: Say) -> Iterator[Row]:
 
 def _figures_of_world(world: World, seed: int, say: Say) -> list[Row]:
     compute = {"gaussian_world": gaussian_world, "bayes_fig4": bayes_fig4}[world.name]
-    few, started = min(32, world.n), time.perf_counter()
-    compute(few, seed, world.iterations)
-    say(f"{world.n} inputs; about {(time.perf_counter() - started) * world.n / few:.0f} s left")
+    seconds = []
+    for few in (8, 40):
+        started = time.perf_counter()
+        compute(few, seed, world.iterations)
+        seconds.append(time.perf_counter() - started)
+    say(f"{world.n} inputs; about {max(seconds[1] - seconds[0], 0.0) / 32 * world.n:.0f} s left")
     started = time.perf_counter()
     found = [row for row in compute(world.n, seed, world.iterations) if matches(row.cell, world.only)]
     if not found:
         raise SpecError(f"no cell of {world.name} matches {world.only!r}")
-    seconds, budget = round(time.perf_counter() - started, 1), f"n {world.n}, iterations at most {world.iterations}"
-    return [Row(**asdict(row), budget=budget, seconds=seconds) for row in found]
+    spent, budget = round(time.perf_counter() - started, 1), f"n {world.n}, iterations at most {world.iterations}"
+    return [Row(**asdict(row), budget=budget, seconds=spent) for row in found]
 
 
 def record(sheet: Sheet, rows: Sequence[Row], seconds: float) -> dict[str, Any]:
@@ -301,7 +316,8 @@ def record(sheet: Sheet, rows: Sequence[Row], seconds: float) -> dict[str, Any]:
 
 def show(sheet: Sheet, rows: Sequence[Row], console: Console) -> None:
     """Print a reproduction as a table, and what differs from the paper."""
-    heads = ("cell", "attack", "metric", "paper", "here", "95 % interval", "n", "mean image", "budget", "remarks")
+    reference = "paper" if sheet.world is None else "bound"
+    heads = ("cell", "attack", "metric", reference, "here", "95 % interval", "n", "mean image", "budget", "remarks")
     table = Table(*heads, title=sheet.title)
     for row in rows:
         table.add_row(*_words(row))

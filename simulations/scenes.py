@@ -22,12 +22,16 @@ AUXILIARY = 200  # training images that are the attacker's
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """What a server sees of a cell's clients, what it knows, and the truth, which only grading reads."""
+    """What a server sees of a cell's clients, what it knows, and the truth, which only grading reads.
+
+    With several clients their updates come in turns: 0, 1, 2, 0, 1, 2 ...
+    """
 
     observations: tuple[Observation, ...]
     truth: tuple[Batch, ...]
     known: Knowledge
     note: str = ""
+    clients: int = 1
 
 
 def stage(cell: Cell, seed: int) -> Scene:
@@ -52,7 +56,8 @@ def stage(cell: Cell, seed: int) -> Scene:
         std=dataset.std,
         auxiliary=_auxiliary(dataset),
     )
-    return Scene(seen, truth, known, note)
+    turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)  # nobody may have an image more
+    return Scene(seen, truth, known, note, turns)
 
 
 def _detached(update: Mapping[str, Tensor]) -> dict[str, Tensor]:

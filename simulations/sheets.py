@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attacks.base import Attack, Budget
+from attacks.feedback import FeedbackBlending
+from attacks.matching import GradientMatching
 from client.components import Kind, SpecError, Table, build, call, check_arguments, conform
 from client.protocol import TRANSFORM
 from client.update import Link, per_example
@@ -72,6 +74,7 @@ class Trial:
         defense: known (the attacker inverts the whole chain) or unknown (it assumes bare local training).
         metrics: what is reported.
         against: the cell's attack that gains are relative to.
+        blend: arguments of feedback blending round the attack, over the sequence of each client's images.
     """
 
     name: str
@@ -82,12 +85,20 @@ class Trial:
     defense: Literal["known", "unknown"] = "known"
     metrics: tuple[str, ...] = ("psnr",)
     against: str = ""
+    blend: Table | None = None
 
-    def build(self) -> Attack:
-        """The attack itself."""
-        attack = build(self.table, f"attack {self.name}", ATTACK)
+    def build(self) -> Attack | FeedbackBlending:
+        """The attack itself; SpecError says what is wrong with its table."""
+        where = f"attack {self.name}"
+        attack = build(self.table, where, ATTACK)
         assert isinstance(attack, Attack)
-        return attack
+        if self.blend is None:
+            return attack
+        if not isinstance(attack, GradientMatching):
+            raise SpecError(f"{where}: feedback blending needs an attack by gradient matching, not {self.table['use']}")
+        arguments = check_arguments(FeedbackBlending, self.blend, f"{where}: blend", {"attack": attack})
+        blending: FeedbackBlending = call(FeedbackBlending, arguments, f"{where}: blend")
+        return blending
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,7 @@ class Cell:
 
     Args:
         n: updates that are attacked.
+        clients: who send them in turns; for attacks that remember a client's earlier images.
         wave: updates that are attacked at once, where memory allows no more.
         weights: a checkpoint in the local data folder.
         heavy: only where --cells asks for it: hours on a few cores.
@@ -111,6 +123,7 @@ class Cell:
     weights: str = ""
     train: Training | None = None
     heavy: bool = False
+    clients: int = 1
 
 
 @dataclass(frozen=True)
@@ -159,7 +172,7 @@ def load(name: str) -> Sheet:
 
 def parse(name: str, tables: Mapping[str, Any]) -> Sheet:
     """A sheet from parsed TOML; a cell has its own n, wave, data, model, chain, weights, train, or the sheet's."""
-    shared = {"n", "wave", "data", "model", "chain", "weights", "train"}
+    shared = {"n", "clients", "wave", "data", "model", "chain", "weights", "train"}
     _refuse(tables, {"title", "note", "seed", "cell", "world"} | shared, "the sheet")
     head = {key: conform(tables.get(key, ""), str, key) for key in ("title", "note")}
     seed = conform(tables.get("seed", 0), int, "seed")
@@ -200,6 +213,7 @@ def _cell(table: Mapping[str, Any], where: str) -> Cell:
         trials=tuple(trials),
         weights=conform(table.get("weights", ""), str, f"{where}: weights"),
         train=None if training is None else _options(Training, training, f"{where}: train"),
+        clients=conform(table.get("clients", 1), int, f"{where}: clients"),
         heavy=conform(table.get("heavy", False), bool, f"{where}: heavy"),
     )
 
@@ -213,7 +227,9 @@ def _trial(table: Mapping[str, Any], where: str) -> Trial:
     spent = {f.name for f in fields(Budget)}
     arguments = {k: v for k, v in table.items() if k in own}
     paper = {k: conform(v, float, f"{where}: paper {k}") for k, v in arguments.pop("paper", {}).items()}
+    blend = arguments.pop("blend", None)
     made = {
+        "blend": None if blend is None else conform(blend, dict, f"{where}: blend"),
         "table": {k: v for k, v in table.items() if k not in own | spent},
         "budget": _options(Budget, {k: v for k, v in table.items() if k in spent}, where),
         "paper": paper,
@@ -221,7 +237,10 @@ def _trial(table: Mapping[str, Any], where: str) -> Trial:
     trial: Trial = call(Trial, check_arguments(Trial, arguments, where, made), where)
     if unknown := [m for m in trial.metrics if m not in METRICS]:
         raise SpecError(f"{where}: metrics are of {', '.join(METRICS)}, got {unknown[0]!r}")
-    build(trial.table, where, ATTACK)
+    try:
+        trial.build()
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from error
     return trial
 
 

@@ -97,7 +97,7 @@ def simulate(run: Run, scenario: Scenario, console: Console, interrupt: Interrup
 
 
 def _train(run: Run, ledger: Ledger, scenario: Scenario, keeper: "_Keeper", interrupt: Interrupt) -> None:
-    keeper.view.note = "starting Flower"
+    keeper.view.note = "waiting for Flower to load its server, its simulation engine and the clients"
     ledger.set_meta(state="training")
     state = "failed"
     try:
@@ -108,6 +108,9 @@ def _train(run: Run, ledger: Ledger, scenario: Scenario, keeper: "_Keeper", inte
             if not interrupt.asked:
                 training.verify()
                 state = "trained"
+    except TrainingFailed:
+        if not interrupt.asked:  # what a user ends while we ask how it went has not failed
+            raise
     finally:
         ledger.set_meta(state="interrupted" if interrupt.asked and state == "failed" else state)
 
@@ -139,7 +142,8 @@ class _Keeper:
         while self.look():
             if self.interrupt.asked and not parked and self.service is not None:
                 parked = True
-                print("fedleak: attacks in flight are finished first (Ctrl-C again: at once)", file=sys.stderr)
+                if self.view.ledger.progress().leased:
+                    print("fedleak: attacks in flight are finished first (Ctrl-C again: at once)", file=sys.stderr)
                 self.service.park()
             time.sleep(POLL)
 

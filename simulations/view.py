@@ -100,7 +100,10 @@ class View:
         parts = [f"round {s.round}/{s.rounds}"] if self.training else []
         if s.accuracy is not None and self.training:
             parts.append(f"accuracy {s.accuracy:.1%}")
-        parts.append(f"attacks {s.progress.done}/{s.expected}, {s.progress.queued} queued, {s.progress.leased} at work")
+        parts.append(
+            f"attacks on updates {s.progress.done}/{s.expected} (baselines too), {s.progress.queued} queued, "
+            f"{s.progress.leased} at work"
+        )
         if s.progress.failed:
             parts.append(f"{s.progress.failed} failed")
         if s.best is not None and s.mean is not None:
@@ -128,7 +131,7 @@ class View:
         jobs = (
             f"{done}/{s.expected}   {s.progress.queued} queued, {s.progress.leased} at work, {s.progress.failed} failed"
         )
-        grid.add_row("attacks", ProgressBar(max(s.expected, 1), done, width=30), jobs)
+        grid.add_row("attacks on updates", ProgressBar(max(s.expected, 1), done, width=30), jobs)
         if s.best is not None and s.mean is not None:
             grid.add_row("PSNR", "", f"best {s.best:.1f} dB, mean {s.mean:.1f} dB")
         left = self._seconds_left(s)

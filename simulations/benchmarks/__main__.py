@@ -99,6 +99,7 @@ def record(name: str, report: Report, seconds: float) -> dict[str, Any]:
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "seconds": round(seconds, 1),
         "figures": figures,
+        "rows": [dict(row) for row in report.rows],
         "settings": dict(report.settings),
         "environment": environment(),
     }
@@ -140,7 +141,7 @@ def cells(figure: Mapping[str, Any]) -> list[str]:
 def show(result: Mapping[str, Any], as_json: bool) -> None:
     """Print a result: a table in a terminal, else plain lines, or JSON on one line."""
     if as_json:
-        print(json.dumps(result), flush=True)
+        print(*(json.dumps(line) for line in result["rows"] or [result]), sep="\n", flush=True)
         return
     console = Console()
     title = f"{result['benchmark']} ({result['seconds']:.0f} s)"

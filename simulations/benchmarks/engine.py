@@ -3,35 +3,67 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import mean, median
 
 import torch
 from torch import Tensor, nn
 
 from attacks.base import Budget, Knowledge, Observation, Stream, Wave
 from attacks.matching import inverting_gradients
+from attacks.metrics import PSNR_CAP, psnr
 from client.data import mnist5k
-from client.models import detached_params, lenet
+from client.models import convnet, detached_params, lenet, mlp, resnet20
 from client.rng import generator
 from client.update import Batch, chain, local_sgd
 from simulations.benchmarks.figures import Figure, Progress, Report, interleaved, one_thread
 from simulations.benchmarks.published import invert
 
-RATE = 0.1  # of the client's one local step
+RATE = 0.1  # of the client's local steps
 TV = 0.1
-TARGET = 6.0
 PUBLISHED, LEAN = "published loop", "published loop without parameter gradients"
 CIFAR_SHAPE, DIGITS = "random 3x32x32", "mnist5k 1x28x28"
+Make = Callable[[tuple[int, int, int], int], nn.Module]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison: a network, a source of images, K, and the local steps that the attack unrolls."""
+
+    name: str
+    make: Make
+    size: int
+    target: float | None = None
+    source: str = CIFAR_SHAPE
+    steps: int = 1
+    iterations: int = 24
+
+
+CELLS: tuple[Cell, ...] = (
+    Cell("lenet", lenet, 1, 1.3),
+    Cell("lenet", lenet, 8),
+    Cell("lenet", lenet, 64, 8.0),
+    Cell("lenet", lenet, 1, None, DIGITS),
+    Cell("lenet", lenet, 64, 8.0, DIGITS),
+    Cell("lenet, 5 local steps", lenet, 32, 6.0, steps=5, iterations=6),
+    Cell("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 1, None, iterations=12),
+    Cell("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 8, 14.0, iterations=12),
+    Cell("convnet of width 64", convnet, 1, None, iterations=2),
+    Cell("convnet of width 64", convnet, 4, 1.15, iterations=2),
+    Cell("resnet20-4", partial(resnet20, width=4), 1, None, iterations=2),
+    Cell("resnet20-4", partial(resnet20, width=4), 4, 1.15, iterations=2),
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """K observations of an untrained LeNet, one image each, and what an attack on them needs."""
+    """K observations of an untrained network, one image each, what an attack on them needs, and the truth."""
 
     model: nn.Module
     wave: Wave
     known: Knowledge
     streams: list[Stream]
+    truth: Tensor  # (K, 1, C, H, W)
+    steps: int
 
     def engine(self, iterations: int) -> Tensor:
         """The engine's images (K, 1, C, H, W) in [0, 1]."""
@@ -44,60 +76,88 @@ class Problem:
         assert y is not None
         seen = [-t / RATE for t in self.wave.alone(0).values()]
         start = torch.randn(1, *known.shape, generator=self.streams[0]("start", 0)).to(seen[0].dtype)
-        z = invert(self.model, seen, y[0], start, known.mean, known.std, iterations, TV, lean=lean)
-        mean, std = (torch.tensor(v).to(z)[:, None, None] for v in (known.mean, known.std))
-        return z * std + mean
+        z = invert(
+            self.model,
+            seen,
+            y[0],
+            start,
+            known.mean,
+            known.std,
+            iterations,
+            TV,
+            lean=lean,
+            steps=self.steps,
+            local=RATE,
+        )
+        return known.pixels(z)
+
+    def forwards(self, repetitions: int) -> None:
+        """The network's plain forward passes over the K images."""
+        with torch.no_grad():
+            for _ in range(repetitions):
+                self.model(self.known.normalise(self.truth.flatten(0, 1)))
 
 
-def problem(source: str, size: int, seed: int = 0) -> Problem:
+def problem(source: str, size: int, seed: int = 0, make: Make = lenet, steps: int = 1) -> Problem:
     """The first `size` problems of a source of images, labels given to both sides."""
     if source == DIGITS:
         dataset = mnist5k()
-        x, y, mean, std = dataset.x[:size] / 255, dataset.y[:size], dataset.mean, dataset.std
+        x, y, centre, spread = dataset.x[:size] / 255, dataset.y[:size], dataset.mean, dataset.std
     else:  # a speed does not depend on what the images show
         x = torch.rand(size, 3, 32, 32, generator=generator(seed, "benchmark images"))
-        y, mean, std = torch.arange(size) % 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+        y, centre, spread = torch.arange(size) % 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     shape = (x.shape[1], x.shape[2], x.shape[3])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = lenet(shape, 10).to(torch.get_default_dtype()).eval()
+        model = make(shape, 10).to(torch.get_default_dtype()).eval()
     x = x.to(torch.get_default_dtype())
     params = detached_params(model)
-    known = Knowledge(model, chain(local_sgd(RATE)), shape, 10, 1, mean, std, labels=y[:, None])
+    known = Knowledge(model, chain(local_sgd(RATE, steps)), shape, 10, 1, centre, spread, labels=y[:, None])
     seen = [Observation(1, k, params, known.forward(params, Batch(x[[k]], y[[k]]), None)) for k in range(size)]
-    return Problem(model, Wave.stack(seen), known, [partial(generator, seed, "benchmark", k) for k in range(size)])
+    streams: list[Stream] = [partial(generator, seed, "benchmark", k) for k in range(size)]
+    return Problem(model, Wave.stack(seen), known, streams, x[:, None], steps)
 
 
-def engine(
-    progress: Progress,
-    sizes: Sequence[int] = (1, 8, 16, 64),
-    iterations: int = 24,
-    repetitions: int = 7,
-    sources: Sequence[str] = (CIFAR_SHAPE, DIGITS),
-) -> Report:
-    """Problem-iterations per CPU second, of the published loop and of the engine at each size."""
-    works: dict[str, Callable[[], object]] = {}
-    counts: dict[str, int] = {}
-    for source in sources:
-        for name in (PUBLISHED, LEAN):
-            works[f"{source}: {name}"] = partial(problem(source, 1).published, 2 * iterations, name == LEAN)
-            counts[f"{source}: {name}"] = 2 * iterations
-        for size in sizes:
-            works[f"{source}: engine, K = {size}"] = partial(problem(source, size).engine, iterations)
-            counts[f"{source}: engine, K = {size}"] = size * iterations
+def engine(progress: Progress, cells: Sequence[Cell] = CELLS, repetitions: int = 5) -> Report:
+    """Milliseconds of one iteration of one problem, by the engine and by the published loop, in one run for each cell."""
+    rows: list[dict[str, object]] = []
+    figures: list[Figure] = []
     with one_thread():
-        seconds = interleaved(works, repetitions, progress)
-    speed = {name: counts[name] / median(spent) for name, spent in seconds.items()}
-    figures = [Figure(name, value, "problem-iterations per CPU second") for name, value in speed.items()]
-    for source in sources:
-        base, lean = speed[f"{source}: {PUBLISHED}"], speed[f"{source}: {LEAN}"]
-        for size in sizes:
-            ours = speed[f"{source}: engine, K = {size}"]
-            target = TARGET if size == 64 else None
-            name, note = f"{source}: engine / {PUBLISHED}, K = {size}", f"{ours / lean:.2f} x the {LEAN}"
-            figures.append(Figure(name, ours / base, "x", at_least=target, note=note))
+        for done, cell in enumerate(cells):
+            row, found = _compare(cell, repetitions)
+            rows.append(row)
+            figures += found
+            progress(done + 1, len(cells))
     settings = dict(
-        model="lenet, untrained", attack=f"inverting_gradients(tv={TV})", threads=1, seed=0, sizes=list(sizes),
-        iterations=iterations, repetitions=repetitions, clock="CPU seconds, medians of interleaved repetitions",
+        attack=f"inverting_gradients(tv={TV})", networks="untrained, BatchNorm in eval mode", threads=1, seed=0,
+        repetitions=repetitions, clock="CPU seconds, medians of interleaved repetitions",
     )  # fmt: skip
-    return Report(tuple(figures), settings)
+    return Report(tuple(figures), settings, tuple(rows))
+
+
+def _compare(cell: Cell, repetitions: int) -> tuple[dict[str, object], list[Figure]]:
+    posed = problem(cell.source, cell.size, make=cell.make, steps=cell.steps)
+    n = cell.iterations
+    works: dict[str, Callable[[], object]] = {
+        "engine": partial(posed.engine, n),
+        PUBLISHED: partial(posed.published, n),
+        LEAN: partial(posed.published, n, True),
+        "forward": partial(posed.forwards, n),
+    }
+    seconds = interleaved(works, repetitions, lambda done, total: None)
+    counts = {"engine": cell.size * n, PUBLISHED: n, LEAN: n, "forward": cell.size * n}
+    ms = {name: 1e3 * median(spent) / counts[name] for name, spent in seconds.items()}
+    quality = psnr(posed.truth[:, 0], posed.engine(n)[:, 0])
+    row = dict(
+        recipe="inverting_gradients", network=f"{cell.name}, {cell.source}", k=cell.size, compiled=False,
+        ratio=ms[PUBLISHED] / ms["engine"], ms=ms["engine"], psnr=mean(min(v, PSNR_CAP) for v in quality.tolist()),
+        published_ms=ms[PUBLISHED], lean_ratio=ms[LEAN] / ms["engine"], forwards=ms["engine"] / ms["forward"],
+        iterations=n,
+    )  # fmt: skip
+    name = f"{cell.name}, {cell.source}, K = {cell.size}"
+    note = f"{ms['engine']:.3g} ms against {ms[PUBLISHED]:.3g}; {row['lean_ratio']:.2f} x the {LEAN}"
+    wide = cell.target == 1.15
+    return row, [
+        Figure(f"{name}: engine / {PUBLISHED}", ms[PUBLISHED] / ms["engine"], "x", at_least=cell.target, note=note),
+        Figure(f"{name}: cost", ms["engine"] / ms["forward"], "forwards", at_most=8.5 if wide else None),
+    ]

@@ -40,10 +40,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Report:
-    """A benchmark's figures, and how they were measured: n, seeds, budgets."""
+    """A benchmark's figures, and how they were measured: n, seeds, budgets; rows: the same as plain records, where it has any."""
 
     figures: tuple[Figure, ...]
     settings: Mapping[str, object]
+    rows: tuple[Mapping[str, object], ...] = ()
 
 
 @contextmanager

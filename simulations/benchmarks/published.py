@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 
@@ -23,12 +24,16 @@ def invert(
     tv: float,
     rate: float = 0.1,
     lean: bool = False,
+    steps: int = 1,
+    local: float = 0.1,
 ) -> Tensor:
     """The image (1, C, H, W), normalised, whose gradient points as the seen one.
 
     Args:
         seen: the gradient, in the order of model.parameters().
         start: the first guess, normalised.
+        steps, local: the client's local steps on the image, which are unrolled, and their rate; `seen` is then the weights'
+            change over -local.
         lean: spare the gradients of the parameters, which the published code computes beside the image's and discards.
     """
     x = start.clone().requires_grad_()
@@ -39,8 +44,7 @@ def invert(
     for _ in range(iterations):
         optimizer.zero_grad()
         model.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        gradient = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        gradient = unrolled(model, x, y, steps, local)
         objective = cosine_distance(gradient, seen) + tv * total_variation(x)
         if lean:
             (x.grad,) = torch.autograd.grad(objective, x)
@@ -53,6 +57,19 @@ def invert(
         with torch.no_grad():
             x.data = torch.max(torch.min(x, high), low)
     return x.detach()
+
+
+def unrolled(model: nn.Module, x: Tensor, y: Tensor, steps: int, local: float) -> Sequence[Tensor]:
+    """The sum of the gradients of local steps, with its graph."""
+    here: dict[str, Tensor] = dict(model.named_parameters())
+    total: Sequence[Tensor] = ()
+    for _ in range(steps):
+        logits = functional_call(model, here, (x,)) if total else model(x)
+        gradient = torch.autograd.grad(F.cross_entropy(logits, y), list(here.values()), create_graph=True)
+        total = [t + g for t, g in zip(total, gradient, strict=True)] if total else gradient
+        if steps > 1:
+            here = {name: p - local * g for (name, p), g in zip(here.items(), gradient, strict=True)}
+    return total
 
 
 def cosine_distance(gradient: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:

@@ -2,22 +2,25 @@
 
 import json
 import math
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 import client.data
 from attacks import metrics
-from attacks.audit import WHOLE_BATCH, Auditor, Row, card
+from attacks.audit import NO_DERIVATIVE, WHOLE_BATCH, Auditor, Row, card
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Wave
 from attacks.plan import ATTACK, PlannedAttack
 from client.data import Shards
 from client.protocol import Federation
-from client.update import Batch
+from client.update import Batch, OnUpdate, Update
 
 Make = Callable[..., Any]
 MLP = {"use": "client.models:mlp", "hidden": [16]}
@@ -318,6 +321,17 @@ def test_the_attackers_form_holds_no_noise_of_the_client(make_federation: Make) 
             "known, 1000 auxiliary images of the same distribution; BatchNorm in train mode, statistics known; "
             "500 iterations x 1 restart",
         ),
+        (
+            {},
+            {"use": "attacks.matching:dlg", "iterations": 1500, "seconds": 60},  # it looks for labels beside the image
+            "honest server; labels optimised; chain known: local_sgd(rate=0.1); 1 example an update; normalisation "
+            "known, 1000 auxiliary images of the same distribution; 1,500 iterations x 1 restart, at most 60 s a wave",
+        ),
+        (
+            {"data": {"auxiliary": 20}},
+            {"use": "attacks.baselines:mean_image"},
+            "20 auxiliary images of the same distribution and nothing else",
+        ),
     ],
 )
 def test_the_card_is_the_threat_model_in_words(
@@ -326,6 +340,62 @@ def test_the_card_is_the_threat_model_in_words(
     fed, plan = make_federation(**changes), PlannedAttack.from_table(table, "here")
     assert card(fed, plan) == text
     assert Auditor(fed).knowledge(plan).card == text
+
+
+@pytest.fixture
+def defense() -> Iterator[Callable[[Callable[[Tensor], Tensor]], dict[str, Any]]]:
+    """Adds a defense to the package as a new file would, an entrywise function; gives its table."""
+    added = []
+
+    def add(entrywise: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        @dataclass(frozen=True)
+        class plugin(OnUpdate):
+            def apply(self, update: Update, rng: Generator | None) -> Update:
+                return {k: entrywise(t) for k, t in update.items()}
+
+        name = f"defenses.plugin_{len(added)}"
+        plugin.__module__ = name
+        module = types.ModuleType(name)
+        module.plugin = plugin  # type: ignore[attr-defined]  # what a file would hold
+        sys.modules[name] = module
+        added.append(name)
+        return {"use": f"{name}:plugin"}
+
+    yield add
+    for name in added:
+        del sys.modules[name]
+
+
+FLAT = [lambda t: t.floor(), lambda t: (100 * t).round() / 100, lambda t: t.sign(), lambda t: t.detach()]
+
+
+@pytest.mark.parametrize("entrywise", FLAT, ids=["floor", "round", "sign", "detach"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_chain_that_lets_no_derivative_through_is_said_to(
+    entrywise: Callable[[Tensor], Tensor], before: bool, make_federation: Make, defense: Make
+) -> None:
+    link = defense(entrywise)
+    fed = make_federation(model=MLP, chain=[link, SGD] if before else [SGD, link])
+    assert NO_DERIVATIVE in card(fed, planned("attacks.matching:inverting_gradients"))
+    assert NO_DERIVATIVE not in card(fed, planned("attacks.matching:inverting_gradients", defense="unknown"))
+    assert NO_DERIVATIVE not in card(fed, planned("attacks.analytic:analytic")), "it needs no derivative"
+
+
+@pytest.mark.parametrize("link", [
+    {"use": "defenses.clip:clip", "max_norm": 0.01, "each": True},
+    {"use": "defenses.noise:gaussian", "sigma": 1.0},
+    {"use": "defenses.sign:sign"},
+    {"use": "defenses.prune:prune", "keep": 0.01},
+    {"use": "defenses.mask:mask", "keep": 0.1},
+], ids=lambda link: link["use"])  # fmt: skip
+def test_every_shipped_defense_has_a_derivative(link: dict[str, Any], make_federation: Make) -> None:
+    fed = make_federation(model=MLP, chain=[link, SGD])
+    assert NO_DERIVATIVE not in card(fed, planned("attacks.matching:inverting_gradients"))
+
+
+def test_an_update_that_is_zero_is_not_the_derivatives_fault(make_federation: Make, defense: Make) -> None:
+    fed = make_federation(model=MLP, chain=[SGD, defense(lambda t: 0 * t)])
+    assert NO_DERIVATIVE not in card(fed, planned("attacks.matching:inverting_gradients"))
 
 
 # --------------------------------------------------------------------------------------------------------------- plan

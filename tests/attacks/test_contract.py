@@ -14,7 +14,7 @@ from attacks import baselines
 from attacks.analytic import analytic
 from attacks.audit import Auditor
 from attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave
-from attacks.matching import dlg, idlg, inverting_gradients
+from attacks.matching import bayes, dlg, grad_inversion, idlg, inverting_gradients, surrogate
 from attacks.plan import ATTACK, PlannedAttack
 from client.protocol import Federation
 from client.rng import generator
@@ -26,9 +26,12 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "attacks.analytic:analytic": analytic,
     "attacks.baselines:mean_image": baselines.mean_image,
     "attacks.baselines:random_image": baselines.random_image,
+    "attacks.matching:bayes": bayes,
     "attacks.matching:dlg": dlg,
+    "attacks.matching:grad_inversion": grad_inversion,
     "attacks.matching:idlg": idlg,
     "attacks.matching:inverting_gradients": inverting_gradients,
+    "attacks.matching:surrogate": surrogate,
 }
 STATUSES = {"converged", "out_of_budget", "diverged", "not_applicable"}
 every = pytest.mark.parametrize("name", ATTACKS)

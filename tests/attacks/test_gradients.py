@@ -11,7 +11,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from attacks import gradients as module
-from attacks.gradients import Factors, Unsupported, arranged, gradients, independent
+from attacks.gradients import Factors, Unsupported, flattened, gradients, independent
 from client.models import convnet, detached_params, lenet, mlp, resnet20
 from client.update import Batch, Update, gradient
 
@@ -221,7 +221,8 @@ class Centre(nn.Module):
         return x - x.mean(0)
 
 
-def test_arranging_changes_no_value() -> None:
+def test_flattening_keeps_every_entry() -> None:
     seen = {"kernel": torch.randn(4, 2, 3, 5, 5), "weight": torch.randn(4, 2, 3), "bias": torch.randn(4, 2)}
-    for k, t in arranged(seen).items():
-        assert torch.equal(t, seen[k])
+    flat = flattened(seen)
+    assert flat.shape == (4, 150 + 6 + 2)
+    assert sorted(flat[1].tolist()) == sorted(x for t in seen.values() for x in t[1].flatten().tolist())

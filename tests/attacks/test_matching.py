@@ -46,7 +46,9 @@ def streams(*numbers: int) -> list[Stream]:
 
 def evaluate(attack: GradientMatching, z: Tensor, wave: Wave, known: Knowledge) -> tuple[Tensor, Tensor]:
     """The engine's gradients and objectives at images z (K, R, B, C, H, W)."""
-    problems = _Problems(attack, wave, known, known.labels, z.shape[1], z.dtype)
+    assert known.labels is not None
+    labels = known.labels.repeat_interleave(z.shape[1], 0)
+    problems = _Problems(attack, wave, known, labels, z.shape[1], z.dtype)
     value, slopes = problems.value_and_slopes({"x": z.flatten(0, 1)}, torch.arange(problems.count))
     return slopes["x"].view_as(z), value.view(z.shape[:2])
 

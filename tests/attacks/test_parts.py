@@ -1,19 +1,47 @@
 """The parts of the matching engine: distances, the prior, the batched optimiser; each against a known answer."""
 
+import inspect
 from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import vmap
 from torch.nn import functional as F
 
-from attacks.distances import Distance, cosine, squared
+from attacks import distances, priors
+from attacks.base import Knowledge
+from attacks.distances import (
+    ByProducts,
+    Distance,
+    Products,
+    absolute,
+    cosine,
+    gaussian_likelihood,
+    laplace_likelihood,
+    layer_cosine,
+    likelihood,
+    signs,
+    squared,
+    visible,
+    without,
+)
 from attacks.optimizers import Evaluate, adam, lbfgs, minimise
-from attacks.priors import total_variation
-from client.update import Update
+from attacks.priors import Prior, batch_statistics, gaussian, laplacian, magnitude, total_variation
+from client.models import detached_params
+from client.rng import generator
+from client.update import Batch, Chain, Update, chain, local_sgd
+from defenses.clip import clip
+from defenses.mask import mask
+from defenses.noise import gaussian as gaussian_noise
+from defenses.noise import laplace
+from defenses.prune import prune
+from defenses.sign import sign
 
 
 def an_update(seed: int) -> Update:
@@ -200,3 +228,176 @@ def test_lbfgs_steps_back_from_where_the_function_ends() -> None:
     found = minimise(evaluation(bounded), torch.zeros(2, 2, dtype=torch.float64), allowance(2, 100), lbfgs(plateau=0))
     # by hand: p = t (1, 1) with 2t / (1 - 2 t^2) = -1/1, so 2 t^2 - 2 t - 1 = 0
     torch.testing.assert_close(found.x, torch.full((2, 2), (1 - 3**0.5) / 2, dtype=torch.float64), rtol=0, atol=1e-7)
+
+
+# ------------------------------------------------------------------------------------------------------ every distance
+
+DISTANCES: dict[str, Distance] = {
+    "cosine": cosine(),
+    "layer_cosine": layer_cosine(0.7),
+    "squared": squared(),
+    "gaussian_likelihood": gaussian_likelihood(0.3),
+    "absolute": absolute(),
+    "laplace_likelihood": laplace_likelihood(0.3),
+    "visible": visible(squared()),
+    "without": without(cosine(), ("b",)),
+    "signs": signs("hinge"),
+}
+every = pytest.mark.parametrize("name", DISTANCES)
+
+
+def written(module: ModuleType, kind: type) -> set[str]:
+    """The concrete classes of a kind that a module defines."""
+    found = {n: c for n, c in vars(module).items() if inspect.isclass(c) and c.__module__ == module.__name__}
+    return {n for n, c in found.items() if issubclass(c, kind) and not inspect.isabstract(c)}
+
+
+def test_every_distance_and_prior_of_the_package_is_held_to_the_contract() -> None:
+    assert set(DISTANCES) == written(distances, Distance)
+    assert set(PRIORS) == written(priors, Prior)
+
+
+@every
+def test_a_distance_is_lowest_at_the_update_itself_and_stationary_there(name: str) -> None:
+    seen = an_update(0)
+    leaves = {k: t.clone().requires_grad_() for k, t in seen.items()}
+    value = DISTANCES[name](seen, leaves)
+    assert value.shape == ()
+    slopes = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    assert all(float(g.abs().max()) < 1e-12 for g in slopes)
+    for seed in range(1, 6):
+        assert float(DISTANCES[name](seen, an_update(seed))) > float(value.detach()) + 1e-3
+
+
+@every
+def test_a_distance_means_the_same_under_vmap(name: str) -> None:
+    pairs = [(an_update(i), an_update(i + 10)) for i in range(3)]
+    stacked = [{k: torch.stack([p[side][k] for p in pairs]) for k in pairs[0][0]} for side in (0, 1)]
+    together = vmap(DISTANCES[name])(*stacked)
+    torch.testing.assert_close(together, torch.stack([DISTANCES[name](*pair) for pair in pairs]))
+
+
+@every
+def test_a_distance_by_products_is_the_distance(name: str) -> None:
+    distance = DISTANCES[name]
+    if not isinstance(distance, ByProducts):
+        return
+    pairs = [(an_update(i), an_update(i + 10)) for i in range(3)]
+    plain = torch.stack([distance(*pair) for pair in pairs])
+    products = {
+        k: Products(*(torch.stack([(p[i][k] * p[j][k]).sum() for p in pairs]) for i, j in ((0, 1), (0, 0), (1, 1))))
+        for k in pairs[0][0]
+    }
+    torch.testing.assert_close(distance.of(products), plain)
+    if distance.joint:
+        rows = [torch.stack([flat(p[side]) for p in pairs]) for side in (0, 1)]
+        torch.testing.assert_close(distance.between(*rows), plain)
+
+
+def test_a_likelihood_is_the_density_of_its_noise() -> None:
+    seen, expected = an_update(0), an_update(1)
+    a, b = flat(seen), flat(expected)
+    normal = torch.distributions.Normal(b, 0.3).log_prob(a).sum() - torch.distributions.Normal(b, 0.3).log_prob(b).sum()
+    assert float(gaussian_likelihood(0.3)(seen, expected)) == pytest.approx(-float(normal), rel=1e-12)
+    laplace = torch.distributions.Laplace(b, 0.3)
+    assert float(laplace_likelihood(0.3)(seen, expected)) == pytest.approx(
+        -float((laplace.log_prob(a) - laplace.log_prob(b)).sum()), rel=1e-12
+    )
+    half = {k: t / 2 for k, t in expected.items()}
+    assert float(gaussian_likelihood(0.3, 0.5)(seen, half)) == pytest.approx(-float(normal), rel=1e-12)
+
+
+def test_the_chain_chooses_the_likelihood() -> None:
+    sgd = local_sgd(0.1)
+    chains: dict[Distance, Chain] = {
+        cosine(): chain(sgd),
+        gaussian_likelihood(0.1 * 0.2): chain(gaussian_noise(0.2), sgd),
+        gaussian_likelihood(0.2): chain(sgd, gaussian_noise(0.2)),
+        laplace_likelihood(0.2): chain(sgd, laplace(0.2)),
+        visible(gaussian_likelihood(0.2, 0.25)): chain(sgd, gaussian_noise(0.2), mask(0.25)),
+        visible(gaussian_likelihood(0.2)): chain(sgd, gaussian_noise(0.2), mask(0.25, seed=1)),
+        visible(cosine()): chain(sgd, prune(0.1)),
+        signs("hinge"): chain(sgd, sign()),
+    }
+    for distance, links in chains.items():
+        assert likelihood(links.conditional, 1) == distance, links
+    assert likelihood(chain(sgd, sign()).conditional, 3) == signs("tanh")
+    assert likelihood(chain(gaussian_noise(0.2), clip(1.0), sgd).conditional, 1) == cosine(), "not known in closed form"
+
+
+def test_noise_of_several_steps_adds_up_as_a_sum_of_draws_does() -> None:
+    links = chain(gaussian_noise(0.3), local_sgd(0.1, steps=4))
+    zero: Update = {"w": torch.zeros(20000)}
+    seen = links(lambda params, batch, rng: zero)(zero, Batch(torch.zeros(1), torch.zeros(1)), generator(0))
+    known = links.conditional
+    assert known is not None
+    assert known.sigma == pytest.approx(0.1 * 0.3 * 2)
+    assert float(seen["w"].std()) == pytest.approx(known.sigma, rel=0.02)
+
+
+# --------------------------------------------------------------------------------------------------------- every prior
+
+PRIORS: dict[str, Prior] = {
+    "total_variation": total_variation(1.0, isotropic=True),
+    "magnitude": magnitude(1.0),
+    "batch_statistics": batch_statistics(1.0),
+    "gaussian": gaussian(),
+    "laplacian": laplacian(1.0, mean=0.5, scale=0.2),
+}
+
+
+def knowledge() -> Knowledge:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 3)).eval()
+    images = torch.rand(40, 1, 6, 6)
+    auxiliary = Batch(images, torch.zeros(40, dtype=torch.int64))
+    return Knowledge(model, chain(local_sgd(0.1)), (1, 6, 6), 3, 2, (0.4,), (0.3,), auxiliary=auxiliary)
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_a_prior_is_a_finite_scalar_with_a_derivative_and_the_same_under_vmap(name: str) -> None:
+    known = knowledge()
+    energy = PRIORS[name].bind(known, detached_params(known.model))
+    x = torch.randn(3, 2, 1, 6, 6, generator=generator(0)).requires_grad_()
+    values = torch.stack([energy(one) for one in x])
+    (slopes,) = torch.autograd.grad(values.sum(), x)
+    assert values.shape == (3,)
+    assert torch.isfinite(values).all()
+    assert torch.isfinite(slopes).all()
+    assert float(slopes.abs().max()) > 0
+    torch.testing.assert_close(vmap(energy)(x), values)
+
+
+def test_the_gaussian_prior_is_a_density() -> None:
+    known, mean = knowledge(), torch.rand(36, dtype=torch.float64)
+    root = torch.randn(36, 36, dtype=torch.float64, generator=generator(0))
+    covariance = root @ root.T + torch.eye(36, dtype=torch.float64)
+    energy = gaussian(1.0, mean, covariance).bind(known, {})
+    oracle = torch.distributions.MultivariateNormal(mean, covariance)
+    pixels = torch.rand(2, 1, 6, 6, dtype=torch.float64)
+    expected = (oracle.log_prob(mean) - oracle.log_prob(pixels.flatten(1))).sum()
+    assert float(energy(known.normalise(pixels))) == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(ValueError, match="auxiliary"):
+        gaussian().bind(replace(known, auxiliary=None), {})
+
+
+def test_batch_statistics_vanish_where_the_running_ones_are_the_batchs() -> None:
+    known = knowledge()
+    x = torch.randn(2, 1, 6, 6, generator=generator(0))
+    conv, norm = known.model[0], known.model[1]  # type: ignore[index]  # a Sequential
+    features = conv(x).transpose(0, 1).flatten(1)
+    norm.running_mean.copy_(features.mean(1).detach())
+    norm.running_var.copy_(features.var(1, correction=0).detach())
+    energy = batch_statistics(1.0).bind(known, detached_params(known.model))
+    assert float(energy(x)) < 1e-4
+    assert float(energy(x + 1)) > 0.1
+
+
+def test_squared_and_isotropic_total_variation_by_hand() -> None:
+    x = torch.tensor([[0.0, 3.0], [4.0, 0.0]])[None, None]
+    known = knowledge()
+    # dx: 3, -4; dy: 4, -3
+    assert float(total_variation(1.0, power=2).bind(known, {})(x)) == 9 + 16 + 16 + 9
+    assert float(total_variation(1.0, isotropic=True).bind(known, {})(x)) == pytest.approx(5.0)
+    with pytest.raises(ValueError, match="power"):
+        total_variation(1.0, power=3)

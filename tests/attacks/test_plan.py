@@ -23,6 +23,7 @@ def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
         ({"use": "server.pool:Pool"}, "use = 'server.pool:Pool' is not allowed here; an attack is one of"),
         ({}, 'needs use = "module:name", got None'),
         ({**IG, "tvv": 0.1}, "inverting_gradients() has no argument 'tvv' (it has: tv, rate, "),
+        ({**IG, "itertions": 3}, ", name, iterations, restarts, seconds, labels, defense)"),
         ({**IG, "tv": -1}, "the weight of total_variation must not be negative, got -1.0"),
         ({**IG, "rate": 0}, "rate must be above 0, got 0.0"),
         ({**IG, "iterations": 0}, "iterations must be at least 1, got 0"),
@@ -55,6 +56,7 @@ def test_a_mistake_in_an_attack_table_is_told(table: dict[str, Any], message: st
         ({"clients": [-1]}, "clients must lie in 0..3, got -1"),
         ({"clients": 2}, "clients must be a list, each a whole number, got 2"),
         ({"every": 0}, "every must be at least 1, got 0"),
+        ({"every": 2, "rounds": [1]}, "every does nothing beside rounds, which lists them; leave one of the two out"),
         ({"wave": 0}, "wave must be at least 1, got 0"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"evry": 1}, "AttackPlan() has no argument 'evry' (it has: rounds, every, clients, wave, seed)"),
@@ -70,10 +72,27 @@ def test_a_mistake_in_the_audit_table_is_told(options: dict[str, Any], message: 
 
 def test_baselines_are_always_there_once() -> None:
     assert [p.name for p in plan(IG).attacks] == ["inverting_gradients", "mean_image", "random_image"]
-    own = plan({"use": "attacks.baselines:mean_image", "name": "floor"})
-    assert [p.name for p in own.attacks] == ["floor", "random_image"]
     assert [p.name for p in plan().attacks] == ["mean_image", "random_image"]
+    assert [p.is_baseline for p in plan(IG).attacks] == [False, True, True]
+    assert plan(IG).attacks[1:] == plan().attacks, "the same ones in every plan: a later audit finds them done"
     assert plan(IG).attacks[1].budget == Budget(1)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"use": "attacks.baselines:random_image", "name": "luck"}, "attacks.baselines:random_image is a baseline"),
+        (
+            {"use": "attacks.baselines:random_image"},
+            "attacks.baselines:random_image is a baseline: baselines always run",
+        ),
+        ({**IG, "name": "mean_image"}, "name 'mean_image' is a baseline's, which always runs; give the attack another"),
+    ],
+)
+def test_no_baseline_is_judged_and_no_attack_passes_for_one(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as told:
+        plan(IG, table)
+    assert str(told.value).startswith(f"[[attack]] #2: {message}")
 
 
 def test_limits_are_added_where_the_chain_has_them() -> None:
@@ -89,8 +108,6 @@ def test_two_attacks_of_one_name_are_refused() -> None:
     with pytest.raises(SpecError, match=r"\[\[attack\]\]: two attacks are called 'inverting_gradients'; give one"):
         plan(IG, {**IG, "tv": 0.5})
     assert len(plan(IG, {**IG, "tv": 0.5, "name": "smoother"}).attacks) == 4
-    with pytest.raises(SpecError, match="two attacks are called 'mean_image'"):
-        plan({**IG, "name": "mean_image"})
 
 
 def test_the_plan_says_when_and_whom() -> None:
@@ -122,3 +139,9 @@ def test_every_attack_can_be_planned_by_its_name_alone() -> None:
 def test_a_table_on_one_line() -> None:
     assert describe({"use": "defenses.clip:clip", "max_norm": 1.0}) == "clip(max_norm=1.0)"
     assert describe({"use": "attacks.analytic:analytic"}) == "analytic()"
+    assert describe({"use": "defenses.clip:clip", "each": True, "max_norm": 1.0}) == "each clip(max_norm=1.0)"
+
+
+def test_a_budget_in_words() -> None:
+    assert str(Budget(1500, 1)) == "1,500 iterations x 1 restart"
+    assert str(Budget(1, 3, 2.5)) == "1 iteration x 3 restarts, at most 2.5 s a wave"

@@ -16,7 +16,9 @@ KINDS = {"dataset": DATASET, "model": MODEL, "transform": TRANSFORM, "attack": A
 
 
 def test_every_component_is_found() -> None:
-    assert MODEL.names() == [f"client.models:{n}" for n in ("convnet", "lenet", "mlp", "resnet20")]
+    assert MODEL.names() == [
+        f"client.models:{n}" for n in ("convbig", "convnet", "convsmall", "lenet", "mlp", "resnet", "resnet20")
+    ]
     assert DATASET.names() == [f"client.data:{n}" for n in ("cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k")]
     assert {"client.update:local_sgd", "defenses.clip:clip", "defenses.noise:gaussian"} <= set(TRANSFORM.names())
     assert {"attacks.analytic:analytic", "attacks.matching:inverting_gradients"} <= set(ATTACK.names())
@@ -72,7 +74,7 @@ def test_what_is_offered_can_be_resolved(kind: Kind) -> None:
         ("transform", "defenses.sign:_soft_sign", "is not a link of a chain"),
         ("model", "client.models:_Block", "is not a model"),
         ("model", "client.models:_norm", "is not a model"),
-        ("model", "client.models:_ResNet._stage", "is not a model"),
+        ("model", "client.models:_ResNet.forward", "is not a model"),
     ],
 )
 def test_a_wrong_name_is_refused_with_the_allowed_ones(kind: str, name: Any, message: str) -> None:
@@ -105,6 +107,12 @@ def test_wrong_arguments_are_told(table: dict[str, Any], message: str) -> None:
         build({"use": "defenses.clip:clip", **table}, "[[chain]] #1", TRANSFORM)
     assert str(told.value).startswith("[[chain]] #1: ")
     assert message in str(told.value)
+
+
+def test_a_table_that_is_shared_names_all_its_keys() -> None:
+    with pytest.raises(SpecError) as told:
+        build({"use": "defenses.clip:clip", "max_nrom": 1.0}, "here", TRANSFORM, beside=("max_norm", "each"))
+    assert str(told.value) == "here: clip() has no argument 'max_nrom' (it has: max_norm, each)"
 
 
 def test_a_whole_number_serves_as_a_number() -> None:

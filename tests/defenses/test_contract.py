@@ -35,7 +35,12 @@ def make(name: str) -> OnUpdate:
 
 
 def test_every_defense_of_the_package_is_held_to_the_contract() -> None:
-    assert set(ARGUMENTS) == set(TRANSFORM.names()) - {"client.update:local_sgd"}
+    listed, there = set(ARGUMENTS), set(TRANSFORM.names()) - {"client.update:local_sgd"}
+    assert not there - listed, (
+        f"new: {sorted(there - listed)}; add to ARGUMENTS, above, what changes a small gradient visibly (to RANDOM, if it "
+        "draws), and its row to README's table"
+    )
+    assert not listed - there, f"gone: {sorted(listed - there)}; take their lines out of ARGUMENTS"
 
 
 def an_update(dtype: torch.dtype = torch.float64) -> Update:

@@ -126,15 +126,32 @@ def test_a_replay_with_batchnorm_in_train_mode_is_exact_too(kit: Any, tmp_path: 
     assert meta(run)["replay"] == "ok"
 
 
-def test_a_run_whose_clients_did_something_else_says_so(kit: Any, tmp_path: Path) -> None:
+def test_a_run_whose_clients_did_something_else_says_so_and_is_not_attacked(kit: Any, tmp_path: Path) -> None:
     scenario = kit.scenario(attack=[])
     run = kit.make_run(tmp_path / "run", scenario, tape=False)
     other = kit.scenario(attack=[], chain=[{"use": "client.update:local_sgd", "rate": 0.2}])
     with run.ledger() as ledger:
         kit.record_rounds(run, ledger, scenario, Federation(other.protocol), 1)
-    serve(run, LocalExecutor())
+    for _ in range(2):  # asked again, it looks again
+        serve(run, LocalExecutor(), follow=lambda: True)
+        assert meta(run)["replay"] == "mismatch"
+        assert "2 times the size: the learning rate" in meta(run)["replay_detail"]
+        assert progress(run) == Progress(queued=4 * 2)
+        assert score_rows(run) == []
+    serve(run, LocalExecutor(), other)  # what differed is mended
+    assert meta(run)["replay"] == "ok"
+    assert progress(run) == Progress(done=4 * 2)
+
+
+def test_who_insists_may_attack_after_a_failed_replay_check(kit: Any, tmp_path: Path) -> None:
+    scenario = kit.scenario(attack=[])
+    run = kit.make_run(tmp_path / "run", scenario, tape=False)
+    other = kit.scenario(attack=[], chain=[{"use": "client.update:local_sgd", "rate": 0.2}])
+    with run.ledger() as ledger:
+        kit.record_rounds(run, ledger, scenario, Federation(other.protocol), 1)
+    serve(run, LocalExecutor(), force=True)
     assert meta(run)["replay"] == "mismatch"
-    assert "2 times the size: the learning rate" in meta(run)["replay_detail"]
+    assert progress(run) == Progress(done=4 * 2)
 
 
 def test_the_same_run_twice_gives_the_same_bits(kit: Any, tmp_path: Path) -> None:

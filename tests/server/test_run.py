@@ -16,7 +16,7 @@ from client.components import SpecError
 from server.ledger import LedgerError
 from server.run import Busy, Run
 from server.scenario import Scenario
-from server.tape import TapeError
+from server.tape import TapeError, write_tensors
 
 HOLDER = """
 import sys, time
@@ -62,6 +62,25 @@ def test_a_run_is_private_whatever_the_umask(kit: Any, tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE(run.folder.stat().st_mode) == 0o700
+
+
+def test_every_file_of_a_run_is_the_owners_whatever_the_umask(kit: Any, tmp_path: Path) -> None:
+    weights = tmp_path / "start.safetensors"
+    write_tensors(weights, dict(kit.scenario().federation.model.named_parameters()))
+    weights.chmod(0o644)
+    before = os.umask(0)
+    try:
+        scenario = kit.scenario(model={"use": "client.models:mlp", "hidden": [8], "weights": str(weights)})
+        run = kit.make_run(tmp_path / "open", scenario)
+        run.log("audit.log").write_text("the attack of client 3")
+        with run.lock("audit"), run.ledger() as ledger:
+            ledger.set_meta(state="trained")
+            modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in run.folder.rglob("*") if p.is_file()}
+    finally:
+        os.umask(before)
+    assert {"ledger.sqlite", "ledger.sqlite-wal", "scenario.toml", "audit.log", "audit.lock"} <= modes.keys()
+    assert {"weights.safetensors", "round-00001.safetensors"} <= modes.keys()
+    assert {name: oct(mode) for name, mode in modes.items() if mode != 0o600} == {}
 
 
 def test_a_run_never_overwrites_another(kit: Any, run: Run) -> None:

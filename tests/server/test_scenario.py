@@ -47,11 +47,6 @@ def test_without_an_attack_only_the_baselines_run(kit: Any) -> None:
     assert all(p.budget == Budget(1) for p in plan.attacks)
 
 
-def test_baselines_are_added_once(kit: Any) -> None:
-    given_names = [{"use": "attacks.baselines:mean_image", "name": "floor"}]
-    assert [p.name for p in kit.scenario(attack=given_names).plan.attacks] == ["floor", "random_image"]
-
-
 def test_the_attackers_seed_is_the_federations_unless_it_has_its_own(kit: Any) -> None:
     assert kit.scenario(seed=7).plan.seed == 7
     assert kit.scenario(seed=7, audit={"seed": 8}).plan.seed == 8
@@ -146,7 +141,7 @@ def test_a_mu_that_is_no_number_is_refused(kit: Any, mu: Any) -> None:
         ),
         (
             {"attack": [{"use": "attacks.matching:dlg", "name": "mean_image"}]},
-            "[[attack]]: two attacks are called 'mean_image'; give one of them a name",
+            "[[attack]] #1: name 'mean_image' is a baseline's, which always runs; give the attack another one",
         ),
         ({"audit": [1]}, "[audit] must be a table, got [1]"),
         ({"audit": {"rounds": [0]}}, "[audit]: rounds must lie in 1..3, got 0"),
@@ -158,7 +153,13 @@ def test_a_mu_that_is_no_number_is_refused(kit: Any, mu: Any) -> None:
         ({"audit": {"wave": 0}}, "[audit]: wave must be at least 1, got 0"),
         ({"audit": {"wave": 1.5}}, "[audit]: wave must be a whole number, got 1.5"),
         ({"audit": {"workers": 0}}, "[audit]: workers must be at least 1, got 0"),
-        ({"audit": {"worker": 1}}, "[audit]: AuditOptions() has no argument 'worker' (it has: curious, executor, "),
+        (
+            {"audit": {"worker": 1}},
+            "[audit]: unknown key 'worker' (it has: rounds, every, clients, wave, seed, curious, executor, workers)",
+        ),
+        ({"tape": {"kep": "all"}}, "[tape]: unknown key 'kep' (it has: keep)"),
+        ({"simulation": {"x": 1}}, "[simulation]: unknown key 'x' (it has: parallel_clients, round_timeout)"),
+        ({"audit": {"rounds": [1], "every": 2}}, "[audit]: every does nothing beside rounds"),
         ({"audit": {"executor": "slurm"}}, "[audit]: executor must be one of 'ray', 'local', got 'slurm'"),
         ({"audit": {"curious": "no"}}, "[audit]: curious must be true or false, got 'no'"),
         ({"model": {"use": "client.models:mlp", "hidden": [2**70]}}, "[model]: hidden[0] must fit in 64 bits"),
@@ -333,6 +334,43 @@ def test_settings_are_checked_like_the_file(kit: Any, tmp_path: Path) -> None:
         Scenario.load(path, ["rounds=2", "audit.rounds=[3]"])
     with pytest.raises(SpecError, match=r"scenario.toml: --set nonsense: expected table.key=value"):
         Scenario.load(path, ["nonsense"])
+
+
+def test_a_mistake_that_a_setting_made_is_told_in_the_settings_words(kit: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, kit.tables(chain=[CLIP, SGD]))
+    for setting, words in (
+        ("chain.1.rate=abc", "chain.1 ([[chain]] #2): rate must be a number, got 'abc'"),
+        (
+            "attack.0.itertions=3",
+            "attack.0 ([[attack]] #1): inverting_gradients() has no argument 'itertions' (it has: ",
+        ),
+        ("attack.0={use = 3}", "attack.0 ([[attack]] #1): needs use"),
+        ("chain.0.rate=abc", "chain.0 ([[chain]] #1): clip() has no argument 'rate' (it has: max_norm)"),
+    ):
+        with pytest.raises(SpecError) as mistake:
+            Scenario.load(path, ["chain.0.max_norm=2", setting])
+        assert str(mistake.value).startswith(f"{path}: {words}")
+    path = write(tmp_path, kit.tables(chain=[{**CLIP, "max_norm": "x"}, SGD]))
+    with pytest.raises(SpecError, match=r"scenario.toml: \[\[chain\]\] #1: max_norm"):  # the file's own mistake
+        Scenario.load(path, ["chain.1.rate=0.5"])
+
+
+def test_fewer_rounds_leave_out_the_attacked_ones_beyond(kit: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, kit.tables(rounds=9, audit={"rounds": [1, 2, 8, 9]}))
+    scenario = Scenario.load(path, rounds=2)
+    assert (scenario.protocol.rounds, scenario.plan.rounds, scenario.left_out) == (2, (1, 2), (8, 9))
+    assert scenario == Scenario.from_tables(tomllib.loads(scenario.to_toml())), "it is kept as it was run"
+    assert Scenario.load(path, rounds=20).left_out == ()
+    for rounds, attacked, words in (
+        (0, [1], "rounds must be at least 1, got 0"),
+        (2, [1, 10], r"\[audit\]: rounds must lie in 1\.\.2, got 10"),  # a mistake without --rounds, too
+        (2, [0, 1], r"\[audit\]: rounds must lie in 1\.\.2, got 0"),
+        (2, ["x"], r"rounds must be a list, each a whole number, got \['x'\]"),
+        (2, [8], r"\[audit\]: none of its rounds is left of 2; add --set audit.rounds=\[2\]"),
+    ):
+        path = write(tmp_path, kit.tables(rounds=9, audit={"rounds": attacked}))
+        with pytest.raises(SpecError, match=words):
+            Scenario.load(path, rounds=rounds)
 
 
 # --------------------------------------------------------------------------------------------------------- and back again

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from rich.console import Console
 
 from attacks.audit import Row
 from attacks.plan import AttackPlan
@@ -17,8 +18,9 @@ from server.ledger import Seen
 from server.pool import LocalExecutor, serve
 from server.run import Run
 from server.scenario import Scenario
-from simulations.cli import _tell, main
+from simulations.cli import _left, _state, _tell, main
 from simulations.simulate import cards, new_run
+from simulations.view import View, snapshot
 
 TABLES = {
     "seed": 1,
@@ -194,7 +196,9 @@ def test_export_is_one_long_table(attacked: Run, tmp_path: Path, capsys: pytest.
     exact = [float(r["value"]) for r in rows if r["attack"] == "analytic" and r["metric"] == "psnr"]
     assert len(exact) == 4 and min(exact) > 100
     assert {r["run"] for r in rows} == {attacked.name}
-    assert all("labels restored" in r["knowledge"] for r in rows)
+    own = [r for r in rows if r["attack"] in ("analytic", "wrong_client(analytic)")]
+    assert own and all("labels restored" in r["knowledge"] for r in own)
+    assert all("and nothing else" in r["knowledge"] for r in rows if r not in own), "baselines restore nothing"
 
     import pyarrow.parquet
 
@@ -246,6 +250,115 @@ def test_what_attacks_say_of_themselves_is_told_once_each(taped: Run, capsys: py
     assert told == ["analytic (4 x): [no] label"] + [
         f"random_image (1 x): [no] label ({r}, {c})" for r in (1, 2) for c in (0, 1)
     ]
+
+
+@pytest.fixture
+def mismatched(taped: Run) -> Run:
+    """A run whose scenario is not what its clients did."""
+    (taped.folder / "scenario.toml").write_text((taped.folder / "scenario.toml").read_text().replace("0.1", "0.2"))
+    return taped
+
+
+def test_what_a_replay_does_not_explain_is_not_attacked(mismatched: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(mismatched.folder)]) == 1
+    told = capsys.readouterr().out
+    assert "the learning rate" in told
+    assert "12 attacks wait: they would invert another computation than the clients'" in told
+    assert f"fedleak audit {mismatched.folder} (--force: attack anyway)" in told
+    assert "parked" not in told
+    with mismatched.ledger() as ledger:
+        assert (ledger.progress().queued, ledger.progress().total) == (12, 12)
+    assert main(["audit", str(mismatched.folder), "--force"]) == 0
+    with mismatched.ledger() as ledger:
+        assert ledger.progress().done == 12
+
+
+def test_a_run_whose_replay_fails_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = iter(["mismatch", "ok"])
+
+    def trained(run: Run, *_: object) -> None:
+        with run.ledger() as ledger:
+            ledger.set_meta(replay=next(outcomes), replay_detail="told")
+
+    monkeypatch.setattr("simulations.simulate.simulate", trained)
+    command = ["run", str(scenario_file(tmp_path)), "--runs", str(tmp_path / "runs")]
+    assert [main(command), main(command)] == [1, 0]
+
+
+def state_after(run: Run, state: str) -> str:
+    with run.ledger() as ledger:
+        ledger.set_meta(state=state)
+        return _state(run, ledger)
+
+
+def test_a_run_of_which_everything_is_done_is_no_failure(attacked: Run) -> None:
+    for state in ("failed", "interrupted", "trained"):
+        assert state_after(attacked, state) == "complete"
+    with attacked.ledger() as ledger:
+        ledger.set_meta(rounds="9")
+    assert [state_after(attacked, s) for s in ("failed", "interrupted")] == ["failed", "interrupted"]
+
+
+def test_what_is_left_to_do_is_said_in_every_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = Scenario.from_tables(TABLES)
+    run = new_run(scenario, "stopped", tmp_path / "runs")
+
+    def left() -> str:
+        with run.ledger() as ledger:
+            return _left(run, ledger)
+
+    assert left() == "it ended before its first round: there is nothing to attack; begin again with: fedleak run"
+    assert main(["audit", str(run.folder)]) == 2
+    assert "no updates on its tape: the run ended before its first round" in capsys.readouterr().err
+    with run.ledger() as ledger:
+        ledger.record_intake(1, [Seen(0, "rejected", "why not")], scenario.plan)
+    assert left() == ""
+    assert main(["audit", str(run.folder)]) == 2
+    assert "no updates on its tape: no reply was accepted" in capsys.readouterr().err
+    with run.ledger() as ledger:
+        ledger.record_intake(2, [Seen(0, "accepted", "", 1, "digest")], scenario.plan)
+    assert left() == f"3 attacks are parked; go on with: fedleak audit {run.folder}"
+    with run.ledger() as ledger:
+        while (lease := ledger.lease()) is not None:
+            ledger.finish(lease, {0: []})
+        ledger.forgotten(2)
+    assert left() == ""
+    assert main(["audit", str(run.folder)]) == 2
+    assert 'no updates on its tape: [tape] keep = "all" has deleted them' in capsys.readouterr().err
+
+
+def test_a_server_that_was_not_curious_leaves_nothing_to_attack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(Scenario.from_tables({**TABLES, "audit": {"curious": False}}), "blind", tmp_path / "runs")
+    with run.ledger() as ledger:
+        assert "was not curious" in _left(run, ledger)
+    assert main(["audit", str(run.folder)]) == 2
+    assert "no updates on its tape: the server was not curious" in capsys.readouterr().err
+
+
+def test_numbers_that_are_none_are_told_without_our_names(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["audit", str(taped.folder), "--attack", "dlg", "--rounds", "a,b"])
+    told = capsys.readouterr().err
+    assert "argument --rounds: expected whole numbers with commas between, 1,2,3, got 'a,b'" in told
+    assert "_numbers" not in told
+
+
+def test_a_line_of_the_view_says_what_it_counts_and_what_it_waits_for(taped: Run) -> None:
+    scenario = taped.scenario()
+    with taped.ledger() as ledger:
+        view = View(ledger, scenario, Console(stderr=True))
+        view.note = "waiting for Flower"
+        line = view._words(snapshot(ledger, scenario))
+    assert "attacks on updates 0/12 (baselines too)" in line
+    assert line.endswith("; waiting for Flower")
+
+
+def test_every_number_has_its_unit(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    _tell(attacked)
+    heading = next(line for line in capsys.readouterr().out.splitlines() if "accuracy" in line)
+    assert heading.count("PSNR") == heading.count("PSNR (dB)") == 3
 
 
 @pytest.mark.parametrize(
@@ -303,6 +416,8 @@ def test_runs_lists_and_stop_says_when_nothing_is_at_work(attacked: Run, capsys:
     assert main(["runs", "--runs", str(attacked.folder.parent)]) == 0
     out = capsys.readouterr().out
     assert attacked.name in out and "complete" in out and "2/2" in out
+    assert "local_sgd(rate=0.1)" in out and "analytic" in out, "by what they were, runs can be told apart"
+    assert "mean_image" not in out
     assert main(["stop", str(attacked.folder)]) == 0
     assert "nothing is at work" in capsys.readouterr().out
 
@@ -324,6 +439,21 @@ def test_settings_reach_the_scenario_that_is_kept(tmp_path: Path) -> None:
     assert Federation(again.protocol).chain.local.rate == 0.5
     environment = json.loads((run.folder / "environment.json").read_text())
     assert environment["packages"]["torch"] and environment["cores"] >= 1
+    root = Path(__file__).resolve().parents[2]
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        assert environment["commit"].removesuffix("-dirty") == subprocess.check_output(command, text=True).strip()
+    else:
+        assert environment["commit"] is None
+
+
+def test_what_is_not_checked_is_not_said_to_work(
+    no_local_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("simulations.doctor._ray", lambda: "not started here")
+    main(["doctor"])
+    marks = {line[13:].split()[0]: line[:13].strip() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert (marks["mnist5k"], marks["cifar10"], marks["LPIPS"]) == ("ok", "not checked", "optional")
 
 
 def test_a_plan_has_a_card_for_each_attack() -> None:

@@ -114,6 +114,14 @@ def test_a_run_that_failed_is_told_with_the_end_of_its_log(training: Training, a
     assert (len(lines), lines[-1]) == (2 + 12, "the last words")
 
 
+@linux
+def test_a_ctrl_c_of_the_terminals_does_not_reach_who_is_asked(training: Training, answering) -> None:  # type: ignore[no-untyped-def]
+    answering("""echo "{\\"runs\\": [{\\"status\\": \\"session $(cut -d' ' -f6 /proc/$$/stat)\\"}]}\"""")
+    with pytest.raises(TrainingFailed, match=r"session \d+") as told:
+        training.verify()
+    assert f"session {os.getsid(0)}" not in str(told.value)
+
+
 def test_a_run_that_completed_is_believed(training: Training, answering) -> None:  # type: ignore[no-untyped-def]
     answering("""echo '{"runs": [{"status": "finished:completed"}]}'""")
     training.verify()

@@ -21,15 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from attacks.audit import card
+from attacks.audit import NO_DERIVATIVE, card
 from attacks.plan import AttackPlan, PlannedAttack
 from client.protocol import Federation
 from server.ledger import Seen
 from server.pool import LocalExecutor, serve
 from server.run import Run
 from server.scenario import Scenario
-from simulations.analysis import leakage
-from simulations.report import breakable, choose, number, png, write_report
+from simulations.analysis import Scores, leakage
+from simulations.report import _lpips, breakable, choose, number, png, write_report
 
 HOSTILE = "<script>alert('reason')</script> & <b>bold</b>"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -190,7 +190,7 @@ def test_the_file_is_the_owners_alone_and_equal_runs_give_equal_reports(attacked
 def test_it_asks_nothing_of_a_network(attacked: Run) -> None:
     page = page_of(attacked)
     assert len(page.links) > 10
-    assert all(link.startswith("data:") for link in page.links)
+    assert all(link.startswith(("data:", "#")) for link in page.links)
     assert "default-src 'none'" in page.policy
     assert "connect-src" not in page.policy
     assert "http" not in page.policy
@@ -228,7 +228,7 @@ def test_captions_and_table_hold_the_ledgers_numbers(attacked: Run) -> None:
     page = page_of(attacked)
     with attacked.ledger() as ledger:
         rows = [r for r in ledger.scores("psnr") if r["attack"] == "inverting_gradients"]
-        found = leakage(ledger, "psnr")
+        found = leakage(Scores.read(ledger), "psnr")
     captions = [f.caption.replace("inverting_ gradients", "") for f in page.figures if "inverting" in f.caption]
     assert [float(c.split(" dB")[0]) for c in captions] == pytest.approx([r["value"] for r in rows], abs=0.051)
     mean = {k.round: k.mean for k in found if k.attack == "inverting_gradients"}
@@ -246,7 +246,7 @@ def test_the_figures_data_is_the_analysis(attacked: Run) -> None:
     assert [m["name"] for m in figure["metrics"]] == ["psnr", "ssim", "mse", "identified", "label_accuracy"]
     with attacked.ledger() as ledger:
         for metric in figure["metrics"]:
-            leaks = {(k.attack, k.round): k for k in leakage(ledger, metric["name"]) if k.mean is not None}
+            leaks = {(k.attack, k.round): k for k in leakage(Scores.read(ledger), metric["name"]) if k.mean is not None}
             drawn = {(s["name"], r): v for s in metric["series"] for r, v in zip(s["x"], s["mean"], strict=True)}
             assert drawn.keys() == {key for key in leaks if key[1] is not None}
             assert drawn == {key: pytest.approx(leaks[key].mean, rel=1e-4) for key in drawn}
@@ -276,7 +276,6 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
     order = [words.index(w, start) for w in ("The clients' images", "invertible personal data", "Accuracy and leakage")]
     assert order == sorted(order)
     for needed in (
-        "LPIPS: unavailable (no backbone weights, or images under 32 pixels)",
         "4 updates accepted, 2 rejected, 0 missing",
         "ok: cosine 1.0000000",
         "exact to rounding",
@@ -284,7 +283,10 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
         "60 iterations x 1 restart",
     ):
         assert needed in words
-    assert words.count("labels restored") >= 5, "the knowledge card stands by every figure and table"
+    assert words.count("What the attackers knew and spent: honest server; labels restored; chain known") == 1
+    assert page.links.count("#knowledge") == 3, "the other figures and tables link to it"
+    assert page.html.count('id="knowledge"') == 1
+    assert "LPIPS" not in words, "there is none of 28 pixels, with weights or without"
     assert "open" in page.details[0]
     assert not any("open" in d for d in page.details[1:])
     assert "safe" not in words.replace("safetensors", "")
@@ -340,7 +342,8 @@ def test_a_limit_is_neither_judged_nor_shown_as_an_attack(hidden: Run) -> None:
     assert "bayes_limit" not in {s["name"] for s in page.constant("success")}
     cards = page.words.split("What each attacker knew")[1].split("Participation")[0]
     assert "bayes_limit" not in cards
-    assert page.words.count("labels restored") >= 5, "what the attackers share is not the limit's card"
+    shared = page.words.split("What the attackers knew and spent: ")[1]
+    assert shared.startswith("honest server; labels restored"), "what the attackers share is not the limit's card"
 
 
 def test_noise_over_clipping_is_certified(hidden: Run) -> None:
@@ -405,7 +408,7 @@ def test_what_others_wrote_is_text_not_markup(tmp_path: Path) -> None:
     page = page_of(run)
     assert len(page.scripts) == 2
     assert "<b>" not in page.html.replace(page.scripts[0], "").replace(page.scripts[1], "")
-    assert not [link for link in page.links if not link.startswith("data:")]
+    assert not [link for link in page.links if not link.startswith(("data:", "#"))]
     assert page.words.count(HOSTILE) >= 5
     assert "<" not in re.findall(r"^const .*$", page.scripts[1], re.MULTILINE)[0]
     assert "<img" not in json.dumps([page.constant("figure"), page.constant("success")]), "Plotly reads markup in names"
@@ -506,6 +509,53 @@ def test_a_failed_replay_check_is_told_at_the_top(copied: Run) -> None:
         ledger.set_meta(replay="mismatch", replay_detail="cosine 0.5: the learning rate differs")
     words = page_of(copied).words
     assert words.index("the learning rate differs") < words.index("Accuracy and leakage over rounds")
+
+
+def test_a_run_that_was_not_attacked_for_its_replay_says_so(tmp_path: Path) -> None:
+    run = taped(tmp_path / "differs", scenario())
+    with run.ledger() as ledger:
+        ledger.set_meta(replay="mismatch", replay_detail="cosine 0.5: the learning rate differs")
+    words = page_of(run).words
+    assert "16 of 16 attacks wait: what a replay does not explain is not attacked." in words
+    assert "the replay check failed, so no attack was run" in words
+
+
+def test_what_attacks_said_of_themselves_stands_under_the_results(attacked: Run) -> None:
+    page = page_of(attacked)
+    with attacked.ledger() as ledger:
+        (told,) = ledger.reasons()
+    assert [row for row in page.rows if row[0] == "analytic" and len(row) == 3] == [["analytic", "4", told["reason"]]]
+    start = page.words.index("What attacks said of themselves")
+    assert page.words.index("All rounds together") < start < page.words.index("Private images and their reconstruc")
+
+
+def test_a_budget_is_told_once_and_in_one_form(tmp_path: Path) -> None:
+    attack = {"use": "attacks.matching:inverting_gradients", "iterations": 1500, "seconds": 9}
+    page = page_of(taped(tmp_path / "long", scenario(attack=[attack]), rounds=1))
+    (told,) = [a for a in page.html.split("<article") if "<h3>inverting_gradients</h3>" in a]
+    assert told.count("1,500 iterations x 1 restart, at most 9 s a wave") == 1
+    assert "1500 iterations" not in page.words
+    baselines = page.words.split("Baselines, which do not read")[1].split("wrong_client(ATTACK)")[0]
+    assert baselines.count("200 auxiliary images of the same distribution and nothing else") == 2
+    assert "labels" not in baselines and "chain" not in baselines
+
+
+def test_a_chain_without_a_derivative_is_a_warning(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "flat", scenario())
+    with run.ledger() as ledger:
+        ledger.add_attacks(
+            scenario().plan,
+            {p.name: f"a; {NO_DERIVATIVE}" for p in scenario().plan.attacks[:1]}
+            | {p.name: "a" for p in scenario().plan.attacks[1:]},
+        )
+    words = page_of(run).words
+    assert words.index(f"inverting_gradients: {NO_DERIVATIVE}.") < words.index("Accuracy and leakage over rounds")
+
+
+@pytest.mark.parametrize(("pixels", "told"), [((3, 32, 32), True), ((1, 28, 28), False)])
+def test_a_missing_lpips_is_told_where_it_has_a_meaning(pixels: tuple[int, int, int], told: bool) -> None:
+    assert [words for words, _ in _lpips(["psnr"], pixels)] == ["LPIPS: unavailable (no backbone weights)."] * told
+    assert list(_lpips(["psnr", "lpips_alex"], pixels)) == []
 
 
 def test_given_labels_are_not_shown_as_restored(tmp_path: Path) -> None:

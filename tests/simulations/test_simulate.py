@@ -138,3 +138,44 @@ def test_a_service_that_is_stopped_alone_is_an_interrupted_run(begun: Made, monk
     interrupt = Interrupt()
     simulate(run, scenario, quietly(), interrupt)
     assert interrupt.asked
+
+
+class Ended:
+    """A federation that is over, whose SuperLink answers badly; a Ctrl-C comes while it is asked, or does not."""
+
+    interrupting = False
+
+    def __init__(self, run: Run, scenario: Scenario) -> None:
+        pass
+
+    def __enter__(self) -> "Ended":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def finished(self) -> bool:
+        return True
+
+    def verify(self) -> None:
+        if self.interrupting:
+            os.kill(os.getpid(), signal.SIGINT)
+        raise TrainingFailed("the federation failed: its status is unknown")
+
+
+@pytest.mark.parametrize("interrupting", [True, False])
+def test_a_ctrl_c_while_the_superlink_is_asked_is_no_failure(
+    begun: Made, monkeypatch: pytest.MonkeyPatch, interrupting: bool
+) -> None:
+    run, scenario = begun(QUICK)
+    monkeypatch.setattr(module, "Training", Ended)
+    monkeypatch.setattr(Ended, "interrupting", interrupting)
+    with Interrupt().caught() as interrupt:
+        if interrupting:
+            simulate(run, scenario, quietly(), interrupt)
+        else:
+            with pytest.raises(TrainingFailed):
+                simulate(run, scenario, quietly(), interrupt)
+    assert interrupt.asked == interrupting
+    with run.ledger() as ledger:
+        assert ledger.meta()["state"] == ("interrupted" if interrupting else "failed")
