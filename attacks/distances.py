@@ -6,10 +6,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from client.update import Conditional, Update, norm
 
@@ -50,9 +52,10 @@ class ByProducts(Distance):
             {k: Products((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()}
         )
 
-    def between(self, seen: Tensor, expected: Tensor) -> Tensor:
-        """The distances (P,) of P updates as matrices (P, entries), where the distance is a joint one."""
-        return self.of({"": Products(_dots(seen, expected), _dots(seen, seen), _dots(expected, expected))})
+    def between(self, seen: Tensor, expected: Tensor, square: Tensor) -> Tensor:
+        """The distances (P,) of P updates as matrices (P, entries), where the distance is a joint one; square: |seen|^2."""
+        inner, own = _InnerProducts.apply(seen, expected)  # type: ignore[no-untyped-call]
+        return self.of({"": Products(inner, square, own)})
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ class squared(ByProducts):
         total = _total(products)
         return _difference(total) / total.seen.clamp_min(_TINY)
 
-    def between(self, seen: Tensor, expected: Tensor) -> Tensor:
-        return _dots(difference := seen - expected, difference) / _dots(seen, seen).clamp_min(_TINY)
+    def between(self, seen: Tensor, expected: Tensor, square: Tensor) -> Tensor:
+        return (seen - expected).square().sum(1) / square.clamp_min(_TINY)
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         return _squares(seen, expected) / norm(seen).square().clamp_min(_TINY)
@@ -107,8 +110,8 @@ class gaussian_likelihood(ByProducts):
     def of(self, products: Mapping[str, Products]) -> Tensor:
         return _difference(_total(products), self.shrink) / (2 * self.sigma**2)
 
-    def between(self, seen: Tensor, expected: Tensor) -> Tensor:
-        return _dots(difference := seen - expected / self.shrink, difference) / (2 * self.sigma**2)
+    def between(self, seen: Tensor, expected: Tensor, square: Tensor) -> Tensor:
+        return (seen - expected / self.shrink).square().sum(1) / (2 * self.sigma**2)
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         return _squares(seen, _grown(expected, self.shrink)) / (2 * self.sigma**2)
@@ -192,9 +195,20 @@ def likelihood(conditional: Conditional | None, batch_size: int) -> Distance:
     return visible(inner) if conditional.sparse else inner
 
 
-def _dots(a: Tensor, b: Tensor) -> Tensor:
-    """The inner product of each row."""
-    return torch.bmm(a[:, None], b[:, :, None]).view(-1)
+class _InnerProducts(Function):
+    """<seen, expected> and |expected|^2 of each row, without writing a product of two matrices down."""
+
+    @staticmethod
+    def forward(ctx: Any, seen: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(seen, expected)
+        pairs = list(zip(seen, expected, strict=True))
+        return torch.stack([torch.dot(s, e) for s, e in pairs]), torch.stack([torch.dot(e, e) for _, e in pairs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_inner: Tensor, by_square: Tensor) -> tuple[None, Tensor]:
+        seen, expected = ctx.saved_tensors
+        return None, torch.mul(seen, by_inner[:, None]).addcmul_(expected, 2 * by_square[:, None])
 
 
 def _total(products: Mapping[str, Products]) -> Products:

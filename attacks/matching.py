@@ -296,6 +296,7 @@ class _Problems:
         self.seen = wave.update
         self._chosen: tuple[Tensor, Update] | None = None
         self._flat: Tensor | None = None  # the chosen updates as a matrix
+        self._squares: dict[str, Tensor] = {}  # the chosen updates' squared norms
         self.checked = False
 
     def rows(self, owners: Tensor) -> Tensor:
@@ -310,7 +311,9 @@ class _Problems:
 
     def value(self, variables: Variables, rows: Tensor) -> Tensor:
         """Objectives (N,) of some problems."""
-        return self.value_and_slopes(variables, rows)[0]
+        leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
+        with torch.enable_grad():
+            return self._objectives(leaves, rows, 1.0).detach()
 
     def slopes(self, variables: Variables, rows: Tensor, heat: float, nearby: Tensor | None) -> Variables:
         """Gradients of the objectives by the variables."""
@@ -352,7 +355,7 @@ class _Problems:
         if self._chosen is None or not torch.equal(self._chosen[0], owners):
             whole = self.restarts == 1 and len(owners) == self.count
             self._chosen = (owners, self.seen if whole else {k: t[owners] for k, t in self.seen.items()})
-            self._flat = None
+            self._flat, self._squares = None, {}
         return self._chosen[1]
 
     def _distances(self, x: Tensor, y: Tensor, seen: Update, at: Tensor | None) -> Tensor:
@@ -376,12 +379,15 @@ class _Problems:
         formed = {k: t for k, t in expected.items() if not isinstance(t, Factors)}
         if len(formed) < len(expected):
             assert isinstance(self.likelihood, ByProducts)
-            return self.likelihood.of({k: _products(seen[k], t) for k, t in expected.items()})
+            if not self._squares:
+                self._squares = {k: t.flatten(1).square().sum(1) for k, t in seen.items()}
+            return self.likelihood.of({k: _products(seen[k], t, self._squares[k]) for k, t in expected.items()})
         if not (isinstance(self.likelihood, ByProducts) and self.likelihood.joint):
             return _each(self.likelihood, seen, formed)
         if self._flat is None:
             self._flat = flattened({k: seen[k] for k in formed})
-        return self.likelihood.between(self._flat, flattened(formed))
+            self._squares[""] = self._flat.square().sum(1)
+        return self.likelihood.between(self._flat, flattened(formed), self._squares[""])
 
     def _one(self, x: Tensor, y: Tensor, seen: Update) -> Tensor:
         """One problem's distance through the whole chain."""
@@ -439,8 +445,7 @@ def _each(function: Callable[..., Tensor], *arguments: Tensor | Update) -> Tenso
     return function(*alone)[None]
 
 
-def _products(seen: Tensor, expected: Tensor | Factors) -> Products:
-    square = seen.flatten(1).square().sum(1)
+def _products(seen: Tensor, expected: Tensor | Factors, square: Tensor) -> Products:
     if isinstance(expected, Factors):
         return Products(expected.inner(seen), square, expected.square())
     return Products((seen * expected).flatten(1).sum(1), square, expected.flatten(1).square().sum(1))

@@ -8,6 +8,7 @@ import torch
 
 from attacks.audit import Auditor, Row
 from attacks.base import Observation, Wave
+from attacks.memory import keep_freed_memory
 from attacks.plan import PlannedAttack
 from client.protocol import federation
 from server.tape import as_arrays, as_tensors
@@ -40,6 +41,7 @@ class Outcome:
 def attack_wave(task: Task) -> Outcome:
     """Audit one wave, on one thread, so that equal waves give equal bits."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     params, buffers = as_tensors(task.params), as_tensors(task.buffers)
     observations = [
         Observation(task.round, client, params, as_tensors(update), buffers)

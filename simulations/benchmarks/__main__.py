@@ -18,6 +18,7 @@ from simulations.benchmarks.intercept import intercept
 from simulations.benchmarks.labels import labels
 from simulations.benchmarks.memory import memory, memory_of_flower
 from simulations.benchmarks.quality import quality
+from simulations.benchmarks.success import success
 from simulations.doctor import environment
 
 Benchmark = Callable[[Progress], Report]
@@ -26,6 +27,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "engine": engine,
     "quality": quality,
     "labels": labels,
+    "success": success,
     "intercept": intercept,
     "memory": memory,
     FLOWER: memory_of_flower,

@@ -47,10 +47,10 @@ CELLS: tuple[Cell, ...] = (
     Cell("lenet, 5 local steps", lenet, 32, 6.0, steps=5, iterations=6),
     Cell("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 1, None, iterations=12),
     Cell("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 8, 14.0, iterations=12),
-    Cell("convnet of width 64", convnet, 1, None, iterations=2),
-    Cell("convnet of width 64", convnet, 4, 1.15, iterations=2),
-    Cell("resnet20-4", partial(resnet20, width=4), 1, None, iterations=2),
-    Cell("resnet20-4", partial(resnet20, width=4), 4, 1.15, iterations=2),
+    Cell("convnet of width 64", convnet, 1, None, iterations=4),
+    Cell("convnet of width 64", convnet, 4, 1.15, iterations=4),
+    Cell("resnet20-4", partial(resnet20, width=4), 1, None, iterations=4),
+    Cell("resnet20-4", partial(resnet20, width=4), 4, 1.15, iterations=4),
 )
 
 
@@ -118,7 +118,7 @@ def problem(source: str, size: int, seed: int = 0, make: Make = lenet, steps: in
     return Problem(model, Wave.stack(seen), known, streams, x[:, None], steps)
 
 
-def engine(progress: Progress, cells: Sequence[Cell] = CELLS, repetitions: int = 5) -> Report:
+def engine(progress: Progress, cells: Sequence[Cell] = CELLS, repetitions: int = 3) -> Report:
     """Milliseconds of one iteration of one problem, by the engine and by the published loop, in one run for each cell."""
     rows: list[dict[str, object]] = []
     figures: list[Figure] = []

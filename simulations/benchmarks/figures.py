@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from attacks.memory import keep_freed_memory
+
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
 
 
@@ -49,7 +51,8 @@ class Report:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch on one thread: speeds are compared per core."""
+    """Torch on one thread, as a worker sets itself up: speeds are compared per core."""
+    keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -19,6 +19,7 @@ from simulations.benchmarks.figures import Figure, Report, interleaved
 from simulations.benchmarks.intercept import Case, intercept
 from simulations.benchmarks.memory import Memory, audit, memory, memory_of, memory_of_flower, own_memory, train
 from simulations.benchmarks.quality import quality
+from simulations.benchmarks.success import success
 
 
 class Steps:
@@ -297,5 +298,25 @@ def _say(value: float, progress: Steps) -> Report:
 
 def test_the_kept_results_are_what_their_readme_shows() -> None:
     stored = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    assert {r["benchmark"] for r in stored} == {"engine", "quality", "labels", "intercept", "memory", "memory-flower"}
+    assert {r["benchmark"] for r in stored} == {
+        "engine",
+        "quality",
+        "labels",
+        "success",
+        "intercept",
+        "memory",
+        "memory-flower",
+    }
     assert (RESULTS / "README.md").read_text() == readme(stored)
+
+
+# --------------------------------------------------------------------------------------------------------- success
+
+
+def test_success_counts_the_images_that_were_found(no_local_data: Path, steps: Steps) -> None:
+    assert data_folder() == no_local_data
+    figures = by_name(success(steps, digits=2, evaluations=450))
+    assert figures["iDLG, mnist5k: successes [%]"].value == 100.0
+    assert figures["cifar100: successes [%]"].note.startswith("skipped: needs cifar100-train")
+    nothing = by_name(success(steps, digits=2, evaluations=3))
+    assert nothing["DLG, mnist5k: successes [%]"].value == 0.0, "three evaluations find nothing"

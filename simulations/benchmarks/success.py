@@ -1,0 +1,65 @@
+"""How often DLG and iDLG find the image, within the evaluations that the published loops may spend."""
+
+from functools import partial
+from statistics import median
+
+import torch
+
+from attacks.base import Budget, Knowledge, Observation, Wave
+from attacks.matching import GradientMatching, dlg, idlg
+from attacks.metrics import PSNR_CAP, mse, psnr
+from client.data import Dataset, batch_of, cifar100, data_folder, mnist5k
+from client.models import detached_params, lenet
+from client.rng import generator
+from client.update import Batch, chain, local_sgd
+from simulations.benchmarks.figures import Figure, Progress, Report, one_thread
+
+EVALUATIONS = 300 * 20  # of the published loops: 300 steps of L-BFGS, each of up to 20 evaluations
+SUCCESS = 1e-3  # mean squared error, as the papers' images look
+
+
+def success(progress: Progress, digits: int = 64, colours: int = 16, evaluations: int = EVALUATIONS) -> Report:
+    """Success rates of DLG and iDLG on LeNet, one image an update."""
+    works = [(mnist5k(), digits, attack) for attack in (idlg(), dlg())]
+    if _local_cifar100():
+        works += [(cifar100(), colours, attack) for attack in (idlg(), dlg())]
+    figures: list[Figure] = []
+    with one_thread():
+        for done, (dataset, count, attack) in enumerate(works):
+            figures += _measured(dataset, count, attack, evaluations)
+            progress(done + 1, len(works))
+    if not _local_cifar100():
+        reason = "skipped: needs cifar100-train-*.npz and cifar100-test-*.npz in the local data folder (FEDLEAK_DATA)"
+        figures.append(Figure("cifar100: successes", None, "%", at_least=95.0, note=reason))
+    settings = dict(
+        network="lenet, untrained", images="first test images, one an update", success=f"MSE < {SUCCESS:g}", seed=0,
+        evaluations=f"at most {evaluations}, restarts included", published_loops="75 % (MNIST), 75-100 % (CIFAR-100)",
+    )  # fmt: skip
+    return Report(tuple(figures), settings)
+
+
+def _measured(dataset: Dataset, count: int, attack: GradientMatching, evaluations: int) -> list[Figure]:
+    truth = batch_of(dataset.x_test, dataset.y_test, torch.arange(count))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = lenet(dataset.shape, dataset.classes).eval()
+    params = detached_params(model)
+    known = Knowledge(model, chain(local_sgd(0.1)), dataset.shape, dataset.classes, 1, dataset.mean, dataset.std)
+    seen = [
+        Observation(1, k, params, known.forward(params, Batch(truth.x[[k]], truth.y[[k]]), None)) for k in range(count)
+    ]
+    streams = [partial(generator, 0, "success", k) for k in range(count)]
+    found = attack.reconstruct(Wave.stack(seen), known, Budget(evaluations), streams)
+    images = torch.stack([r.x[0] for r in found if r.x is not None])
+    errors = mse(truth.x, images)
+    rate = 100 * float((errors < SUCCESS).double().mean())
+    name = f"{'DLG' if attack.labels == 'optimised' else 'iDLG'}, {dataset.name}"
+    spent = median(r.iterations for r in found)
+    quality = median(min(v, PSNR_CAP) for v in psnr(truth.x, images).tolist())
+    note = f"n = {count}; median {spent:.0f} evaluations, {quality:.1f} dB"
+    return [Figure(f"{name}: successes", rate, "%", at_least=95.0, note=note)]
+
+
+def _local_cifar100() -> bool:
+    folder = data_folder()
+    return folder is not None and all(any(folder.glob(f"cifar100-{part}-*.npz")) for part in ("train", "test"))
