@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.func import grad_and_value, vmap
 
 from attacks import labels as labelling
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
@@ -367,10 +369,16 @@ class _Problems:
                 return self._compare(seen, self.step(self.known.model, self.params, x, y, self._factors()))
             except Unsupported:
                 self.step = None  # by vmap from now on
+        return self._generally(x, y, seen, at)
+
+    def _generally(self, x: Tensor, y: Tensor, seen: Update, at: Tensor | None) -> Tensor:
+        """The distances by vmap over whole problems, whatever the chain and the model are."""
         one = self._one if at is None else self._at_surrogate
-        arguments = (x, y, seen) if at is None else (x, y, seen, at)
-        with unstrided():
-            return _each(one, *arguments)
+        arguments = (x.detach(), y.detach(), seen) if at is None else (x.detach(), y.detach(), seen, at.detach())
+        inputs = {0: x, **({} if self.labels is not None else {1: y}), **({} if at is None else {3: at})}
+        # grad within vmap: autograd round a vmap of grad is faster, and wrong for some layers (LayerNorm in torch 2.13)
+        slopes, value = _each_with_slopes(one, tuple(inputs), *arguments)
+        return cast(Tensor, _Told.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
 
     def _factors(self) -> bool:
         return isinstance(self.likelihood, ByProducts)
@@ -443,6 +451,35 @@ def _each(function: Callable[..., Tensor], *arguments: Tensor | Update) -> Tenso
         return mapped
     alone = [a[0] if isinstance(a, Tensor) else {k: t[0] for k, t in a.items()} for a in arguments]
     return function(*alone)[None]
+
+
+def _each_with_slopes(
+    function: Callable[..., Tensor], by: tuple[int, ...], *arguments: Tensor | Update
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """A function of one problem for all of them, and its gradients by some of its arguments."""
+    with unstrided():
+        if len(cast(Tensor, arguments[0])) > 1:
+            slopes, value = vmap(grad_and_value(function, by))(*arguments)
+        else:
+            alone = [a[0] if isinstance(a, Tensor) else {k: t[0] for k, t in a.items()} for a in arguments]
+            slopes, value = grad_and_value(function, by)(*alone)
+            slopes, value = tuple(s[None] for s in slopes), value[None]
+    return slopes, value
+
+
+class _Told(Function):
+    """A value (N,) whose gradients by its inputs (N, ...) are known already: inputs first, then as many gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, inputs: int, *both: Tensor) -> Tensor:
+        ctx.save_for_backward(*both[inputs:])
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        slopes = [s * g.view(-1, *[1] * (s.dim() - 1)) for s in ctx.saved_tensors]
+        return None, None, *slopes, *[None] * len(slopes)
 
 
 def _products(seen: Tensor, expected: Tensor | Factors, square: Tensor) -> Products:

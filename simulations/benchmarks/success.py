@@ -18,7 +18,7 @@ EVALUATIONS = 300 * 20  # of the published loops: 300 steps of L-BFGS, each of u
 SUCCESS = 1e-3  # mean squared error, as the papers' images look
 
 
-def success(progress: Progress, digits: int = 64, colours: int = 16, evaluations: int = EVALUATIONS) -> Report:
+def success(progress: Progress, digits: int = 64, colours: int = 6, evaluations: int = EVALUATIONS) -> Report:
     """Success rates of DLG and iDLG on LeNet, one image an update."""
     works = [(mnist5k(), digits, attack) for attack in (idlg(), dlg())]
     if _local_cifar100():

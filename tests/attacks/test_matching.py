@@ -13,14 +13,15 @@ from torch.nn import functional as F
 
 from attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave
 from attacks.distances import Distance, cosine, squared
-from attacks.matching import CUTS, GradientMatching, _Problems, dlg, idlg, inverting_gradients
+from attacks.matching import CUTS, GradientMatching, _Problems, bayes, dlg, idlg, inverting_gradients, surrogate
 from attacks.metrics import psnr
-from attacks.optimizers import adam
+from attacks.optimizers import adam, lbfgs
 from attacks.priors import total_variation
 from client.models import detached_params, lenet
 from client.rng import generator
 from client.update import Batch, Chain, Params, Update, UpdateFn, chain, gradient, local_sgd, per_example
 from defenses.clip import clip
+from defenses.noise import laplace
 
 SHAPE, CLASSES = (1, 8, 8), 4
 MEAN, STD = (0.3,), (0.6,)
@@ -430,3 +431,131 @@ def test_given_labels_are_used_as_they_are(make: Callable[[], GradientMatching])
     for result, batch in zip(found, batches, strict=True):
         assert result.y is not None
         assert torch.equal(result.y, batch.y)
+
+
+# ------------------------------------------------------------------------------------------------- what recipes add
+
+
+def test_one_gradient_between_the_ends_stands_for_several_local_steps() -> None:
+    wave, known, batches = scene(clients=2, n=1, links=chain(local_sgd(0.05, 4)))
+    few, many = (surrogate(tv=0.001).reconstruct(wave, known, Budget(n), streams(0, 1)) for n in (1, 200))
+    for batch, early, late in zip(batches, few, many, strict=True):
+        assert late.objective < 0.2 * early.objective
+        assert early.x is not None
+        assert late.x is not None
+        assert float(psnr(batch.x, late.x)) > float(psnr(batch.x, early.x)) + 3
+
+
+@pytest.mark.usefixtures("double")
+def test_where_slices_hold_which_label_is_not_known_restarts_try_it() -> None:
+    links = chain(local_sgd(0.1, 2, batch_size=1))
+    wave, known, batches = scene(clients=2, n=2, links=links, labels=False)
+    assert len(set(batches[0].y.tolist())) == 2, "the scene's labels differ"
+    found = idlg().reconstruct(wave, known, Budget(400, restarts=2), streams(0, 1))
+    for batch, result in zip(batches, found, strict=True):
+        assert result.y is not None
+        assert sorted(result.y.tolist()) == sorted(batch.y.tolist())
+    assert any(r.y is not None and r.y.tolist() == b.y.tolist() for r, b in zip(found, batches, strict=True))
+
+
+@pytest.mark.usefixtures("double")
+def test_restarts_of_a_group_are_held_together() -> None:
+    wave, known, _ = scene(clients=1)
+    z = torch.randn(1, 3, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
+    free, _ = evaluate(GradientMatching(cosine()), z, wave, known)
+    held, higher = evaluate(GradientMatching(cosine(), group=0.7), z, wave, known)
+    apart = z - z.mean(1, keepdim=True)
+    size = 2 * SHAPE[1] * SHAPE[2] * SHAPE[0]
+    torch.testing.assert_close(held - free, 0.7 * 2 * apart / size, rtol=0, atol=1e-9)
+    _, plain = evaluate(GradientMatching(cosine()), z, wave, known)
+    torch.testing.assert_close(higher - plain, 0.7 * apart.square().flatten(2).mean(2), rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("double")
+def test_samples_in_a_box_average_the_objective() -> None:
+    wave, known, _ = scene(clients=2)
+    attack = GradientMatching(cosine(), samples=3, radius=0.2)
+    assert known.labels is not None
+    problems = _Problems(attack, wave, known, known.labels, 1, torch.float64)
+    rows = torch.arange(2)
+    z = torch.randn(2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
+    nearby = attack._nearby(z, rows, problems, 7)
+    assert nearby is not None
+    assert nearby.shape == (3, 1, 2, *SHAPE)
+    assert 0.15 < float(nearby.abs().max()) <= 0.2
+    value, slopes = problems.value_and_slopes({"x": z}, rows, 1.0, nearby)
+    each = [problems.value_and_slopes({"x": z + step}, rows) for step in nearby]
+    torch.testing.assert_close(value, torch.stack([v for v, _ in each]).mean(0))
+    torch.testing.assert_close(slopes["x"], torch.stack([s["x"] for _, s in each]).mean(0))
+
+
+class Normalised(nn.Module):
+    """A layer that one pass does not know: the engine takes the general way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 9), nn.Tanh(), nn.Linear(9, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+@pytest.mark.usefixtures("double")
+def test_a_layer_that_one_pass_does_not_know_goes_the_general_way_to_the_same_end() -> None:
+    torch.manual_seed(0)
+    wave, known, batches = scene(clients=3, model=Normalised())
+    z = torch.randn(3, 1, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
+    found, values = evaluate(GradientMatching(squared()), z, wave, known)
+    for k in range(3):
+        leaf = z[k, 0].clone().requires_grad_()
+        value = plain_objective(
+            known.model, wave.params, wave.alone(k), leaf, batches[k].y, "squared", 0.0, steps=1, clipped=False
+        )
+        assert float(values[k, 0]) == pytest.approx(value.item(), abs=1e-12)
+        torch.testing.assert_close(found[k, 0], torch.autograd.grad(value, leaf)[0], rtol=1e-9, atol=1e-12)
+
+
+def test_the_chains_own_likelihood_comes_nearer_than_the_cosine_under_laplace_noise() -> None:
+    links = chain(local_sgd(1.0), laplace(0.2))
+    model = network()
+    params = detached_params(model)
+    batches = [truth(seed, 1) for seed in range(24)]
+    client = links(gradient(model, normalise=normalise))
+    seen = [Observation(1, c, params, client(params, b, generator("noise", c))) for c, b in enumerate(batches)]
+    labels = torch.stack([b.y for b in batches])
+    known = Knowledge(model, links, SHAPE, CLASSES, 1, MEAN, STD, labels=labels)
+    errors = {}
+    for name in ("known", "cosine"):
+        attack = bayes(name, tv=0.0, rate=0.05, decay=0.99)  # type: ignore[arg-type]
+        found = attack.reconstruct(Wave.stack(seen), known, Budget(400), streams(*range(24)))
+        errors[name] = sum(
+            float((f.x - b.x).square().mean()) for f, b in zip(found, batches, strict=True) if f.x is not None
+        )
+    assert errors["known"] < errors["cosine"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"group": 0.1}, {"anneal": 0.5}, {"radius": 0.1}, {"surrogate": True}], ids=lambda a: next(iter(a))
+)
+def test_lbfgs_refuses_what_has_no_line_search(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="lbfgs needs one smooth objective"):
+        GradientMatching(cosine(), optimizer=lbfgs(), **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"anneal": 0.0}, {"samples": 0}, {"group": -1.0}, {"radius": float("nan")}])
+def test_engine_settings_without_sense_are_refused(arguments: dict[str, Any]) -> None:
+    (name,) = arguments
+    with pytest.raises(ValueError, match=f"{name} must "):
+        GradientMatching(cosine(), **arguments)
+
+
+def test_lbfgs_starts_again_where_it_ends_without_a_fit() -> None:
+    wave, known, _ = scene(clients=2, n=1)
+    ends = GradientMatching(squared(), (), lbfgs(plateau=0.9999), box=False)
+    again = GradientMatching(squared(), (), lbfgs(plateau=0.9999, fit=1e-12), box=False)
+    first, more = (a.reconstruct(wave, known, Budget(300), streams(0, 1)) for a in (ends, again))
+    for one, two in zip(first, more, strict=True):
+        assert one.iterations < 40, "ten steps, and no more"
+        assert two.iterations > one.iterations, "then from a new draw, while the budget lasts"
+        assert two.iterations <= 300
+        assert two.objective <= one.objective
