@@ -16,6 +16,7 @@ from rich.text import Text
 
 from attacks.plan import ATTACK, AttackPlan, describe
 from client.components import SpecError
+from client.files import replacing
 from server.ledger import Ledger, LedgerError
 from server.run import Busy, Run
 from server.scenario import Scenario, apply_setting
@@ -176,12 +177,13 @@ def reproduce(options: argparse.Namespace) -> int:
             rows.append(row)
             if options.json:
                 print(row.to_json(), flush=True)
+            if options.output is not None:  # after every row: an interruption loses none
+                kept = reproduction.record(sheet, rows, time.monotonic() - started)
+                with replacing(options.output) as file:
+                    file.write((json.dumps(kept, indent=1, allow_nan=False) + "\n").encode())
     if not options.json:
         reproduction.show(sheet, rows, Console() if sys.stdout.isatty() else Console(width=180))
     if options.output is not None:
-        kept = reproduction.record(sheet, rows, time.monotonic() - started)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n")
         print(f"kept in {options.output}", file=sys.stderr)
     return 0
 
