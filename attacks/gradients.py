@@ -5,6 +5,7 @@ derivative by its output then give its gradient for every problem apart: a batch
 layer need not be carried out (its inner products follow from the two factors). vmap gives the same, several times slower.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -129,7 +130,7 @@ def flattened(update: Mapping[str, Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _Call(ABC):
     """One use of a layer: its input, its output as it was when it was new, and its parameters' names."""
 
     input: Tensor
@@ -138,9 +139,9 @@ class _Call:
     bias: str | None
     version: int
 
+    @abstractmethod
     def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | Factors]:
         """The gradients of its parameters, each problem's apart."""
-        raise NotImplementedError
 
     def _with_bias(self, weight: Tensor | Factors, bias: Tensor) -> dict[str, Tensor | Factors]:
         return {self.weight: weight} if self.bias is None else {self.weight: weight, self.bias: bias}

@@ -100,8 +100,8 @@ class GradientMatching(Attack):
         variables = draw(first // budget.restarts, first % budget.restarts)
         if start is not None:
             variables["x"][:: budget.restarts] = known.normalise(start).to(variables["x"])
-        descend = self._quasi_newton if isinstance(self.optimizer, lbfgs) else self._adam
-        objectives, spent = descend(problems, variables, budget, clock, draw)
+        descend = partial(self._quasi_newton, draw=draw) if isinstance(self.optimizer, lbfgs) else self._adam
+        objectives, spent = descend(problems, variables, budget, clock)
         return self._answers(problems, variables, objectives, spent, budget, (time.perf_counter() - started))
 
     def _labels(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Tensor:
@@ -160,12 +160,7 @@ class GradientMatching(Attack):
     # ------------------------------------------------------------------------------------------------ Adam's kin
 
     def _adam(
-        self,
-        problems: "_Problems",
-        variables: Variables,
-        budget: Budget,
-        clock: "_Clock",
-        draw: Callable[[Tensor, Tensor], Variables],
+        self, problems: "_Problems", variables: Variables, budget: Budget, clock: "_Clock"
     ) -> tuple[Tensor, Tensor]:
         """Objectives (P,) and iterations (P,) after advancing all problems, as many together as memory holds."""
         kept = {name: t.clone() for name, t in variables.items()}
@@ -195,7 +190,7 @@ class GradientMatching(Attack):
                 problems.interrupted = True
                 return iteration
             heat = self.anneal ** max(0.0, 1 - 2 * iteration / budget.iterations)
-            slopes = problems.slopes(variables, rows, heat, self._nearby(variables["x"], rows, problems, iteration))
+            _, slopes = problems.value_and_slopes(variables, rows, heat, self._nearby(variables["x"], iteration))
             for name, t in variables.items():
                 slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
                 t.grad = slope.sign() if self.optimizer.signed and name != "at" else slope
@@ -210,7 +205,7 @@ class GradientMatching(Attack):
             t.grad = None
         return budget.iterations
 
-    def _nearby(self, x: Tensor, rows: Tensor, problems: "_Problems", iteration: int) -> Tensor | None:
+    def _nearby(self, x: Tensor, iteration: int) -> Tensor | None:
         """Displacements (samples, N, B, C, H, W), uniform in the box; None where there is nothing to sample."""
         if not self.radius:
             return None
@@ -226,6 +221,7 @@ class GradientMatching(Attack):
         variables: Variables,
         budget: Budget,
         clock: "_Clock",
+        *,
         draw: Callable[[Tensor, Tensor], Variables],
     ) -> tuple[Tensor, Tensor]:
         """Objectives (P,) and evaluations (P,); a problem that ends without a fit starts again within its budget."""
@@ -317,10 +313,6 @@ class _Problems:
         with torch.enable_grad():
             return self._objectives(leaves, rows, 1.0).detach()
 
-    def slopes(self, variables: Variables, rows: Tensor, heat: float, nearby: Tensor | None) -> Variables:
-        """Gradients of the objectives by the variables."""
-        return self.value_and_slopes(variables, rows, heat, nearby)[1]
-
     def value_and_slopes(
         self, variables: Variables, rows: Tensor, heat: float = 1.0, nearby: Tensor | None = None
     ) -> tuple[Tensor, Variables]:
@@ -366,7 +358,9 @@ class _Problems:
                 if not self.checked and not independent(self.known.model, self.params, x):
                     raise Unsupported("the model mixes the examples of a batch")
                 self.checked = True
-                return self._compare(seen, self.step(self.known.model, self.params, x, y, self._factors()))
+                return self._compare(
+                    seen, self.step(self.known.model, self.params, x, y, isinstance(self.likelihood, ByProducts))
+                )
             except Unsupported:
                 self.step = None  # by vmap from now on
         return self._generally(x, y, seen, at)
@@ -379,9 +373,6 @@ class _Problems:
         # grad within vmap: autograd round a vmap of grad is faster, and wrong for some layers (LayerNorm in torch 2.13)
         slopes, value = _each_with_slopes(one, tuple(inputs), *arguments)
         return cast(Tensor, _Told.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
-
-    def _factors(self) -> bool:
-        return isinstance(self.likelihood, ByProducts)
 
     def _compare(self, seen: Update, expected: Gradients) -> Tensor:
         formed = {k: t for k, t in expected.items() if not isinstance(t, Factors)}

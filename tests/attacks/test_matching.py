@@ -479,7 +479,7 @@ def test_samples_in_a_box_average_the_objective() -> None:
     problems = _Problems(attack, wave, known, known.labels, 1, torch.float64)
     rows = torch.arange(2)
     z = torch.randn(2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
-    nearby = attack._nearby(z, rows, problems, 7)
+    nearby = attack._nearby(z, 7)
     assert nearby is not None
     assert nearby.shape == (3, 1, 2, *SHAPE)
     assert 0.15 < float(nearby.abs().max()) <= 0.2

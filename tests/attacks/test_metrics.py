@@ -163,7 +163,7 @@ def test_metrics_stand_where_they_have_a_meaning(no_local_data: Path) -> None:
 def weights_file(folder: Path) -> Path:
     path = folder / "weights" / "alexnet_features_torchvision.safetensors"
     if not path.exists():
-        pytest.skip(f"needs {path.name}")
+        pytest.skip(f"needs {path.name} in the local data folder (FEDLEAK_DATA)")
     return path
 
 
@@ -201,7 +201,7 @@ def test_lpips_is_its_formula_on_torchvisions_alexnet(local_data: Path) -> None:
 
 def load_heads(path: Path) -> list[Tensor]:
     """lpips's five linear heads, read without unpickling anything but tensors."""
-    stored = torch.load(path, weights_only=True, map_location="cpu")
+    stored = torch.load(path, weights_only=True, map_location="cpu")  # lpips ships its heads only so; tensors alone
     return [stored[f"lin{i}.model.1.weight"] for i in range(5)]
 
 

@@ -22,7 +22,7 @@ def test_inverting_gradients_reaches_the_published_loops_quality(local_data: Pat
     The weights of seeds 0 to 3 give 16.94, 16.56, 17.95 and 16.85 dB.
     """
     if not sorted(local_data.glob("cifar10-*.npz")):
-        pytest.skip("needs CIFAR-10's npz files")
+        pytest.skip("needs CIFAR-10's npz files in the local data folder (FEDLEAK_DATA)")
     cifar = cifar10()
     torch.manual_seed(0)
     model = lenet(cifar.shape, cifar.classes)

@@ -62,7 +62,7 @@ def test_no_digit_is_in_both_parts(digits: Dataset) -> None:
 
 def test_mnist5k_is_mnist(digits: Dataset, local_data: Path) -> None:
     if not (local_data / "mnist").is_dir():
-        pytest.skip("needs MNIST's idx files")
+        pytest.skip("needs MNIST's idx files in the local data folder (FEDLEAK_DATA)")
     whole = data.mnist()
     label_of = {
         t.numpy().tobytes(): int(y)
@@ -75,7 +75,7 @@ def test_mnist5k_is_mnist(digits: Dataset, local_data: Path) -> None:
 
 def test_normalisation_gives_mnist_mean_zero_and_variance_one(local_data: Path) -> None:
     if not (local_data / "mnist").is_dir():
-        pytest.skip("needs MNIST's idx files")
+        pytest.skip("needs MNIST's idx files in the local data folder (FEDLEAK_DATA)")
     mnist = data.mnist()
     assert (mnist.x.shape, mnist.x_test.shape) == ((60_000, 1, 28, 28), (10_000, 1, 28, 28))
     assert mnist.y[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]  # the best known labels of the field
@@ -87,7 +87,7 @@ def test_normalisation_gives_mnist_mean_zero_and_variance_one(local_data: Path) 
 @pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
 def test_local_cifar_is_read(local_data: Path, name: str, classes: int) -> None:
     if not sorted(local_data.glob(f"{name}-t*.npz")):
-        pytest.skip(f"needs {name}'s npz files")
+        pytest.skip(f"needs {name}'s npz files in the local data folder (FEDLEAK_DATA)")
     cifar = getattr(data, name)()
     for x, y in ((cifar.x, cifar.y), (cifar.x_test, cifar.y_test)):
         assert x.shape[1:] == (3, 32, 32)

@@ -157,14 +157,14 @@ def resnet20_weights(folder: Path) -> dict[str, torch.Tensor]:
 
     path = folder / "weights" / "resnet20-12fca82f.safetensors"
     if not path.exists():
-        pytest.skip(f"needs the published weights {path.name}")
+        pytest.skip(f"needs the published weights {path.name} in the local data folder (FEDLEAK_DATA)")
     return load_file(path)
 
 
 def test_resnet20_has_the_published_names_and_its_weights_classify_cifar10(local_data: Path) -> None:
     published, images = resnet20_weights(local_data), local_data / "cifar10-test-first5k.npz"
     if not images.exists():
-        pytest.skip(f"needs {images.name}")
+        pytest.skip(f"needs {images.name} in the local data folder (FEDLEAK_DATA)")
     model = models.resnet20(CIFAR, 10).eval()
     trained = {k: t for k, t in published.items() if "running" not in k and "num_batches" not in k}
     assert {k: t.shape for k, t in trained.items()} == {k: p.shape for k, p in model.named_parameters()}
