@@ -4,7 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -52,10 +52,14 @@ class ByProducts(Distance):
             {k: Products((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()}
         )
 
-    def between(self, seen: Tensor, expected: Tensor, square: Tensor) -> Tensor:
-        """The distances (P,) of P updates as matrices (P, entries), where the distance is a joint one; square: |seen|^2."""
-        inner, own = _InnerProducts.apply(seen, expected)  # type: ignore[no-untyped-call]
-        return self.of({"": Products(inner, square, own)})
+    def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
+        """The distances (P,) of P updates, where the distance is a joint one.
+
+        Args:
+            seen, expected: each in parts (P, entries) of the same sizes.
+            square: |seen|^2.
+        """
+        return self.of({"": between(seen, expected, square)})
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,8 @@ class squared(ByProducts):
         total = _total(products)
         return _difference(total) / total.seen.clamp_min(_TINY)
 
-    def between(self, seen: Tensor, expected: Tensor, square: Tensor) -> Tensor:
-        return (seen - expected).square().sum(1) / square.clamp_min(_TINY)
+    def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
+        return _squared_rows(seen, expected) / square.clamp_min(_TINY)
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         return _squares(seen, expected) / norm(seen).square().clamp_min(_TINY)
@@ -110,8 +114,8 @@ class gaussian_likelihood(ByProducts):
     def of(self, products: Mapping[str, Products]) -> Tensor:
         return _difference(_total(products), self.shrink) / (2 * self.sigma**2)
 
-    def between(self, seen: Tensor, expected: Tensor, square: Tensor) -> Tensor:
-        return (seen - expected / self.shrink).square().sum(1) / (2 * self.sigma**2)
+    def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
+        return _squared_rows(seen, [t / self.shrink for t in expected]) / (2 * self.sigma**2)
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         return _squares(seen, _grown(expected, self.shrink)) / (2 * self.sigma**2)
@@ -239,6 +243,19 @@ def likelihood(conditional: Conditional | None, batch_size: int) -> Distance:
     elif conditional.scale:
         inner = laplace_likelihood(conditional.scale, conditional.shrink)
     return visible(inner) if conditional.sparse else inner
+
+
+def between(seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Products:
+    """The products (P,) of P updates, each in parts (P, entries) of the same sizes; square: |seen|^2."""
+    parts = [_InnerProducts.apply(s, e) for s, e in zip(seen, expected, strict=True)]  # type: ignore[no-untyped-call]
+    inner, own = (part[0] if len(part) == 1 else torch.stack(part).sum(0) for part in zip(*parts, strict=True))
+    return Products(inner, square, own)
+
+
+def _squared_rows(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+    """Squared distances (P,)."""
+    parts = [(s - e).square().sum(1) for s, e in zip(seen, expected, strict=True)]
+    return torch.stack(parts).sum(0)
 
 
 class _InnerProducts(Function):

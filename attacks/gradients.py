@@ -1,9 +1,9 @@
 """Gradients of many problems that share weights, in one ordinary pass, differentiable once more.
 
 The model runs on all problems' examples as one batch, with one copy of the weights. Each layer's input and the loss's
-derivative by its output then give its gradient for every problem apart: a batched product, which for a fully connected
-layer need not be carried out (its inner products follow from the two factors). Weights that local steps have moved apart are
-the shared ones and each problem's own move. vmap gives the same, several times slower.
+derivative by its output then give its gradient for every problem apart: a batched product, which for a fully connected layer,
+or a convolution with few positions, need not be carried out (its inner products follow from the two factors). Weights that
+local steps have moved apart are the shared ones and each problem's own move. vmap gives the same, several times slower.
 """
 
 import math
@@ -30,7 +30,7 @@ CACHE = 2**18  # numbers that a core's own cache holds beside what else is in us
 KEPT = 2**21  # numbers up to which an input's windows are kept from one pass to the next, not made again
 WIDE = 64  # channels from which a convolution's kernel gradient is computed without windows
 EXACT = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative distance at which a product is the matrix itself
-FORM_BELOW = 2**15  # entries of a fully connected layer: below, its gradient is formed even where its factors would do
+FORM_BELOW = 2**15  # entries: below, a weight's gradient is formed though factors would do, and compared with others
 
 
 class Unsupported(Exception):
@@ -38,7 +38,10 @@ class Unsupported(Exception):
 
 
 class Factors(NamedTuple):
-    """The gradient (P, out, in) of a fully connected layer as the sum over rows of signal x input, not formed."""
+    """The gradient (P, out, in) of a fully connected layer as the sum over rows of signal x input, not formed.
+
+    Or the gradient (P, out, kh * kw * in) of a convolution's kernel that has few positions: rows are the input's windows.
+    """
 
     signal: Tensor  # (P, rows, out)
     input: Tensor  # (P, rows, in)
@@ -47,24 +50,53 @@ class Factors(NamedTuple):
     def rows(self) -> int:
         return self.signal.shape[1]
 
-    def inner(self, other: "Tensor | Factors") -> Tensor:
-        """Inner products (P,) with other (P, out, in)."""
-        if isinstance(other, Tensor):
-            return (torch.bmm(self.signal, other) * self.input).flatten(1).sum(1)
-        signals = torch.bmm(self.signal, other.signal.transpose(1, 2))
-        return (signals * torch.bmm(self.input, other.input.transpose(1, 2))).flatten(1).sum(1)
-
-    def square(self) -> Tensor:
-        """Squared norms (P,)."""
-        return self.inner(self)
+    def products(self, other: "Tensor | Factors") -> tuple[Tensor, Tensor]:
+        """Inner products (P,) with another gradient, as Factors or formed, and squared norms (P,)."""
+        if isinstance(other, Factors):
+            return _apply_two(_Products, *self, *other)
+        signals, inputs = (torch.bmm(t, t.transpose(1, 2)) for t in self)
+        inner = torch.bmm(self.signal, _matrices(other)) * self.input
+        return inner.flatten(1).sum(1), (signals * inputs).flatten(1).sum(1)
 
     def of(self, problems: Tensor) -> "Factors":
         """Those of some problems."""
         return Factors(self.signal[problems], self.input[problems])
 
     def form(self) -> Tensor:
-        """The gradient itself."""
+        """The gradient itself, a kernel's as (P, out, kh * kw * in)."""
         return torch.bmm(self.signal.transpose(1, 2), self.input)
+
+    @staticmethod
+    def fewer(rows: int, high: int, wide: int) -> bool:
+        """Whether inner products of so many rows are cheaper than a gradient of this size."""
+        return 2 * rows * (high + wide) <= high * wide
+
+
+class _Products(Function):
+    """Inner products (P,) of products by rows with others that are constant, and with themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, signal: Tensor, input: Tensor, other_signal: Tensor, other_input: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(signal, input, other_signal, other_input)
+        ctx.tables = [
+            torch.bmm(mine, t.transpose(1, 2))
+            for mine, other in ((signal, other_signal), (input, other_input))
+            for t in (other, mine)
+        ]
+        signals, own_signals, inputs, own_inputs = ctx.tables
+        return (signals * inputs).flatten(1).sum(1), (own_signals * own_inputs).flatten(1).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_inner: Tensor, by_square: Tensor) -> tuple[Tensor | None, ...]:
+        signal, input, other_signal, other_input = ctx.saved_tensors
+        signals, own_signals, inputs, own_inputs = ctx.tables
+        first, second = by_inner[:, None, None], 2 * by_square[:, None, None]
+        by_signal = torch.bmm(first * inputs, other_signal).baddbmm_(second * own_inputs, signal)
+        by_input = torch.bmm(first * signals, other_input).baddbmm_(second * own_signals, input)
+        return by_signal, by_input, None, None
 
 
 Gradients = dict[str, Tensor | Factors]
@@ -76,7 +108,7 @@ def gradients(model: nn.Module, params: Params, x: Tensor, y: Tensor, factor: fl
     Args:
         x: (P, B, ...) as the model is fed; requires grad, and so will what is returned.
         y: (P, B) labels, or (P, B, classes) probabilities.
-        factors: leave large fully connected layers as Factors.
+        factors: leave large gradients that are products as Factors.
 
     Raises:
         Unsupported: the model cannot be treated so.
@@ -90,19 +122,22 @@ def trained(model: nn.Module, params: Params, x: Tensor, y: Tensor, local: local
     change: Gradients = {}
     for _ in range(local.steps):
         step = _gradients(model, params, change, examples, -local.rate, True)
-        change = {k: _plus(t, change.get(k), 1 - local.rate * local.proximal_mu) for k, t in step.items()}
-    return change if factors else {k: _form(t) for k, t in change.items()}
+        kept = 1 - local.rate * local.proximal_mu
+        change = {k: _plus(t, change.get(k), kept, params[k].shape) for k, t in step.items()}
+    return change if factors else {k: _form(t, params[k].shape) for k, t in change.items()}
 
 
-def _plus(step: Tensor | Factors, before: Tensor | Factors | None, kept: float) -> Tensor | Factors:
-    """A step added to what is kept of those before."""
+def _plus(
+    step: Tensor | Factors, before: Tensor | Factors | None, kept: float, shape: Sequence[int]
+) -> Tensor | Factors:
+    """A step's change of a parameter of a shape, added to what is kept of those before."""
     if before is None:
         return step
     if isinstance(step, Factors) and isinstance(before, Factors):
         signals = [before.signal if kept == 1 else kept * before.signal, step.signal]
         return Factors(torch.cat(signals, 1), torch.cat([before.input, step.input], 1))
-    before = _form(before)
-    return (before if kept == 1 else kept * before) + _form(step)
+    before = _form(before, shape)
+    return (before if kept == 1 else kept * before) + _form(step, shape)
 
 
 class _Examples:
@@ -134,10 +169,10 @@ def _gradients(
     result: Gradients = {}
     for call, signal in zip(calls, signals, strict=True):
         for name, part in call.parts(signal, problems).items():
-            result[name] = part if name not in result else _form(result[name]) + _form(part)  # a shared weight
+            result[name] = _plus(part, result.get(name), 1, params[name].shape)  # more than one: a shared weight
     unused = params.keys() - result.keys()
     result |= {name: logits.new_zeros(problems, *params[name].shape) for name in unused}
-    return {name: result[name] if factors and _large(result[name]) else _form(result[name]) for name in params}
+    return {k: result[k] if factors and _large(result[k]) else _form(result[k], p.shape) for k, p in params.items()}
 
 
 _overwriting: WeakSet[nn.Module] = WeakSet()  # models that change layers' outputs in place, known from their first run
@@ -158,8 +193,21 @@ def _large(part: Tensor | Factors) -> bool:
     return isinstance(part, Factors) and part.signal.shape[2] * part.input.shape[2] >= FORM_BELOW
 
 
-def _form(part: Tensor | Factors) -> Tensor:
-    return part.form() if isinstance(part, Factors) else part
+def _form(part: Tensor | Factors, shape: Sequence[int]) -> Tensor:
+    """The gradient itself, of a parameter of a shape."""
+    if not isinstance(part, Factors):
+        return part
+    return part.form() if len(shape) == 2 else _kernels(part.form(), (shape[2], shape[3]))
+
+
+def _kernels(matrices: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """(P, out, kh * kw * in) as (P, out, in, kh, kw)."""
+    return matrices.view(*matrices.shape[:2], *kernel, -1).permute(0, 1, 4, 2, 3)
+
+
+def _matrices(t: Tensor) -> Tensor:
+    """The inverse of `_kernels`; what is no kernel stays as it is."""
+    return t.permute(0, 1, 3, 4, 2).flatten(2) if t.dim() == 5 else t
 
 
 def independent(model: nn.Module, params: Params, x: Tensor) -> bool:
@@ -175,11 +223,13 @@ def independent(model: nn.Module, params: Params, x: Tensor) -> bool:
 def factored(matrices: Tensor, rank: int) -> Factors | None:
     """Matrices (P, out, in) as Factors of this many rows; None where one of them is no such product up to rounding.
 
-    What was seen of a fully connected layer is one, with a row for each example, unless something disturbed it. Its row
-    space is that of random sums of its rows, refined once (Halko, Martinsson & Tropp, 2011, algorithm 4.4).
+    Kernels (P, out, in, kh, kw) count as matrices. What was seen of a fully connected layer is a product, with a row for
+    each example, unless something disturbed it. Its row space is that of random sums of its rows, refined once (Halko,
+    Martinsson & Tropp, 2011, algorithm 4.4).
     """
+    matrices = _matrices(matrices)
     high, wide = matrices.shape[1:]
-    if 2 * rank * (high + wide) > high * wide or matrices.dtype not in EXACT:
+    if not Factors.fewer(rank, high, wide) or matrices.dtype not in EXACT:
         return None
     sums = torch.randn(rank, high, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrices)
     signals, inputs = [], []
@@ -207,9 +257,14 @@ def _is_product(matrix: Tensor, basis: Tensor, rows: Tensor) -> bool:
     return bool(torch.stack(rests).norm() <= EXACT[matrix.dtype])
 
 
-def flattened(update: Mapping[str, Tensor]) -> Tensor:
-    """Stacked updates as one matrix (P, entries), kernels in the order in which this file forms them."""
-    return torch.cat([(t.permute(0, 1, 3, 4, 2) if t.dim() == 5 else t).flatten(1) for t in update.values()], 1)
+def flattened(update: Mapping[str, Tensor]) -> list[Tensor]:
+    """Stacked updates as matrices (P, entries), kernels in the order in which this file forms them.
+
+    Large tensors are matrices by themselves, since putting them together would be a copy; small ones are together.
+    """
+    rows = [_matrices(t).flatten(1) for t in update.values()]
+    small = [t for t in rows if t.shape[1] < FORM_BELOW]
+    return [t for t in rows if t.shape[1] >= FORM_BELOW] + ([torch.cat(small, 1)] if small else [])
 
 
 # ------------------------------------------------------------------------------------------------------------- layers
@@ -249,8 +304,10 @@ class _Windowed(_Call):
 
     def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | Factors]:
         signal = signal.permute(0, 2, 3, 1).reshape(problems, -1, signal.shape[1])
-        flat = torch.bmm(signal.transpose(1, 2), self.rows)
-        return self._with_bias(_kernels(flat, self.windows.kernel), lambda: signal.sum(1))
+        factors = Factors(signal, self.rows)
+        if Factors.fewer(factors.rows, signal.shape[2], self.rows.shape[2]):
+            return self._with_bias(factors, lambda: signal.sum(1))
+        return self._with_bias(_kernels(factors.form(), self.windows.kernel), lambda: signal.sum(1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,7 +386,7 @@ class _Spy(TorchFunctionMode):
 
     def move(self, t: Tensor) -> Tensor:
         """Each problem's own move of a parameter (P, ...)."""
-        return _form(self.moves[self.names[id(t)]])
+        return _form(self.moves[self.names[id(t)]], t.shape)
 
     def conv2d(
         self,
@@ -348,7 +405,9 @@ class _Spy(TorchFunctionMode):
         kernel = (weight.shape[2], weight.shape[3])
         windows = _Windows(tuple(input.shape), kernel, _pair(stride), _pair(padding))
         names = self.names[id(weight)], self.name(bias)
-        if input.shape[1] < WIDE and (self.moves or windows.numbers <= KEPT):
+        positions = self.examples.size * math.prod(windows.out)
+        few = Factors.fewer(positions, weight.shape[0], weight[0].numel())
+        if few or (input.shape[1] < WIDE and (self.moves or windows.numbers <= KEPT)):
             rows = self.examples.windows(input, windows)
             out = self.product(input, rows, weight, bias, windows)
             return self.keep(_Windowed(input, out, *names, out._version, rows, windows))
@@ -435,16 +494,6 @@ def _apply(function: type[Function], *arguments: Any) -> Tensor:
 def _apply_two(function: type[Function], *arguments: Any) -> tuple[Tensor, Tensor]:
     applied: tuple[Tensor, Tensor] = function.apply(*arguments)
     return applied
-
-
-def _kernels(matrices: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """(P, out, kh * kw * in) as (P, out, in, kh, kw)."""
-    return matrices.view(*matrices.shape[:2], *kernel, -1).permute(0, 1, 4, 2, 3)
-
-
-def _matrices(kernels: Tensor) -> Tensor:
-    """The inverse of `_kernels`."""
-    return kernels.permute(0, 1, 3, 4, 2).flatten(2)
 
 
 class _ChannelSums(Function):

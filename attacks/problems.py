@@ -14,7 +14,7 @@ from torch.func import grad_and_value, vmap
 
 from attacks import local
 from attacks.base import Knowledge, Wave
-from attacks.distances import ByProducts, Products, left_out, likelihood, visible, visible_columns
+from attacks.distances import ByProducts, Products, between, left_out, likelihood, visible, visible_columns
 from attacks.gradients import Factors, Gradients, Unsupported, factored, flattened, gradients, independent, trained
 from attacks.priors import Energy
 from attacks.unstride import unstrided
@@ -199,11 +199,14 @@ class Problems:
         formed = {k: t for k, t in expected.items() if not isinstance(t, Factors)}
         if len(formed) < len(expected):
             assert isinstance(self.likelihood, ByProducts)
-            return self.likelihood.of({k: seen.products(k, t) for k, t in expected.items()})
+            if not self.likelihood.joint:
+                return self.likelihood.of({k: seen.products(k, t) for k, t in expected.items()})
+            apart = {k: seen.products(k, t) for k, t in expected.items() if k not in formed}
+            return self.likelihood.of({**apart, "": seen.together(formed)} if formed else apart)
         if not (isinstance(self.likelihood, ByProducts) and self.likelihood.joint):
             return each(self.likelihood, {k: seen.tensor(k) for k in formed}, formed)
-        matrix, square = seen.flat(tuple(formed))
-        return self.likelihood.between(matrix, flattened(formed), square)
+        *matrices, square = seen.form("flat", *formed)
+        return self.likelihood.between(matrices, flattened(formed), square)
 
     def _one(self, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, *beside: Tensor) -> Tensor:
         """One problem's distance through the whole chain, averaged over its draws where there are any."""
@@ -285,10 +288,10 @@ class Seen:
         """The updates."""
         return {name: self.tensor(name) for name in self.update}
 
-    def flat(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """The updates as a matrix (N, entries) in the order of some names, and their squared norms (N,)."""
-        matrix, square = self.form("flat", *names)
-        return matrix, square
+    def together(self, expected: Update) -> Products:
+        """Inner products with some tensors of another update, all of them as one."""
+        *matrices, square = self.form("flat", *expected)
+        return between(matrices, flattened(expected), square)
 
     def columns_of(self, name: str, expected: Tensor | Factors) -> Tensor | Factors:
         """Another update's matrix (N, out, in), zero in the columns that are zero here."""
@@ -299,21 +302,21 @@ class Seen:
 
     def products(self, name: str, expected: Tensor | Factors) -> Products:
         """Inner products with another update's tensor."""
-        (square,) = self.form("square", name)
         if not isinstance(expected, Factors):
-            inner = (self.tensor(name) * expected).flatten(1).sum(1)
-            return Products(inner, square, expected.flatten(1).square().sum(1))
+            return self.together({name: expected})
+        (square,) = self.form("square", name)
         if name not in self.factors:
             self.factors[name] = factored(self.update[name], expected.rows)
         other = self.tensor(name) if self.factors[name] is None else Factors(*self.form("factors", name))
-        return Products(expected.inner(other), square, expected.square())
+        inner, own = expected.products(other)
+        return Products(inner, square, own)
 
     def _tensor(self, name: str) -> tuple[Tensor, ...]:
         return (self.update[name] if self.whole else self.update[name][self.owners],)
 
     def _flat(self, *names: str) -> tuple[Tensor, ...]:
-        matrix = flattened({name: self._tensor(name)[0] for name in names})  # not kept twice
-        return matrix, matrix.square().sum(1)
+        matrices = flattened({name: self._tensor(name)[0] for name in names})  # not kept twice
+        return *matrices, torch.stack([t.square().sum(1) for t in matrices]).sum(0)
 
     def _square(self, name: str) -> tuple[Tensor, ...]:
         return (torch.stack([torch.dot(t, t) for t in self.update[name].flatten(1)])[self.owners],)

@@ -118,11 +118,10 @@ def test_they_are_plain_autograds_and_so_are_their_derivatives(
         assert any(isinstance(t, Factors) for t in found.values()) == factors
         ours = torch.zeros(())
         for k, t in found.items():
-            formed = t.form() if isinstance(t, Factors) else t
+            formed = module._form(t, params[k].shape)
             torch.testing.assert_close(formed, torch.stack([-0.1 * g[k] for g in expected]), rtol=1e-9, atol=1e-12)
-            inner = t.inner(weights[k]).sum() if isinstance(t, Factors) else (t * weights[k]).sum()
-            square = t.square().sum() if isinstance(t, Factors) else t.square().sum()
-            ours = ours + inner / -0.1 + square / 0.01
+            inner, square = t.products(weights[k]) if isinstance(t, Factors) else (t * weights[k], t.square())
+            ours = ours + inner.sum() / -0.1 + square.sum() / 0.01
         (found_by_x,) = torch.autograd.grad(ours, x)
         torch.testing.assert_close(found_by_x, by_x, rtol=1e-9, atol=1e-9 * float(by_x.abs().max()))
 
@@ -148,7 +147,7 @@ def test_local_steps_are_the_clients_and_so_are_their_derivatives(
         found = trained(model, params, x, y, local, factors)
         assert list(found) == list(params)
         assert any(isinstance(t, Factors) for t in found.values()) == (factors and form == 1)
-        formed = {k: t.form() if isinstance(t, Factors) else t for k, t in found.items()}
+        formed = {k: module._form(t, params[k].shape) for k, t in found.items()}
         for k, t in formed.items():
             torch.testing.assert_close(t, torch.stack([e[k] for e in expected]), rtol=1e-9, atol=1e-11)
         ours = torch.stack([(t * weights[k] + t.square()).sum() for k, t in formed.items()]).sum()
@@ -183,8 +182,9 @@ def test_nothing_of_an_iteration_waits_for_pythons_collector(name: str) -> None:
     def iterate() -> int:
         x = torch.randn(2, 1, *SHAPE).requires_grad_()
         found = trained(model, params, x, y, local, False)
-        torch.autograd.grad(flattened({k: t for k, t in found.items() if isinstance(t, Tensor)}).square().sum(), x)
-        del x, found
+        parts = flattened({k: t for k, t in found.items() if isinstance(t, Tensor)})
+        torch.autograd.grad(torch.stack([t.square().sum() for t in parts]).sum(), x)
+        del x, found, parts
         return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
     assert iterate() == iterate() == iterate()
@@ -341,7 +341,8 @@ def test_factors_of_a_product_are_the_product(
     other = Factors(*products(problems, others, seed + 1))
     length = float(other.form().norm())
     leaves = [t.requires_grad_() for t in other]
-    by_factors, by_entries = other.inner(found), (other.form() * matrices).flatten(1).sum(1)
+    (by_factors, square), by_entries = other.products(found), (other.form() * matrices).flatten(1).sum(1)
+    torch.testing.assert_close(square, other.form().square().flatten(1).sum(1))
     assert float((by_factors - by_entries).detach().abs().max()) <= 1e-10 * size * length
     for ours, theirs in zip(*(torch.autograd.grad(v.sum(), leaves) for v in (by_factors, by_entries)), strict=True):
         assert float((ours - theirs).norm()) <= 1e-9 * float(theirs.norm()) + 1e-12 * size * length
@@ -384,6 +385,29 @@ def test_a_rank_that_saves_nothing_is_left_as_it_is() -> None:
 
 def test_flattening_keeps_every_entry() -> None:
     seen = {"kernel": torch.randn(4, 2, 3, 5, 5), "weight": torch.randn(4, 2, 3), "bias": torch.randn(4, 2)}
-    flat = flattened(seen)
+    (flat,) = flattened(seen)
     assert flat.shape == (4, 150 + 6 + 2)
     assert sorted(flat[1].tolist()) == sorted(x for t in seen.values() for x in t[1].flatten().tolist())
+
+
+def test_what_is_large_is_not_copied_to_be_flat() -> None:
+    kernel = torch.randn(2, 64, 3, 3, 64).permute(0, 1, 4, 2, 3)
+    large, small = flattened({"bias": torch.randn(2, 5), "kernel": kernel, "weight": torch.randn(2, 3, 4)})
+    assert large.data_ptr() == kernel.data_ptr()
+    assert (large.shape, small.shape) == ((2, 64 * 64 * 9), (2, 5 + 12))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_seen_kernel_of_few_positions_is_a_product(batch: int) -> None:
+    model = make("few positions")
+    params, rng = detached_params(model), torch.Generator().manual_seed(1)
+    x = torch.randn(3, batch, *SHAPE, generator=rng).requires_grad_()
+    found = gradients(model, params, x, torch.randint(CLASSES, (3, batch), generator=rng), 1.0, False)
+    kernel = found["2.weight"]
+    assert isinstance(kernel, Tensor)
+    kernel = kernel.detach()
+    rows = factored(kernel, 4 * batch)
+    assert rows is not None
+    torch.testing.assert_close(module._form(rows, kernel.shape[1:]), kernel)
+    other = Factors(*products(3, 4, out=32, wide=72))
+    torch.testing.assert_close(other.products(rows), other.products(kernel))

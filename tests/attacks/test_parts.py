@@ -358,7 +358,7 @@ def test_a_distance_by_products_is_the_distance(name: str) -> None:
     torch.testing.assert_close(distance.of(products), plain)
     if distance.joint:
         rows = [torch.stack([flat(p[side]) for p in pairs]) for side in (0, 1)]
-        torch.testing.assert_close(distance.between(*rows, rows[0].square().sum(1)), plain)
+        torch.testing.assert_close(distance.between(*([t] for t in rows), rows[0].square().sum(1)), plain)
 
 
 def test_a_likelihood_is_the_density_of_its_noise() -> None:
