@@ -2,12 +2,14 @@
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from attacks.compiled import missing
 from attacks.metrics import PSNR_CAP
 from client.data import data_folder
 from client.models import lenet
@@ -89,6 +91,35 @@ def test_the_engine_benchmark_gives_a_row_for_every_cell(steps: Steps) -> None:
         "nothing is 1e9 times as fast"
     )
     assert steps.complete()
+
+
+@pytest.mark.skipif(missing(torch.device("cpu")) != "", reason="torch.compile needs a compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile itself uses
+@pytest.mark.slow
+def test_a_step_compiled_once_serves_every_later_run_of_the_same_wave(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, compilations, compile_it = problem(CIFAR_SHAPE, 1), [], torch.compile
+
+    def counted(*arguments: object, **settings: object) -> object:
+        compilations.append(1)
+        return compile_it(*arguments, **settings)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "compile", counted)
+    compiled = replace(plain, compiled=True)
+    first, again = compiled.engine(3), compiled.engine(3)
+    assert compilations == [1]
+    assert first.equal(again)
+    moved = (
+        first - plain.engine(3)
+    ).abs() > 1e-3  # a slope of nearly nothing may change its sign, and the step is its sign
+    assert moved.double().mean() < 1e-3
+
+
+def test_a_compiled_cell_without_a_compiler_says_why_it_has_no_figure(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simulations.benchmarks.engine.missing", lambda device: "a C++ compiler")
+    (figure,) = engine(steps, (Cell("lenet", lenet, 1, compiled=True),)).figures
+    assert (figure.value, figure.met, figure.note) == (None, None, "skipped: needs a C++ compiler")
 
 
 def test_works_take_turns_after_one_run_that_is_not_counted(steps: Steps) -> None:
