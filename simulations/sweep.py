@@ -40,17 +40,19 @@ from simulations.simulate import INTERRUPTED, Interrupt, create_run
 POLL = 0.2  # seconds between looks at the cells at work
 _TOP = ("scenario", "seeds", "defense", "attack")
 # keys of a [[defense]]; its others are tables of the scenario, merged into those of [scenario]
-_OWN = ("name", "chain")
+_NEEDED = ("name", "chain")
+_OWN = (*_NEEDED, "promise")
 _MERGED = ("data", "model", "strategy", "secure_sum", "audit", "privacy")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the grid: a defense and a seed."""
+    """One run of the grid: a defense and a seed; promise: what the defense is said to do, for the tables."""
 
     defense: str
     seed: int
     tables: Table
+    promise: str = ""
 
     @property
     def folder(self) -> str:
@@ -134,12 +136,17 @@ def _cells(tables: Table) -> list[Cell]:
     if len(set(seeds)) < len(seeds):
         raise SpecError(f"seeds: each once, got {list(seeds)}")
     for i, defense in enumerate(defenses, 1):
-        if lacking := [key for key in _OWN if not defense.get(key)]:
+        if lacking := [key for key in _NEEDED if not defense.get(key)]:
             raise SpecError(f"[[defense]] #{i} needs {lacking[0]!r}")
     names = [conform(d["name"], str, f"[[defense]] #{i}: name") for i, d in enumerate(defenses, 1)]
     _check_targets(attacks, names)
     cells = [
-        Cell(name, seed, _scenario(shared, defense, name, attacks, seed, f"[[defense]] #{i} ({name})"))
+        Cell(
+            name,
+            seed,
+            _scenario(shared, defense, name, attacks, seed, f"[[defense]] #{i} ({name})"),
+            conform(defense.get("promise", ""), str, f"[[defense]] #{i} ({name}): promise"),
+        )
         for i, (name, defense) in enumerate(zip(names, defenses, strict=True), 1)
         for seed in seeds
     ]
@@ -210,7 +217,7 @@ class _Work:
 def sweep(found: Sweep, folder: Path, parallel: int, interrupt: Interrupt, tell: Callable[[str], None]) -> list[Row]:
     """Run what is left of a sweep, `parallel` cells at a time; rows of all cells that have ended.
 
-    sweep.csv and sweep.json in the folder are written again after every cell.
+    sweep.csv, sweep.json and sweep.md in the folder are written again after every cell.
 
     Raises:
         SpecError: the folder holds another sweep.
@@ -239,7 +246,7 @@ def sweep(found: Sweep, folder: Path, parallel: int, interrupt: Interrupt, tell:
                     failures[work.cell.folder] = blame(work.run, what, "cell.log")
                 left = (time.monotonic() - started) / ended * len(waiting + at_work)
                 tell(f"{done + ended} of {len(found.cells)} cells: {work.cell.folder}{_left(left)}")
-                write_rows(folder, rows(found, folder, failures))
+                write_rows(folder, rows(found, folder, failures), found)
             if interrupt.asked:
                 break
             time.sleep(POLL)
@@ -247,7 +254,7 @@ def sweep(found: Sweep, folder: Path, parallel: int, interrupt: Interrupt, tell:
         for work in at_work:
             work.close()
     result = rows(found, folder, failures)
-    write_rows(folder, result)
+    write_rows(folder, result, found)
     return result
 
 
@@ -349,14 +356,69 @@ def _row(cell: Cell, attack: str, reading: Reading) -> Row:
     )
 
 
-def write_rows(folder: Path, found: Sequence[Row]) -> None:
-    """sweep.csv and sweep.json, whole or not at all."""
+def write_rows(folder: Path, found: Sequence[Row], of: Sweep) -> None:
+    """sweep.csv, sweep.json and sweep.md, each whole or not at all."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [f.name for f in fields(Row)])
     writer.writeheader()
     writer.writerows(asdict(row) for row in found)
     write_bytes(folder / "sweep.csv", text.getvalue().encode())
     write_bytes(folder / "sweep.json", (json.dumps([asdict(r) for r in found], indent=1) + "\n").encode())
+    promises = {cell.defense: cell.promise for cell in of.cells}
+    write_bytes(folder / "sweep.md", ("\n".join(summary(found, promises)) + "\n").encode())
+
+
+def summary(found: Sequence[Row], promises: Mapping[str, str]) -> list[str]:
+    """A Markdown table with a line for each defense: its strongest attack here, and its cost beside the first defense's accuracy.
+
+    The strongest is that of the highest mean PSNR over the seeds, to the images or to what the defense made of them.
+    """
+    lines = [
+        "| defense | what it promises | strongest attack | PSNR, dB (interval) | baseline | limit | epsilon | accuracy | cost |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    names = list(dict.fromkeys(row.defense for row in found))
+    first = _accuracy([row for row in found if row.defense == names[0]]) if names else None
+    for name in names:
+        own = [row for row in found if row.defense == name]
+        accuracy = _accuracy(own)
+        cost = None if accuracy is None or first is None else 100 * (first - accuracy)
+        cells = [
+            name,
+            promises.get(name, ""),
+            *_strongest(own),
+            _decibel(_mean([r.baseline for r in own])),
+            _decibel(_mean([r.limit for r in own])),
+            _epsilon([r.epsilon for r in own]),
+            "–" if accuracy is None else f"{100 * accuracy:.0f} %",
+            "–" if cost is None else f"{cost:.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _strongest(own: Sequence[Row]) -> tuple[str, str]:
+    """One defense's strongest attack, and its leak in words."""
+
+    def leak(attack: str) -> float | None:
+        means = [_mean([getattr(r, of) for r in own if r.attack == attack]) for of in ("mean", "augmented")]
+        return max((m for m in means if m is not None), default=None)
+
+    leaks = {attack: value for attack in dict.fromkeys(r.attack for r in own) if (value := leak(attack)) is not None}
+    if not leaks:
+        return "none gave a number", "–"
+    best = max(leaks, key=lambda attack: leaks[attack])
+    of = [r for r in own if r.attack == best]
+    words = _decibel(_mean([r.mean for r in of]))
+    if len(of) == 1 and of[0].low is not None and of[0].high is not None:
+        words += f" ({of[0].low:.1f} to {of[0].high:.1f})"
+    augmented = _mean([r.augmented for r in of])
+    return f"`{best}`", words + ("" if augmented is None else f"; {augmented:.1f} to what was trained on")
+
+
+def _accuracy(own: Sequence[Row]) -> float | None:
+    """Of one defense, a seed once."""
+    return _mean([r.accuracy for r in {r.seed: r for r in own}.values()])
 
 
 def matrix(found: Sequence[Row]) -> Grid:
@@ -366,7 +428,7 @@ def matrix(found: Sequence[Row]) -> Grid:
     for defense in dict.fromkeys(row.defense for row in found):
         own = [row for row in found if row.defense == defense]
         cells = [_mean([r.mean for r in own if r.attack == attack]) for attack in attacks]
-        accuracy = _mean([r.accuracy for r in {r.seed: r for r in own}.values()])
+        accuracy = _accuracy(own)
         grid.add_row(
             defense,
             "–" if accuracy is None else f"{100 * accuracy:.1f} %",

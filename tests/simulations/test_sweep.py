@@ -73,7 +73,7 @@ def test_a_cell_is_the_shared_scenario_with_the_defenses_own_tables(tmp_path: Pa
         ({"defense": []}, "at least one [[defense]], one [[attack]] and one seed"),
         ({"scenario": {**TABLES["scenario"], "chain": [SGD]}}, "[scenario]: chain is what the sweep varies"),
         (changed("defense", 0, name=3), "[[defense]] #1: name must be a text, got 3"),
-        (changed("defense", 0, chian=[]), "[[defense]] #1 (none): unknown key 'chian' (it has: name, chain, data, model"),
+        (changed("defense", 0, chian=[]), "[[defense]] #1 (none): unknown key 'chian' (it has: name, chain, promise, data, model"),
         (changed("defense", 0, chain=[]), "[[defense]] #1 needs 'chain'"),
         (changed("defense", 0, name=""), "[[defense]] #1 needs 'name'"),
         (changed("defense", 0, chain=[{"use": "defenses.sign:sign"}]), "(none): [[chain]]: a chain needs exactly one local"),
@@ -186,6 +186,8 @@ def test_every_cell_has_a_number_or_a_reason_and_the_files_say_the_same(
         (r.defense, r.attack, "" if r.mean is None else str(r.mean)) for r in result
     ]
     assert [Row(**r) for r in json.loads((tmp_path / "out" / "sweep.json").read_text())] == result
+    lines = (tmp_path / "out" / "sweep.md").read_text().splitlines()[2:]
+    assert [line.split(" | ")[2] for line in lines] == ["`analytic`", "`inverting_gradients`"], "the strongest of each"
     shown = matrix(result)
     assert [column.header for column in shown.columns][:4] == ["defense", "accuracy", "inverting_gradients", "analytic"]
 
@@ -269,6 +271,38 @@ def test_a_cell_whose_process_fails_has_its_reason_and_the_others_their_numbers(
 
 
 def test_rows_are_written_whole(tmp_path: Path) -> None:
-    write_rows(tmp_path, [])
+    write_rows(tmp_path, [], Sweep("none", "", ()))
     assert (tmp_path / "sweep.csv").read_text().startswith("defense,attack,seed,accuracy,mean,")
     assert json.loads((tmp_path / "sweep.json").read_text()) == []
+
+
+def row(defense: str, attack: str, seed: int, **values: Any) -> Row:
+    numbers = {"accuracy": 0.8, "mean": 20.0, "low": 18.0, "high": 22.0, "best": 25.0, "baseline": 11.0}
+    nothing = {"augmented": None, "limit": None, "epsilon": None, "n": 4, "failed": 0, "reason": "", "run": ""}
+    return Row(defense=defense, attack=attack, seed=seed, **{**numbers, **nothing, **values})
+
+
+def test_the_summary_names_the_strongest_attack_and_the_cost_beside_the_first_defense() -> None:
+    found = [
+        row("none", "a", 0),
+        row("none", "b", 0, mean=21.0, low=19.5, high=22.5),
+        row("blend", "a", 0, accuracy=0.5, mean=12.0),
+        row("blend", "b", 0, accuracy=0.5, mean=11.5, augmented=30.0, limit=24.0, epsilon=5.551),
+        row("hopeless", "a", 0, accuracy=None, mean=None, reason="diverged"),
+    ]
+    assert sweeping.summary(found, {"blend": "blends"})[2:] == [
+        "| none |  | `b` | 21.0 (19.5 to 22.5) | 11.0 | – | – | 80 % | 0 |",
+        "| blend | blends | `b` | 11.5 (18.0 to 22.0); 30.0 to what was trained on | 11.0 | 24.0 | 5.55 | 50 % | 30 |",
+        "| hopeless |  | none gave a number | – | 11.0 | – | – | – | – |",
+    ]
+
+
+def test_over_several_seeds_the_summary_takes_means_and_no_single_runs_interval() -> None:
+    found = [row("none", "a", 0), row("none", "a", 1, mean=22.0, accuracy=0.7), row("none", "b", 0, mean=20.9)]
+    assert sweeping.summary(found, {})[2] == "| none |  | `a` | 21.0 | 11.0 | – | – | 75 % | 0 |"
+
+
+def test_a_promise_is_text() -> None:
+    tables = {**TABLES, **changed("defense", 0, promise=3)}
+    with pytest.raises(SpecError, match="promise must be a text, got 3"):
+        sweeping._cells(tables)
