@@ -1,5 +1,6 @@
 """README stays true: its tables name what the code has, its example runs, its commands exist."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -53,6 +54,27 @@ def test_the_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_engines_speeds_are_the_kept_ones() -> None:
+    rows = json.loads((ROOT / "simulations/benchmarks/results/engine.json").read_text())["rows"]
+    colour, digits = "random 3x32x32", "mnist5k 1x28x28"
+
+    def told(key: str, *cells: tuple[str, int, bool]) -> list[str]:
+        kept = {(row["network"], row["k"], row["compiled"]): row[key] for row in rows}
+        return [f"{kept[network, k, compiled]:.1f}" for network, k, compiled in cells]
+
+    def line(start: str) -> list[str]:
+        (found,) = (line for line in README.splitlines() if line.startswith(start))
+        return re.findall(r"\d+\.\d", found.split("|")[2])
+
+    lenet, mlp, five = f"lenet, {colour}", f"mlp of 5.1 M, {colour}", f"lenet, 5 local steps, {colour}"
+    wide = [(f"{name}, {colour}", 4, False) for name in ("convnet of width 64", "resnet20-4")]
+    eager = [(lenet, 1, False), (lenet, 8, False), (lenet, 64, False), (f"lenet, {digits}", 64, False)]
+    assert line("| engine against") == told("ratio", *eager)
+    assert line("| the same, compiled") == told("ratio", *((lenet, k, True) for k in (1, 8, 64)))
+    assert line("| the same, eager") == told("ratio", (mlp, 1, False), (mlp, 8, False), (five, 32, False))
+    assert line("| the same: ConvNet") == told("ratio", *wide) + told("forwards", *wide)
 
 
 def test_every_dependency_of_the_card_is_declared_and_every_scenario_is_readable() -> None:
