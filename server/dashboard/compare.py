@@ -1,6 +1,6 @@
 """Several runs side by side: what each leaks, what it costs in accuracy, and in what their scenarios differ."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -26,7 +26,7 @@ def compare(readings: Sequence[Reading], metric: str) -> dict[str, Any]:
         "label": words.LABELS.get(metric, metric),
         "metrics": [{"name": m, "label": words.LABELS.get(m, m)} for m in metrics],
         "lower_is_worse": not HIGHER_IS_BETTER[metric],
-        "runs": [_run(name, r) for name, r in named],
+        "runs": [_run(name, r, metric) for name, r in named],
         "points": points,
         "matrix": _matrix(dict(named), metric),
         "table": [{**point, "chain": chains[point["run"]]} for point in points],
@@ -45,13 +45,15 @@ def distinct(names: Iterable[str]) -> list[str]:
     return found
 
 
-def _run(name: str, reading: Reading) -> dict[str, Any]:
+def _run(name: str, reading: Reading, metric: str) -> dict[str, Any]:
     return {
         "id": name,
         "chain": words.chain(reading.tables),
         "facts": words.facts(reading.tables),
         "accuracy": _accuracy(reading),
         "state": reading.state,
+        "limit": _best(reading.pooled(metric), metric, analysis.is_limit),
+        "epsilon": privacy(reading)["epsilon"],
     }
 
 
@@ -82,7 +84,7 @@ def _points(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]
 
 
 def _with_pareto(points: Sequence[Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
-    """Marks of each run the strongest attack's point, where no run has more accuracy and leaks less under its strongest."""
+    """Marks each run's strongest attack, and as pareto that of a run where none has more accuracy and leaks less."""
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
     strongest: dict[str, Mapping[str, Any]] = {}
     for point in points:
@@ -92,7 +94,8 @@ def _with_pareto(points: Sequence[Mapping[str, Any]], metric: str) -> list[dict[
         if best is None or sign * point["mean"] > sign * best["mean"]:
             strongest[point["run"]] = point
     front = {run for run, p in strongest.items() if not any(_better(q, p, sign) for q in strongest.values())}
-    return [{**p, "pareto": p["run"] in front and strongest[p["run"]] is p} for p in points]
+    marked = [(p, strongest.get(p["run"]) is p) for p in points]
+    return [{**p, "strongest": best, "pareto": best and p["run"] in front} for p, best in marked]
 
 
 def _better(one: Mapping[str, Any], other: Mapping[str, Any], sign: int) -> bool:
@@ -109,12 +112,13 @@ def _matrix(named: Mapping[str, Reading], metric: str) -> dict[str, Any]:
         "rows": list(named),
         "columns": attacks,
         "mean": [[words.rounded(found[a].mean) if a in found else None for a in attacks] for found in pooled],
-        "baseline": [_strongest_baseline(found, metric) for found in pooled],
+        "baseline": [_best(found, metric, analysis.is_baseline) for found in pooled],
     }
 
 
-def _strongest_baseline(pooled: Mapping[str, Leak], metric: str) -> float | None:
-    means = [leak.mean for a, leak in pooled.items() if analysis.is_baseline(a) and leak.mean is not None]
+def _best(pooled: Mapping[str, Leak], metric: str, kind: Callable[[str], bool]) -> float | None:
+    """The best mean of a kind of answer: of baselines, or of limits, of which the weakest is sure."""
+    means = [leak.mean for a, leak in pooled.items() if kind(a) and leak.mean is not None]
     if not means:
         return None
     return words.rounded(max(means) if HIGHER_IS_BETTER[metric] else min(means))

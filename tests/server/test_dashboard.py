@@ -217,6 +217,7 @@ def test_runs_are_compared_with_the_front_that_none_beats(
     front = {(p["run"], p["attack"]) for p in page["points"] if p["pareto"]}
     assert {run for run, _ in front} == {"a", "c"}
     assert len(front) == 2, "each run stands with its strongest attack"
+    assert [(p["run"], p["mean"]) for p in page["points"] if p["strongest"]] == [("a", 20.5), ("b", 25.5), ("c", 10.5)]
     assert page["differences"] == [{"key": "rounds", "values": ["2", "2", "1"]}]
     assert page["matrix"]["columns"] == ["inverting_gradients", "analytic"]
     assert page["matrix"]["mean"][0] == [20.5, 20.5]
@@ -245,7 +246,9 @@ def test_epsilon_stands_beside_every_point(
         "delta": 1e-5,
         "words": "Differential privacy: sign compression gives no epsilon: it is deterministic.",
     }
-    points = get("/api/compare?runs=private,signed")["points"]
+    page = get("/api/compare?runs=private,signed")
+    points = page["points"]
+    assert [run["epsilon"] for run in page["runs"]] == [told["epsilon"], None]
     assert {(p["run"], p["epsilon"]) for p in points} == {("private", told["epsilon"]), ("signed", None)}
     with run.ledger() as ledger:
         ledger.record_intake(3, [Seen(0, "missing"), Seen(1, "rejected", "a NaN"), Seen(2, "missing")])

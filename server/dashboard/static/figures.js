@@ -410,18 +410,20 @@ function labelsMeaning(client) {
   return `${over} Counted over the rounds together, whichever example a label belongs to.`;
 }
 
-/** Test accuracy against leakage: a colour a run, a symbol an attack, and the runs that none other beats joined by a line. */
+/** Test accuracy against leakage: a colour and a number a run, a symbol an attack, and the runs that none beats joined. */
 function utilityFigure(compare) {
   const { runs } = compare, attacks = [...new Set(compare.points.map(p => p.attack))];
-  const height = 400 + legendHeight(runs.length + attacks.length + 1);
+  const limits = runs.filter(r => r.limit !== null && r.accuracy !== null), numbers = new Map(runs.map((r, i) => [r.id, i + 1]));
+  const height = 400 + legendHeight(runs.length + attacks.length + 2);
   const drawing = node => {
     const colours = new Map(runs.map((r, i) => [r.id, colour(r.colour_index ?? i)]));
     const symbols = new Map(attacks.map((a, i) => [a, SYMBOLS[i % SYMBOLS.length]]));
     const key = { x: [null], y: [null], mode: "markers", hoverinfo: "skip" };
     const traces = [
       frontTrace(compare),
-      ...compare.points.map(p => pointTrace(p, compare, colours.get(p.run), symbols.get(p.attack))),
-      ...runs.map(r => ({ ...key, name: plain(r.id), marker: { color: colours.get(r.id), symbol: "square", size: 12 } })),
+      ...(limits.length ? [limitTrace(limits, compare.metric)] : []),
+      ...compare.points.map(p => pointTrace(p, compare, colours.get(p.run), symbols.get(p.attack), numbers.get(p.run))),
+      ...runs.map(r => ({ ...key, name: `${numbers.get(r.id)}  ${plain(r.id)}`, marker: { color: colours.get(r.id), symbol: "square", size: 12 } })),
       ...attacks.map(a => ({
         ...key, name: plain(a), marker: { color: look("--ink"), symbol: `${symbols.get(a)}-open`, size: 10 },
       })),
@@ -446,16 +448,27 @@ function frontTrace(compare) {
   };
 }
 
+/** What no attack on a run exceeds, at the run's accuracy. */
+function limitTrace(runs, metric) {
+  const told = runs.map(r => `${plain(r.id)}: limit ${inMetric(metric, r.limit)}`);
+  const marker = { symbol: "line-ns-open", size: 12, color: look("--limit"), line: { width: 2 } };
+  return {
+    x: runs.map(r => r.limit), y: runs.map(r => r.accuracy), mode: "markers", name: "limit of a run", marker, customdata: told,
+    hovertemplate: "%{customdata}<extra></extra>",
+  };
+}
+
 const epsilon = p => p.epsilon === null ? "no epsilon" : `epsilon ${p.epsilon.toPrecision(3)} for one record`;
 
-function pointTrace(p, compare, color, symbol) {
+function pointTrace(p, compare, color, symbol, number) {
   const band = p.low === null || p.high === null ? undefined : {
     type: "data", symmetric: false, array: [p.high - p.mean], arrayminus: [p.mean - p.low], color, thickness: 1.2,
   };
   const leakage = `${inMetric(compare.metric, p.mean)} (${interval(p, compare.metric) || "no interval"})`;
   const told = `${plain(p.run)}, ${plain(p.attack)}<br>${leakage}<br>test accuracy ${percent(p.accuracy)}<br>${epsilon(p)}`;
   return {
-    x: [p.mean], y: [p.accuracy], error_x: band, mode: "markers", marker: { color, symbol, size: 11 }, showlegend: false,
+    x: [p.mean], y: [p.accuracy], error_x: band, marker: { color, symbol, size: 11 }, showlegend: false,
+    mode: p.strongest ? "markers+text" : "markers", text: [number], textposition: "top right",
     hovertemplate: `${told}<extra></extra>`,
   };
 }
@@ -463,14 +476,17 @@ function pointTrace(p, compare, color, symbol) {
 function utilityMeaning(compare) {
   const names = front(compare).map(p => p.run);
   if (!names.length) return "No run has both a test accuracy and a score yet.";
-  const better = "Towards the top left is better: accurate, and little leaks.";
+  const better = "Towards the top left is better: accurate, and little leaks. A run's number stands at its strongest attack.";
   return `${better} No other run is both more accurate and leaks less than ${names.join(", ")}.`;
 }
 
 function curvesFigure(compare) {
   const attacks = [...new Set(compare.points.map(p => p.attack))];
   const colours = new Map(compare.runs.map((r, i) => [r.id, r.colour_index ?? i]));
-  const curves = compare.curves.filter(c => c.mean.some(v => v !== null)), height = 340 + legendHeight(curves.length);
+  const alone = compare.runs.length > PALETTE.light.length; // more lines than colours: of each run the strongest attack's
+  const strongest = new Set(compare.points.filter(p => p.strongest).map(p => `${p.run} ${p.attack}`));
+  const chosen = compare.curves.filter(c => !alone || strongest.has(`${c.run} ${c.attack}`));
+  const curves = chosen.filter(c => c.mean.some(v => v !== null)), height = 340 + legendHeight(curves.length);
   const drawing = node => {
     const traces = curves.map(c => {
       const color = colour(colours.get(c.run)), symbol = SYMBOLS[attacks.indexOf(c.attack) % SYMBOLS.length];
@@ -484,7 +500,8 @@ function curvesFigure(compare) {
     const more = { hovermode: "x unified", legend: { ...legend(), entrywidth: 320 } };
     draw(node, traces, layout(roundAxis(last), { title: { text: plain(compare.label) } }, height, more));
   };
-  const meaning = "Means over the examples of a round. Colours are runs, symbols attacks, as above.";
+  const which = alone ? " Of each run its strongest attack is drawn." : "";
+  const meaning = `Means over the examples of a round. Colours are runs, symbols attacks, as above.${which}`;
   return figure("Leakage over rounds, run by run", meaning, drawing, height);
 }
 
@@ -754,15 +771,20 @@ function sideBySide(compare, state, change, named) {
 }
 
 /** Mean leakage of each attack on each run; the tint goes from the baseline to the highest cell. */
-function matrix({ matrix: m, metric, label, lower_is_worse }, named) {
+function matrix({ matrix: m, metric, label, lower_is_worse, runs }, named) {
   const flat = m.mean.flat().concat(m.baseline).filter(v => v !== null);
   const low = Math.min(...flat), high = Math.max(...flat);
   const tint = v => Math.round(100 * (lower_is_worse ? high - v : v - low) / (high - low || 1));
   const cell = v => v === null ? el("td", NONE) : el("td.tint", { vars: { "--tint": `${tint(v)}%` } }, inMetric(metric, v));
   const head = words => el("th", { scope: "col" }, breakable(words));
-  const heads = [el("th.text", { scope: "col" }, "run"), m.columns.map(head), head("best baseline")];
+  const price = r => [
+    el("td", r.limit === null ? NONE : inMetric(metric, r.limit)), el("td", r.accuracy === null ? NONE : percent(r.accuracy)),
+    el("td", r.epsilon === null ? NONE : r.epsilon.toPrecision(3)),
+  ];
+  const prices = ["best baseline", "limit", "test accuracy", "epsilon"].map(head);
+  const heads = [el("th.text", { scope: "col" }, "run"), m.columns.map(head), prices];
   const name = run => el("th.text", { scope: "row" }, named(run));
-  const line = (run, i) => el("tr", { "data-key": run }, name(run), m.mean[i].map(cell), cell(m.baseline[i]));
+  const line = (run, i) => el("tr", { "data-key": run }, name(run), m.mean[i].map(cell), cell(m.baseline[i]), price(runs[i]));
   return grid(`Mean ${label}, run by attack; deeper leaks more, – gave no value`, heads, m.rows.map(line));
 }
 
