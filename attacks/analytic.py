@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from attacks import labels as labelling
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from client.losses import is_cross_entropy
 from client.update import Params, Update
 
 
@@ -29,14 +30,20 @@ class analytic(Attack):
             return not_applicable(wave, f"one example an update is exact; this one sums {known.batch_size}")
         try:
             stack = _first_layers(known.model)
-            y = labelling.restore(wave, known)
+            y = self._labels(wave, known)
         except ValueError as error:
             return not_applicable(wave, str(error))
         found = [self._invert(stack, wave.alone(k), wave.params, known) for k in range(len(wave))]
         seconds = (time.perf_counter() - started) / len(wave)
-        return [self._answer(x, y[k], seconds) for k, x in enumerate(found)]
+        return [self._answer(x, None if y is None else y[k], seconds) for k, x in enumerate(found)]
 
-    def _answer(self, x: Tensor | None, y: Tensor, seconds: float) -> Reconstruction:
+    def _labels(self, wave: Wave, known: Knowledge) -> Tensor | None:
+        """Labels (K, 1) where they can be told: the images do not depend on them, nor on the loss."""
+        if known.labels is None and not is_cross_entropy(known.loss):
+            return None
+        return labelling.restore(wave, known)
+
+    def _answer(self, x: Tensor | None, y: Tensor | None, seconds: float) -> Reconstruction:
         if x is None:
             reason = "the first biased layer's gradient is zero"
             return Reconstruction(None, y, float("nan"), 1, seconds, "not_applicable", reason)

@@ -9,8 +9,9 @@ from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn import functional as F
 
-from client.update import Batch, Chain, Params, Randomised, Update, UpdateFn, gradient
+from client.update import Batch, Chain, Loss, Params, Randomised, Update, UpdateFn, gradient
 
 Stream = Callable[..., Generator]  # stream("start", restart): a generator of its own for one purpose of one observation
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
@@ -65,7 +66,7 @@ class Knowledge:
     """The threat model: all that an attack may use besides the observation.
 
     Args:
-        model: the network, with the buffers that the server sent; the clients minimise its mean cross-entropy.
+        model: the network, with the buffers that the server sent.
         chain: the clients' chain as the attacker believes it to be.
         shape: (C, H, W) of an image.
         classes, batch_size: as agreed in the federation.
@@ -73,6 +74,7 @@ class Knowledge:
         labels: (K, B) int64 where the attacker is given them, else None: it restores them.
         auxiliary: public images of the same distribution, else None.
         card: the threat model in words; it stands beside every score.
+        loss: what the clients minimise: a mean over the batch.
     """
 
     model: nn.Module
@@ -85,6 +87,7 @@ class Knowledge:
     labels: Tensor | None = None
     auxiliary: Batch | None = None
     card: str = ""
+    loss: Loss = F.cross_entropy
 
     @cached_property
     def forward(self) -> UpdateFn:
@@ -92,11 +95,11 @@ class Knowledge:
 
         Handed a generator, it draws from it what has no noise-free form: links that are random all the same, and layers.
         """
-        return self.chain.mean(gradient(self.model, normalise=self.normalise))
+        return self.chain.mean(gradient(self.model, self.loss, normalise=self.normalise))
 
     def given(self, noise: Mapping[str, Tensor]) -> UpdateFn:
         """`forward`, with the noise that layers of the model draw: by layer, (steps, examples of a step, numbers)."""
-        bare = gradient(self.model, normalise=self.normalise)
+        bare = gradient(self.model, self.loss, normalise=self.normalise)
         layers = {name: m for name, m in self.model.named_modules() if name in noise and isinstance(m, Randomised)}
 
         def client(params: Params, batch: Batch, rng: Generator | None) -> Update:

@@ -24,7 +24,8 @@ from torch.nn import grad as nn_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from client.update import Params, Randomised, local_sgd
+from client.losses import is_cross_entropy
+from client.update import Loss, Params, Randomised, local_sgd
 
 CACHE = 2**18  # numbers that a core's own cache holds beside what else is in use
 KEPT = 2**21  # numbers up to which an input's windows are kept from one pass to the next, not made again
@@ -102,26 +103,43 @@ class _Products(Function):
 Gradients = dict[str, Tensor | Factors]
 
 
-def gradients(model: nn.Module, params: Params, x: Tensor, y: Tensor, factor: float, factors: bool) -> Gradients:
-    """factor times the gradients (P, ...) of P problems' mean cross-entropy by every parameter.
+def gradients(
+    model: nn.Module,
+    params: Params,
+    x: Tensor,
+    y: Tensor,
+    factor: float,
+    factors: bool,
+    loss: Loss = F.cross_entropy,
+) -> Gradients:
+    """factor times the gradients (P, ...) of P problems' loss by every parameter.
 
     Args:
         x: (P, B, ...) as the model is fed; requires grad, and so will what is returned.
         y: (P, B) labels, or (P, B, classes) probabilities.
         factors: leave large gradients that are products as Factors.
+        loss: the mean of its examples' losses.
 
     Raises:
         Unsupported: the model cannot be treated so.
     """
-    return _gradients(model, params, {}, _Examples(x, y), factor, factors)
+    return _gradients(model, params, {}, _Examples(x, y), factor, factors, loss)
 
 
-def trained(model: nn.Module, params: Params, x: Tensor, y: Tensor, local: local_sgd, factors: bool) -> Gradients:
+def trained(
+    model: nn.Module,
+    params: Params,
+    x: Tensor,
+    y: Tensor,
+    local: local_sgd,
+    factors: bool,
+    loss: Loss = F.cross_entropy,
+) -> Gradients:
     """The changes (P, ...) of the weights by local steps on the whole batch; arguments as for `gradients`."""
     examples = _Examples(x, y)
     change: Gradients = {}
     for _ in range(local.steps):
-        step = _gradients(model, params, change, examples, -local.rate, True)
+        step = _gradients(model, params, change, examples, -local.rate, True, loss)
         kept = 1 - local.rate * local.proximal_mu
         change = {k: _plus(t, change.get(k), kept, params[k].shape) for k, t in step.items()}
     return change if factors else {k: _form(t, params[k].shape) for k, t in change.items()}
@@ -158,14 +176,20 @@ class _Examples:
 
 
 def _gradients(
-    model: nn.Module, params: Params, moves: Gradients, examples: _Examples, factor: float, factors: bool
+    model: nn.Module,
+    params: Params,
+    moves: Gradients,
+    examples: _Examples,
+    factor: float,
+    factors: bool,
+    loss: Loss,
 ) -> Gradients:
     """`gradients` where each problem has moved from params by its own `moves`, or none has."""
     problems = examples.problems
     logits, calls = _run(model, params, moves, examples)
-    loss = F.cross_entropy(logits, examples.y, reduction="sum") * (factor / examples.size)
+    total = _summed(loss, logits, examples.y) * (factor / examples.size)
     outs = [call.out for call in calls]
-    signals = torch.autograd.grad(loss, outs, create_graph=True, materialize_grads=True)
+    signals = torch.autograd.grad(total, outs, create_graph=True, materialize_grads=True)
     result: Gradients = {}
     for call, signal in zip(calls, signals, strict=True):
         for name, part in call.parts(signal, problems).items():
@@ -173,6 +197,11 @@ def _gradients(
     unused = params.keys() - result.keys()
     result |= {name: logits.new_zeros(problems, *params[name].shape) for name in unused}
     return {k: result[k] if factors and _large(result[k]) else _form(result[k], p.shape) for k, p in params.items()}
+
+
+def _summed(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
+    """All examples' losses, of which `loss` gives the mean."""
+    return F.cross_entropy(logits, y, reduction="sum") if is_cross_entropy(loss) else loss(logits, y) * len(logits)
 
 
 _overwriting: WeakSet[nn.Module] = WeakSet()  # models that change layers' outputs in place, known from their first run

@@ -14,6 +14,7 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
 from attacks.base import Knowledge, Wave
+from client.losses import is_cross_entropy
 from client.models import last_linear
 from client.update import Batch, Params, Update
 
@@ -33,12 +34,17 @@ def restore(wave: Wave, known: Knowledge, method: str = "auto") -> Tensor:
     Where local steps take slices of the batch, sorted labels stand in no slice's order: see `assignments`.
 
     Raises:
-        ValueError: the name is unknown, or the method cannot serve this model or batch size.
+        ValueError: the name is unknown, or the method cannot serve this model, loss or batch size.
     """
     if method not in METHODS:
         raise ValueError(f"there is no label restoration {method!r}; there are {', '.join(METHODS)}")
     if known.labels is not None:
         return known.labels
+    if not is_cross_entropy(known.loss):
+        raise ValueError(
+            "labels are read off softmax - one-hot, the derivative of the plain cross-entropy, and [loss] names another loss: "
+            'hand them to the attacker (labels = "given"), or let it find them (attacks.matching:dlg)'
+        )
     labels = [METHODS[method](wave.alone(k), wave.params, known) for k in range(len(wave))]
     return torch.stack(labels).to(next(iter(wave.update.values())).device)
 

@@ -22,6 +22,7 @@ from torch import Generator, Tensor
 from torch.func import functional_call, jvp, vmap
 
 from attacks.base import Knowledge
+from client.losses import is_cross_entropy, slope
 from client.update import (
     Batch,
     Chain,
@@ -331,7 +332,8 @@ def bayes_limit(known: Knowledge, params: Params, prior: GaussianPrior, rng: Gen
         if isinstance(module, Randomised):
             raise ValueError(f"layer {name!r} draws: the update is not normal around its noise-free form")
     part, noise = found
-    forward, weigh = part.mean(gradient(known.model, normalise=known.normalise)), precision(noise)
+    bare = gradient(known.model, known.loss, normalise=known.normalise)
+    forward, weigh = part.mean(bare), precision(noise)
     draws = list(_draws(known, params, rng))
     if known.batch_size * len(prior.mean) <= FULL:
         return van_trees([weight * fisher(forward, params, batch, weigh) for batch, weight in draws], prior)
@@ -360,13 +362,16 @@ def _draws(known: Knowledge, params: Params, rng: Generator) -> Iterator[tuple[B
 
 
 def _errors(known: Knowledge, params: Params, pool: Tensor) -> Tensor:
-    """|softmax - one hot|^2 of some auxiliary images, above 0."""
+    """|derivative of the loss by the logits|^2 of some auxiliary images, above 0; of the cross-entropy |softmax - one hot|^2."""
     assert known.auxiliary is not None
     model = copy.deepcopy(known.model).eval()  # a proxy, for which nothing is to be drawn or moved
     x, y = known.auxiliary.x[pool], known.auxiliary.y[pool]
     with torch.no_grad():
-        parts = [functional_call(model, params, (known.normalise(part),)).softmax(1) for part in x.split(CHUNK)]
-    chances = torch.cat(parts).double()
+        logits = [functional_call(model, params, (known.normalise(part),)) for part in x.split(CHUNK)]
+    if not is_cross_entropy(known.loss):
+        slopes = [slope(known.loss, part, labels) for part, labels in zip(logits, y.split(CHUNK), strict=True)]
+        return torch.cat(slopes).double().square().sum(1).clamp_min(1e-12)
+    chances = torch.cat([part.softmax(1) for part in logits]).double()
     return (chances - torch.nn.functional.one_hot(y, chances.shape[1])).square().sum(1).clamp_min(1e-12)
 
 

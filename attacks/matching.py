@@ -24,6 +24,7 @@ from attacks.problems import Problems, Variables
 from attacks.quasi_newton import QuasiNewton
 from attacks.trace import Tracer, check_snapshots
 from attacks.waves import Clock, Outcome, Standing, advance
+from client.losses import takes_probabilities
 from client.update import Update
 
 CUTS = (3 / 8, 5 / 8, 7 / 8)
@@ -125,6 +126,10 @@ class GradientMatching(Attack):
         if reason := _refusal(known):
             return not_applicable(wave, reason)
         soft = self.labels == "optimised" and known.labels is None
+        if soft and not takes_probabilities(known.loss, known.classes):
+            return not_applicable(
+                wave, "the loss takes whole labels only, so that they cannot be optimised beside the images"
+            )
         like = next(iter(wave.params.values()))
         try:
             epochs = local.epochs(known.chain, known.batch_size) if self.tied else 1
@@ -333,7 +338,8 @@ def _doubled(wave: Wave, known: Knowledge) -> tuple[Wave, Knowledge]:
         return {k: t.double() for k, t in tensors.items()}
 
     wave = replace(wave, params=double(wave.params), update=double(wave.update))
-    return wave, replace(known, model=copy.deepcopy(known.model).double())
+    loss = copy.deepcopy(known.loss).double() if isinstance(known.loss, torch.nn.Module) else known.loss
+    return wave, replace(known, model=copy.deepcopy(known.model).double(), loss=loss)
 
 
 # ------------------------------------------------------------------------------------------------------------- recipes

@@ -11,6 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import grad_and_value, vmap
+from torch.nn import functional as F
 
 from attacks import local
 from attacks.base import Knowledge, Wave
@@ -18,10 +19,12 @@ from attacks.distances import ByProducts, Products, between, left_out, likelihoo
 from attacks.gradients import Factors, Gradients, Unsupported, factored, flattened, gradients, independent, trained
 from attacks.priors import Energy
 from attacks.unstride import unstrided
+from client.losses import is_mean
 from client.rng import generator
 from client.update import (
     Batch,
     Chain,
+    Loss,
     OnUpdate,
     Params,
     Randomised,
@@ -71,7 +74,8 @@ class Problems:
         known = self.known
         self.energies: list[tuple[float, Energy]] = [(p.weight, p.bind(known, wave.params)) for p in attack.priors]
         self.noise: dict[str, Latent] = {} if attack.latent is None else drawn(known)
-        self.step = None if attack.surrogate or attack.draws or self.noise else by_passes(known.chain)
+        generally = attack.surrogate or attack.draws or self.noise or not is_mean(known.loss, known.classes)
+        self.step = None if generally else by_passes(known.chain, known.loss)
         self.update = wave.update
         self.factors: dict[str, Factors | None] = {}
         self._chosen: tuple[Tensor, Seen, Tensor | None] | None = None
@@ -221,7 +225,7 @@ class Problems:
     def _at_surrogate(self, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, at: Tensor) -> Tensor:
         """One problem's distance to the gradient at a point between the weights before and after."""
         params = {k: p + at * seen[k] for k, p in self.params.items()}
-        found = gradient(self.known.model)(params, Batch(x, y), None)
+        found = gradient(self.known.model, self.known.loss)(params, Batch(x, y), None)
         return self.likelihood(seen, {k: -self.known.scale * t for k, t in found.items()})
 
 
@@ -334,10 +338,10 @@ class Seen:
 Step = Callable[[nn.Module, Params, Tensor, Tensor, bool], Gradients]
 
 
-def by_passes(chain: Chain) -> Step | None:
+def by_passes(chain: Chain, loss: Loss = F.cross_entropy) -> Step | None:
     """The update of a chain whose local steps each take one gradient of the whole batch; None where more is changed.
 
-    What else is in the chain may change the finished update, or the only gradient.
+    What else is in the chain may change the finished update, or the only gradient. The loss is the mean of its examples'.
     """
     steps, links = chain.local, [mean_of(link) for link in chain.links]
     if steps.batch_size is not None:
@@ -345,7 +349,7 @@ def by_passes(chain: Chain) -> Step | None:
     place = next(i for i, link in enumerate(links) if isinstance(link, local_sgd))
     before, after = ([link for link in part if not transparent(link)] for part in (links[:place], links[place + 1 :]))
     if not before and not after:
-        return lambda model, params, x, y, factors: trained(model, params, x, y, steps, factors)
+        return lambda model, params, x, y, factors: trained(model, params, x, y, steps, factors, loss)
     if not all(isinstance(link, OnUpdate) for link in before + after) or (before and steps.steps > 1):
         return None
     rest = Chain(tuple([*before, steps, *after] if before else after))
@@ -354,8 +358,8 @@ def by_passes(chain: Chain) -> Step | None:
         def one(found: Gradients, x: Tensor, y: Tensor) -> Update:
             return rest(lambda *_: cast(Update, found))(params, Batch(x, y), None)
 
-        found = gradients(model, params, x, y, 1.0, False) if before else trained(model, params, x, y, steps, False)
-        return {**vmap(one)(found, x, y)}
+        alone = partial(gradients, factor=1.0) if before else partial(trained, local=steps)
+        return {**vmap(one)(alone(model, params, x, y, factors=False, loss=loss), x, y)}
 
     return through
 

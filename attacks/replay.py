@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attacks.base import Observation
+from client.losses import is_cross_entropy
 from client.models import detached_params
 from client.protocol import Federation
-from client.update import Update, gradient, norm
+from client.update import Loss, Update, gradient, norm
 
 TOLERANCE = 1e-4  # relative; float32 rounding of another machine's kernels stays far below
 
@@ -71,9 +73,14 @@ def _diagnose(fed: Federation, seen: Observation, recomputed: Update) -> str:
 
 
 def _alternatives(fed: Federation, seen: Observation, recomputed: Update) -> Mapping[str, Callable[[], Update]]:
-    def client(buffers: Mapping[str, Tensor] = seen.buffers, normalised: bool = True, flip: bool = False) -> Update:
+    def client(
+        buffers: Mapping[str, Tensor] = seen.buffers,
+        normalised: bool = True,
+        flip: bool = False,
+        loss: Loss | None = None,
+    ) -> Update:
         normalise = fed.shards.dataset.normalise if normalised else None
-        compute = fed.chain(gradient(fed.model, normalise=normalise))
+        compute = fed.chain(gradient(fed.model, fed.loss if loss is None else loss, normalise=normalise))
         training = fed.model.training
         fed.model.train(training != flip)
         try:
@@ -94,6 +101,8 @@ def _alternatives(fed: Federation, seen: Observation, recomputed: Update) -> Map
         "normalisation differs: the client feeds raw pixels": lambda: client(normalised=False),
         "the chain differs: the update carries no defense": undefended,
     }
+    if not is_cross_entropy(fed.loss):
+        found["the loss differs: the client minimises the plain cross-entropy"] = lambda: client(loss=F.cross_entropy)
     if any(isinstance(m, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm) for m in fed.model.modules()):
         mode = "eval" if fed.model.training else "train"
         found[f"the model's mode differs: the client runs dropout or BatchNorm in {mode} mode"] = lambda: client(

@@ -1,19 +1,28 @@
 """A component is a table with `use` (a dotted name) and its arguments: resolve it, check it, build it.
 
-Errors speak to the author of the table: they name the place, the value and what is allowed.
+Errors speak to the author of the table: they name the place, the value and what is allowed. Code outside fedleak's packages
+is loaded only where whoever runs this process has allowed its package; which are allowed stands in the environment, so that
+child processes (Flower's, Ray's, the attack service) keep to the same list.
 """
 
 import importlib
 import inspect
+import os
 import pkgutil
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Union
 
 Table = Mapping[str, Any]  # what TOML or JSON gives: values of mixed type, checked here
+ALLOW = "FEDLEAK_ALLOW"  # packages outside fedleak's from which components may be named, with commas between
+ALLOW_PATH = "FEDLEAK_ALLOW_PATH"  # folders, besides Python's own path, in which they are looked for
+_Types = tuple[type, ...]
+OURS = frozenset({"client", "defenses", "attacks", "server", "simulations"})
 
 
 class SpecError(ValueError):
@@ -28,11 +37,16 @@ class Kind:
         noun: for messages, e.g. "a defense".
         packages: modules or packages that hold components of this kind.
         type: a class counts if it derives from this type, a function if its return annotation says it returns one.
+        annotated: whether that is asked of a function in an allowed package of a user's, too; else what it returns is
+            looked at when it was called.
+        outside: types that count for a class or function in such a package; default: this type.
     """
 
     noun: str
     packages: tuple[str, ...]
     type: type
+    annotated: bool = True
+    outside: _Types = ()
 
     def admits(self, target: Any, module: str) -> bool:
         """Whether an object written in a module is a component of this kind."""
@@ -49,8 +63,22 @@ class Kind:
         returned = typing.get_type_hints(target).get("return")
         return inspect.isclass(returned) and issubclass(returned, self.type)
 
+    def admits_outside(self, target: Any) -> bool:
+        """Whether an object in an allowed package of a user's is, or may turn out to be, a component of this kind."""
+        # what that package has only imported (mine:os.system) was written elsewhere
+        if not _is_in(str(getattr(target, "__module__", "")), allowed()) or inspect.isabstract(target):
+            return False
+        if inspect.isclass(target):
+            return issubclass(target, self.outside or self.type) and target is not self.type
+        if not inspect.isfunction(target):
+            return False
+        returned = typing.get_type_hints(target).get("return")
+        if returned is None or returned is Any:
+            return not self.annotated
+        return inspect.isclass(returned) and issubclass(returned, self.outside or self.type)
+
     def names(self) -> list[str]:
-        """Every component of this kind, as `use` names it."""
+        """Every component of this kind that is fedleak's own, as `use` names it."""
         found: list[str] = []
         for package in self.packages:
             path = getattr(importlib.import_module(package), "__path__", [])
@@ -58,6 +86,83 @@ class Kind:
                 written = vars(importlib.import_module(source)).items()
                 found += [f"{source}:{name}" for name, value in written if self.admits(value, source)]
         return sorted(found)
+
+
+# ---------------------------------------------------------------------------------------------- packages of a user's own
+
+
+def allowed() -> tuple[str, ...]:
+    """The packages outside fedleak's from which components may be named in this process."""
+    return tuple(name for name in os.environ.get(ALLOW, "").split(",") if name)
+
+
+def allow(names: Iterable[str], folders: Iterable[Path] = ()) -> None:
+    """Let components be named from these packages, and no others, in this process and those that it starts.
+
+    Args:
+        names: as Python imports them: "mynets", "mynets.small".
+        folders: where they are looked for, after Python's own path.
+
+    Raises:
+        SpecError: one is no package's name, or is fedleak's own.
+    """
+    names = list(dict.fromkeys(names))
+    for name in names:
+        _check_package(name)
+    os.environ[ALLOW] = ",".join(names)
+    os.environ[ALLOW_PATH] = os.pathsep.join(dict.fromkeys(str(folder.resolve()) for folder in folders))
+
+
+@contextmanager
+def allowing(names: Iterable[str], folders: Iterable[Path] = ()) -> Iterator[None]:
+    """`allow` for as long as this lasts: a client's owner lets these packages be loaded, whatever else was allowed before."""
+    before, path = {key: os.environ.get(key) for key in (ALLOW, ALLOW_PATH)}, list(sys.path)
+    try:
+        allow(names, folders)
+        yield
+    finally:
+        sys.path[:] = path
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def _check_package(name: str) -> None:
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise SpecError(f"--allow takes a package's name as Python imports it, mynets or mynets.small, got {name!r}")
+    if parts[0] in OURS:
+        raise SpecError(f"--allow {name}: that is a name of fedleak's own packages; give yours another one")
+
+
+def _is_in(module: str, packages: Sequence[str]) -> bool:
+    return any(module == p or module.startswith(p + ".") for p in packages)
+
+
+def _importable() -> None:
+    """Put the folders of allowed packages on Python's path: behind everything else, so that they take no name away."""
+    for folder in os.environ.get(ALLOW_PATH, "").split(os.pathsep):
+        if folder and folder not in sys.path:
+            sys.path.append(folder)
+
+
+def located(table: Table, kind: Kind, base: Path) -> dict[str, Any]:
+    """The same table with its arguments that are paths absolute; relative ones start from base.
+
+    A table is read again in other folders: by Flower's processes, and with its run.
+    """
+    try:
+        target = resolve(table, "", kind)
+        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except (SpecError, NameError):  # told in its place, where the component is built
+        return dict(table)
+    paths = {name for name, hint in hints.items() if hint is Path or Path in typing.get_args(hint)}
+    return {k: str(base.absolute() / v) if k in paths and isinstance(v, str) else v for k, v in table.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- building
 
 
 def build(
@@ -71,11 +176,17 @@ def build(
         beside: keys that may stand in the same table and are not the component's; for messages.
 
     Raises:
-        SpecError: an unknown name, an unknown or missing argument, a wrong type, a value the component refuses.
+        SpecError: an unknown name, an unknown or missing argument, a wrong type, a value the component refuses; one of a
+            user's own that gives something else than it should.
     """
     target = resolve(table, where, kind)
     arguments = {k: v for k, v in table.items() if k != "use"}
-    return call(target, check_arguments(target, arguments, where, offered, beside), where)
+    built = call(target, check_arguments(target, arguments, where, offered, beside), where)
+    if not isinstance(built, kind.outside or kind.type):
+        raise SpecError(
+            f"{where}: {table['use']!r} gave {type(built).__name__}, expected {kind.noun} ({_named(kind.type)})"
+        )
+    return built
 
 
 def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
@@ -93,15 +204,50 @@ def resolve(table: Table, where: str, kind: Kind) -> Callable[..., Any]:
     if not isinstance(name, str) or name.count(":") != 1:
         raise SpecError(f'{where}: needs use = "module:name", got {name!r}; {choices}')
     module = name.split(":")[0]
-    if not any(module == p or module.startswith(p + ".") for p in kind.packages):
-        raise SpecError(f"{where}: use = {name!r} is not allowed here; {choices}")
+    outside = _is_in(module, allowed())
+    if not outside and not _is_in(module, kind.packages):
+        raise SpecError(f"{where}: use = {name!r} is not allowed here; {choices}{_permission(module)}")
+    if outside:
+        _importable()
     try:
         target = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(f"{where}: nothing is called {name!r}; {choices}") from error
-    if not kind.admits(target, module):
+        raise SpecError(f"{where}: nothing is called {name!r}{_found(module, error, outside)}; {choices}") from error
+    if outside and not kind.admits_outside(target):
+        raise SpecError(f"{where}: {name!r} is not {kind.noun}: {_expected(kind, module)}")
+    if not outside and not kind.admits(target, module):
         raise SpecError(f"{where}: {name!r} is not {kind.noun}; {choices}")
     return typing.cast(Callable[..., Any], target)
+
+
+def _permission(module: str) -> str:
+    """What would have to be said for a module to be loaded; nothing of names that are fedleak's or nobody's."""
+    package = module.split(".")[0]
+    if package in OURS or not package.isidentifier():
+        return ""
+    return (
+        f". To load code of your own from there, say --allow {package} on the command line, or {ALLOW}={package} "
+        f'(a client\'s owner: allow = ["{package}"] in the file of the client)'
+    )
+
+
+def _found(module: str, error: Exception, outside: bool) -> str:
+    """Why a name of a user's package was not found: where that package was read, or where it was looked for."""
+    if not outside:
+        return ""
+    read = getattr(sys.modules.get(module), "__file__", None)
+    folders = os.environ.get(ALLOW_PATH, "") or "Python's own path"
+    return f" ({error}; {f'{module} was read from {read}' if read else f'looked for in {folders}'})"
+
+
+def _expected(kind: Kind, module: str) -> str:
+    types = " or ".join(map(_named, kind.outside or (kind.type,)))
+    says = "that says so (-> ...)" if kind.annotated else "(an annotation, where it has one, must say so)"
+    return f"expected, written in {module.split('.')[0]}, a class that derives from {types}, or a function that returns one {says}"
+
+
+def _named(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def check_arguments(
@@ -150,6 +296,10 @@ def conform(value: Any, hint: Any, where: str) -> Any:
             return value
     elif hint is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise SpecError(f"{where} must fit in 64 bits, got {value}")  # as the ledger's and torch's integers do
+    elif hint is Path and isinstance(value, str):
+        if not value or "\0" in value:
+            raise SpecError(f"{where} must be the path of a file or folder, got {value!r}")
+        return Path(value)
     elif hint is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not abs(value) <= sys.float_info.max:
@@ -182,5 +332,6 @@ def _spell(hint: Any) -> str:
         bool: "true or false",
         dict: "a table",
         list: "a list",
+        Path: "a path",
     }
     return names.get(hint, getattr(hint, "__name__", str(hint)))

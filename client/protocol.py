@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
 from client.data import Dataset, Shards, split
+from client.datasets import wrong
+from client.losses import CROSS_ENTROPY, build_loss, is_mean, takes_probabilities
 from client.models import detached_params, floating_buffers, load_weights
 from client.rng import generator, seed_of
 from client.update import (
     Batch,
     Chain,
     Link,
+    Loss,
     Memory,
     OnBatch,
     Params,
@@ -36,8 +39,8 @@ from client.update import (
     transparent,
 )
 
-DATASET = Kind("a dataset", ("client.data",), Dataset)
-MODEL = Kind("a model", ("client.models",), nn.Module)
+DATASET = Kind("a dataset", ("client.data", "client.datasets"), Dataset, annotated=False)
+MODEL = Kind("a model", ("client.models",), nn.Module, annotated=False)
 MODEL_DEFENSE = Kind("a defense of the model", ("defenses",), nn.Module)
 TRANSFORM = Kind("a link of a chain", ("defenses", "client.update"), Link)
 
@@ -98,6 +101,7 @@ class Protocol:
             weights = "a.safetensors": what the federation starts from, relative to the current folder.
         stragglers: who misses rounds.
         secure_sum: whose updates the server sees only together; None: it sees each.
+        loss: component table of what clients minimise.
     """
 
     seed: int
@@ -108,6 +112,7 @@ class Protocol:
     chain: tuple[Table, ...]
     stragglers: Stragglers = field(default_factory=Stragglers)
     secure_sum: SecureSum | None = None
+    loss: Table = field(default_factory=lambda: dict(CROSS_ENTROPY))
 
     @classmethod
     def from_tables(cls, spec: Table) -> "Protocol":
@@ -126,7 +131,9 @@ class Protocol:
         late = conform(spec.get("stragglers", {}), dict, "[stragglers]")
         stragglers = call(Stragglers, check_arguments(Stragglers, late, "[stragglers]"), "[stragglers]")
         together = _secure_sum(spec, numbers["clients"])
-        return cls(**numbers, data=data, model=model, chain=chain, stragglers=stragglers, secure_sum=together)
+        loss = conform(spec.get("loss", CROSS_ENTROPY), dict, "[loss]")
+        parts = {"data": data, "model": model, "chain": chain, "loss": loss}
+        return cls(**numbers, **parts, stragglers=stragglers, secure_sum=together)
 
     @classmethod
     def from_json(cls, text: str) -> "Protocol":
@@ -143,7 +150,8 @@ class Protocol:
         tables = dict(seed=self.seed, rounds=self.rounds, clients=self.clients, data=self.data, model=model)
         together = {} if self.secure_sum is None else {"secure_sum": asdict(self.secure_sum)}
         late = {"probability": self.stragglers.probability}
-        return json.dumps({**tables, "chain": self.chain, "stragglers": late, **together})
+        other = {} if self.loss == CROSS_ENTROPY else {"loss": self.loss}
+        return json.dumps({**tables, "chain": self.chain, "stragglers": late, **together, **other})
 
     def misses(self, client: int, round: int) -> bool:
         """Whether a client's reply in a round never arrives."""
@@ -181,6 +189,8 @@ class Federation:
             allowed = [*inspect.signature(read).parameters, *sorted(own)]
             raise SpecError(f"[data]: unknown key {unknown[0]!r} (it has: use, {', '.join(allowed)})")
         dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET)
+        if reason := wrong(dataset):
+            raise SpecError(f"[data]: {table['use']}: {reason}")
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
         arguments = check_arguments(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
         shards: Shards = call(split, arguments, "[data]")
@@ -200,6 +210,11 @@ class Federation:
         if weights is not None:
             call(load_weights, {"model": model, "path": Path(weights)}, "[model]: weights")
         return model.train(mode == "train")
+
+    @cached_property
+    def loss(self) -> Loss:
+        """What clients minimise: the mean over a batch of a function of logits and labels."""
+        return build_loss(self.protocol.loss, "[loss]", self.shards.dataset.classes)
 
     @cached_property
     def chain(self) -> Chain:
@@ -241,6 +256,7 @@ class Federation:
                 f"{self.shards.batch_size}"
             )
         self._refuse_batch_statistics(composed)
+        self._refuse_soft_labels(composed)
         return composed
 
     def _batch_size_at(self, place: int) -> int:
@@ -260,10 +276,22 @@ class Federation:
                     'set [model] mode = "eval" or norm = "group"'
                 )
 
+    def _refuse_soft_labels(self, composed: Chain) -> None:
+        if takes_probabilities(self.loss, self.shards.dataset.classes):
+            return
+        data, rng = self.shards.dataset, generator("soft labels")
+        batch = Batch(torch.zeros(2, *data.shape), torch.arange(2) % data.classes)
+        for i, link in enumerate(composed.links, 1):
+            if isinstance(link, OnBatch) and link.transform(batch, rng).y.is_floating_point():
+                raise SpecError(
+                    f"[loss]: {self.protocol.loss['use']} takes whole labels only, and [[chain]] #{i} makes probabilities of "
+                    "them: leave one of the two out, or let the loss take labels (B, classes)"
+                )
+
     @cached_property
     def gradient(self) -> UpdateFn:
-        """The undefended gradient of the mean cross-entropy, as an attacker computes it: it leaves the buffers alone."""
-        return gradient(self.model, normalise=self.shards.dataset.normalise)
+        """The undefended gradient of the loss, as an attacker computes it: it leaves the buffers alone."""
+        return gradient(self.model, self.loss, normalise=self.shards.dataset.normalise)
 
     def update_fn(self, memory: Memory | None = None) -> UpdateFn:
         """The whole client; BatchNorm in train mode moves the model's running statistics.
@@ -272,7 +300,7 @@ class Federation:
             memory: of a client that was here before, read and written; None: as in its first round.
         """
         chain = self.chain.remembering({} if memory is None else memory)
-        return chain(gradient(self.model, normalise=self.shards.dataset.normalise, track=True))
+        return chain(gradient(self.model, self.loss, normalise=self.shards.dataset.normalise, track=True))
 
     def initial(self) -> tuple[Params, dict[str, Tensor]]:
         """The weights and floating-point buffers that the federation starts from."""
@@ -287,7 +315,8 @@ class Federation:
         others = [mean_of(link) for link in chain.links if link is not chain.local]
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         one_step = chain.local.steps == 1 and chain.local.batch_size in (None, self.shards.batch_size)
-        return one_step and not norms and all(map(transparent, others))
+        means = is_mean(self.loss, self.shards.dataset.classes)
+        return one_step and means and not norms and all(map(transparent, others))
 
     def client_update(
         self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int, compute: UpdateFn | None = None
@@ -353,7 +382,7 @@ class Federation:
 
     def check(self) -> "Federation":
         """Build every part, so that a mistake is told before anything starts."""
-        _ = self.shards, self.model, self.chain
+        _ = self.shards, self.model, self.loss, self.chain
         return self
 
 

@@ -14,14 +14,15 @@ import tomli_w
 
 from attacks.limits import known_noise
 from attacks.plan import LIMITS, AttackPlan
-from client.components import SpecError, Table, call, check_arguments, conform
-from client.protocol import Federation, Protocol
+from client.components import SpecError, Table, call, check_arguments, conform, located
+from client.losses import LOSS
+from client.protocol import DATASET, MODEL, Federation, Protocol
 from defenses.accounting import DELTA, Accountant, NoGuarantee
 from server.tape import Keep
 
 _TOP = {
-    "seed", "rounds", "clients", "data", "model", "chain", "stragglers", "secure_sum", "strategy", "attack", "audit", "tape",
-    "simulation", "privacy",
+    "seed", "rounds", "clients", "data", "model", "loss", "chain", "stragglers", "secure_sum", "strategy", "attack", "audit",
+    "tape", "simulation", "privacy",
 }  # fmt: skip
 _PLAN = tuple(f.name for f in fields(AttackPlan) if f.name != "attacks")
 FEDAVG: Table = {"use": "flwr.serverapp.strategy:FedAvg"}
@@ -48,9 +49,18 @@ class AuditOptions:
 
 @dataclass(frozen=True)
 class TapeOptions:
-    """What stays on disk: all accepted updates; scored, those the plan attacks; none, nothing once it was attacked."""
+    """What stays on disk: all accepted updates; scored, those the plan attacks; none, nothing once it was attacked.
+
+    Args:
+        retention_days: after so many days `fedleak prune` deletes them, and what was reconstructed; None: never.
+    """
 
     keep: Keep = "all"
+    retention_days: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.retention_days is not None and not self.retention_days >= 0:
+            raise ValueError(f"retention_days must be at least 0, got {self.retention_days}")
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,7 @@ class Scenario:
         if unknown := sorted(tables.keys() - _TOP):
             hint = "; this looks like a sweep: fedleak sweep" if "defense" in tables else ""
             raise SpecError(f"unknown key {unknown[0]!r} (a scenario has: {', '.join(sorted(_TOP))}){hint}")
+        tables = _located(tables)
         strategy = dict(conform(tables.get("strategy", FEDAVG), dict, "[strategy]"))
         protocol = Protocol.from_tables({**tables, "chain": _with_proximal_term(tables.get("chain", []), strategy)})
         federation = Federation(protocol).check()
@@ -149,6 +160,13 @@ class Scenario:
     def to_toml(self) -> str:
         """The scenario as it was run, settings applied."""
         return tomli_w.dumps(dict(self.tables))
+
+
+def _located(tables: Table) -> Table:
+    """The tables with their paths absolute: Flower's processes and whoever opens the run read them in other folders."""
+    kinds = {"data": DATASET, "model": MODEL, "loss": LOSS}
+    named = {key: kind for key, kind in kinds.items() if isinstance(tables.get(key), dict)}
+    return {**tables, **{key: located(tables[key], kind, Path.cwd()) for key, kind in named.items()}}
 
 
 def _check_secure_sum(protocol: Protocol, strategy: Table, plan: AttackPlan) -> None:

@@ -1,19 +1,35 @@
-"""What this machine has: versions, hardware, data and weights; for `fedleak doctor` and a run's environment.json."""
+"""The doctor: what this machine has (versions, hardware, data, weights), or what is wrong with a scenario.
 
+A scenario is examined by building everything twice, looking at the parts, and letting one client train one step in memory,
+whose update is then recomputed: the replay check of a run.
+"""
+
+import copy
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from attacks.base import Observation
+from attacks.gradients import independent
 from attacks.metrics import lpips_weights
+from attacks.replay import replay
 from client.components import SpecError, build
 from client.data import cache_folder, data_folder
-from client.protocol import DATASET
+from client.losses import is_cross_entropy, is_mean, takes_probabilities
+from client.protocol import DATASET, Federation
+from client.rng import generator
+from client.update import Batch, Randomised, gradient, untracked
+from server.scenario import Scenario
 
 PACKAGES = (
     "fedleak", "flwr", "flwr-datasets", "ray", "torch", "torchvision", "transformers", "numpy", "scipy", "lpips",
@@ -33,8 +49,6 @@ class Finding:
 
 def environment() -> dict[str, object]:
     """Versions and hardware, as kept beside a run's results."""
-    import torch
-
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -43,7 +57,7 @@ def environment() -> dict[str, object]:
         "memory_gb": _memory_gb(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": _commit(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := package(name)) is not None},
     }
 
 
@@ -51,7 +65,7 @@ def examine() -> list[Finding]:
     """Try everything that fedleak stands on; starting Ray takes some seconds."""
     findings = [_python()]
     for name in PACKAGES:
-        version = _version(name)
+        version = package(name)
         needed = name not in ("transformers", "rouge-score", "fedleak")
         findings.append(Finding(name, version is not None, needed, version or f"not installed: pip install {name}"))
     findings += [_attempt("torchvision import", _torchvision, True), _attempt("Ray", _ray, False)]
@@ -64,8 +78,7 @@ def examine() -> list[Finding]:
     folder = data_folder()
     words = str(folder) if folder else "none (set FEDLEAK_DATA to a folder); public data is downloaded on first use"
     findings.append(Finding("local data", folder is not None, False, words))
-    for name in DATASET.names():
-        findings.append(_dataset(name, folder is not None))
+    findings += [_dataset(name, folder is not None) for name in DATASET.names() if name.startswith("client.data:")]
     weights = lpips_weights()
     where = "weights/alexnet_features_torchvision.safetensors in the local data folder"
     findings.append(
@@ -87,7 +100,6 @@ def _attempt(name: str, attempt: Callable[[], str], needed: bool) -> Finding:
 
 
 def _torchvision() -> str:
-    import torch
     import torchvision
 
     mended = torch.version.cuda is None
@@ -124,7 +136,8 @@ def _has_local(short: str) -> bool:
     return folder is not None and ((folder / short).is_dir() or any(folder.glob(f"{short}-train-*.npz")))
 
 
-def _version(name: str) -> str | None:
+def package(name: str) -> str | None:
+    """The installed version of a package, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -154,3 +167,234 @@ def _memory_gb() -> float | None:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError):
         return None
+
+
+# --------------------------------------------------------------------------------------------------------- of a scenario
+
+TRIED = 4  # examples with which a network is tried
+STEP = 1e-6  # of pixels in [0, 1], in float64
+OFF = 0.05  # relative: a kink between the two points may add to rounding
+ROUNDING = 1e-5  # of the largest: some parameters' gradients are zero but for it
+BETWEEN_BUILDS = "draw with torch's generator, which the seed sets, or read it from a file"
+
+
+def check(scenario: Scenario) -> list[Finding]:
+    """Examine a scenario that could be built; what fails is a finding, and what follows from it is not looked at."""
+    fed = scenario.federation
+    findings = [*_data_findings(fed), *_model_findings(fed), *_loss_findings(fed)]
+    if all(f.works or not f.needed for f in findings):
+        findings += [_looked_at("second derivative", fed, _twice), _looked_at("one client's step", fed, _one_step)]
+    return findings
+
+
+def _looked_at(name: str, fed: Federation, look: Callable[[Federation], str]) -> Finding:
+    try:
+        return Finding(name, True, True, look(fed))
+    except _Wrong as error:
+        return Finding(name, False, True, str(error))
+    except Exception as error:  # a user's own code raises what it likes, and that is what was asked for
+        return Finding(name, False, True, f"{type(error).__name__}: {str(error).strip()}")
+
+
+class _Wrong(Exception):
+    """What is wrong, and what to change."""
+
+
+def _data_findings(fed: Federation) -> Iterator[Finding]:
+    data = fed.shards.dataset
+    shape = " x ".join(map(str, data.shape))
+    words = f"{len(data.y):,} + {len(data.y_test):,} images of {shape}, {data.classes} classes"
+    yield Finding("data", True, True, words)
+    sizes = [len(own) for own in fed.shards.indices]
+    words = f"{min(sizes):,} to {max(sizes):,} images a client, of which {fed.shards.batch_size} a round"
+    yield Finding("shards", True, True, words)
+    if absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist())):
+        words = (
+            f"no training image of {len(absent)} classes, the first of them {absent[0]}: are the labels 0, 1, 2 ...?"
+        )
+        yield Finding("classes", False, False, words)
+    x = data.normalise(data.x[:1000].float() / 255)
+    centre, width = x.mean().item(), x.std().item()
+    if abs(centre) > 0.5 or not 0.5 < width < 2:
+        words = f"normalised images have mean {centre:.2g} and deviation {width:.2g}, expected about 0 and 1: see mean and std"
+        yield Finding("normalisation", False, False, words)
+    yield _looked_at("data, built again", fed, _same_data)
+
+
+def _same_data(fed: Federation) -> str:
+    first, again = fed.shards.dataset, Federation(fed.protocol).shards.dataset
+    for name in ("x", "y", "x_test", "y_test"):
+        if not torch.equal(getattr(first, name), getattr(again, name)):
+            raise _Wrong(
+                f"two builds differ in {name}, so clients and auditor would see other examples: sort what is listed, "
+                f"and {BETWEEN_BUILDS}"
+            )
+    return "the same bits"
+
+
+def _model_findings(fed: Federation) -> Iterator[Finding]:
+    count = sum(p.numel() for p in fed.model.parameters())
+    made = _looked_at("model", fed, _logits)
+    yield Finding(made.name, made.works, made.needed, f"{made.words}{f', {count:,} parameters' if made.works else ''}")
+    yield _looked_at("model, built again", fed, _same_model)
+    if made.works:
+        yield _looked_at("model, run again", fed, _deterministic)
+    for name, module in fed.model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            words = f"layer {name!r} is dropout, " + (
+                'whose draws no attack knows: [model] mode = "eval", or leave it out'
+                if module.training
+                else "which eval mode turns off: clients train without it"
+            )
+            yield Finding("dropout", False, module.training, words)
+    if made.works and not _independent(fed):
+        drawn = any(isinstance(m, Randomised) for m in fed.model.modules())
+        words = "a layer draws" if drawn else "the model mixes the examples of a batch"
+        yield Finding("engine", False, False, f"{words}, so matching goes by vmap, several times slower")
+
+
+def _independent(fed: Federation) -> bool:
+    x = _inputs(fed, 2 * TRIED)
+    if len(x) < 2 * TRIED:
+        return True
+    with untracked(fed.model):
+        return independent(fed.model, fed.initial()[0], x.view(2, TRIED, *x.shape[1:]))
+
+
+def _inputs(fed: Federation, count: int = TRIED) -> Tensor:
+    """Some training images as the model is fed."""
+    return fed.shards.dataset.normalise(fed.shards.dataset.x[:count].float() / 255)
+
+
+def _pass(fed: Federation) -> Tensor:
+    with torch.no_grad(), untracked(fed.model):  # a look must not move BatchNorm's statistics
+        logits: Tensor = functional_call(fed.model, fed.initial()[0], (_inputs(fed),))
+    return logits
+
+
+def _logits(fed: Federation) -> str:
+    data, logits = fed.shards.dataset, _pass(fed)
+    if not isinstance(logits, Tensor) or logits.shape != (min(TRIED, len(data.x)), data.classes):
+        form = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise _Wrong(
+            f"it gives {form} for {TRIED} images, expected logits ({TRIED}, {data.classes}): let its factory take `shape` "
+            "and `classes`, which it is offered"
+        )
+    if not logits.isfinite().all():
+        raise _Wrong("its logits are not finite: check its initial weights, and mean and std of the data")
+    if whole := [name for name, p in fed.model.named_parameters() if not p.is_floating_point()]:
+        raise _Wrong(f"parameter {whole[0]!r} is no floating-point number")
+    return f"{type(fed.model).__name__}, logits for {data.classes} classes"
+
+
+def _same_model(fed: Federation) -> str:
+    first, again = fed.model.state_dict(), Federation(fed.protocol).model.state_dict()
+    if first.keys() != again.keys():
+        raise _Wrong("two builds have parameters of other names: build the same network each time")
+    for name, tensor in first.items():
+        if not torch.equal(tensor, again[name]):
+            raise _Wrong(f"two builds differ in {name!r}, so equal seeds would not give equal runs: {BETWEEN_BUILDS}")
+    return "the same weights"
+
+
+def _deterministic(fed: Federation) -> str:
+    if any(isinstance(m, Randomised) for m in fed.model.modules()):
+        return "it draws by design, which attacks know of"
+    if not torch.equal(_pass(fed), _pass(fed)):
+        raise _Wrong(
+            "two passes over the same images differ: something draws in its forward pass (functional dropout?), which a "
+            "replay cannot repeat and no attack knows; make it depend on self.training, or leave it out"
+        )
+    return "the same logits"
+
+
+def _loss_findings(fed: Federation) -> Iterator[Finding]:
+    if is_cross_entropy(fed.loss):
+        yield Finding("loss", True, True, "cross-entropy")
+        return
+    classes = fed.shards.dataset.classes
+    yield Finding("loss", True, True, f"{fed.protocol.loss['use']}; labels cannot be read off its gradient")
+    if not is_mean(fed.loss, classes):
+        words = "a batch's loss is not the mean of its examples' (a sum, or weights?), so matching goes by vmap, slower"
+        yield Finding("loss of a batch", False, False, words)
+    if not takes_probabilities(fed.loss, classes):
+        words = "it takes whole labels only: no attack optimises labels (dlg), no link may blend them (mixup)"
+        yield Finding("loss of probabilities", False, False, words)
+
+
+def _twice(fed: Federation) -> str:
+    """The derivative by an image of what a client computes, which every matching attack needs, held against a difference."""
+    model, loss = copy.deepcopy(fed.model).double(), fed.loss
+    if isinstance(loss, nn.Module):
+        loss = copy.deepcopy(loss).double()
+    params, data = {k: p.double() for k, p in fed.initial()[0].items()}, fed.shards.dataset
+    compute, y = gradient(model, loss, normalise=data.normalise), data.y[:1]
+    rng = generator("doctor", "projection")
+    weights = {k: torch.randn(p.shape, generator=rng, dtype=p.dtype) for k, p in params.items()}
+
+    def projected(x: Tensor) -> Tensor:
+        """Of each parameter's gradient one number, (parameters,)."""
+        update = compute(params, Batch(x, y), None)
+        return torch.stack([(t * weights[k]).sum() for k, t in update.items()])
+
+    x = (data.x[:1].double() / 255).requires_grad_()
+    total = projected(x)
+    if not total.requires_grad:
+        raise _Wrong("the gradient does not depend on the image: is something detached in the model?")
+    slopes = torch.stack([torch.autograd.grad(part, x, retain_graph=True)[0] for part in total])
+    if not slopes.isfinite().all():
+        raise _Wrong("it is not finite: a square root, norm or division at zero in the model or loss?")
+    step = STEP * torch.randn(x.shape, generator=rng, dtype=x.dtype)
+    change, expected = (projected(x + step) - projected(x - step)).detach() / 2, (slopes * step).flatten(1).sum(1)
+    room = OFF * torch.maximum(change.abs(), expected.abs()) + ROUNDING * expected.abs().max()
+    if off := [name for name, far in zip(params, (change - expected).abs() > room, strict=True) if far]:
+        raise _Wrong(
+            f"it differs from the change of the gradient of {off[0]!r}: has an autograd Function of the model's a first "
+            "derivative only?"
+        )
+    idle = [name for name, t in compute(params, Batch(x.detach(), y), None).items() if not t.any()]
+    return "as a difference has it" + (f"; no gradient reaches {', '.join(idle[:3])}" if idle else "")
+
+
+def _one_step(fed: Federation) -> str:
+    """One client's update through the real client app and door, and the replay check of it."""
+    seen = _observed(fed)
+    found = replay(Federation(fed.protocol), seen)
+    words = f"replay check: cosine {found.cosine:.7f}, relative error {found.relative_error:.1e}: {found.verdict}"
+    if not found.ok:
+        raise _Wrong(words)
+    return words
+
+
+def _observed(fed: Federation) -> Observation:
+    """What the server sees of the first client that answers in the first round."""
+    from flwr.app import ArrayRecord, ConfigRecord
+    from flwr.serverapp.strategy import FedAvg
+
+    from server.door import Door, Intake
+    from simulations.inmemory import MemoryGrid, flower
+
+    intakes: list[Intake] = []
+    params, buffers = fed.initial()
+    protocol = fed.protocol
+    grid = MemoryGrid(protocol)
+    with flower():
+        inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+        door = Door(inner, intakes.append, buffers, protocol.seed, grid.clients, protocol=protocol)
+        group = _first_group(fed)
+        sent = door.configure_train(1, ArrayRecord(params), ConfigRecord(), grid)
+        chosen = [m for m in sent if grid.clients[m.metadata.dst_node_id] in group]
+        door.aggregate_train(1, grid.send_and_receive(chosen))
+    (intake,) = intakes
+    if not intake.accepted:
+        reasons: Mapping[int, str] = {s.client: s.reason for s in intake.refused if s.client in group}
+        raise _Wrong(f"client {group[0]} gave no update: {reasons.get(group[0], 'no reply')}")
+    one = intake.accepted[0]
+    return Observation(1, one.client, intake.params, one.update, intake.buffers)
+
+
+def _first_group(fed: Federation) -> tuple[int, ...]:
+    """Clients by whose update, or sum, the first round begins, with one of them at least in time."""
+    groups = fed.protocol.groups(1)
+    least = fed.protocol.secure_sum.least if fed.protocol.secure_sum else 1
+    return next((g for g in groups if sum(not fed.protocol.misses(c, 1) for c in g) >= least), groups[0])

@@ -24,7 +24,7 @@ from attacks.metrics import PSNR_CAP, label_accuracy, match, psnr_of
 from attacks.plan import PlannedAttack
 from client.protocol import Federation
 from client.rng import generator
-from client.update import Batch, Summed, gradient, trained_on, transparent
+from client.update import Batch, Summed, trained_on, transparent
 from defenses.accounting import account
 from server.dashboard.words import decibel, percent
 from server.scenario import Scenario
@@ -99,7 +99,7 @@ class _Probe:
         return Batch(self.auditor.auxiliary.x[chosen], self.auditor.auxiliary.y[chosen])
 
     def _observation(self, k: int, batch: Batch) -> Observation:
-        bare = gradient(self.fed.model, normalise=self.fed.shards.dataset.normalise)
+        bare = self.fed.gradient
         seen = Summed(self.members)(self.fed.chain(bare))
         return Observation(1, k, self.params, seen(self.params, batch, self._draws(k)), self.buffers)
 
@@ -197,7 +197,7 @@ class _Probe:
         """The stand-ins' batches as the chain makes them, but under a secure sum, whose members train apart."""
         if self.members > 1:
             return self.batches
-        bare = gradient(self.fed.model, normalise=self.fed.shards.dataset.normalise)
+        bare = self.fed.gradient
         made = [trained_on(self.fed.chain, bare, self.params, b, self._draws(k)) for k, b in enumerate(self.batches)]
         return [batch if changed is None else changed for batch, changed in zip(self.batches, made, strict=True)]
 

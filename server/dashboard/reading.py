@@ -38,7 +38,8 @@ def state_of(run: Run, ledger: Ledger) -> State:
 def tables_of(run: Run) -> dict[str, Any]:
     """A run's scenario as it stands in its file, unchecked."""
     try:
-        tables = tomllib.loads((run.folder / "scenario.toml").read_text())
+        # a scenario may leave its seed out
+        tables = {"seed": 0, **tomllib.loads((run.folder / "scenario.toml").read_text())}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise LedgerError(f"{run.folder / 'scenario.toml'} cannot be read: {error}") from error
     if missing := [key for key in SHOWN if key not in tables]:

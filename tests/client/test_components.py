@@ -9,17 +9,20 @@ from hypothesis import strategies as st
 
 from attacks.plan import ATTACK
 from client.components import Kind, SpecError, build, check_arguments, conform, resolve
+from client.losses import LOSS
 from client.protocol import DATASET, MODEL, TRANSFORM
 from defenses.clip import clip
 
-KINDS = {"dataset": DATASET, "model": MODEL, "transform": TRANSFORM, "attack": ATTACK}
+KINDS = {"dataset": DATASET, "model": MODEL, "loss": LOSS, "transform": TRANSFORM, "attack": ATTACK}
 
 
 def test_every_component_is_found() -> None:
     assert MODEL.names() == [
         f"client.models:{n}" for n in ("convbig", "convnet", "convsmall", "lenet", "mlp", "resnet", "resnet20")
     ]
-    assert DATASET.names() == [f"client.data:{n}" for n in ("cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k")]
+    public = [f"client.data:{n}" for n in ("cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k")]
+    assert DATASET.names() == public + [f"client.datasets:{n}" for n in ("hugging_face", "image_folder", "npz")]
+    assert LOSS.names() == ["client.losses:cross_entropy", "client.losses:mean_squared_error"]
     assert {"client.update:local_sgd", "defenses.clip:clip", "defenses.noise:gaussian"} <= set(TRANSFORM.names())
     assert {"attacks.analytic:analytic", "attacks.matching:inverting_gradients"} <= set(ATTACK.names())
 

@@ -138,7 +138,10 @@ def test_a_mu_that_is_no_number_is_refused(kit: Any, mu: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"modle": {}}, "unknown key 'modle' (a scenario has: attack, audit, chain, clients, data, model, privacy, "),
+        (
+            {"modle": {}},
+            "unknown key 'modle' (a scenario has: attack, audit, chain, clients, data, loss, model, privacy, ",
+        ),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
         ({"clients": "four"}, "clients must be a whole number, got 'four'"),
         ({"seed": -1}, "seed must be at least 0, got -1"),

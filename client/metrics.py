@@ -1,0 +1,24 @@
+"""How far a guess is from the truth, as both who attacks in a simulation and a client that grades by itself must say it."""
+
+import torch
+from torch import Tensor
+
+PSNR_CAP = 60.0  # an exact hit has no finite PSNR: means and clients' answers cap it here, a ledger keeps the raw value
+
+
+def match(truth: Tensor, guess: Tensor) -> Tensor:
+    """Order (B,) that pairs guess[order[i]] with truth[i], one to one, at the least total squared error (Hungarian)."""
+    from scipy.optimize import linear_sum_assignment
+
+    cost = (truth.flatten(1)[:, None] - guess.flatten(1)[None]).square().mean(2)
+    return torch.from_numpy(linear_sum_assignment(cost.double().numpy())[1])
+
+
+def mse_of(truth: Tensor, guess: Tensor) -> Tensor:
+    """Mean squared error over an image's pixels."""
+    return (truth.double() - guess.double()).square().flatten(1).mean(1)
+
+
+def psnr_of(truth: Tensor, guess: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio for a range of 1: -10 log10 MSE; infinite for an exact hit."""
+    return -10 * mse_of(truth, guess).log10()
