@@ -1,7 +1,9 @@
 """The curious strategy: any Flower strategy behind the door, with every accepted update put on the tape for attack."""
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from attacks.plan import AttackPlan
 from server.door import Door, Intake
@@ -26,16 +28,36 @@ class Tap:
     seconds: dict[int, float] = field(default_factory=dict)  # what intercepting cost, by round
 
     def __call__(self, intake: Intake) -> None:
+        self.enter(intake.round, self.put(intake))
+
+    def put(self, intake: Intake) -> list[Seen]:
+        """Write updates to the tape; returns what is to be entered in the ledger."""
         started = time.perf_counter()
-        kept = self._kept(intake)
-        sent = self.tape.write_round(intake.round, intake.params, intake.buffers) if kept else ""
-        seen = list(intake.refused)
-        for a in intake.accepted:
-            written = a.client in kept
-            digest = f"{sent}:{self.tape.write_update(intake.round, a.client, a.update)}" if written else None
-            seen.append(Seen(a.client, "accepted", "", a.examples, digest))
-        self.ledger.record_intake(intake.round, seen, self.plan)
+        taped = list(self._taped(intake))
+        if not any(digest for digest, _ in taped):
+            self.tape.forget(intake.round, ())
         self.seconds[intake.round] = time.perf_counter() - started
+        accepted = zip(intake.accepted, taped, strict=True)
+        seen = [Seen(a.client, "accepted", reason, a.examples, digest) for a, (digest, reason) in accepted]
+        return [*intake.refused, *seen]
+
+    def enter(self, round: int, seen: Sequence[Seen]) -> None:
+        """Write a round's observations and jobs to the ledger."""
+        started = time.perf_counter()
+        self.ledger.record_intake(round, seen, self.plan)
+        self.seconds[round] = self.seconds.get(round, 0.0) + time.perf_counter() - started
+
+    def _taped(self, intake: Intake) -> Iterator[tuple[str | None, str]]:
+        """Of each accepted update its digest, or None and, where it should be on the tape, why it is not."""
+        kept = self._kept(intake)
+        sent = partial(self.tape.write_round, intake.round, intake.params, intake.buffers)
+        of_round, lost = _attempt(sent) if kept else (None, "")
+        for a in intake.accepted:
+            if lost or a.client not in kept:
+                yield None, lost if a.client in kept else ""
+                continue
+            of_update, reason = _attempt(partial(self.tape.write_update, intake.round, a.client, a.update))
+            yield f"{of_round}:{of_update}" if of_update else None, reason
 
     def _kept(self, intake: Intake) -> set[int]:
         """Whose updates go on the tape; in the first round one at least, for the replay check."""
@@ -44,6 +66,14 @@ class Tap:
             return set()
         kept = set(clients) if self.keep == "all" else set(self.plan.targets(intake.round, clients))
         return kept or (set(clients[:1]) if intake.round == 1 else set())
+
+
+def _attempt(write: Callable[[], str]) -> tuple[str | None, str]:
+    """A file's digest, or the reason why there is none: a full disk costs observations, never a round."""
+    try:
+        return write(), ""
+    except OSError as error:
+        return None, f"not recorded: {error.strerror or error}"
 
 
 CuriousStrategy = Door  # a door whose record is a tap; by this name it is mounted in anybody's Flower app

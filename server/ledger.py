@@ -5,15 +5,16 @@ import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from attacks.audit import WHOLE_BATCH, Row
+from attacks.audit import OBJECTIVE, WHOLE_BATCH, Row
 from attacks.plan import BASELINES, LIMITS, AttackPlan, PlannedAttack
 
 APPLICATION = 0x666C656B  # "flek": marks a file as a fedleak ledger
+DEPLOYMENT = "deployment"  # the run's mode, where it is no simulation
 PATIENCE = 30.0  # seconds that a connection waits for others to be done
 
 _MIGRATIONS: tuple[str, ...] = (
@@ -58,6 +59,7 @@ _MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX jobs_to_come ON jobs (attack_id, client, round) WHERE state IN ('queued', 'leased');
     CREATE INDEX jobs_by_memory ON jobs (attack_id, client, round) WHERE memory IS NOT NULL
     """,
+    "ALTER TABLE jobs ADD COLUMN graded TEXT",  # in a deployment: who scored it and how exactly, or why nobody did
 )
 # a wave of an attack with memory waits until the earlier rounds of all its clients have ended
 _READY = (
@@ -114,6 +116,25 @@ class Lease:
             clients=tuple(self.clients[i] for i in kept),
             digests=tuple(self.digests[i] for i in kept),
         )
+
+
+@dataclass(frozen=True)
+class Ungraded:
+    """A job that is done and whose reconstruction nobody has scored yet.
+
+    Args:
+        other: the client against whose truth it is graded too, as a baseline.
+        open: whether attacks of the same round are still to come.
+    """
+
+    id: int
+    attack: str
+    round: int
+    client: int
+    other: int | None
+    status: str
+    seconds: float
+    open: int
 
 
 @dataclass(frozen=True)
@@ -193,7 +214,7 @@ class Ledger:
             self._db.execute("PRAGMA synchronous = NORMAL")
             if version < len(_MIGRATIONS):
                 self._migrate()
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise self._unreadable(error) from error
 
     def _write_ahead(self) -> None:
@@ -225,15 +246,15 @@ class Ledger:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
+        if isinstance(error, UnicodeDecodeError):  # SQLite's own words quote what is damaged
+            raise self._unreadable(error) from error
         if not isinstance(error, sqlite3.DatabaseError):
             return
-        # other subclasses are mistakes of ours
-        if type(error) is sqlite3.DatabaseError or (
-            isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
-        ):
+        # other subclasses are mistakes of ours; damage speaks through these two, in many words
+        if type(error) is sqlite3.DatabaseError or isinstance(error, sqlite3.OperationalError):
             raise self._unreadable(error) from error
 
-    def _unreadable(self, error: sqlite3.DatabaseError) -> LedgerError:
+    def _unreadable(self, error: Exception) -> LedgerError:
         return LedgerError(f"{self.path} cannot be read as a ledger: {error}")
 
     @contextmanager
@@ -257,6 +278,11 @@ class Ledger:
         """All facts of the run."""
         return {row["key"]: row["value"] for row in self._db.execute("SELECT key, value FROM meta")}
 
+    @property
+    def deployed(self) -> bool:
+        """Whether the run is a deployment's: what the clients trained on is not here."""
+        return self.meta().get("mode") == DEPLOYMENT
+
     def record_round(self, round: int, accuracy: float, loss: float, seconds: float, intercept_seconds: float) -> None:
         """Test accuracy and loss after a round (0: before training), and what the round and its interception took."""
         with self._transaction() as db:
@@ -276,6 +302,13 @@ class Ledger:
                 self._enqueue(
                     db, plan, round, {s.client: s.digest for s in seen if s.status == "accepted" and s.digest}
                 )
+
+    def rewind(self, round: int) -> None:
+        """Forget the rounds from one on: they are trained again."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM scores WHERE job_id IN (SELECT id FROM jobs WHERE round >= ?)", (round,))
+            for table in ("jobs", "observations", "rounds"):
+                db.execute(f"DELETE FROM {table} WHERE round >= ?", (round,))
 
     # --------------------------------------------------------------------------------------------------------- jobs
 
@@ -417,6 +450,38 @@ class Ledger:
                 row = Row(lease.round, client, lease.attack.name, WHOLE_BATCH, "psnr", None, "failed", 0.0)
                 self._write_scores(db, job, [row])
 
+    def ungraded(self) -> list[Ungraded]:
+        """Jobs that are done without scores, as a deployment's are, in their order."""
+        rows = self._db.execute(
+            "SELECT j.id, a.name attack, j.round, j.client, j.other, s.status, s.seconds, EXISTS (SELECT 1 FROM jobs w"
+            " WHERE w.round = j.round AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            " JOIN scores s ON s.job_id = j.id AND s.metric = ? WHERE j.state = 'done' AND j.graded IS NULL"
+            " ORDER BY j.round, j.client, a.id",
+            (OBJECTIVE,),
+        )
+        return [Ungraded(**dict(row)) for row in rows]
+
+    def grade(self, job: int, rows: Sequence[Row], words: str) -> None:
+        """Scores of a job that was done before, and who gave them, or why nobody did."""
+        with self._transaction() as db:
+            self._write_scores(db, job, rows)
+            newer = (
+                "(SELECT max(finished) + 1 FROM jobs)" if rows else "finished"
+            )  # readers ask for what has ended since
+            db.execute(f"UPDATE jobs SET graded = ?, finished = {newer} WHERE id = ?", (words, job))
+
+    def graded(self) -> list[sqlite3.Row]:
+        """Who scored the jobs that are done, or why nobody did: attack, words (NULL: not yet), and of how many jobs."""
+        return self._db.execute(
+            "SELECT a.name attack, j.graded words, count(*) jobs FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            " WHERE j.state = 'done' GROUP BY a.id, j.graded ORDER BY a.id, count(*) DESC, j.graded"
+        ).fetchall()
+
+    def set_cards(self, cards: Mapping[str, str]) -> None:
+        """Other words on the knowledge cards of some attacks."""
+        with self._transaction() as db:
+            db.executemany("UPDATE attacks SET knowledge = ? WHERE name = ?", [(c, name) for name, c in cards.items()])
+
     @staticmethod
     def _write_scores(db: sqlite3.Connection, job: int, rows: Iterable[Row]) -> None:
         db.executemany(
@@ -428,9 +493,10 @@ class Ledger:
 
     def progress(self) -> Progress:
         """How the jobs stand."""
-        return Progress(
-            **{r["state"]: r["n"] for r in self._db.execute("SELECT state, count(*) n FROM jobs GROUP BY state")}
-        )
+        counts = {r["state"]: r["n"] for r in self._db.execute("SELECT state, count(*) n FROM jobs GROUP BY state")}
+        if unknown := counts.keys() - {f.name for f in fields(Progress)}:
+            raise LedgerError(f"{self.path} is damaged: it has jobs in the state {unknown.pop()!r}")
+        return Progress(**counts)
 
     def forgettable(self) -> dict[int, list[int]]:
         """By round, the clients whose updates are on the tape and of whom no attack is still to come."""
@@ -517,14 +583,14 @@ class Ledger:
         return last or 0
 
     def scores_since(self, finished: int) -> Iterator[ScoreRow]:
-        """Score rows of the jobs that ended after `finished` was told."""
+        """Score rows of the jobs that ended, or were graded, after `finished` was told; no objectives, which grade nothing."""
         query = (
             "SELECT s.round, s.client, s.attack, s.example, s.metric, s.status, s.value"
-            " FROM jobs j JOIN scores s ON s.job_id = j.id WHERE j.finished > ?"
+            " FROM jobs j JOIN scores s ON s.job_id = j.id WHERE j.finished > ? AND s.metric != ?"
         )
         rows = self._db.cursor()
         rows.row_factory = None  # plain tuples: a large run has many
-        yield from rows.execute(query, (finished,))
+        yield from rows.execute(query, (finished, OBJECTIVE))
 
     def rounds_since(self, round: int) -> list[sqlite3.Row]:
         """Every round recorded from one on: round, accuracy, loss, seconds, intercept_seconds."""

@@ -1,4 +1,4 @@
-"""A run is a folder: scenario.toml, environment.json, ledger.sqlite, tape/, reconstructions/, memories/, report.html."""
+"""A run is a folder: scenario.toml, environment.json, ledger.sqlite, checkpoint.json, tape/, reconstructions/, memories/, ..."""
 
 import fcntl
 import json
@@ -14,13 +14,18 @@ from torch import Tensor
 
 from server.ledger import Ledger, LedgerError
 from server.scenario import Scenario
-from server.tape import Tape, read_tensors, write_bytes, write_tensors
+from server.tape import Tape, read_tensors, sweep, write_bytes, write_tensors
 
+ROUNDS = ("tape", "reconstructions", "memories")  # folders whose files are named by their round
 WEIGHTS = "weights.safetensors"  # what [model] weights named when the run began
 
 
 class Busy(Exception):
     """Another process is at work on this run; the message names it."""
+
+
+class NotResumable(LedgerError):
+    """A training cannot go on; the message says why, and what can be done."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,11 @@ class Run:
         """The tape."""
         return Tape(self.folder / "tape")
 
+    @property
+    def model(self) -> Path:
+        """Where the trained model is put, last of all: with it a training is complete."""
+        return self.folder / "model.safetensors"
+
     def log(self, name: str) -> Path:
         """A log of the run, to be appended to."""
         return self._private(f"logs/{name}")
@@ -87,7 +97,7 @@ class Run:
 
     def write_reconstruction(self, round: int, client: int, attack: str, tensors: dict[str, Tensor]) -> None:
         """Keep an attack's images."""
-        write_tensors(self.reconstruction(round, client, attack), tensors)
+        write_tensors(self._own(self.reconstruction(round, client, attack)), tensors)
 
     def read_reconstruction(self, round: int, client: int, attack: str) -> dict[str, Tensor]:
         """An attack's images; TapeError when there are none."""
@@ -99,11 +109,28 @@ class Run:
 
     def write_memory(self, round: int, client: int, attack: str, tensors: Mapping[str, Tensor]) -> str:
         """Keep what an attack remembers; returns its digest."""
-        return write_tensors(self.memory(round, client, attack), tensors)
+        return write_tensors(self._own(self.memory(round, client, attack)), tensors)
 
     def read_memory(self, round: int, client: int, attack: str, digest: str | None = None) -> dict[str, Tensor]:
         """What an attack remembered; TapeError when it is missing, damaged, or not what the ledger's digest says."""
         return read_tensors(self.memory(round, client, attack), digest)
+
+    def _own(self, path: Path) -> Path:
+        """A path that is really below this run: in a ledger from elsewhere an attack may be called anything, ../../x too."""
+        if (
+            path.name != os.path.basename(os.path.normpath(path))
+            or path.parent.parent != self.folder
+            or "\0" in path.name
+        ):
+            raise LedgerError(f"{self.folder}: its ledger has an attack whose name is no file's name: {path.name!r}")
+        return path
+
+    def sweep(self, round: int) -> None:
+        """Delete everything but the ledger's rows of the rounds from one on: they are trained again."""
+        for name in ROUNDS:
+            sweep(self.folder / name, round)
+        for scrap in (self.folder / "tape").glob(".part-*"):  # of a server that was killed; there nobody else writes
+            scrap.unlink()
 
     @contextmanager
     def lock(self, purpose: str) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The tape: every update that the server kept, as safetensors files that outlive the run."""
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ Keep = Literal["all", "scored", "none"]
 _BUFFER = "buffer/"
 _PARAM = "param/"
 _PIECE = 1 << 19  # bytes that stay in a core's cache between writing and digesting
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -71,6 +72,14 @@ class Tape:
         return self.folder / f"round-{round:05d}-client-{client:05d}.safetensors"
 
 
+def sweep(folder: Path, round: int) -> None:
+    """Delete a folder's files of the rounds from one on."""
+    for path in folder.glob("round-*"):
+        found = re.match(r"round-(\d+)", path.name)
+        if found is not None and int(found[1]) >= round:
+            path.unlink()
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors to a safetensors file atomically; returns the digest of its bytes."""
     # in pieces, straight from the tensors' memory: safetensors' own save() copies them twice, six times the cost
@@ -93,12 +102,14 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header, end = {}, 0
     for name, t in ordered:
-        header[name] = {"dtype": _DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes]}
+        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes]}
         end += t.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for _, t in ordered:
+        if not t.numel():  # torch cannot view what NumPy left without strides
+            continue
         data = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(data), _PIECE):
             yield data[start : start + _PIECE]

@@ -9,22 +9,26 @@ from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from rich.console import Console
 
-from attacks.audit import card
+from attacks.audit import NO_TRUTH, card
 from attacks.plan import AttackPlan
-from server.ledger import Ledger
-from server.run import Run
+from client.components import SpecError
+from server.ledger import DEPLOYMENT, Ledger
+from server.run import Busy, NotResumable, Run
 from server.scenario import Scenario
 from server.tape import write_bytes
-from simulations.doctor import environment
+from simulations.doctor import environment, package
 from simulations.launch import AuditFailed, AuditService, Training, TrainingFailed
 from simulations.view import Log, View, view_of
 
 POLL = 0.3  # seconds between looks at the run
 INTERRUPTED = 130  # the exit status of a command that was asked to stop, by the shells' convention
+DECISIVE = ("fedleak", "torch", "numpy", "flwr")  # packages of which another version may train other bits
 RESTARTS = 2  # of an attack service that dies
+Mode = Literal["simulation", "deployment"]
 
 
 class Interrupt:
@@ -59,20 +63,79 @@ def new_run(scenario: Scenario, name: str, runs: Path) -> Run:
     return create_run(scenario, folder)
 
 
-def create_run(scenario: Scenario, folder: Path) -> Run:
-    """A fresh run in this folder, with its plan in the ledger."""
+def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> Run:
+    """A fresh run in this folder, with its plan in the ledger.
+
+    Raises:
+        SpecError: a deployment cannot do what the scenario says.
+    """
+    if mode == DEPLOYMENT:
+        check_deployable(scenario)
     run = Run.create(folder, scenario)
     write_bytes(folder / "environment.json", json.dumps(environment(), indent=2).encode())
     with run.ledger() as ledger:
         ledger.set_meta(rounds=str(scenario.protocol.rounds))
+        if mode == DEPLOYMENT:
+            ledger.set_meta(mode=mode)
         if scenario.audit.curious:
-            ledger.add_attacks(scenario.plan, cards(scenario, scenario.plan))
+            ledger.add_attacks(scenario.plan, cards(scenario, scenario.plan, mode))
     return run
 
 
-def cards(scenario: Scenario, plan: AttackPlan) -> dict[str, str]:
-    """The knowledge card of each attack of a plan."""
-    return {planned.name: card(scenario.federation, planned) for planned in plan.attacks}
+def resume(run: Run) -> Scenario:
+    """The scenario of a run whose training is to go on, its ledger and tape brought to its last checkpoint.
+
+    What follows is `simulate`, as for a new run: the server goes on from the checkpoint by itself.
+
+    Raises:
+        NotResumable: it is complete, another version trained it, or its checkpoint does not let it.
+        Busy: somebody still trains it.
+    """
+    from server.checkpoint import begin  # imports Flower, which an audit does without
+
+    if (server := run.holder("server")) is not None:
+        raise Busy(f"{run.folder}: process {server} still trains it; one whose driver was killed ends within a minute")
+    with run.lock("training"), run.ledger() as ledger:
+        scenario = run.scenario()
+        if run.model.exists():
+            waiting = ledger.progress().queued + ledger.progress().leased
+            left = f"; {waiting} attacks wait: fedleak audit {run.folder}" if waiting else ""
+            raise NotResumable(f"{run.folder} is complete: its {scenario.protocol.rounds} rounds are trained{left}")
+        _same_versions(run)
+        begin(run, ledger, scenario)
+    return scenario
+
+
+def _same_versions(run: Run) -> None:
+    path = run.folder / "environment.json"
+    try:
+        then = json.loads(path.read_text())["packages"]
+        changed = {name: (then.get(name), version) for name in DECISIVE if then.get(name) != (version := package(name))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise NotResumable(f"{path} does not say which versions trained this run: {error}") from error
+    for name, (before, now) in changed.items():
+        raise NotResumable(
+            f"{run.folder} was begun with {name} {before}, and this is {name} {now}: its rounds would not be of one "
+            f"training. Resume it with {name} {before}, or begin again with: fedleak run"
+        )
+
+
+def check_deployable(scenario: Scenario) -> None:
+    """Refuse what only a simulation can do; SpecError says what."""
+    if scenario.protocol.secure_sum is not None:
+        raise SpecError("[secure_sum] is of simulations, where the server stands in for it: leave it out")
+    for planned in scenario.plan.attacks:
+        if planned.labels == "given":
+            raise SpecError(f"[[attack]] {planned.name}: {NO_TRUTH}")
+
+
+def cards(scenario: Scenario, plan: AttackPlan, mode: str = "simulation") -> dict[str, str]:
+    """The knowledge card of each attack of a plan; in a deployment it says who graded."""
+    found = {planned.name: card(scenario.federation, planned) for planned in plan.attacks}
+    if mode != DEPLOYMENT:
+        return found
+    assumed = "; assumed of the clients, each of whom does what its own file says"
+    return {p.name: found[p.name] + assumed + ("" if p.is_limit else "; not graded") for p in plan.attacks}
 
 
 def simulate(run: Run, scenario: Scenario, console: Console, interrupt: Interrupt, log: Log = "auto") -> None:

@@ -16,6 +16,7 @@ from simulations.benchmarks.engine import engine
 from simulations.benchmarks.figures import Progress, Report
 from simulations.benchmarks.intercept import intercept
 from simulations.benchmarks.labels import labels
+from simulations.benchmarks.load import load
 from simulations.benchmarks.memory import memory, memory_of_flower
 from simulations.benchmarks.page import page
 from simulations.benchmarks.quality import quality
@@ -31,6 +32,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "success": success,
     "intercept": intercept,
     "memory": memory,
+    "load": load,
     "page": page,
     FLOWER: memory_of_flower,
 }

@@ -1,0 +1,83 @@
+"""What hostile input is tried on: a door with one honest client beside, and how much is tried."""
+
+import os
+import warnings
+
+with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
+    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
+    import flwr.serverapp
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.serverapp.strategy import FedAvg
+from hypothesis import HealthCheck, settings
+
+from server.door import Door, Intake
+from simulations.inmemory import MemoryGrid, flower
+
+assert flwr.serverapp  # the import is the point
+EXAMPLES = int(os.environ.get("FEDLEAK_FUZZ", "300"))  # at each door
+settings.register_profile(
+    "fuzz",
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+class Nodes(MemoryGrid):
+    """A grid that only says who is there."""
+
+    def __init__(self, clients: int) -> None:
+        self.clients = {client + 1: client for client in range(clients)}
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.clients)
+
+
+class Doorway:
+    """A door that has asked two clients: 0 is honest, 1 is not."""
+
+    PARAMS = {"weight": torch.linspace(-1, 1, 6).reshape(2, 3), "bias": torch.tensor([0.5, -0.5])}
+    UPDATE = {k: 0.1 * torch.ones_like(t) for k, t in PARAMS.items()}
+
+    def __init__(self, clients: int = 2) -> None:
+        self.intakes: list[Intake] = []
+        grid = Nodes(clients)
+        self.door = Door(FedAvg(1.0, 0.0, 1, 0, clients), self.intakes.append, seed=1, clients=grid.clients)
+        sent = self.door.configure_train(1, ArrayRecord(self.PARAMS), ConfigRecord(), grid)
+        self.asked = {grid.clients[m.metadata.dst_node_id]: self.travel(m) for m in sent}
+
+    @staticmethod
+    def travel(message: Message) -> Message:
+        """What arrives of a message: through Flower's own serialization."""
+        return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
+
+    def reply(self, client: int, content: RecordDict) -> Message:
+        return self.travel(Message(content, reply_to=self.asked[client]))
+
+    def honest(self, client: int = 0) -> Message:
+        arrays = ArrayRecord({k: Array(t.numpy()) for k, t in self.UPDATE.items()})
+        return self.reply(client, RecordDict({"update": arrays, "metrics": MetricRecord({"num-examples": 2})}))
+
+    def answer(self, *replies: Message) -> dict[str, torch.Tensor] | None:
+        arrays, _ = self.door.aggregate_train(1, replies)
+        return dict(arrays.to_torch_state_dict()) if arrays else None
+
+
+@pytest.fixture(autouse=True)
+def identity() -> Iterator[None]:
+    """Outside a run, Flower's messages need to know who writes them."""
+    with flower():
+        yield
+
+
+@pytest.fixture
+def doorway() -> type[Doorway]:
+    return Doorway
