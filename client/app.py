@@ -1,18 +1,40 @@
-"""The Flower ClientApp: a message becomes a call of the client function, its update becomes the reply."""
+"""The Flower ClientApp: a message becomes a call of the client function, its update becomes the reply.
 
+Where the node's configuration names an owner's file (client = "/path/client.toml") it is a client of a deployment, and does
+what that file says; else it is one of a simulation, which `partition-id` numbers.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial, wraps
+from io import BytesIO
+from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch import Tensor
 
-from client.models import floating_buffers
+from client.grading import batch_to_grade
+from client.grading import grade as grade_images
+from client.guard import Outbound, withheld
+from client.models import detached_params, floating_buffers
+from client.owner import Drawn, Guard, Own, Owner, Refused, State, Terms, digest_of, own_audit
 from client.protocol import Federation, federation
-from client.update import Update
+from client.update import Params, Update
 
-STRAGGLED = 100  # an error code of our own: the client was too late by the scenario's wish
+STRAGGLED = 100  # error codes of our own: the client was too late by the scenario's wish
+REFUSED = 110  # it does not do what the server asks for, and says why
+FAILED = 113  # it could not, and only its owner is told why
+NOT_GRADED = 112
+_HEADER = 128  # bytes that NumPy puts before an array of few dimensions
+_TOLD = "the client failed; its own log says why"
 
 app = ClientApp()
+Handler = Callable[[Message, Context], Message]
 
 
 def _mine(context: Context) -> tuple[Federation, int]:
@@ -21,17 +43,42 @@ def _mine(context: Context) -> tuple[Federation, int]:
     return federation(str(context.run_config["protocol"])), int(context.node_config["partition-id"])
 
 
+def _of_a_deployment(context: Context) -> bool:
+    return "client" in context.node_config
+
+
+def _private(handler: Handler) -> Handler:
+    """In a deployment nothing of an exception leaves the client but what was written for the server: its words name files."""
+
+    @wraps(handler)
+    def told(message: Message, context: Context) -> Message:
+        if not _of_a_deployment(context):
+            return handler(message, context)
+        try:
+            return handler(message, context)
+        except Refused as reason:
+            return Message(Error(REFUSED, str(reason)), reply_to=message)
+        except Exception:  # Flower would send its words to the server
+            logging.getLogger("fedleak").exception("fedleak: a question of the server's was not answered")
+            return Message(Error(FAILED, _TOLD), reply_to=message)
+
+    return told
+
+
 @app.query()
+@_private
 def introduce(message: Message, context: Context) -> Message:
-    """Say which shard this node holds; node ids are drawn anew in every run."""
-    return Message(
-        RecordDict({"who": MetricRecord({"client": int(context.node_config["partition-id"])})}), reply_to=message
-    )
+    """Say which client this node is; node ids are drawn anew in every run."""
+    number = _owner(context).client if _of_a_deployment(context) else int(context.node_config["partition-id"])
+    return Message(RecordDict({"who": MetricRecord({"client": number})}), reply_to=message)
 
 
 @app.train()
+@_private
 def train(message: Message, context: Context) -> Message:
     """Take the weights, draw this round's batch, answer with the update."""
+    if _of_a_deployment(context):
+        return _train_own(message, context)
     fed, client = _mine(context)
     config = cast(dict[str, int | float], message.content.config_records["config"])
     round = int(config["server-round"])
@@ -49,8 +96,16 @@ def train(message: Message, context: Context) -> Message:
     buffers = message.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
     memory = context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict()
     update = fed.own_update(dict(params), buffers, client, round, memory)
+    _remember(context, memory)
+    return _reply(message, fed, update, bool(buffers))
+
+
+def _remember(context: Context, memory: dict[str, Tensor]) -> None:
     if memory:
         context.state["memory"] = ArrayRecord(_contiguous(memory))
+
+
+def _reply(message: Message, fed: Federation, update: Update, buffers: bool) -> Message:
     content = RecordDict(
         {
             "update": ArrayRecord(_contiguous(update)),
@@ -66,3 +121,143 @@ def train(message: Message, context: Context) -> Message:
 
 def _contiguous(update: Update) -> dict[str, torch.Tensor]:
     return {k: t.detach().contiguous() for k, t in update.items()}
+
+
+# -------------------------------------------------------------------------------------------------------- a deployment
+
+
+def _owner(context: Context) -> Owner:
+    return Owner.load(Path(str(context.node_config["client"])))
+
+
+@lru_cache(maxsize=2)
+def _own(path: Path, text: str, protocol: str) -> Own:
+    """Built anew where the owner has changed the file."""
+    return Own.of(Owner.parse(text, path), Terms.parse(protocol))
+
+
+def _train_own(message: Message, context: Context) -> Message:
+    torch.set_num_threads(1)
+    path = Path(str(context.node_config["client"]))
+    state = State(Owner.load(path).state)
+    try:
+        protocol = str(context.run_config["protocol"])
+        own = _own(path, path.read_text(), protocol)
+        with state.held():
+            if state.protocol() != protocol:
+                state.keep_protocol(protocol)
+            return _answer_with_update(message, context, own, state)
+    except Refused as reason:
+        state.note("refused", run=context.run_id, what="train", reason=str(reason))
+        raise
+    except Exception as error:
+        state.note("failed", run=context.run_id, what="train", reason=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _answer_with_update(message: Message, context: Context, own: Own, state: State) -> Message:
+    round = _round_of(message, "config", own.protocol.rounds)
+    before = state.drawn(round)
+    if (
+        before is not None and before.run == context.run_id
+    ):  # with fresh noise each time, a server would average it away
+        raise Refused(f"this client has answered in round {round} of this run")
+    mu, agreed = message.content.config_records["config"].get("proximal-mu"), own.chain.local.proximal_mu
+    if mu not in (None, agreed):
+        raise Refused("the server asks for another proximal-mu than this client applies")
+    params, buffers = _sent(message, own)
+    memory = dict(context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict())
+    rows = own.draw(round)
+    batch = own.owner.batch(rows)
+    update = own.compute(params, buffers, batch, memory)
+    reply = _reply(message, own, update, bool(buffers))  # before the audit, which uses the same model
+    state.keep_drawn(round, Drawn(context.run_id, tuple(rows), digest_of(batch)))
+    if objection := _objection(own, params, buffers, update, reply, rows):
+        state.note("withheld", run=context.run_id, round=round, cause=objection)
+        return withheld(message)
+    _remember(context, memory)  # of what is not sent nothing is remembered as sent
+    state.note("sent", run=context.run_id, round=round, examples=len(rows))
+    return reply
+
+
+def _objection(
+    own: Own, params: Params, buffers: Mapping[str, Tensor], update: Update, reply: Message, rows: list[int]
+) -> str:
+    """Why the owner's guard lets nothing out; empty without one, and where it finds nothing."""
+    limits: Guard | None = own.owner.guard
+    if limits is None:
+        return ""
+    moved = reply.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
+    inversion = own_audit(limits)
+    audit = None
+    if inversion is not None:
+        audit = partial(inversion.leak, own, params, buffers, update, own.owner.batch(rows))
+    return Outbound().objection(moved) or Outbound(limits.max_norm, limits.threshold).objection(update, audit)
+
+
+@app.query("grade")
+@_private
+def grade(message: Message, context: Context) -> Message:
+    """Score the server's reconstructions of a round against what was trained on; numbers alone leave."""
+    if not _of_a_deployment(context):
+        return Message(Error(NOT_GRADED, "a simulation's server grades by itself"), reply_to=message)
+    owner = _owner(context)
+    state = State(owner.state)
+    try:
+        round = _round_of(message, "grade", 2**31)
+        with state.held():
+            batch = batch_to_grade(owner, state, round)
+            records = message.content.array_records.get("images", ArrayRecord())
+            images = {name: _tensor(name, array, batch.x.shape) for name, array in records.items()}
+            answer = grade_images(owner.grading, state, round, batch, images, context.run_id)
+    except Refused as reason:
+        state.note("refused", run=context.run_id, what="grade", reason=str(reason))
+        return Message(Error(NOT_GRADED, str(reason)), reply_to=message)
+    content = RecordDict({"psnr": MetricRecord({name: list(values) for name, values in answer.psnr.items()})})
+    content["refused"] = ConfigRecord(dict(answer.refused))
+    content["grading"] = ConfigRecord({"precision": owner.grading.precision})
+    return Message(content, reply_to=message)
+
+
+def _round_of(message: Message, record: str, most: int) -> int:
+    round = message.content.config_records.get(record, ConfigRecord()).get("server-round")
+    if not isinstance(round, int) or not 1 <= round <= most:
+        raise Refused(f"server-round must be a whole number from 1 to {most}")
+    return round
+
+
+def _sent(message: Message, own: Own) -> tuple[Params, dict[str, Tensor]]:
+    """Weights and buffers, if they are exactly the model's."""
+    records = message.content.array_records
+    params = _tensors(records.get("arrays", ArrayRecord()), detached_params(own.model))
+    return params, _tensors(records["buffers"], floating_buffers(own.model)) if "buffers" in records else {}
+
+
+def _tensors(record: ArrayRecord, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if record.keys() != like.keys():
+        raise Refused("the server's weights or buffers are not called as the model's are")
+    tensors = {name: _tensor(name, record[name], t.shape, t.dtype) for name, t in like.items()}
+    if wrong := [name for name, t in tensors.items() if not torch.isfinite(t).all()]:
+        raise Refused(f"the server's {wrong[0]} has entries that are not finite")
+    return tensors
+
+
+def _tensor(name: str, array: Array, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An array as a tensor of the expected form; what its header says is compared before memory is taken for it."""
+    kind = torch.zeros((), dtype=dtype).numpy().dtype
+    data = array.data
+    size = math.prod(shape)
+    if len(data) > size * kind.itemsize + _HEADER or array.stype != "numpy.ndarray":
+        raise Refused(f"{name} is no array of shape {tuple(shape)} and dtype {kind}")
+    file = BytesIO(data)
+    try:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError("not of version 1.0")
+        told, by_columns, written = np.lib.format.read_array_header_1_0(file)
+    except Exception as error:  # hostile bytes raise what they like
+        raise Refused(f"{name} cannot be decoded") from error
+    if told != tuple(shape) or written != kind or len(data) != file.tell() + size * kind.itemsize:
+        raise Refused(f"{name} is no array of shape {tuple(shape)} and dtype {kind}")
+    flat = np.frombuffer(data, kind, size, file.tell())
+    array_of = flat.reshape(told[::-1]).T if by_columns else flat.reshape(told)
+    return torch.from_numpy(array_of.copy())

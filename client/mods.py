@@ -6,6 +6,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import Generator, Tensor
 
+from client.rng import secret_generator
 from client.update import Chain, OnUpdate, Transform
 
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
@@ -19,7 +20,7 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
 
     Args:
         transform: a defense of the finished update (an OnUpdate, or a chain of them): a mod has no examples.
-        rng: of the defense's randomness; default: seeded by the operating system, the client's own secret.
+        rng: of the defense's randomness; default: the operating system's entropy, the client's own secret.
 
     Raises:
         ValueError: the transform is none of the finished update, or, in the mod, the reply's arrays do not match the
@@ -27,8 +28,7 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     """
     defenses = list(_defenses(transform))
     if rng is None:
-        rng = Generator()
-        rng.seed()
+        rng = secret_generator()
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         sent = _only_arrays(message)[1].to_torch_state_dict()

@@ -5,12 +5,13 @@ who took part in which round, so sampling clients amplifies nothing. It does not
 round's batch: a fixed number, drawn afresh each round without replacement. Sizes are public, so data sets are neighbours if
 one record is replaced by another, or a client's whole data by any other: what is clipped to C moves by 2 C. What follows the
 noise only processes it (sign, prune, aggregation, the next rounds' weights). All of this is of noise in real numbers and of
-secret draws; floating-point noise, and a simulation whose seed is known, are weaker.
+secret draws; floating-point noise, and a simulation whose seed is known, are weaker. In a deployment the server cannot tell
+whether a client draws in secret: there nothing is amplified, unless it is the client itself that asks.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -208,11 +209,16 @@ class Accountant:
             raise ValueError(f"delta must be above 0 and below 1, got {self.delta}")
 
     @classmethod
-    def of(cls, federation: Federation, delta: float = DELTA) -> "Accountant":
-        """Of a built federation; NoGuarantee where there is nothing to add up."""
+    def of(cls, federation: Federation, delta: float = DELTA, secret: bool = True) -> "Accountant":
+        """Of a built federation; NoGuarantee where there is nothing to add up.
+
+        Args:
+            secret: whether the server does not know which examples a round draws; where it may, nothing is amplified.
+        """
         model, batch_size = federation.model, federation.shards.batch_size
         entries = sum(p.numel() for p in model.parameters())
-        return cls(mechanism(federation.chain, batch_size, model), batch_size, delta, entries)
+        found = mechanism(federation.chain, batch_size, model)
+        return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
     def spent(self, rounds: int, shard: int) -> Spent:
         """By a client that took part in so many rounds and holds so many records."""
@@ -270,16 +276,17 @@ def _sampled_divergences(shard: int, batch_size: int, noise: float) -> tuple[tup
     return tuple(map(float, accountant.orders)), tuple(map(float, accountant.rdp))
 
 
-def spent(federation: Federation, rounds: Mapping[int, int], delta: float = DELTA) -> Spent:
+def spent(federation: Federation, rounds: Mapping[int, int], delta: float = DELTA, secret: bool = True) -> Spent:
     """The most that any client of a federation has spent.
 
     Args:
         rounds: by client, in how many rounds the server saw a reply of it.
+        secret: as Accountant.of's.
 
     Raises:
         NoGuarantee: no epsilon holds.
     """
-    accountant, shards = Accountant.of(federation, delta), federation.shards.indices
+    accountant, shards = Accountant.of(federation, delta, secret), federation.shards.indices
     each = [accountant.spent(n, len(shards[client])) for client, n in rounds.items()]
     return Spent(max((s.record for s in each), default=0.0), max((s.client for s in each), default=0.0))
 
@@ -294,10 +301,10 @@ class Account:
     words: str
 
 
-def account(federation: Federation, rounds: Mapping[int, int], delta: float = DELTA) -> Account:
+def account(federation: Federation, rounds: Mapping[int, int], delta: float = DELTA, secret: bool = True) -> Account:
     """As `spent`, in numbers and words."""
     try:
-        found = spent(federation, rounds, delta)
+        found = spent(federation, rounds, delta, secret)
     except NoGuarantee as why:
         return Account(None, None, delta, str(why))
     most = max(rounds.values(), default=0)

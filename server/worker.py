@@ -29,6 +29,7 @@ class Task:
     buffers: dict[str, Any]
     updates: tuple[dict[str, Any], ...]
     memories: dict[int, dict[str, Any]] = field(default_factory=dict)  # by client, of an attack that remembers any
+    blind: bool = False  # there is no truth to grade against: a deployment's
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def attack_wave(task: Task) -> Outcome:
     ]
     planned = PlannedAttack.from_json(task.planned)
     memories = {client: as_tensors(memory) for client, memory in task.memories.items()}
-    auditor = _auditor(task.protocol, task.seed)
+    auditor = _auditor(task.protocol, task.seed, task.blind)
     audited = auditor.audit(planned, Wave.stack(observations), task.others, memories=memories)
     images = {a.client: as_arrays(_tensors(a.reconstruction)) for a in audited}
     reasons = {a.client: a.reconstruction.reason for a in audited if a.reconstruction.reason}
@@ -73,5 +74,5 @@ def _tensors(found: Reconstruction) -> dict[str, Tensor]:
 
 
 @lru_cache(maxsize=2)
-def _auditor(protocol: str, seed: int) -> Auditor:
-    return Auditor(federation(protocol), seed)
+def _auditor(protocol: str, seed: int, blind: bool) -> Auditor:
+    return Auditor(federation(protocol), seed, blind)

@@ -57,7 +57,7 @@ class _Epsilons:
     def __init__(self, run: Run, ledger: Ledger) -> None:
         try:
             scenario = run.scenario()
-            self._accountant = Accountant.of(scenario.federation, scenario.privacy.delta)
+            self._accountant = Accountant.of(scenario.federation, scenario.privacy.delta, not ledger.deployed)
         except (SpecError, NoGuarantee):
             return
         self.delta = scenario.privacy.delta

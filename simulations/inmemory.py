@@ -1,8 +1,9 @@
 """A federation in one process: Flower's own messages between the real server app and the real client app, no transport."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
@@ -18,12 +19,20 @@ from server.scenario import Scenario
 
 
 class MemoryGrid(Grid):
-    """Answers each message by calling `client/app.py` at once; node n is client n - 1."""
+    """Answers each message by calling `client/app.py` at once; node n is client n - 1.
 
-    def __init__(self, protocol: Protocol) -> None:
+    Args:
+        owners: in the place of a simulation's clients those of a deployment: the file of each one's owner.
+        run: Flower's number of the run.
+    """
+
+    def __init__(self, protocol: Protocol, owners: Sequence[Path] = (), run: int = 1) -> None:
+        nodes: list[dict[str, int | float | str | bool]] = [{"partition-id": c} for c in range(protocol.clients)]
+        if owners:
+            nodes = [{"client": str(path)} for path in owners]
         self._contexts = {
-            client + 1: Context(1, client + 1, {"partition-id": client}, RecordDict(), {"protocol": protocol.to_json()})
-            for client in range(protocol.clients)
+            node: Context(run, node, config, RecordDict(), {"protocol": protocol.to_json()})
+            for node, config in enumerate(nodes, 1)
         }
         self.clients = {node: node - 1 for node in self._contexts}
 
@@ -58,10 +67,14 @@ class MemoryGrid(Grid):
         raise NotImplementedError("messages are answered at once")  # Grid asks for it, no strategy here calls it
 
 
-def train(run: Run) -> None:
-    """Train a run's federation in this process, by the very server app and client app that Flower would start."""
+def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:
+    """Train a run's federation in this process, by the very server app and client app that Flower would start.
+
+    Args:
+        owners, number: as MemoryGrid's owners and run.
+    """
     with flower():
-        federate(run, MemoryGrid(run.scenario().protocol))
+        federate(run, MemoryGrid(run.scenario().protocol, owners, number))
 
 
 class InMemory:

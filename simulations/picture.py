@@ -240,11 +240,15 @@ class Picture(View):
         return [*made, *(glyphs.fit(words, width) for words in told)]
 
     def _tiles(self, glyphs: Glyphs) -> list[list[Text]]:
-        """Thumbnails of the truth and of the best reconstruction; none where its images are not kept."""
+        """Thumbnails of the truth and of the best reconstruction; none where its images are not kept.
+
+        A deployment's truth is not here: its place stays empty.
+        """
         key = (self.standing.best, glyphs.blocks)
         if self._kept[0] != key:
             draw = thumbnails.half_blocks if glyphs.blocks else thumbnails.gray_ramp
-            self._kept = (key, [draw(image) for image in self._images()])
+            tiles = [draw(image) for image in self._images()]
+            self._kept = (key, tiles if len(tiles) != 1 else [[Text()] * len(tiles[0]), *tiles])
         return self._kept[1]
 
     def _images(self) -> list[Tensor]:
@@ -255,6 +259,8 @@ class Picture(View):
             found = self.run.read_reconstruction(round, hit.client, attack)["x"][hit.example]
         except TapeError:
             return []
+        if self.standing.ledger.deployed:
+            return [found]
         return [self.standing.scenario.federation.batch_at(hit.client, round).x[hit.example], found]
 
 

@@ -114,7 +114,9 @@ class Gallery:
 
     @cached_property
     def shards(self) -> Shards | None:
-        """The private data; None where it is not on this machine."""
+        """The private data; None where it is not on this machine, and in a deployment, where it is never the server's."""
+        if self.reading.ledger.deployed:
+            return None
         try:
             return self.reading.scenario.federation.shards
         except SpecError:

@@ -304,12 +304,13 @@ def _privacy(reading: Reading) -> dict[str, Any]:
     missing = {where for (status, _), places in reading.missed.items() if status == "missing" for where in places}
     replies = [(round, client) for round, client in reading.sizes if (client, round) not in missing]
     seen = analysis.rounds_seen(scenario.protocol, replies)
-    found = account(scenario.federation, {c: len(rounds) for c, rounds in seen.items()}, scenario.privacy.delta)
+    each, secret = {c: len(rounds) for c, rounds in seen.items()}, not reading.ledger.deployed
+    found = account(scenario.federation, each, scenario.privacy.delta, secret)
     return {
         "epsilon": rounded(found.record),
         "client": rounded(found.client),
         "delta": found.delta,
-        "words": f"Differential privacy: {found.words}.",
+        "words": f"Differential privacy{'' if secret else ', as the clients are assumed to defend'}: {found.words}.",
     }
 
 
