@@ -14,9 +14,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from client.components import SpecError, Table, call, check_arguments
+from client.losses import is_cross_entropy
 from client.protocol import Federation
+from server import checkpoint
 from server.curious import CuriousStrategy, Tap
-from server.door import WEIGHT
+from server.door import WEIGHT, Intake
+from server.grading import Grader
+from server.ledger import Ledger, Seen
 from server.run import Run
 from server.tape import write_tensors
 
@@ -30,36 +34,78 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def federate(run: Run, grid: Grid) -> None:
-    """Train a run's federation over a grid of nodes, and record every round."""
+    """Train a run's federation over a grid of nodes, from its last checkpoint on, and record every round.
+
+    Raises:
+        Busy: another server trains this run: one whose driver was killed may outlive it.
+    """
     torch.set_num_threads(1)  # as the clients: equal seeds give equal bits
+    with run.lock("server"), run.ledger() as ledger:
+        _train(run, ledger, grid)
+
+
+def _train(run: Run, ledger: Ledger, grid: Grid) -> None:
     scenario = run.scenario()
     fed = scenario.federation
-    params, buffers = fed.initial()
-    ledger = run.ledger()
+    start = checkpoint.begin(run, ledger, scenario)
+    done, params, buffers = (start.round, start.params, start.buffers) if start else (0, *fed.initial())
     tap = Tap(ledger, run.tape(), scenario.plan if scenario.audit.curious else None, scenario.tape.keep)
+    # in a deployment a client may be gone for good: the rounds go on with those that are there
+    inner = build_strategy(scenario.strategy, scenario.protocol.clients, 1 if ledger.deployed else None)
+    if start is not None:
+        checkpoint.restore(inner, start.strategy)
+    seen: list[Seen] = []
+
+    def take(intake: Intake) -> None:
+        seen[:] = tap.put(intake)
+
+    def over(round: int, arrays: ArrayRecord) -> None:
+        weights = dict(arrays.to_torch_state_dict())
+        _keep(run, ledger, checkpoint.Checkpoint(round, weights, strategy.buffers, vars(inner), tuple(seen)))
+        tap.enter(round, seen)
+
     strategy = CuriousStrategy(
-        build_strategy(scenario.strategy, scenario.protocol.clients),
-        tap,
+        inner,
+        take,
         buffers,
         scenario.protocol.seed,
         census(grid, scenario.protocol.clients),
         protocol=scenario.protocol,
     )
-    began = time.perf_counter()
+    grader = None
+    if ledger.deployed:
+        grader = Grader(run, ledger, grid, strategy.clients, scenario.simulation.round_timeout)
+    began, recorded = time.perf_counter(), {row["round"] for row in ledger.rounds_since(done)}
 
-    def record(round: int, arrays: ArrayRecord) -> MetricRecord:
+    def record(counted: int, arrays: ArrayRecord) -> MetricRecord | None:
         nonlocal began
+        if (round := done + counted) in recorded:
+            return None
         fed.load_buffers(strategy.buffers)
         accuracy, loss = evaluate(fed, dict(arrays.to_torch_state_dict()))
         ledger.record_round(round, accuracy, loss, time.perf_counter() - began, tap.seconds.pop(round, 0.0))
+        if grader is not None:
+            grader.ask()
         began = time.perf_counter()
         return MetricRecord({"accuracy": accuracy, "loss": loss})
 
-    rounds = scenario.protocol.rounds
-    result = strategy.start(grid, ArrayRecord(params), rounds, scenario.simulation.round_timeout, evaluate_fn=record)
+    rounds, timeout = scenario.protocol.rounds - done, scenario.simulation.round_timeout
+    continued = checkpoint.Continued(strategy, done, over)
+    result = continued.start(grid, ArrayRecord(params), rounds, timeout, evaluate_fn=record)
     trained = result.arrays.to_torch_state_dict() if result.arrays else params
-    write_tensors(run.folder / "model.safetensors", {**trained, **strategy.buffers})
-    ledger.close()
+    if grader is not None:
+        grader.finish()
+    write_tensors(run.model, {**trained, **strategy.buffers})
+
+
+def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:
+    """Write a checkpoint; where that cannot be done the training goes on, and the run says why it cannot be resumed there."""
+    try:
+        at.write(run.folder)
+    except checkpoint.Unsavable as error:
+        checkpoint.refuse(run.folder, str(error))
+    except OSError as error:  # a full disk, say; the one before is still whole
+        ledger.set_meta(checkpoint=f"round {at.round} has no checkpoint: {error.strerror or error}")
 
 
 def census(grid: Grid, clients: int) -> dict[int, int]:
@@ -79,7 +125,7 @@ def census(grid: Grid, clients: int) -> dict[int, int]:
 
 
 def evaluate(fed: Federation, params: dict[str, torch.Tensor], chunk: int = 500) -> tuple[float, float]:
-    """Accuracy and mean cross-entropy on the held-out test images, BatchNorm in eval mode."""
+    """Accuracy (of the largest logit) and mean loss on the held-out test images, BatchNorm in eval mode."""
     dataset, training = fed.shards.dataset, fed.model.training
     right, loss = 0.0, 0.0
     fed.model.eval()
@@ -87,15 +133,21 @@ def evaluate(fed: Federation, params: dict[str, torch.Tensor], chunk: int = 500)
         for x, y in zip(dataset.x_test.split(chunk), dataset.y_test.split(chunk), strict=True):
             logits = functional_call(fed.model, params, (dataset.normalise(x.float() / 255),))
             right += float((logits.argmax(1) == y).sum())
-            loss += float(F.cross_entropy(logits, y, reduction="sum"))
+            if is_cross_entropy(fed.loss):
+                loss += float(F.cross_entropy(logits, y, reduction="sum"))
+            else:  # a mean over each part
+                loss += float(fed.loss(logits, y)) * len(y)
     fed.model.train(training)
     return right / len(dataset.y_test), loss / len(dataset.y_test)
 
 
-def build_strategy(table: Table, clients: int) -> Strategy:
+def build_strategy(table: Table, clients: int, least: int | None = None) -> Strategy:
     """The stock strategy that [strategy] names.
 
     Where the table is silent: every client trains, from one on, and nobody evaluates (the server does, on held-out data).
+
+    Args:
+        least: how many clients a round waits for, where the table does not say it; default: all.
 
     Raises:
         SpecError: an unknown strategy or argument, or a value that a simulation cannot honour.
@@ -106,7 +158,8 @@ def build_strategy(table: Table, clients: int) -> Strategy:
         raise SpecError(f"[strategy]: use = {use!r} is not a strategy; choose one of {', '.join(stock)}")
     target: Any = getattr(flwr.serverapp.strategy, str(use).split(":")[1])
     known = inspect.signature(target).parameters
-    defaults = dict(fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=0, min_available_nodes=clients)
+    waits = {"min_train_nodes": 1, "min_available_nodes": least or clients}
+    defaults = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0, **waits}
     arguments = {k: v for k, v in defaults.items() if k in known} | {k: v for k, v in table.items() if k != "use"}
     checked = check_arguments(target, arguments, "[strategy]", {})
     if checked.get("fraction_evaluate"):

@@ -7,11 +7,12 @@ training goes on; if training dies, it finishes what is on the tape.
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,11 @@ from server.tape import TapeError, as_arrays, as_tensors
 from server.worker import Outcome, Task, attack_wave
 
 Result = Outcome | Exception
+NO_REPLAY = (
+    "not possible in a deployment: an update can be recomputed from a client's own data alone, which stays there"
+)
 ATTEMPTS = 3  # of a wave whose worker dies
+JOINING = 60.0  # seconds that a Ray cluster may take to answer
 
 
 class WorkerDied(Exception):
@@ -72,28 +77,31 @@ class LocalExecutor:
 
 
 class RayExecutor:
-    """Ray actors, one core each; one whose process dies is replaced."""
+    """Ray actors, one core each; one whose process dies is replaced.
 
-    def __init__(self, workers: int) -> None:
+    Args:
+        address: of a cluster's head, "host:port", to which this machine is joined as a node without cores; "auto": of the
+            cluster that this machine belongs to already; None: a Ray of its own, here.
+    """
+
+    def __init__(self, workers: int, address: str | None = None) -> None:
         import ray
 
         self._ray = ray
         self.slots = workers  # more waves in flight would hold memory without making anything faster
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of a change to come
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self._node: subprocess.Popen[bytes] | None = None
         # short, as sockets live below it, and removed at the end
         self._scratch = tempfile.mkdtemp(prefix="fedleak-ray-")
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
-            ray.init(
-                address="local",
-                num_cpus=workers,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=self._scratch,
-            )
+            if address is None:
+                ray.init(address="local", num_cpus=workers, include_dashboard=False, _temp_dir=self._scratch, **quiet)
+            else:
+                self._join(address, quiet)
         except BaseException:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._leave()
             raise
         root = str(Path(__file__).resolve().parents[1])
 
@@ -114,7 +122,8 @@ class RayExecutor:
 
         # nothing is retried or restarted by Ray itself: attempts are counted in the ledger, and an actor that restarts
         # refuses whatever it is given meanwhile, which would use them up
-        self._actor: Any = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(Worker)
+        gpus = 1 if address is not None and ray.cluster_resources().get("GPU") else 0
+        self._actor: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, max_task_retries=0)(Worker)
         self._idle = deque(self._actor.remote() for _ in range(workers))
         self._flying: dict[Any, tuple[int, Any]] = {}
 
@@ -146,12 +155,38 @@ class RayExecutor:
 
     def close(self) -> None:
         self._ray.shutdown()
+        self._leave()
+
+    def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
+        """Connect to a cluster: a driver stands on one of its nodes, so this machine becomes one that has no cores."""
+        if address != "auto":
+            command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", address, "--num-cpus", "0"]
+            command += ["--num-gpus", "0", "--disable-usage-stats", "--block"]
+            nowhere = subprocess.DEVNULL
+            self._node = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+        deadline = time.monotonic() + JOINING
+        while True:
+            try:
+                self._ray.init(address=address, **quiet)
+                return
+            except ConnectionError as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionError(f"no Ray cluster answers at RAY_ADDRESS = {address}: {error}") from error
+                time.sleep(1.0)
+
+    def _leave(self) -> None:
+        if self._node is not None:
+            self._node.terminate()
+            try:
+                self._node.wait(10.0)
+            except subprocess.TimeoutExpired:
+                self._node.kill()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def make_executor(kind: str, workers: int) -> Executor:
-    """The executor a scenario names."""
-    return RayExecutor(workers) if kind == "ray" else LocalExecutor()
+    """The executor a scenario names; with RAY_ADDRESS in the environment its workers are in that cluster."""
+    return RayExecutor(workers, os.environ.get("RAY_ADDRESS")) if kind == "ray" else LocalExecutor()
 
 
 def serve(
@@ -208,6 +243,9 @@ def serve(
 
 def _check_replay(run: Run, ledger: Ledger, scenario: Scenario) -> bool:
     """Compare one recomputed update with the tape's first that can be, before anything is attacked."""
+    if ledger.deployed:
+        ledger.set_meta(replay="unknown", replay_detail=NO_REPLAY)
+        return True
     first = _replayable(ledger, scenario)
     if first is None:
         if not any(o["status"] == "accepted" and o["digest"] for o in ledger.observations()):
@@ -270,6 +308,7 @@ def _load(run: Run, ledger: Ledger, lease: Lease, protocol: str) -> tuple[Lease,
         buffers=as_arrays(seen[0].buffers),
         updates=tuple(as_arrays(o.update) for o in seen),
         memories=memories,
+        blind=ledger.deployed,
     )
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 import webbrowser
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attacks.plan import ATTACK, AttackPlan, describe
+from client import components
 from client.components import SpecError
 from client.data import data_folder
 from client.files import replacing
@@ -26,7 +27,7 @@ from server.ledger import Ledger, LedgerError
 from server.run import Busy, Run
 from server.scenario import Scenario, apply_setting
 from server.tape import TapeError
-from simulations import events
+from simulations import deploy_cli, events
 from simulations.view import Log, view_of
 
 RUNS = Path("runs")
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         data_folder()  # one that is named and is not there is told before anything begins
-        return command(options)
+        with _own_packages(options):
+            return command(options)
     except (SpecError, LedgerError, TapeError, Busy) as error:
         print(f"fedleak: {error}", file=sys.stderr)
         return MISTAKE
@@ -58,19 +60,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return MISTAKE
 
 
+def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
+    """Packages of the user's own from which a scenario may name components; they lie here, or beside the scenario."""
+    names = [*components.allowed(), *options.allow]
+    if not names:
+        return nullcontext()
+    beside = [Path(file).parent for key in ("scenario", "sweep") if (file := getattr(options, key, None))]
+    further = [Path(p) for p in os.environ.get(components.ALLOW_PATH, "").split(os.pathsep) if p]
+    return components.allowing(names, [*further, *beside, Path.cwd()])
+
+
 def run(options: argparse.Namespace) -> int:
-    """fedleak run SCENARIO.toml: train a federation and attack it."""
+    """fedleak run SCENARIO.toml: train a federation and attack it, or go on with one that was interrupted."""
     from server.app import build_strategy  # imports Flower: seconds, which only this command pays
     from simulations.launch import AuditFailed, TrainingFailed
-    from simulations.simulate import INTERRUPTED, Interrupt, new_run, simulate
+    from simulations.simulate import INTERRUPTED, Interrupt, new_run, resume, simulate
 
-    scenario = Scenario.load(options.scenario, options.set, options.rounds)
+    if (options.scenario is None) == (options.resume is None):
+        raise SpecError("a run needs a SCENARIO.toml to begin with, or --resume RUN to go on with one that has begun")
+    if options.resume is not None and (options.set or options.rounds is not None):
+        raise SpecError("--resume goes on with the scenario as it was begun: leave out --set and --rounds")
+    before = _find(options.resume, options.runs) if options.resume is not None else None
+    scenario = resume(before) if before else Scenario.load(options.scenario, options.set, options.rounds)
     logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns of evaluation being off, which is our own choice
     try:
         build_strategy(scenario.strategy, scenario.protocol.clients)
     except SpecError as error:
-        raise SpecError(f"{options.scenario}: {error}") from error
-    folder = new_run(scenario, options.scenario.stem, options.runs)
+        raise SpecError(f"{options.scenario or options.resume}: {error}") from error
+    folder = before or new_run(scenario, options.scenario.stem, options.runs)
     console = Console(stderr=True)
     if options.log == "auto":
         console.print(
@@ -90,6 +107,8 @@ def run(options: argparse.Namespace) -> int:
             if options.log == "json":
                 events.emit("error", words=str(error))
             status = FAILED
+    if status and not folder.model.exists():
+        print(f"fedleak: the training can go on: fedleak run --resume {folder.folder}", file=sys.stderr)
     _tell_end(folder, options.log)
     return status
 
@@ -114,7 +133,7 @@ def audit(options: argparse.Namespace) -> int:
             if not any(o["digest"] for o in ledger.observations()):
                 raise LedgerError(f"{run.folder} has no updates on its tape: {_why_empty(ledger, scenario)}")
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
-            ledger.add_attacks(plan, cards(scenario, plan))
+            ledger.add_attacks(plan, cards(scenario, plan, ledger.meta().get("mode", "simulation")))
             ledger.enqueue(plan)
         following = view_of(run, ledger, scenario, console, options.log, training=options.follow)
         # before the signals are ours: Ray sets a SIGTERM handler when it starts
@@ -144,6 +163,10 @@ def _why_empty(ledger: Ledger, scenario: Scenario) -> str:
         return "the run ended before its first round"
     if not any(o["status"] == "accepted" for o in observations):
         return "no reply was accepted"
+    if "pruned" in ledger.meta():
+        return "fedleak prune has deleted them"
+    if reasons := {o["reason"] for o in observations if o["status"] == "accepted" and o["reason"]}:
+        return "; ".join(sorted(reasons))
     return f'[tape] keep = "{scenario.tape.keep}" has deleted them'
 
 
@@ -191,7 +214,8 @@ def watch(options: argparse.Namespace) -> int:
         if options.open:
             webbrowser.open(address)
 
-    serve(path, options.host, options.port, options.token, tell)
+    token = options.token if options.token_file is None else options.token_file.read_text().strip()
+    serve(path, options.host, options.port, token, tell)
     return 0
 
 
@@ -325,6 +349,29 @@ def stop(options: argparse.Namespace) -> int:
     return 0
 
 
+def prune(options: argparse.Namespace) -> int:
+    """fedleak prune [RUN ...]: delete what can be inverted, of runs older than --days or their retention_days; scores stay."""
+    from simulations.retention import prune as delete
+
+    found = [run for named in options.run for run in _find_all(named, options.runs)]
+    for run in found or [Run(path.parent) for path in sorted(options.runs.glob("*/ledger.sqlite"))]:
+        days = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
+        if days is None:
+            print(f"{run.name}: kept, as neither --days nor its [tape] retention_days says for how long")
+            continue
+        try:
+            deleted = delete(run, days, time.time())
+        except Busy as error:
+            print(f"{run.name}: kept, as it is at work: {error}")
+            continue
+        print(
+            f"{run.name}: {deleted} files deleted"
+            if deleted
+            else f"{run.name}: kept, as it is younger than {days} days"
+        )
+    return 0
+
+
 def init(options: argparse.Namespace) -> int:
     """fedleak init [FILE]: a commented scenario to start from."""
     target: Path = options.file
@@ -335,18 +382,34 @@ def init(options: argparse.Namespace) -> int:
     return 0
 
 
+def deploy(options: argparse.Namespace) -> int:
+    """fedleak deploy init|up|status|down DIR: a federation of real processes, each client its own, here or in containers."""
+    action: Callable[[argparse.Namespace], int] = options.action
+    return action(options)
+
+
+def client_report(options: argparse.Namespace) -> int:
+    """fedleak client-report CLIENT.toml: what a client of a deployment sent, answered and leaked, from its own log."""
+    from simulations.client_report import read, show
+
+    show(read(options.file), _console())
+    return 0
+
+
 def doctor(options: argparse.Namespace) -> int:
-    """fedleak doctor: what works on this machine, and what is missing."""
-    from simulations.doctor import examine
+    """fedleak doctor [SCENARIO.toml]: what works on this machine and what is missing; of a scenario, what is wrong with it."""
+    from simulations.doctor import check, examine
 
     table = Table(box=None, show_header=False)
-    findings = examine()
+    findings = examine() if options.scenario is None else check(Scenario.load(options.scenario, options.set))
     for f in findings:
-        lacks = Text("missing", "red") if f.needed else Text("optional", "yellow")
+        missing, optional = ("missing", "optional") if options.scenario is None else ("wrong", "note")
+        lacks = Text(missing, "red") if f.needed else Text(optional, "yellow")
         mark = Text("not checked", "dim") if f.works is None else Text("ok", "green") if f.works else lacks
         table.add_row(mark, f.name, Text(f.words))
-    Console().print(table)
-    return FAILED if any(f.needed and not f.works for f in findings) else 0
+    (Console() if sys.stdout.isatty() or options.scenario is None else Console(width=160)).print(table)
+    broken = MISTAKE if options.scenario is not None else FAILED
+    return broken if any(f.needed and not f.works for f in findings) else 0
 
 
 def _tell_end(run: Run, log: Log) -> None:
@@ -395,6 +458,8 @@ def _tell(run: Run) -> None:
         if "replay_detail" in meta:
             style = "yellow" if meta["replay"] != "ok" else None
             console.print(f"replay check: {meta['replay_detail']}", style=style, markup=False, highlight=False)
+        if "grading" in meta:
+            console.print(f"grading: {meta['grading']}", markup=False, highlight=False, soft_wrap=True)
         if progress.failed:
             console.print(
                 f"{progress.failed} attacks failed: {'; '.join(ledger.errors())}", style="yellow", markup=False
@@ -490,6 +555,16 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
+    if not 0 <= days < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of days, got {text!r}")
+    return days
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -505,11 +580,13 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(command: Callable[[argparse.Namespace], int], with_run: bool = True) -> argparse.ArgumentParser:
         summary = (command.__doc__ or "").split(": ", 1)[1]
-        added = commands.add_parser(command.__name__, help=summary, description=summary)
+        added = commands.add_parser(command.__name__.replace("_", "-"), help=summary, description=summary)
         added.set_defaults(command=command)
         added.add_argument(
             "--runs", type=Path, default=RUNS, metavar="FOLDER", help="where runs are kept (default: runs)"
         )
+        words = "let components be named from this package of your own, which is then run (repeatable)"
+        added.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help=words)
         if with_run:
             added.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its name under runs/")
         return added
@@ -524,7 +601,10 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=words)
 
     start = add(run, with_run=False)
-    start.add_argument("scenario", type=Path, metavar="SCENARIO.toml")
+    start.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml")
+    start.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on with a run that was interrupted, failed or was killed"
+    )
     start.add_argument("--rounds", type=int, metavar="N", help="instead of the scenario's")
     logged(start)
     settable(start)
@@ -584,14 +664,22 @@ def _parser() -> argparse.ArgumentParser:
     page.add_argument("--host", default="127.0.0.1", help="default: this machine alone; elsewhere a token is asked for")
     page.add_argument("--port", type=_port, metavar="N", help="default: 8765, or where that is taken a free one")
     page.add_argument("--token", help="let nobody in without it (default: none here, a fresh one on other hosts)")
+    page.add_argument("--token-file", type=Path, metavar="FILE", help="a file that holds the token")
     page.add_argument("--open", action="store_true", help="open the browser")
     add(runs, with_run=False)
     end = add(stop)
     end.add_argument(
         "--patience", type=float, default=120.0, metavar="SECONDS", help="for attacks in flight (default: 120)"
     )
+    deploy_cli.add_actions(add(deploy, with_run=False), lambda ended: _tell_end(ended.run, ended.log))
+    add(client_report, with_run=False).add_argument("file", type=Path, metavar="CLIENT.toml", help="the owner's file")
+    old = add(prune, with_run=False)
+    old.add_argument("run", type=Path, nargs="*", metavar="RUN", help="default: all of --runs")
+    old.add_argument("--days", type=_days, metavar="N", help="instead of the scenario's [tape] retention_days")
     add(init, with_run=False).add_argument("file", type=Path, nargs="?", default=Path("scenario.toml"), metavar="FILE")
-    add(doctor, with_run=False)
+    examined = add(doctor, with_run=False)
+    examined.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml", help="default: this machine")
+    settable(examined)
     return parser
 
 

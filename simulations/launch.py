@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import tomli_w
@@ -102,36 +103,14 @@ class Training:
 
     def verify(self) -> None:
         """Ask the SuperLink how the run ended: `flwr run --stream` exits 0 even when it failed."""
-        try:
-            listing = subprocess.run(
-                ["flwr", "ls", "fedleak", "--format", "json"],
-                env=self.environment(),
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE,
-                start_new_session=True,  # a Ctrl-C of the terminal's is not for it
-            )
-        except subprocess.TimeoutExpired:
-            raise TrainingFailed(self._blame(f"its status is unknown: no answer in {PATIENCE:.0f} s")) from None
-        try:
-            status = json.loads(listing.stdout)["runs"][0]["status"]
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError):
-            raise TrainingFailed(self._blame(f"its status is unknown: {listing.stderr.strip()[-300:]}")) from None
+        status = last_run(self.environment(), self._blame)["status"]
         if status != "finished:completed":
             raise TrainingFailed(self._blame(status))
 
     def _start(self) -> None:
-        app, home = self.scratch / "app", self.scratch / "home"
-        root = Path(__file__).resolve().parents[1]
-        for package in PACKAGES:  # only code: what is in the app's folder goes to every client
-            shutil.copytree(root / package, app / package, ignore=lambda _, names: _not_code(names))
-        (app / "pyproject.toml").write_text(tomli_w.dumps(_APP))
-        home.mkdir()
         port = processes.free_port()
-        links = {"default": "fedleak", "fedleak": {"address": f"127.0.0.1:{port}", "insecure": True}}
-        (home / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
-        settings = {"protocol": self.scenario.protocol.to_json(), "run-dir": str(self.run.folder.resolve())}
-        (self.scratch / "run-config.toml").write_text(tomli_w.dumps(settings))
+        write_app(self.scratch, self.run, self.scenario)
+        write_home(self.scratch, {"address": f"127.0.0.1:{port}", "insecure": True})
         superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
         env = self.environment()
         self._children.append(processes.start([*superlink, "--port", str(port)], self.run.log("superlink.log"), env))
@@ -145,8 +124,7 @@ class Training:
             f"num-supernodes={self.scenario.protocol.clients} client-resources-num-cpus=1 "
             f"init-args-num-cpus={parallel} init-args-log-to-driver=false"
         )
-        command = ["flwr", "run", str(app), "fedleak", "--stream"]
-        command += ["--run-config", str(self.scratch / "run-config.toml"), "--federation-config", federation]
+        command = [*submission(self.scratch), "--federation-config", federation]
         self._children.append(processes.start(command, self.run.log("flower.log"), env))
 
     def _blame(self, what: str) -> str:
@@ -186,11 +164,59 @@ class AuditService:
         return blame(self.run, f"the attack service died (exit status {self.status()})", "audit.log")
 
 
+def write_app(scratch: Path, run: Run, scenario: Scenario) -> None:
+    """Put the Flower app, and what it is told of the run, into a scratch folder."""
+    root = Path(__file__).resolve().parents[1]
+    for package in PACKAGES:  # only code: what is in the app's folder goes to every client
+        shutil.copytree(root / package, scratch / "app" / package, ignore=lambda _, names: _not_code(names))
+    (scratch / "app" / "pyproject.toml").write_text(tomli_w.dumps(_APP))
+    settings = {"protocol": scenario.protocol.to_json(), "run-dir": str(run.folder.resolve())}
+    (scratch / "run-config.toml").write_text(tomli_w.dumps(settings))
+
+
+def write_home(scratch: Path, link: Mapping[str, object]) -> None:
+    """Put Flower's own settings into a scratch folder: how its commands reach the SuperLink."""
+    (scratch / "home").mkdir()
+    links = {"default": "fedleak", "fedleak": link}
+    (scratch / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
+
+
+def submission(scratch: Path) -> list[str]:
+    """The command that has the app of a scratch folder run, and shows its log until it has ended."""
+    settings = ["--run-config", str(scratch / "run-config.toml")]
+    return ["flwr", "run", str(scratch / "app"), "fedleak", "--stream", *settings]
+
+
+def last_run(env: Mapping[str, str], told: Callable[[str], str]) -> dict[str, str]:
+    """What the SuperLink says of the run that it was given last; TrainingFailed when it says nothing."""
+    try:
+        listing = subprocess.run(
+            ["flwr", "ls", "fedleak", "--format", "json"],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            start_new_session=True,  # a Ctrl-C of the terminal's is not for it
+        )
+    except subprocess.TimeoutExpired:
+        raise TrainingFailed(told(f"its status is unknown: no answer in {PATIENCE:.0f} s")) from None
+    try:
+        newest = json.loads(listing.stdout)["runs"][0]
+        return {"status": str(newest["status"]), "run-id": str(newest.get("run-id", ""))}
+    except (json.JSONDecodeError, KeyError, IndexError, TypeError):
+        said = listing.stderr.strip() or listing.stdout.strip()
+        raise TrainingFailed(told(f"its status is unknown: {said[-300:]}")) from None
+
+
 def blame(run: Run, what: str, *logs: str) -> str:
+    """What went wrong, and the ends of the logs of a run that say why."""
+    return with_ends(what, *(run.folder / "logs" / name for name in logs))
+
+
+def with_ends(what: str, *logs: Path) -> str:
     """What went wrong, and the ends of the logs that say why."""
     parts = [what]
-    for name in logs:
-        path = run.folder / "logs" / name
+    for path in logs:
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
         if lines:
             parts += [f"--- the end of {path}:", *lines[-12:]]

@@ -13,8 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("client", "defenses", "attacks", "server", "simulations")
 FLOWER = {
-    *("client/app.py", "client/mods.py", "client/secure.py"),
-    *("server/app.py", "server/curious.py", "server/door.py", "server/secure.py"),
+    *("client/app.py", "client/guard.py", "client/mods.py", "client/secure.py"),
+    *(
+        "server/app.py",
+        "server/checkpoint.py",
+        "server/curious.py",
+        "server/door.py",
+        "server/grading.py",
+        "server/secure.py",
+    ),
 }
 LEAN = ("client", "defenses", "attacks")  # need torch alone
 MAY_IMPORT = {

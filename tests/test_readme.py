@@ -10,6 +10,7 @@ import pytest
 from attacks.metrics import image_metrics, lpips_metric
 from attacks.plan import ATTACK
 from client.components import Kind
+from client.losses import LOSS
 from client.protocol import DATASET, MODEL, TRANSFORM
 from simulations.cli import _parser
 
@@ -23,7 +24,7 @@ def first_cells() -> list[str]:
     return re.findall(r"`([^`]+)`", " ".join(cells))
 
 
-@pytest.mark.parametrize("kind", [ATTACK, DATASET, MODEL, TRANSFORM], ids=lambda k: k.noun)
+@pytest.mark.parametrize("kind", [ATTACK, DATASET, LOSS, MODEL, TRANSFORM], ids=lambda k: k.noun)
 def test_the_tables_name_every_component_and_no_other(kind: Kind) -> None:
     module = tuple(f"{p}." if p in ("attacks", "defenses") else f"{p}:" for p in kind.packages)
     assert sorted(c for c in first_cells() if c.startswith(module)) == kind.names()

@@ -1,0 +1,36 @@
+# One image for every role of a deployment: SuperLink, SuperNodes, the curious server, attack workers, the page.
+FROM python:3.11-slim
+
+# where torch comes from; for workers with GPUs: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    OMP_NUM_THREADS=1 \
+    HOME=/tmp \
+    XDG_CACHE_HOME=/tmp/cache \
+    FLWR_HOME=/tmp/flwr \
+    FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 \
+    FLWR_TELEMETRY_ENABLED=0 \
+    FLWR_DISABLE_UPDATE_CHECK=1 \
+    RAY_USAGE_STATS_ENABLED=0 \
+    RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
+
+RUN groupadd --gid 10001 fedleak && useradd --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin fedleak
+
+WORKDIR /app
+COPY constraints.txt ./
+RUN pip install -c constraints.txt --index-url "$TORCH_INDEX" torch torchvision
+COPY pyproject.toml README.md LICENSE ./
+COPY client ./client
+COPY defenses ./defenses
+COPY attacks ./attacks
+COPY server ./server
+COPY simulations ./simulations
+RUN pip install -c constraints.txt . && rm -rf /app
+
+WORKDIR /deployment
+USER 10001:10001
+CMD ["fedleak", "--help"]

@@ -1,0 +1,238 @@
+"""Start a deployment: what one of its containers does once, and all its processes on this machine, without containers."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from server.ledger import Ledger
+from server.run import Run
+from server.scenario import Scenario
+from simulations import launch, processes
+from simulations.deployment import Deployment, state_of_training
+from simulations.launch import TrainingFailed
+from simulations.local import FACTS, Local
+from simulations.simulate import INTERRUPTED, POLL, Interrupt, resume
+from simulations.view import Log, View, view_of
+
+REGISTERED = "already in use"  # what Flower says of a key that it knows
+WITHOUT_AUDIT = 60.0  # seconds that `start` waits for an attack service which is not there
+
+
+# ----------------------------------------------------------------------------------------- once, in a container or here
+
+
+def register(deployment: Deployment, superlink: str) -> None:
+    """Make the clients' public keys known to the SuperLink; one that is known stays so.
+
+    Raises:
+        TrainingFailed: the SuperLink refuses one, or does not answer.
+    """
+    with _control(deployment, superlink) as (_, env):
+        for client in range(deployment.clients):
+            key = deployment.public_key(client)
+            command = ["flwr", "supernode", "register", str(key.resolve()), "fedleak", "--name", f"client-{client}"]
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=launch.PATIENCE)
+            if done.returncode and REGISTERED not in done.stdout + done.stderr:
+                said = (done.stderr.strip() or done.stdout.strip())[-500:]
+                raise TrainingFailed(f"{key.name} could not be registered at {superlink}: {said}")
+
+
+def start(deployment: Deployment, superlink: str, name: str, interrupt: Interrupt) -> int:
+    """Train a run of this name to its end, and wait until it is attacked; returns the exit status.
+
+    Raises:
+        SpecError: the run is complete.
+        LedgerError: it was interrupted and cannot go on.
+        TrainingFailed: the federation ended badly.
+    """
+    run, resumed = deployment.begin(name)
+    scenario = resume(run) if resumed else run.scenario()
+    with run.ledger() as ledger:
+        with run.lock("training"):  # the attack service follows for as long as this is held
+            _train(deployment, superlink, run, ledger, scenario, interrupt)
+        _wait_for_attacks(run, ledger, scenario, interrupt)
+    return INTERRUPTED if interrupt.asked else 0
+
+
+def _train(
+    deployment: Deployment, superlink: str, run: Run, ledger: Ledger, scenario: Scenario, interrupt: Interrupt
+) -> None:
+    ledger.set_meta(state="training")
+    state = "failed"
+
+    def told(what: str) -> str:
+        return launch.blame(run, f"the federation failed: {what}", "flower.log")
+
+    try:
+        with _control(deployment, superlink) as (scratch, env):
+            launch.write_app(scratch, run, scenario)
+            stream = processes.start(launch.submission(scratch), run.log("flower.log"), env)
+            try:
+                while stream.poll() is None and not interrupt.asked:
+                    time.sleep(POLL)
+                ended = launch.last_run(env, told)
+                if interrupt.asked:  # else it would train on without us
+                    stop = ["flwr", "stop", ended["run-id"], "fedleak"]
+                    subprocess.run(stop, env=env, capture_output=True, timeout=launch.PATIENCE, check=False)
+                    state = "interrupted"
+                elif ended["status"] != "finished:completed":
+                    raise TrainingFailed(told(ended["status"]))
+                else:
+                    state = "trained"
+            finally:
+                processes.end(stream)
+    finally:
+        ledger.set_meta(state=state)
+
+
+def _wait_for_attacks(run: Run, ledger: Ledger, scenario: Scenario, interrupt: Interrupt) -> None:
+    """Until the queue is empty, or nobody has worked on it for a while: it then waits for `fedleak audit`."""
+    seen = time.monotonic()
+    while scenario.audit.curious and not interrupt.asked and ledger.meta().get("replay") != "mismatch":
+        progress = ledger.progress()
+        if not progress.queued + progress.leased:
+            return
+        if run.holder("audit") is not None:
+            seen = time.monotonic()
+        elif time.monotonic() - seen > WITHOUT_AUDIT:
+            return
+        time.sleep(POLL)
+
+
+@contextmanager
+def _control(deployment: Deployment, superlink: str) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A scratch folder and an environment in which Flower's commands speak to the SuperLink, by TLS."""
+    certificate = str((deployment.folder / "tls" / "ca.crt").resolve())
+    with tempfile.TemporaryDirectory(prefix="fedleak-") as named:
+        scratch = Path(named)
+        launch.write_home(scratch, {"address": superlink, "root-certificates": certificate})
+        mark = os.environ.get(processes.MARK, uuid.uuid4().hex)  # of the local start that we belong to
+        yield scratch, launch.child_environment(scratch, mark) | {"FLWR_HOME": str(scratch / "home")}
+
+
+# ------------------------------------------------------------------------------------------- everything on this machine
+
+
+def up(deployment: Deployment, console: Console, interrupt: Interrupt, log: Log = "auto") -> tuple[Run, int]:
+    """Start everything here, have the run trained and attacked to its end, end everything; the run and its exit status.
+
+    Raises:
+        TrainingFailed: the federation, or a service, ended badly.
+        Busy: it is up already.
+        SpecError, LedgerError: the last run cannot go on.
+    """
+    with deployment.lock():
+        run, resumed = deployment.begin(deployment.next_run())
+        scenario = run.scenario()
+        with (
+            Local(deployment, run.name, scenario.audit.executor == "ray") as local,
+            run.ledger() as ledger,
+            view_of(run, ledger, scenario, console, log).shown() as view,
+        ):
+            view.note = f"waiting for the SuperLink and {deployment.clients} SuperNodes"
+            if resumed:
+                view.say(f"fedleak: {run.name} goes on where it stopped")
+            _start_all(local, run, interrupt)
+            if interrupt.asked and "start" not in local.children:
+                return run, INTERRUPTED
+            view.say(f"fedleak: watch it at {local.place.dashboard_address} (its token: secrets/dashboard)")
+            return run, _follow(local, view, interrupt)
+
+
+def _start_all(local: Local, run: Run, interrupt: Interrupt) -> None:
+    local.listen()
+    local.finish("register")
+    after = [name for name in local.services if name not in ("superlink", "register", "attack")]
+    for name in after:
+        if not interrupt.asked:
+            local.begin(name)
+    while run.holder("training") is None and local.status("start") is None and not interrupt.asked:
+        time.sleep(POLL)
+    if not interrupt.asked and run.scenario().audit.curious:
+        local.begin("attack")
+
+
+def _follow(local: Local, view: View, interrupt: Interrupt) -> int:
+    """Look after the services until the run has ended; its exit status."""
+    told = False
+    while (status := local.status("start")) is None:
+        if view.note and view.standing.rounds:
+            view.note = ""
+        view.update()
+        if not interrupt.asked:
+            local.look()
+        elif not told:
+            told = True
+            local.children["start"].send_signal(signal.SIGTERM)
+        time.sleep(POLL)
+    view.standing.coming = False
+    _park(local, view, interrupt)
+    if interrupt.asked:
+        return INTERRUPTED
+    if status:
+        raise TrainingFailed(local.blame("start", f"exit status {status}"))
+    return 0
+
+
+def _park(local: Local, view: View, interrupt: Interrupt) -> None:
+    """Wait for the attack service: it ends when the queue is empty; after an interrupt with what is in flight."""
+    service = local.children.get("attack")
+    if service is None:
+        return
+    if interrupt.asked:
+        service.send_signal(signal.SIGTERM)
+    while service.poll() is None:
+        view.update()
+        time.sleep(POLL)
+
+
+def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:
+    """Which services of a local start live, and how its last run stands, in lines."""
+    pids = _facts(deployment).get("pids", {})
+    living = set(processes.marked(str(_facts(deployment).get("mark", "-"))))
+    alive = {name: pid in living for name, pid in pids.items()} if isinstance(pids, Mapping) else {}
+    lines = []
+    for run in deployment.runs()[-1:]:
+        with run.ledger(readonly=True) as ledger:
+            rounds, progress, meta = ledger.last_round(), ledger.progress(), ledger.meta()
+            rows = sum(1 for _ in ledger.scores())
+        lines.append(
+            f"{run.name}: {state_of_training(run) or 'not begun'}, round {rounds} of {meta.get('rounds', '?')}"
+        )
+        waiting = progress.queued + progress.leased
+        lines.append(f"attacks: {progress.done} done, {waiting} to come, {progress.failed} failed; {rows} score rows")
+    return alive, lines
+
+
+def down(deployment: Deployment, patience: float = 60.0) -> list[int]:
+    """Ask a local start to end, then end what it may have left behind; the ids of the latter.
+
+    Args:
+        patience: seconds; after them a start that still finishes its attacks in flight is left to do so.
+    """
+    holder = deployment.holder()
+    if holder is not None:
+        os.kill(holder, signal.SIGTERM)
+    deadline = time.monotonic() + patience
+    while deployment.holder() is not None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if deployment.holder() is not None:
+        return []
+    mark = str(_facts(deployment).get("mark", ""))
+    return processes.sweep(mark) if re.fullmatch(r"[0-9a-f]{32}", mark) else []
+
+
+def _facts(deployment: Deployment) -> dict[str, object]:
+    path = deployment.folder / FACTS
+    found: dict[str, object] = json.loads(path.read_text()) if path.exists() else {}
+    return found

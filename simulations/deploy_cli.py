@@ -1,0 +1,142 @@
+"""`fedleak deploy init|up|status|down`, and the two that containers run once: register and start."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+
+from simulations.view import Log
+
+FAILED = 1
+
+
+def add_actions(deploy: argparse.ArgumentParser, told: Callable[[argparse.Namespace], None]) -> None:
+    """Give the command `deploy` its actions.
+
+    Args:
+        told: prints a run's end; called with options that name the run.
+    """
+    actions = deploy.add_subparsers(required=True, metavar="ACTION")
+
+    def add(name: str, action: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=summary, description=summary)
+        added.set_defaults(action=action)
+        added.add_argument("folder", type=Path, metavar="DIR", help="the deployment's folder")
+        return added
+
+    made = add("init", init, "write certificates, keys, a file for each client's owner, and settings for containers")
+    made.add_argument("--clients", type=_positive, required=True, metavar="N")
+    words = "a name or address by which clients on other machines reach the server (repeatable)"
+    made.add_argument("--host", action="append", default=[], metavar="NAME", help=words)
+    made.add_argument("--scenario", type=Path, metavar="FILE", help="the server's (default: a demo of three rounds)")
+    words = "scores: clients tell the server how well its attacks did, to 0.5 dB (default: off)"
+    made.add_argument("--grading", choices=("off", "scores"), default="off", help=words)
+    words = "agreed: what each client trains on follows from the seed, as in a simulation (default: secret)"
+    made.add_argument("--sampling", choices=("secret", "agreed"), default="secret", help=words)
+    begun = add("up", up, "start every process on this machine, train, attack, end; again: go on where it stopped")
+    begun.add_argument("--local", action="store_true", required=True, help="without containers (with: docker compose)")
+    begun.add_argument("--log", choices=get_args(Log), default="auto", help="as of fedleak run")
+    begun.set_defaults(told=told)
+    add("status", status, "which processes of a local start live, and how its last run stands")
+    add("down", down, "end a local start, and what one that was killed has left")
+    for name, action, summary in (
+        ("register", register, "make the clients' keys known to the SuperLink"),
+        ("start", start, "train and wait until all is attacked; the SuperLink and the clients are up"),
+    ):
+        once = add(name, action, summary)
+        once.add_argument("--superlink", required=True, metavar="HOST:PORT")
+        if action is start:
+            once.add_argument("--name", required=True, metavar="RUN")
+
+
+def init(options: argparse.Namespace) -> int:
+    """Write a deployment's folder."""
+    from simulations.deployment import DEMO, Deployment
+
+    chosen = options.scenario or DEMO
+    made = Deployment.create(options.folder, options.clients, options.host, chosen, options.grading, options.sampling)
+    print(f"{made.folder}: {options.clients} clients; start it with: fedleak deploy up {made.folder} --local")
+    return 0
+
+
+def up(options: argparse.Namespace) -> int:
+    """Start everything here, and tell how it ended."""
+    from simulations.deploy import up as start_here
+    from simulations.deployment import Deployment
+    from simulations.launch import TrainingFailed
+    from simulations.simulate import Interrupt
+
+    deployment = Deployment.open(options.folder)
+    run, ended = None, FAILED
+    with Interrupt().caught() as interrupt:
+        try:
+            run, ended = start_here(deployment, Console(stderr=True), interrupt, options.log)
+        except TrainingFailed as error:
+            print(f"fedleak: {error}", file=sys.stderr)
+            run = next(iter(deployment.runs()[-1:]), None)
+    if run is not None:
+        options.told(argparse.Namespace(run=run, log=options.log))
+    return ended
+
+
+def register(options: argparse.Namespace) -> int:
+    """Make the clients' keys known."""
+    from simulations.deploy import register as make_known
+    from simulations.deployment import Deployment
+
+    return _tried(lambda: make_known(Deployment.open(options.folder), options.superlink))
+
+
+def start(options: argparse.Namespace) -> int:
+    """Train one run."""
+    from simulations.deploy import start as train
+    from simulations.deployment import Deployment
+    from simulations.simulate import Interrupt
+
+    with Interrupt().caught() as interrupt:
+        return _tried(lambda: train(Deployment.open(options.folder), options.superlink, options.name, interrupt))
+
+
+def status(options: argparse.Namespace) -> int:
+    """What lives; exit status 1 where nothing does."""
+    from simulations.deploy import status as look
+    from simulations.deployment import Deployment
+
+    alive, lines = look(Deployment.open(options.folder))
+    for name, lives in alive.items():
+        print(f"{name}: {'alive' if lives else 'ended'}")
+    print(*(lines or ["no run has begun"]), sep="\n")
+    return 0 if any(alive.values()) else FAILED
+
+
+def down(options: argparse.Namespace) -> int:
+    """End a local start."""
+    from simulations.deploy import down as end
+    from simulations.deployment import Deployment
+
+    deployment = Deployment.open(options.folder)
+    left = end(deployment)
+    if deployment.holder() is not None:
+        print(f"fedleak: {deployment.folder} is still finishing its attacks in flight", file=sys.stderr)
+        return FAILED
+    print(f"{deployment.folder}: down" + (f"; {len(left)} processes had been left behind" if left else ""))
+    return 0
+
+
+def _tried(action: Callable[[], int | None]) -> int:
+    from simulations.launch import TrainingFailed
+
+    try:
+        return action() or 0
+    except TrainingFailed as error:
+        print(f"fedleak: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)

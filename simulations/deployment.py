@@ -1,0 +1,240 @@
+"""A deployment is a folder: the server's scenario, certificates, a key and a file for each client's owner, and its runs."""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from client.components import SpecError
+from server.ledger import LedgerError
+from server.run import Run
+from server.scenario import Scenario
+from simulations.identity import alternative_names, write_authority, write_node_key, write_secret
+from simulations.services import Place, supernode
+from simulations.simulate import check_deployable, create_run
+
+DEMO = Path(__file__).parent / "deployment.toml"
+VERSION = "0.1.0"  # of the image
+IN_COMPOSE = 3  # clients that docker-compose.yml has
+CONTAINER_USER = 10001  # who the containers run as where the deployment was made by root
+FIRST_RUN = "federation"  # what the containers call their run, unless FEDLEAK_RUN says another name
+Grading = Literal["off", "scores"]
+Sampling = Literal["secret", "agreed"]
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Paths and doors of one deployment's folder."""
+
+    folder: Path
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path,
+        clients: int,
+        hosts: Sequence[str] = (),
+        scenario: Path = DEMO,
+        grading: Grading = "off",
+        sampling: Sampling = "secret",
+    ) -> "Deployment":
+        """Write a deployment's folder, for its owner only.
+
+        Args:
+            hosts: names or addresses under which clients on other machines reach the server.
+            grading, sampling: what each client's file says; its owner may change it.
+
+        Raises:
+            SpecError: the folder holds something, or the scenario is none.
+        """
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise SpecError(f"{folder} is not empty: a deployment's keys must not replace another's")
+        if any(c in str(folder.absolute()) for c in "\"'\\\n"):
+            raise SpecError(f"{folder}: Flower cannot be told of a path with quotes or backslashes in it")
+        checked = Scenario.load(scenario, [f"clients={clients}"])
+        check_deployable(checked)
+        try:
+            alternative_names(hosts)
+        except ValueError as error:
+            raise SpecError(f"--host: {error}") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        made = cls(folder)
+        for part in ("tls", "keys", "public", "secrets", "clients", "link", "runs", "logs"):
+            (folder / part).mkdir(mode=0o700)
+        (folder / "scenario.toml").write_text(checked.to_toml())
+        write_authority(folder / "tls", hosts)
+        for name in ("superexec", "dashboard", "ray"):
+            write_secret(folder / "secrets" / name, secrets.token_hex(32).encode())
+        for client in range(clients):
+            write_node_key(folder / "keys" / f"client-{client}")
+            # apart, for the server's containers, which must not see the private ones
+            shutil.copyfile(made.public_key(client), folder / "public" / made.public_key(client).name)
+            made._write_client(client, checked, grading, sampling)
+        write_secret(folder / ".env", made._settings(clients).encode())
+        (folder / "compose.override.yaml").write_text(override(clients))
+        if os.getuid() == 0:  # the containers do not run as root
+            made._hand_over(CONTAINER_USER)
+        return made
+
+    @classmethod
+    def open(cls, folder: Path) -> "Deployment":
+        """An existing deployment; SpecError when the folder is none."""
+        missing = [name for name in ("scenario.toml", "keys", "tls") if not (folder / name).exists()]
+        if missing:
+            raise SpecError(
+                f"{folder} is no deployment (no {' and '.join(missing)} in it): make one with fedleak deploy init"
+            )
+        return cls(folder)
+
+    @property
+    def clients(self) -> int:
+        """How many there are."""
+        return len(list((self.folder / "keys").glob("client-*.pub")))
+
+    def scenario(self) -> Scenario:
+        """The server's scenario."""
+        scenario = Scenario.load(self.folder / "scenario.toml")
+        if scenario.protocol.clients != self.clients:
+            raise SpecError(
+                f"{self.folder}/scenario.toml: clients = {scenario.protocol.clients}, but there are keys of {self.clients}"
+            )
+        return scenario
+
+    def public_key(self, client: int) -> Path:
+        """The file of a client's public key."""
+        return self.folder / "keys" / f"client-{client}.pub"
+
+    def log(self, service: str) -> Path:
+        """Where a service of a local start tells what it does."""
+        path = self.folder / "logs" / f"{service}.log"
+        path.touch(mode=0o600)
+        return path
+
+    def runs(self) -> list[Run]:
+        """Its runs, in the order in which they began."""
+        found = [Run(path.parent) for path in (self.folder / "runs").glob("*/ledger.sqlite")]
+        return sorted(found, key=lambda run: (run.folder / "scenario.toml").stat().st_mtime_ns)
+
+    def next_run(self) -> str:
+        """The name of the run that is to be trained now: of the last one where it is unfinished, else a new one."""
+        runs = self.runs()
+        if runs and not runs[-1].model.exists():
+            return runs[-1].name
+        return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{FIRST_RUN}"
+
+    def begin(self, name: str) -> tuple[Run, bool]:
+        """The run of this name, made where there is none, and whether it has to go on where it stopped.
+
+        Raises:
+            SpecError: it is complete, or the name is none.
+        """
+        if not name or Path(name).name != name or name.startswith("."):
+            raise SpecError(f"{name!r} cannot be a run's name")
+        folder = self.folder / "runs" / name
+        if not folder.exists():
+            return create_run(self.scenario(), folder, mode="deployment"), False
+        run = Run.open(folder)
+        if run.model.exists():
+            raise SpecError(f"{folder} is complete; the next run needs another name (FEDLEAK_RUN)")
+        return run, state_of_training(run) != ""
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold this deployment's local start alone; Busy names the holder."""
+        return Run(self.folder).lock("up")  # the same lock as a run's
+
+    def holder(self) -> int | None:
+        """The living process that holds the local start."""
+        return Run(self.folder).holder("up")
+
+    def _write_client(self, client: int, scenario: Scenario, grading: Grading, sampling: Sampling) -> None:
+        folder = self.folder / "clients" / str(client)
+        (folder / "state").mkdir(parents=True, mode=0o700)
+        folder.chmod(0o700)
+        tables: dict[str, Any] = {
+            "client": client,
+            "state": "state",
+            "allow": [],
+            "data": {**scenario.protocol.data, "whole": False, "sampling": sampling},
+            "chain": list(scenario.protocol.chain),
+            **({"loss": scenario.tables["loss"]} if "loss" in scenario.tables else {}),
+            "grading": {"mode": grading, "precision": 0.5, "queries": 8},
+        }
+        write_secret(folder / "client.toml", (_OWNER + tomli_w.dumps(tables)).encode())
+
+    def _settings(self, clients: int) -> str:
+        user = os.getuid() or CONTAINER_USER
+        group = os.getgid() or CONTAINER_USER
+        lines = {
+            "FEDLEAK_VERSION": VERSION,
+            "FEDLEAK_UID": user,
+            "FEDLEAK_GID": group,
+            "FEDLEAK_RUN": FIRST_RUN,
+            "FEDLEAK_CLIENTS": clients,
+            "COMPOSE_PROFILES": "cpu",
+        }
+        return "".join(f"{key}={value}\n" for key, value in lines.items())
+
+    def _hand_over(self, user: int) -> None:
+        for path in [self.folder, *self.folder.rglob("*")]:
+            os.chown(path, user, user)
+
+
+def state_of_training(run: Run) -> str:
+    """ "" before it began, then training, trained, failed or interrupted."""
+    try:
+        with run.ledger(readonly=True) as ledger:
+            return ledger.meta().get("state", "")
+    except LedgerError as error:
+        raise SpecError(str(error)) from error
+
+
+def override(clients: int) -> str:
+    """What docker-compose.yml lacks, or has too much of, for this many clients; JSON is YAML, too."""
+    added: dict[str, Any] = {f"supernode-{k}": container(k) for k in range(IN_COMPOSE, clients)}
+    added |= {f"supernode-{k}": {"scale": 0} for k in range(clients, IN_COMPOSE)}
+    keys = {f"client-{k}": {"file": f"./keys/client-{k}"} for k in range(IN_COMPOSE, clients)}
+    return "# written by fedleak deploy init\n" + json.dumps({"services": added, "secrets": keys}, indent=2) + "\n"
+
+
+def container(client: int) -> Mapping[str, Any]:
+    """A SuperNode's service as docker-compose.yml has those of its first clients."""
+    return {
+        **HARDENED,
+        "command": list(supernode(Place(), client)),
+        "restart": "unless-stopped",
+        "depends_on": {"register": {"condition": "service_completed_successfully"}},
+        "networks": ["federation"],
+        "volumes": ["./tls/ca.crt:/deployment/tls/ca.crt:ro", f"./clients/{client}:/deployment/clients/{client}"],
+        "secrets": [{"source": f"client-{client}", "target": f"/deployment/keys/client-{client}"}],
+        "healthcheck": {"test": ["CMD", "python", "-c", _answers("http://127.0.0.1:9094/health")], **_PATIENT},
+    }
+
+
+HARDENED: Mapping[str, Any] = {
+    "image": "fedleak:${FEDLEAK_VERSION:-0.1.0}",
+    "pull_policy": "never",
+    "init": True,
+    "user": "${FEDLEAK_UID:-10001}:${FEDLEAK_GID:-10001}",
+    "read_only": True,
+    "tmpfs": ["/tmp"],
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges:true"],
+}
+_PATIENT = {"interval": "10s", "timeout": "5s", "retries": 6, "start_period": "60s"}
+_OWNER = """\
+# What this client's owner decides: the data it trains on, what is done to an update before it leaves, and whether the
+# server may be told how well its attacks did. Nothing that a server says changes it. Paths are relative to this file.
+"""
+
+
+def _answers(address: str) -> str:
+    return f"import urllib.request as u; u.urlopen('{address}', timeout=3)"

@@ -1,0 +1,398 @@
+"""A deployment's folder holds what its parties need and no more; its processes train, are attacked, and end together."""
+
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+from client.components import SpecError
+from client.owner import Owner
+from server.ledger import Ledger
+from server.pool import LocalExecutor, serve
+from server.run import Busy, Run
+from simulations import cli, inmemory, processes
+from simulations import local as local_start
+from simulations.deploy import down, status
+from simulations.deployment import DEMO, Deployment
+from simulations.identity import write_authority, write_node_key
+from simulations.launch import TrainingFailed
+from simulations.local import Local
+from simulations.services import Service
+from simulations.simulate import create_run
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    """A deployment of three clients; not to be changed."""
+    return Deployment.create(tmp_path_factory.mktemp("here") / "federation", 3, ["fed.example", "192.0.2.7"])
+
+
+@pytest.fixture
+def fresh(made: Deployment, tmp_path: Path) -> Deployment:
+    """A copy of it."""
+    shutil.copytree(made.folder, tmp_path / "federation")
+    return Deployment.open(tmp_path / "federation")
+
+
+# ------------------------------------------------------------------------------------------------------------ identity
+
+
+def handshake(server: Path, trusted: Path, name: str) -> None:
+    """TLS between the server's files and a client that trusts one authority, by OpenSSL, in memory."""
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(server / "server.crt", server / "server.key")
+    asking = ssl.create_default_context(cafile=trusted / "ca.crt")
+    up, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        asking.wrap_bio(back, up, server_hostname=name),
+        serving.wrap_bio(up, back, server_side=True),
+    ]
+    left = list(ends)
+    for _ in range(10):
+        for end in list(left):
+            try:
+                end.do_handshake()
+                left.remove(end)
+            except ssl.SSLWantReadError:
+                continue
+    assert not left
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "superlink", "fed.example", "192.0.2.7"])
+def test_the_server_is_believed_under_each_of_its_names(made: Deployment, name: str) -> None:
+    handshake(made.folder / "tls", made.folder / "tls", name)
+
+
+def test_the_server_is_not_believed_under_another_name(made: Deployment) -> None:
+    with pytest.raises(ssl.SSLCertVerificationError, match="elsewhere.example"):
+        handshake(made.folder / "tls", made.folder / "tls", "elsewhere.example")
+
+
+def test_who_trusts_another_authority_of_the_same_name_does_not_believe_the_server(
+    made: Deployment, tmp_path: Path
+) -> None:
+    write_authority(tmp_path)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(made.folder / "tls", tmp_path, "localhost")
+
+
+def test_a_certificate_that_has_run_out_is_not_believed(tmp_path: Path) -> None:
+    write_authority(tmp_path, days=-0)
+    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+        handshake(tmp_path, tmp_path, "localhost")
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
+def test_keys_are_what_ssh_keygen_writes(tmp_path: Path) -> None:
+    write_node_key(tmp_path / "ours")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", tmp_path / "theirs"], check=True)
+    derived = subprocess.run(
+        ["ssh-keygen", "-y", "-f", tmp_path / "ours"], capture_output=True, text=True, check=True
+    ).stdout
+    assert derived.split()[:2] == (tmp_path / "ours.pub").read_text().split()[:2]
+    for name in ("ours", "theirs"):
+        private, public = (tmp_path / name).read_bytes(), (tmp_path / f"{name}.pub").read_bytes()
+        key = load_ssh_private_key(private, None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name == "secp384r1"
+        assert private.splitlines()[0] == b"-----BEGIN OPENSSH PRIVATE KEY-----"
+        assert public.split()[0] == b"ecdsa-sha2-nistp384"
+        shown = load_ssh_public_key(public)
+        assert isinstance(shown, ec.EllipticCurvePublicKey)
+        assert shown.public_numbers() == key.public_key().public_numbers()
+
+
+# ---------------------------------------------------------------------------------------------------------- the folder
+
+
+def test_the_folder_and_its_secrets_are_their_owners_alone(made: Deployment) -> None:
+    open_to_all = {".crt", ".pub", ".toml", ".yaml"}
+    for path in [made.folder, *made.folder.rglob("*")]:
+        mode = path.stat().st_mode & 0o777
+        if path.is_dir():
+            assert mode == 0o700, path
+        elif path.suffix not in open_to_all or path.name == "client.toml":
+            assert mode == 0o600, path
+    names = {p.relative_to(made.folder).as_posix() for p in made.folder.rglob("*") if p.is_file()}
+    wanted = {"scenario.toml", ".env", "compose.override.yaml", "tls/ca.key", "tls/server.key", "secrets/superexec"}
+    wanted |= {f"keys/client-{k}" for k in range(3)} | {f"clients/{k}/client.toml" for k in range(3)}
+    assert wanted <= names
+
+
+def test_what_the_servers_containers_see_of_the_keys_is_public(made: Deployment) -> None:
+    shown = {p.name: p.read_bytes() for p in (made.folder / "public").iterdir()}
+    assert shown == {f"client-{k}.pub": made.public_key(k).read_bytes() for k in range(3)}
+
+
+def test_no_two_keys_and_no_two_secrets_are_equal(made: Deployment, fresh: Deployment, tmp_path: Path) -> None:
+    other = Deployment.create(tmp_path / "other", 3)
+    secret = [p.read_bytes() for d in (made, other) for p in d.folder.rglob("*")
+              if p.is_file() and p.parent.name in ("keys", "secrets", "tls")]  # fmt: skip
+    assert len(secret) == 2 * (6 + 3 + 4) and len(set(secret)) == len(secret)
+
+
+def test_each_owners_file_is_one_and_says_what_the_scenario_says(made: Deployment) -> None:
+    protocol = made.scenario().protocol
+    for client in range(3):
+        owner = Owner.load(made.folder / "clients" / str(client) / "client.toml")
+        assert owner.client == client
+        assert [dict(link) for link in owner.chain] == [dict(link) for link in protocol.chain]
+        assert {**owner.data, **owner.split, "batch_size": owner.batch_size} == dict(protocol.data)
+        assert owner.grading.mode == "off"
+
+
+def test_grading_and_sampling_are_as_was_asked_for(tmp_path: Path) -> None:
+    made = Deployment.create(tmp_path / "federation", 1, grading="scores", sampling="agreed")
+    text = (made.folder / "clients" / "0" / "client.toml").read_text()
+    owner = Owner.load(made.folder / "clients" / "0" / "client.toml")
+    assert owner.grading.mode == "scores" and 'sampling = "agreed"' in text
+
+
+@pytest.mark.parametrize("clients", [1, 5])
+def test_the_number_of_clients_is_the_one_that_was_asked_for(tmp_path: Path, clients: int) -> None:
+    made = Deployment.create(tmp_path / "federation", clients)
+    assert made.clients == made.scenario().protocol.clients == clients
+    (made.folder / "keys" / "client-9.pub").write_text("of nobody")
+    with pytest.raises(SpecError, match=f"clients = {clients}, but there are keys of {clients + 1}"):
+        made.scenario()
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kept").write_text("mine")
+    assert cli.main(["deploy", "init", str(tmp_path), "--clients", "2"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--clients", "2", "--host", "no name at all"], "--host"),
+        (["--clients", "2", "--scenario", "no-such.toml"], "there is no such file"),
+    ],
+)
+def test_a_mistake_is_told_with_exit_status_two(
+    tmp_path: Path, arguments: Sequence[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["deploy", "init", str(tmp_path / "federation"), *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "federation").exists(), "nothing is written before all is checked"
+
+
+def test_what_only_a_simulation_can_do_is_refused(tmp_path: Path) -> None:
+    scenario = tmp_path / "summed.toml"
+    scenario.write_text(DEMO.read_text() + "\n[secure_sum]\ngroup = 2\n")
+    with pytest.raises(SpecError, match="secure_sum"):
+        Deployment.create(tmp_path / "federation", 2, scenario=scenario)
+    assert not (tmp_path / "federation").exists(), "nothing is written before all is checked"
+
+
+def test_a_folder_that_is_no_deployment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for action in (["up", str(tmp_path), "--local"], ["status", str(tmp_path)], ["down", str(tmp_path)]):
+        assert cli.main(["deploy", *action]) == 2
+        assert "is no deployment" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------ its runs
+
+
+def test_an_unfinished_run_is_the_next_one_and_a_complete_one_is_not(fresh: Deployment) -> None:
+    first, resumed = fresh.begin("one")
+    assert not resumed and fresh.begin("one") == (first, False), "what has not begun begins"
+    with first.ledger() as ledger:
+        assert ledger.meta()["mode"] == "deployment"
+        for state in ("training", "failed", "interrupted"):
+            ledger.set_meta(state=state)
+            assert fresh.next_run() == "one" and fresh.begin("one") == (first, True), state
+    first.model.touch()  # what the server leaves last of all, whatever was heard of its end
+    assert fresh.next_run() != "one"
+    with pytest.raises(SpecError, match="is complete"):
+        fresh.begin("one")
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "a/b", "", ".", "..", ".hidden", "/abs"])
+def test_a_run_stays_in_the_deployments_folder(fresh: Deployment, name: str) -> None:
+    with pytest.raises(SpecError, match="cannot be a run's name"):
+        fresh.begin(name)
+    assert fresh.runs() == []
+
+
+def test_runs_come_in_the_order_in_which_they_began(fresh: Deployment) -> None:
+    for name in ("b", "c", "a"):
+        fresh.begin(name)
+        time.sleep(0.02)
+    assert [run.name for run in fresh.runs()] == ["b", "c", "a"]
+
+
+# --------------------------------------------------------------------------------------------------- its processes here
+
+
+@pytest.fixture
+def local(fresh: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
+    """A local start with small programs in the place of Flower's."""
+    monkeypatch.setattr(local_start, "PAUSE", 0.0)
+    made = Local(fresh, "a-run", with_ray=False)
+    yield made
+    made.close()
+
+
+def program(local: Local, name: str, code: str, restart: str = "unless-stopped") -> None:
+    local.services[name] = Service((sys.executable, "-c", code), restart)  # type: ignore[arg-type]
+    local.begin(name)
+
+
+def wait_for(condition: object, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+SLEEP = "import time; time.sleep(120)"
+
+
+@linux
+def test_all_that_was_started_ends_with_the_start_even_what_left_its_group(local: Local) -> None:
+    stray = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True); {SLEEP}"
+    )
+    for name in ("one", "two"):
+        program(local, name, stray)
+    wait_for(lambda: len(processes.marked(local.mark)) == 4)
+    local.close()
+    assert processes.marked(local.mark) == [] and not local.scratch.exists()
+
+
+def test_what_dies_is_started_again_as_its_policy_says(local: Local) -> None:
+    program(local, "always", "")
+    program(local, "on-failure", "raise SystemExit(3)", "on-failure")
+    program(local, "good", "", "on-failure")
+    program(local, "once", "raise SystemExit(3)", "no")
+    began = {name: child.pid for name, child in local.children.items()}
+    for child in local.children.values():
+        child.wait()
+    local.look()
+    local.look()
+    again = {name for name, child in local.children.items() if child.pid != began[name]}
+    assert again == {"always", "on-failure"}
+    facts = json.loads((local.deployment.folder / "up.json").read_text())
+    assert facts["pids"] == {name: child.pid for name, child in local.children.items()}
+
+
+def test_what_dies_again_and_again_is_told_with_the_end_of_its_log(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_start, "DEATHS", 2)
+    program(local, "bad", "print('no such key'); raise SystemExit(9)")
+
+    def look_on() -> None:
+        for _ in range(20):
+            local.children["bad"].wait()
+            local.look()
+
+    with pytest.raises(TrainingFailed, match=r"bad: exit status 9, 2 times\n(.*\n)+no such key"):
+        look_on()
+
+
+@linux
+def test_status_tells_who_lives_and_how_the_run_stands(fresh: Deployment, attacked_run: Run) -> None:
+    assert status(fresh) == ({}, [])
+    shutil.copytree(attacked_run.folder, fresh.folder / "runs" / "one")
+    local = Local(fresh, "one", with_ray=False)
+    try:
+        program(local, "living", SLEEP)
+        program(local, "ended", "")
+        local.children["ended"].wait()
+        alive, lines = status(fresh)
+    finally:
+        local.close()
+    assert alive == {"living": True, "ended": False}
+    with attacked_run.ledger() as ledger:
+        rows, done = len(list(ledger.scores())), ledger.progress().done
+    assert lines[0] == "one: trained, round 2 of 2"
+    assert lines[1].startswith(f"attacks: {done} done, 0 to come") and lines[1].endswith(f"{rows} score rows")
+    assert status(fresh)[0] == {"living": False, "ended": False}
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from simulations.deployment import Deployment
+with Deployment.open(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+@linux
+def test_a_deployment_is_up_once_and_down_asks_whoever_holds_it(fresh: Deployment) -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", HOLD, fresh.folder], stdout=subprocess.PIPE, text=True) as holder,
+        Local(fresh, "one", with_ray=False) as left,
+    ):
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(Busy, match=f"process {holder.pid} holds its up"), fresh.lock():
+            pass
+        program(left, "stray", SLEEP)
+        assert down(fresh) == [left.children["stray"].pid]
+        assert holder.wait() == -signal.SIGTERM and left.children["stray"].wait() != 0
+        assert down(fresh) == [], "nothing is left to end"
+
+
+def test_down_ends_nobody_whom_it_does_not_know(fresh: Deployment) -> None:
+    for mark in ("", "x", "../..", str(os.getpid())):
+        (fresh.folder / "up.json").write_text(json.dumps({"mark": mark, "pids": {"me": os.getpid()}}))
+        assert down(fresh) == []
+
+
+# ------------------------------------------------------------------------------------------------------- the real thing
+
+
+def by_example(ledger: Ledger) -> dict[tuple[object, ...], float]:
+    return {(r["round"], r["client"], r["attack"], r["example"]): r["value"] for r in ledger.scores("psnr")}
+
+
+@pytest.mark.slow
+def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(tmp_path: Path) -> None:
+    """TLS, node authentication, three clients with files of their own, a Ray cluster: the same updates, bit for bit."""
+    folder = tmp_path / "federation"
+    assert (
+        cli.main(["deploy", "init", str(folder), "--clients", "3", "--sampling", "agreed", "--grading", "scores"]) == 0
+    )
+    deployment = Deployment.open(folder)
+    command = [sys.executable, "-m", "simulations.cli", "deploy", "up", str(folder), "--local"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr
+    run = Run.open(Path(done.stdout.strip().splitlines()[-1]))
+    assert run.folder == deployment.runs()[0].folder
+
+    scenario = deployment.scenario()
+    simulated = create_run(scenario, tmp_path / "simulated")
+    inmemory.train(simulated)
+    with run.ledger() as ours, simulated.ledger() as theirs:
+        found, expected = ([tuple(o) for o in ledger.observations()] for ledger in (ours, theirs))
+        assert found == expected and len(found) == 9, "round, client, what became of it, examples, digest"
+        accuracies = [[(r["round"], r["accuracy"], r["loss"]) for r in ledger.rounds()] for ledger in (ours, theirs)]
+        assert accuracies[0] == accuracies[1]
+        serve(simulated, LocalExecutor())
+        told, truth = (by_example(ledger) for ledger in (ours, theirs))
+        assert told.keys() == truth.keys() and len(told) == 9 * 6, "two attacks, their wrong clients, and two baselines"
+        # quantised to 0.5 dB by each client, and capped; packed differently, an attack's last digits differ
+        assert max(abs(told[key] - min(truth[key], 60.0)) for key in told) <= 0.25 + 0.05
+        progress = ours.progress()
+        assert (progress.done, progress.failed, progress.queued + progress.leased) == (36, 0, 0)
+        graded = [r["value"] for r in ours.scores("psnr") if r["attack"] == "analytic"]
+        assert len(graded) == 9 and min(graded) >= 60, "the first layer's gradient holds the image exactly"
+    mark = json.loads((folder / "up.json").read_text())["mark"]
+    assert processes.marked(mark) == []

@@ -1,0 +1,253 @@
+"""What a deployment survives, and whom it does not let in: with Flower's real processes, TLS and keys."""
+
+import json
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from server.run import Run
+from server.scenario import Scenario
+from simulations import launch, processes
+from simulations.deploy import register
+from simulations.deployment import Deployment
+from simulations.identity import write_authority, write_node_key
+from simulations.local import Local
+from simulations.services import Service, supernode
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux"),
+]
+
+SCENARIO = """
+seed = 5
+rounds = 4
+clients = 3
+[data]
+use = "client.data:mnist5k"
+batch_size = 1
+auxiliary = 200
+[model]
+use = "client.models:mlp"
+hidden = [16]
+[[chain]]
+use = "client.update:local_sgd"
+rate = 0.1
+[simulation]
+round_timeout = 100
+[audit]
+executor = "local"
+[[attack]]
+use = "attacks.analytic:analytic"
+"""
+
+
+def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    (tmp_path / "small.toml").write_text(SCENARIO)
+    return Deployment.create(tmp_path / "federation", 3, scenario=tmp_path / "small.toml", sampling="agreed")
+
+
+# ------------------------------------------------------------------------------------------------- who is not let in
+
+
+@pytest.fixture
+def linked(deployment: Deployment) -> Iterator[Local]:
+    """A SuperLink that knows three keys."""
+    with Local(deployment, "a-run", with_ray=False) as local:
+        local.listen()
+        local.finish("register")
+        yield local
+
+
+def refusal(local: Local, name: str, command: tuple[str, ...], within: float = 90) -> str:
+    """What a SuperNode that must not get in says before it ends."""
+    local.services[name] = Service(command, "no")
+    local.begin(name)
+    wait_for(lambda: local.status(name) is not None, within, f"{name} to end")
+    assert local.status(name) != 0
+    return local.deployment.log(name).read_text()
+
+
+def changed(command: tuple[str, ...], option: str, value: str) -> tuple[str, ...]:
+    place = command.index(option) + 1
+    return (*command[:place], value, *command[place + 1 :])
+
+
+def test_strangers_are_refused_and_who_is_known_is_not(linked: Local, tmp_path: Path) -> None:
+    folder, port = linked.deployment.folder, linked.place.superlink[1]
+    mine = supernode(linked.place, 0)
+
+    write_node_key(tmp_path / "stranger")
+    said = refusal(linked, "stranger", changed(mine, "--auth-supernode-private-key", str(tmp_path / "stranger")))
+    assert "Exit Code: 305" in said, said
+
+    without = [w for i, w in enumerate(mine) if "--auth-supernode" not in w and "--auth-supernode" not in mine[i - 1]]
+    assert "Exit Code: 305" in refusal(linked, "keyless", tuple(without)), "nobody makes himself known"
+
+    (tmp_path / "other").mkdir()
+    write_authority(tmp_path / "other")
+    said = refusal(linked, "deceived", changed(mine, "--root-certificates", str(tmp_path / "other" / "ca.crt")))
+    assert "certificate" in said.lower(), said
+
+    with pytest.raises((urllib.error.URLError, ConnectionError)):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10)
+    trusting = ssl.create_default_context(cafile=folder / "tls" / "ca.crt")
+    with urllib.request.urlopen(f"https://127.0.0.1:{port}/health", timeout=10, context=trusting) as answer:
+        assert answer.status == 200
+    asked = urllib.request.Request(
+        f"https://127.0.0.1:{port}/v1/runtime/acquire-task",
+        data=b"",
+        headers={"Content-Type": "application/protobuf", "Accept": "application/protobuf"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as denied:  # else anybody could run in the ServerApp's place
+        urllib.request.urlopen(asked, timeout=10, context=trusting)
+    assert denied.value.code in (401, 403), denied.value.read()
+
+    register(linked.deployment, f"127.0.0.1:{port}")  # once more changes nothing
+    linked.begin("supernode-0")
+    known = linked.deployment.log("supernode-0")
+    wait_for(lambda: "SuperNode ID:" in known.read_text(), 60, "the client that is known")
+    assert linked.status("supernode-0") is None
+
+
+# ------------------------------------------------------------------------------------------------------ what may die
+
+
+def begin_up(deployment: Deployment) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "simulations.cli", "deploy", "up", str(deployment.folder), "--local"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def pid_of(deployment: Deployment, service: str) -> int:
+    pids: dict[str, int] = json.loads((deployment.folder / "up.json").read_text())["pids"]
+    return pids[service]
+
+
+def reached(deployment: Deployment, round: int) -> Callable[[], bool]:
+    def look() -> bool:
+        for run in deployment.runs():
+            with run.ledger(readonly=True) as ledger:
+                return bool(ledger.rounds()) and ledger.last_round() >= round
+        return False
+
+    return look
+
+
+def test_a_client_the_attack_service_and_the_superlink_are_killed_and_the_run_ends_complete(
+    deployment: Deployment,
+) -> None:
+    """One after the other in one run; the SuperLink's death fails it, and the next start goes on where it stopped."""
+    first = begin_up(deployment)
+    try:
+        wait_for(reached(deployment, 1), 240, "the first round")
+        victim = pid_of(deployment, "supernode-1")
+        os.killpg(victim, signal.SIGKILL)
+        os.kill(pid_of(deployment, "attack"), signal.SIGKILL)
+        wait_for(reached(deployment, 2), 240, "the round whose client died")
+        wait_for(lambda: pid_of(deployment, "supernode-1") != victim, 60, "the client to be started again")
+        os.killpg(pid_of(deployment, "superlink"), signal.SIGKILL)
+        _, said = first.communicate(timeout=240)
+    finally:
+        first.kill()
+    assert first.returncode == 1, said
+    mark = json.loads((deployment.folder / "up.json").read_text())["mark"]
+    assert processes.marked(mark) == []
+    (run,) = deployment.runs()
+    with run.ledger(readonly=True) as ledger:
+        before = ledger.last_round()
+        assert ledger.meta()["state"] == "failed" and 2 <= before < 4
+
+    second = begin_up(deployment)
+    try:
+        _, said = second.communicate(timeout=400)
+    finally:
+        second.kill()
+    assert second.returncode == 0, said
+    assert f"{run.name} goes on where it stopped" in said and deployment.runs() == [run]
+    complete(run, rounds=4, clients=3)
+
+
+def complete(run: Run, rounds: int, clients: int) -> None:
+    """Neither gap nor double: every round once, every client's fate in it once, every update attacked once by each attack."""
+    with run.ledger(readonly=True) as ledger:
+        assert ledger.meta()["state"] == "trained"
+        assert [r["round"] for r in ledger.rounds()] == list(range(rounds + 1))
+        seen = {(o["round"], o["client"]): o["status"] for o in ledger.observations()}
+        assert {round for round, _ in seen} == set(range(1, rounds + 1))
+        assert len(ledger.observations()) == len(seen)
+        accepted = {key for key, state in seen.items() if state == "accepted"}
+        assert Counter(round for round, _ in accepted)[rounds] == clients, "in the end all are back"
+        progress = ledger.progress()
+        assert (progress.done, progress.failed, progress.queued, progress.leased) == (3 * len(accepted), 0, 0, 0)
+        rows = Counter((r["round"], r["client"], r["attack"], r["example"], r["metric"]) for r in ledger.scores())
+        assert rows and max(rows.values()) == 1
+        assert {(round, client) for round, client, *_ in rows} == accepted
+
+
+# -------------------------------------------------------------------------------------------------------- Ray's cluster
+
+
+@pytest.fixture
+def cluster(deployment: Deployment) -> Iterator[Local]:
+    """A Ray head and a worker, by the commands of docker-compose.yml."""
+    with Local(deployment, "a-run", with_ray=True) as local:
+        for name in ("ray-head", "ray-worker"):
+            local.begin(name)
+        wait_for(lambda: processes.listens(local.place.ray[1]), 60, "the head")
+        yield local
+
+
+def workers_of(cluster: Local) -> list[int]:
+    """The attack workers that the cluster's own processes have started: they carry its mark."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in processes.marked(cluster.mark)}
+    return [pid for pid, line in lines.items() if line.exists() and b"ray::Worker" in line.read_bytes()]
+
+
+def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
+    cluster: Local, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_taped(cluster.deployment.folder / "runs" / "a-run", make_scenario(audit={"executor": "ray"}))
+    service = cluster.services["attack"]
+    (tmp_path / "ray").mkdir()
+    outside = launch.child_environment(tmp_path, "none-of-theirs") | dict(service.environment)
+    (tmp_path / "wrong").write_text("0" * 64)
+    stranger = subprocess.run(
+        service.command,
+        env=outside | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "wrong")},
+        capture_output=True,
+        timeout=150,
+    )
+    with run.ledger() as ledger:
+        before = ledger.progress()
+        assert stranger.returncode != 0 and before.queued == before.total > 0 and workers_of(cluster) == []
+
+    audit = subprocess.Popen(service.command, env=outside, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: workers_of(cluster) or audit.poll() is not None, 90, "a worker of the cluster")
+        there = workers_of(cluster)
+        _, said = audit.communicate(timeout=200)
+    finally:
+        audit.kill()
+    assert audit.returncode == 0 and there, said
+    with run.ledger() as ledger:
+        after = ledger.progress()
+        assert (after.done, after.failed) == (before.total, 0)
+    assert cluster.status("ray-head") is None and cluster.status("ray-worker") is None, "the cluster stays"
