@@ -9,17 +9,34 @@ from functools import cached_property, lru_cache, partial
 import torch
 from torch import Tensor, nn
 
-from attacks.base import Attack, Budget, Knowledge, Memory, Reconstruction, Remembering, Status, Stream, Trace, Wave
+from attacks.auxiliary import check_apart
+from attacks.base import (
+    Attack,
+    Budget,
+    Knowledge,
+    Memory,
+    Observation,
+    Reconstruction,
+    Remembering,
+    Status,
+    Stream,
+    Trace,
+    Wave,
+)
 from attacks.feedback import FeedbackBlending
 from attacks.inference import Inferred, infer
 from attacks.limits import GaussianPrior, bayes_limit, form
 from attacks.matching import GradientMatching
 from attacks.metrics import AUGMENTED, HIGHER_IS_BETTER, Metric, image_metrics, label_accuracy, match
 from attacks.plan import PlannedAttack, describe
+from client.losses import is_cross_entropy
+from client.owner import OwnAudit
 from client.protocol import Federation
 from client.rng import generator
-from client.update import Batch, Chain, UpdateFn, gradient
+from client.update import Batch, Chain, Params, Update, UpdateFn
 
+OBJECTIVE = "objective"  # the metric of a row that tells an attack's own objective, where nothing else can be told
+NO_TRUTH = 'labels = "given" hands over the true labels, which the server of a deployment does not have: say "restored"'
 WHOLE_BATCH = -1  # the example number of a row that speaks of the whole batch
 NO_DERIVATIVE = (  # on the card of an attack that cannot move
     "the chain's noise-free form has no derivative, so gradient matching cannot work: give the link a differentiable mean"
@@ -61,14 +78,17 @@ class Auditor:
     Args:
         federation: gives the attacker its public knowledge and, in a simulation, the grader its truth.
         seed: of the attacker's randomness.
+        blind: there is no truth here, as in a deployment: rows tell an attack's own objective, or that it has nothing to grade.
     """
 
     federation: Federation
     seed: int = 0
+    blind: bool = False
 
     @cached_property
     def auxiliary(self) -> Batch:
         """The public images: the attacker's knowledge of the distribution, and the gallery of identification."""
+        check_apart(self.federation.shards)
         return self.federation.shards.auxiliary_batch()
 
     @cached_property
@@ -100,13 +120,26 @@ class Auditor:
             batch_size=members * fed.shards.batch_size,
             mean=dataset.mean,
             std=dataset.std,
-            auxiliary=self.auxiliary,
+            auxiliary=self.images(planned),
             card=card(fed, planned, inferred),
+            loss=fed.loss,
         )
+
+    def images(self, planned: PlannedAttack) -> Batch:
+        """Those of the public images that a planned attack has, with any that it makes up."""
+        if planned.auxiliary is None:
+            return self.auxiliary
+        rng = generator(self.seed, "auxiliary", repr(sorted(planned.auxiliary.items())))
+        return planned.images().of(self.auxiliary, self.federation.shards.dataset.classes, rng)
 
     def inferred(self, wave: Wave, members: int = 1) -> Inferred:
         """What the updates of a wave betray of the chain to someone who knows the local training alone."""
         fed = self.federation
+        if not is_cross_entropy(fed.loss):
+            raise ValueError(
+                "a defense is inferred from zeros that the cross-entropy's gradient never has, and [loss] names another loss: "
+                'attack with defense = "known" or "unknown"'
+            )
         return infer(wave, fed.model, fed.chain.local, fed.shards.batch_size, members)
 
     @cached_property
@@ -141,7 +174,7 @@ class Auditor:
             return [each[client] for client in wave.clients]
         if planned.is_limit:
             return self._limit(planned, wave, members[0])
-        simulated, truth = truth is None, truth or self.federation.batch_at
+        simulated, truth = truth is None and not self.blind, truth or self._truth
         inferred = self.inferred(wave, members[0]) if planned.defense == "inferred" else None
         attack, known = planned.build(), self.knowledge(planned, members[0], inferred)
         if planned.labels == "given":  # the threat model hands labels over, images never
@@ -157,6 +190,11 @@ class Auditor:
         audited = []
         for client, found, memory in zip(wave.clients, reconstructions, kept, strict=True):
             found = replace(found, seconds=seconds, reason="; ".join(filter(None, (said, found.reason))))
+            if self.blind:
+                against = None if planned.is_baseline else (others or {}).get(client)
+                rows = self._ungraded(planned.name, wave.round, client, found, known.batch_size, against)
+                audited.append(Audited(client, found, tuple(rows), memory))
+                continue
             changed = self.federation.trained_on(wave.params, wave.buffers, client, wave.round) if simulated else None
             paired, rows = self._grade(planned.name, wave.round, client, found, truth, changed)
             other = (others or {}).get(client)
@@ -168,6 +206,28 @@ class Auditor:
                 rows += wrong
             audited.append(Audited(client, paired, tuple(rows), memory))
         return audited
+
+    def _truth(self, client: int, round: int) -> Batch:
+        if self.blind:
+            raise ValueError(NO_TRUTH)
+        return self.federation.batch_at(client, round)
+
+    def _ungraded(
+        self, attack: str, round: int, client: int, found: Reconstruction, examples: int, other: int | None
+    ) -> list[Row]:
+        """What can be said of a reconstruction without its truth: its objective, or that there is nothing to grade."""
+
+        def row(client: int, attack: str, example: int, metric: str, value: float | None) -> Row:
+            return Row(round, client, attack, example, metric, value, found.status, found.seconds)
+
+        objective = found.objective if math.isfinite(found.objective) else None
+        rows = [row(client, attack, WHOLE_BATCH, OBJECTIVE, objective)]
+        if not has_images(found.x):
+            rows += [row(client, attack, i, "psnr", None) for i in range(examples)]
+            rows += [
+                row(other, f"wrong_client({attack})", i, "psnr", None) for i in range(examples) if other is not None
+            ]
+        return rows
 
     def _limit(self, planned: PlannedAttack, wave: Wave, members: int) -> list[Audited]:
         """One bound for all clients of a round: they share params, and it reads neither update nor truth."""
@@ -216,7 +276,7 @@ class Auditor:
         rows = []
         if found.y is not None:
             rows.append(row(WHOLE_BATCH, "label_accuracy", label_accuracy(batch.y, found.y)))
-        if found.x is None or not torch.isfinite(found.x).all():
+        if found.x is None or not has_images(found.x):
             rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(batch.y))]
             return found, rows
         order = match(batch.x, found.x)
@@ -229,6 +289,42 @@ class Auditor:
                 if (name := metric.name + AUGMENTED) in HIGHER_IS_BETTER:
                     rows += [row(i, name, v) for i, v in enumerate(metric(changed.x, nearest).double().tolist())]
         return replace(found, x=x, y=_reorder(found.y, order), trace=_rearranged(found.trace, order)), rows
+
+
+def has_images(x: Tensor | None) -> bool:
+    """Whether a reconstruction has anything to grade."""
+    return x is not None and bool(torch.isfinite(x).all())
+
+
+@dataclass(frozen=True)
+class invert_own(OwnAudit):
+    """A client's own update, inverted by an attack before it leaves: the client's guard asks for it.
+
+    Args:
+        attack: as [[attack]] use names it; it knows the whole chain, restores the labels, and has no auxiliary images.
+        iterations, seconds: the most that it may spend.
+    """
+
+    attack: str
+    iterations: int = 100
+    seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        _ = self._planned  # an attack that does not exist is told at once
+
+    @property
+    def _planned(self) -> PlannedAttack:
+        table = {"use": self.attack, "iterations": self.iterations, "seconds": self.seconds}
+        return PlannedAttack.from_table(table, "audit")
+
+    def leak(
+        self, own: Federation, params: Params, buffers: Mapping[str, Tensor], update: Update, batch: Batch
+    ) -> float:
+        wave = Wave.stack([Observation(1, 0, params, update, buffers)])
+        (audited,) = Auditor(own).audit(self._planned, wave, truth=lambda client, round: batch)
+        if audited.reconstruction.status == "not_applicable":
+            raise ValueError(audited.reconstruction.reason)
+        return max((r.value for r in audited.rows if r.metric == "psnr" and r.value is not None), default=-math.inf)
 
 
 def _remembering(
@@ -260,7 +356,7 @@ def card(fed: Federation, planned: PlannedAttack, inferred: Inferred | None = No
     Args:
         inferred: what the attacker read off the updates; None: it will be read off those of each wave.
     """
-    images = f"{len(fed.shards.auxiliary)} auxiliary images of the same distribution"
+    images = _images(fed, planned)
     if planned.is_baseline:
         return f"{images} and nothing else"
     links = " > ".join(map(describe, fed.protocol.chain))
@@ -277,6 +373,7 @@ def card(fed: Federation, planned: PlannedAttack, inferred: Inferred | None = No
         f"labels {own if planned.labels == 'restored' else planned.labels}",
         f"chain {_known_chain(planned, links, inferred)}",
         *([NO_DERIVATIVE] if matching and planned.defense == "known" and _is_flat(fed) else []),
+        *([] if is_cross_entropy(fed.loss) else [f"loss {describe(fed.protocol.loss)} known"]),
         batch,
         f"normalisation known, {images}",
         *([f"BatchNorm in {'train' if fed.model.training else 'eval'} mode, statistics known"] if norms else []),
@@ -284,6 +381,14 @@ def card(fed: Federation, planned: PlannedAttack, inferred: Inferred | None = No
         str(planned.budget),
     ]
     return "; ".join(parts)
+
+
+def _images(fed: Federation, planned: PlannedAttack) -> str:
+    """The auxiliary images in words."""
+    chosen = planned.images()
+    if chosen.size is None and chosen.classes:
+        return f"all fitting {chosen}"
+    return f"{chosen.size or len(fed.shards.auxiliary)} {chosen}"
 
 
 def _known_chain(planned: PlannedAttack, links: str, inferred: Inferred | None) -> str:
@@ -309,7 +414,7 @@ def _is_flat(fed: Federation) -> bool:
     rng = generator(fed.protocol.seed, "derivative")
     shape = fed.shards.dataset.shape
     batch = Batch(torch.rand(2, *shape, generator=rng), torch.randint(fed.shards.dataset.classes, (2,), generator=rng))
-    bare = gradient(fed.model, normalise=fed.shards.dataset.normalise)
+    bare = fed.gradient
     try:
         update, slope = _slope(fed, fed.chain.mean(bare), batch)
         return update > 0 and slope == 0 and _slope(fed, fed.chain.local(bare), batch)[1] > 0

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from attacks.auxiliary import Auxiliary
 from attacks.base import Attack, Budget, Remembering
 from client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
 
@@ -16,7 +17,7 @@ BASELINES = ("mean_image", "random_image")
 LIMITS = ("bayes_limit",)  # no attacks: what none can beat, computed beside them
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 # what an [[attack]] table says beside its component's arguments
-_OWN = ("name", *_BUDGET, "labels", "defense", "trace")
+_OWN = ("name", *_BUDGET, "labels", "defense", "trace", "auxiliary")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class PlannedAttack:
         defense: known (the attacker inverts the whole chain), unknown (it assumes bare local training) or inferred (it
             inverts what it reads off the updates).
         trace: about so many snapshots are kept of each reconstruction on its way; 0: none.
+        auxiliary: which of the auxiliary images it has (the arguments of attacks.auxiliary's Auxiliary); None: all of them.
     """
 
     name: str
@@ -39,6 +41,7 @@ class PlannedAttack:
     labels: Literal["restored", "given"] = "restored"
     defense: Literal["known", "unknown", "inferred"] = "known"
     trace: int = 0
+    auxiliary: Table | None = None
 
     @classmethod
     def from_table(cls, table: Table, where: str) -> "PlannedAttack":
@@ -59,7 +62,16 @@ class PlannedAttack:
         trace = conform(table.get("trace", 0), int, f"{where}: trace")
         if trace:
             call(attack.traced, {"snapshots": trace}, where)
-        return cls(name, component, budget, labels, defense, trace)
+        auxiliary = conform(table.get("auxiliary"), dict | None, f"{where}: auxiliary")
+        planned = cls(name, component, budget, labels, defense, trace, auxiliary)
+        planned.images(where)
+        return planned
+
+    def images(self, where: str = "[[attack]]") -> Auxiliary:
+        """Which of the auxiliary images it has; SpecError says what is wrong with the table."""
+        arguments = check_arguments(Auxiliary, self.auxiliary or {}, f"{where}: auxiliary")
+        found: Auxiliary = call(Auxiliary, arguments, f"{where}: auxiliary")
+        return found
 
     def build(self) -> Attack:
         """The attack itself."""
@@ -91,6 +103,8 @@ class PlannedAttack:
         spec = dataclasses.asdict(self)
         if not self.trace:  # as in ledgers from before there were traces
             del spec["trace"]
+        if self.auxiliary is None:
+            del spec["auxiliary"]
         return json.dumps(spec, sort_keys=True)
 
     @classmethod

@@ -98,6 +98,9 @@ def _met(trial: Trial, scene: Scene, seed: int, part: slice) -> tuple[Wave, Know
     # attacks of one cell share their starts: what differs between them is then not the draw
     streams: list[Stream] = [partial(generator, seed, "attack", o.client) for o in observations]
     known = scene.known if trial.defense == "known" else replace(scene.known, chain=Chain((scene.known.chain.local,)))
+    if trial.auxiliary is not None and known.auxiliary is not None:
+        rng = generator(seed, "auxiliary", repr(sorted(trial.auxiliary.items())))
+        known = replace(known, auxiliary=trial.images().of(known.auxiliary, known.classes, rng))
     if trial.labels == "given":
         known = replace(known, labels=torch.stack([t.y for t in scene.truth[part]]))
     return Wave.stack(observations), known, streams

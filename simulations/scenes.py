@@ -27,7 +27,7 @@ from client.update import (
 )
 from simulations.sheets import OFFERED, Cell, Images, build_link
 
-AUXILIARY = 200  # training images that are the attacker's
+AUXILIARY = 200  # training images that no network is trained on
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def stage(cell: Cell, seed: int) -> Scene:
         batch_size=cell.images.batch_size,
         mean=dataset.mean,
         std=dataset.std,
-        auxiliary=_auxiliary(dataset),
+        auxiliary=_auxiliary(dataset, cell),
     )
     turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)  # nobody may have an image more
     return Scene(seen, truth, known, note, turns, changed or None)
@@ -79,9 +79,19 @@ def _detached(update: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k: t.detach() for k, t in update.items()}
 
 
-def _auxiliary(dataset: Dataset) -> Batch:
-    """Public images: the last of the training images, which no sheet attacks, tunes or trains on."""
-    return batch_of(dataset.x, dataset.y, torch.arange(len(dataset.y) - AUXILIARY, len(dataset.y)))
+def _auxiliary(dataset: Dataset, cell: Cell) -> Batch:
+    """Public images: the last of the training images; SpecError where some of them are attacked, or there are too few."""
+    first, images = len(dataset.y) - cell.auxiliary, cell.images
+    if first < 0:
+        raise SpecError(
+            f"cell {cell.name}: auxiliary {cell.auxiliary:,}, and {dataset.name} has {len(dataset.y):,} images"
+        )
+    attacked = [t.x for t in choose(dataset, images, cell.n)] if images.part == "train" else []
+    public = batch_of(dataset.x, dataset.y, torch.arange(first, len(dataset.y)))
+    own = {x.numpy().tobytes() for batch in attacked for x in batch}
+    if both := sum(x.numpy().tobytes() in own for x in public.x) if own else 0:
+        raise SpecError(f"cell {cell.name}: {both} of the {cell.auxiliary:,} auxiliary images are attacked: take fewer")
+    return public
 
 
 def _dataset(cell: Cell) -> Dataset:
@@ -102,7 +112,7 @@ def _read(use: str, where: str) -> Dataset:
 def choose(dataset: Dataset, images: Images, n: int) -> tuple[Batch, ...]:
     """n batches of a dataset's first images, in order; SpecError when there are too few."""
     x, y = (dataset.x_test, dataset.y_test) if images.part == "test" else (dataset.x, dataset.y)
-    left = list(range(images.first, len(y)))
+    left = [i for i in range(images.first, len(y)) if not images.classes or int(y[i]) in images.classes]
     batches = []
     for _ in range(n):
         taken: list[int] = []

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from attacks.auxiliary import Auxiliary
 from attacks.base import Attack, Budget
 from attacks.feedback import FeedbackBlending
 from attacks.matching import GradientMatching
@@ -33,6 +34,7 @@ class Images:
         first: the images before it are left alone (for tuning).
         batch_size: images an update.
         distinct: no class twice in a batch: for each batch, the next images that fit.
+        classes: of these alone; default: of all.
         mean, std: what the network was trained with, where it is not the dataset's.
     """
 
@@ -41,6 +43,7 @@ class Images:
     first: int = 0
     batch_size: int = 1
     distinct: bool = False
+    classes: tuple[int, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
@@ -76,6 +79,7 @@ class Trial:
         metrics: what is reported.
         against: the cell's attack that gains are relative to.
         blend: arguments of feedback blending round the attack, over the sequence of each client's images.
+        auxiliary: which of the cell's public images the attacker has (arguments of attacks.auxiliary's Auxiliary).
     """
 
     name: str
@@ -87,6 +91,13 @@ class Trial:
     metrics: tuple[str, ...] = ("psnr",)
     against: str = ""
     blend: Table | None = None
+    auxiliary: Table | None = None
+
+    def images(self) -> Auxiliary:
+        """Which of the public images the attacker has; SpecError says what is wrong with its table."""
+        where = f"attack {self.name}: auxiliary"
+        chosen: Auxiliary = call(Auxiliary, check_arguments(Auxiliary, self.auxiliary or {}, where), where)
+        return chosen
 
     def build(self) -> Attack | FeedbackBlending:
         """The attack itself; SpecError says what is wrong with its table."""
@@ -112,6 +123,7 @@ class Cell:
         wave: updates that are attacked at once, where memory allows no more.
         weights: a checkpoint in the local data folder.
         heavy: only where --cells asks for it: hours on a few cores.
+        auxiliary: training images, the last ones, that are the attacker's.
     """
 
     name: str
@@ -125,6 +137,11 @@ class Cell:
     train: Training | None = None
     heavy: bool = False
     clients: int = 1
+    auxiliary: int = 200
+
+    def __post_init__(self) -> None:
+        if self.auxiliary < 1:
+            raise ValueError(f"auxiliary must be at least 1, got {self.auxiliary}")
 
 
 @dataclass(frozen=True)
@@ -172,8 +189,8 @@ def load(name: str) -> Sheet:
 
 
 def parse(name: str, tables: Mapping[str, Any]) -> Sheet:
-    """A sheet from parsed TOML; a cell has its own n, wave, data, model, chain, weights, train, or the sheet's."""
-    shared = {"n", "clients", "wave", "data", "model", "chain", "weights", "train"}
+    """A sheet from parsed TOML; a cell has its own n, wave, data, model, chain, weights, train, auxiliary, or the sheet's."""
+    shared = {"n", "clients", "wave", "data", "model", "chain", "weights", "train", "auxiliary"}
     _refuse(tables, {"title", "note", "seed", "cell", "world"} | shared, "the sheet")
     head = {key: conform(tables.get(key, ""), str, key) for key in ("title", "note")}
     seed = conform(tables.get("seed", 0), int, "seed")
@@ -204,7 +221,7 @@ def _cell(table: Mapping[str, Any], where: str) -> Cell:
     for j, link in enumerate(chain, 1):
         _check_link(link, f"{where}, chain #{j}")
     training = table.get("train")
-    return Cell(
+    made = dict(
         name=name,
         n=conform(table.get("n"), int, f"{where}: n"),
         wave=conform(table.get("wave", 64), int, f"{where}: wave"),
@@ -216,7 +233,10 @@ def _cell(table: Mapping[str, Any], where: str) -> Cell:
         train=None if training is None else _options(Training, training, f"{where}: train"),
         clients=conform(table.get("clients", 1), int, f"{where}: clients"),
         heavy=conform(table.get("heavy", False), bool, f"{where}: heavy"),
+        auxiliary=conform(table.get("auxiliary", 200), int, f"{where}: auxiliary"),
     )
+    cell: Cell = call(Cell, made, where)
+    return cell
 
 
 def _options(kind: Any, table: Any, where: str) -> Any:
@@ -229,6 +249,7 @@ def _trial(table: Mapping[str, Any], where: str) -> Trial:
     arguments = {k: v for k, v in table.items() if k in own}
     paper = {k: conform(v, float, f"{where}: paper {k}") for k, v in arguments.pop("paper", {}).items()}
     blend = arguments.pop("blend", None)
+    chosen = arguments.pop("auxiliary", None)
     made = {
         "table": {k: v for k, v in table.items() if k not in own | spent},
         "budget": _options(Budget, {k: v for k, v in table.items() if k in spent}, where),
@@ -236,11 +257,13 @@ def _trial(table: Mapping[str, Any], where: str) -> Trial:
     }
     checked = check_arguments(Trial, arguments, where, made)
     checked["blend"] = None if blend is None else conform(blend, dict, f"{where}: blend")
+    checked["auxiliary"] = None if chosen is None else conform(chosen, dict, f"{where}: auxiliary")
     trial: Trial = call(Trial, checked, where)
     if unknown := [m for m in trial.metrics if m not in METRICS]:
         raise SpecError(f"{where}: metrics are of {', '.join(METRICS)}, got {unknown[0]!r}")
     try:
         trial.build()
+        trial.images()
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from error
     return trial

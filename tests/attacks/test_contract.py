@@ -17,8 +17,11 @@ from attacks.analytic import analytic
 from attacks.audit import Auditor
 from attacks.base import Attack, Budget, Knowledge, Memory, Observation, Reconstruction, Remembering, Stream, Wave
 from attacks.feedback import feedback_blending
+from attacks.generative import gi_gip
+from attacks.learning_to_invert import learning_to_invert
 from attacks.matching import bayes, dlg, federated_averaging, grad_inversion, idlg, inverting_gradients, surrogate
 from attacks.plan import ATTACK, PlannedAttack
+from attacks.ridge import ridge_inversion
 from client.protocol import Federation
 from client.rng import generator
 from server.tape import read_tensors, write_tensors
@@ -33,6 +36,8 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "attacks.baselines:mean_image": baselines.mean_image,
     "attacks.baselines:random_image": baselines.random_image,
     "attacks.feedback:feedback_blending": feedback_blending,
+    "attacks.generative:gi_gip": partial(gi_gip, latent=8, width=4, training=5),
+    "attacks.learning_to_invert:learning_to_invert": partial(learning_to_invert, hidden=16, batch=32),
     "attacks.matching:bayes": bayes,
     "attacks.matching:dlg": dlg,
     "attacks.matching:federated_averaging": federated_averaging,
@@ -40,6 +45,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "attacks.matching:idlg": idlg,
     "attacks.matching:inverting_gradients": inverting_gradients,
     "attacks.matching:surrogate": surrogate,
+    "attacks.ridge:ridge_inversion": partial(ridge_inversion, buckets=64),
 }
 STATUSES = {"converged", "out_of_budget", "diverged", "not_applicable"}
 every = pytest.mark.parametrize("name", ATTACKS)
@@ -262,7 +268,7 @@ def test_an_attack_is_handed_no_truth() -> None:
     fields = {f.name for kind in (Observation, Wave, Knowledge) for f in dataclasses.fields(kind)}
     assert fields == {
         *("round", "client", "clients", "params", "update", "buffers", "model", "chain", "shape", "classes"),
-        *("batch_size", "mean", "std", "labels", "auxiliary", "card"),
+        *("batch_size", "mean", "std", "labels", "auxiliary", "card", "loss"),
     }
     for name in ATTACKS:
         asked = inspect.signature(ATTACKS[name]().reconstruct).parameters

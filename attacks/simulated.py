@@ -1,0 +1,352 @@
+"""Simulated updates: what clients that held auxiliary images would send, drawn through the chain as the attacker knows it.
+
+A learned attack is trained on pairs (images, update); it adapts to a defense since its updates have passed that defense. The
+chain's own links draw here, from the attacker's generator: their noise-free forms are for attacks that need slopes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+from torch.func import vmap
+
+from attacks.base import Knowledge
+from attacks.gradients import Unsupported, gradients, independent, trained
+from attacks.hashing import Sketch, check_room
+from attacks.shelf import Shelf, digest
+from client.losses import is_mean
+from client.models import last_linear
+from client.rng import generator
+from client.update import (
+    Batch,
+    Chain,
+    OnUpdate,
+    Params,
+    Summed,
+    Update,
+    UpdateFn,
+    gradient,
+    local_sgd,
+    per_example,
+    transparent,
+)
+
+CHUNK = 128  # clients at once: LeNet's updates of so many are 8 MB
+FEWEST = 4  # batches that can be made of the auxiliary images: one is held out
+VERSION = 1  # of what the shelf keeps; another one where it is computed in another way
+
+
+class Stages(NamedTuple):
+    """A chain whose only gradients are those of whole batches, or of their examples one by one."""
+
+    each: tuple[OnUpdate, ...]  # on each example's gradient
+    before: tuple[OnUpdate, ...]  # on the batch's gradient
+    local: local_sgd
+    after: tuple[OnUpdate, ...]  # on the finished update
+
+
+def stages(chain: Chain) -> Stages | None:
+    """The stages of a client's chain; None where it computes in another way, so that only the chain itself can tell."""
+    place = chain.links.index(chain.local)
+    front, after = ([k for k in part if not transparent(k)] for part in (chain.links[:place], chain.links[place + 1 :]))
+    one_by_one = [k.inner for k in front if isinstance(k, per_example)]
+    before = [k for k in front if not isinstance(k, per_example)]
+    if front != [k for k in front if isinstance(k, per_example)] + before:
+        return None
+    each, whole, last = (tuple(k for k in part if isinstance(k, OnUpdate)) for part in (one_by_one, before, after))
+    if len(each) + len(whole) + len(last) < len(one_by_one) + len(before) + len(after):
+        return None
+    if chain.local.batch_size is not None or (front and chain.local.steps > 1):
+        return None
+    return Stages(each, whole, chain.local, last)
+
+
+@dataclass(frozen=True, eq=False)
+class Simulator:
+    """Clients under one model, with any images.
+
+    Args:
+        known: gives the chain; where that ends in a sum, each of its clients draws by itself.
+        quiet: by the chain's noise-free form.
+    """
+
+    known: Knowledge
+    params: Params
+    quiet: bool = False
+
+    @property
+    def members(self) -> int:
+        """Clients behind one update."""
+        return next((link.members for link in self.known.chain.links if isinstance(link, Summed)), 1)
+
+    @property
+    def client(self) -> Chain:
+        """The chain of each of them."""
+        links = tuple(link for link in self.known.chain.links if not isinstance(link, Summed))
+        return Chain(links).mean if self.quiet else Chain(links)
+
+    def updates(self, x: Tensor, y: Tensor, rng: Generator, chunk: int = CHUNK) -> Iterator[Update]:
+        """The updates (n, ...) of N batches x (N, B, C, H, W) in [0, 1] with labels y (N, B), a few at a time, in order."""
+        by_stages = stages(self.client) if is_mean(self.known.loss, self.known.classes) else None
+        chunk = max(1, chunk // self.members)
+        for some, labels in zip(x.split(chunk), y.split(chunk), strict=True):
+            batches = Batch(*(t.reshape(-1, t.shape[1] // self.members, *t.shape[2:]) for t in (some, labels)))
+            if by_stages is not None:
+                try:
+                    yield self._summed(self._together(by_stages, batches, rng))
+                    continue
+                except Unsupported:
+                    by_stages = None  # by the chain itself from now on
+            yield self._summed(self._by_chain(batches, rng))
+
+    def _summed(self, updates: Update) -> Update:
+        if self.members == 1:
+            return updates
+        return {k: t.view(-1, self.members, *t.shape[1:]).mean(1) for k, t in updates.items()}
+
+    def _together(self, plan: Stages, batches: Batch, rng: Generator) -> Update:
+        """All clients' gradients in one pass, each link on all of them."""
+        model, known = self.known.model, self.known
+        size = batches.x.shape[1]
+        x, y = known.normalise(batches.x), batches.y
+        if plan.each:
+            x, y = x.flatten(0, 1)[:, None], y.flatten()[:, None]
+        if not independent(model, self.params, x[:1] if len(x) == 1 else x[:2]):
+            raise Unsupported("the model mixes the examples of a batch")
+        x = x.requires_grad_()
+        if plan.each or plan.before:
+            found = _formed(gradients(model, self.params, x, y, 1.0, False, known.loss))
+            found = _through(plan.each, found, rng)
+            if plan.each:
+                found = {k: t.view(-1, size, *t.shape[1:]).mean(1) for k, t in found.items()}
+            found = {k: -plan.local.rate * t for k, t in _through(plan.before, found, rng).items()}
+        else:
+            found = _formed(trained(model, self.params, x, y, plan.local, False, known.loss))
+        return _through(plan.after, found, rng)
+
+    def _by_chain(self, batches: Batch, rng: Generator) -> Update:
+        client = self.client(gradient(self.known.model, self.known.loss, normalise=self.known.normalise))
+        if len(batches.x) > 1 and self._maps(client, batches):
+            return {k: t.detach() for k, t in _mapped(client, self.params, batches, rng).items()}
+        alone = [client(self.params, Batch(x, y), rng) for x, y in zip(*batches, strict=True)]
+        return {k: torch.stack([one[k].detach() for one in alone]) for k in alone[0]}
+
+    def _maps(self, client: UpdateFn, batches: Batch) -> bool:
+        """Whether vmap takes this client: a link may look at values, which only a client by itself has."""
+        try:
+            _mapped(client, self.params, Batch(batches.x[:2], batches.y[:2]), torch.Generator().manual_seed(0))
+        except (RuntimeError, ValueError):
+            return False  # one after the other then, where a true mistake is raised again
+        return True
+
+
+def _mapped(client: UpdateFn, params: Params, batches: Batch, rng: Generator) -> Update:
+    def one(x: Tensor, y: Tensor) -> Update:
+        return client(params, Batch(x, y), rng)
+
+    found: Update = vmap(one, randomness="different")(*batches)
+    return found
+
+
+def _formed(found: object) -> Update:
+    assert isinstance(found, dict)
+    return {k: t.detach() for k, t in found.items()}
+
+
+def _through(links: tuple[OnUpdate, ...], updates: Update, rng: Generator) -> Update:
+    """Updates (n, ...) behind some links, each drawing for itself."""
+    for link in links:
+        updates = vmap(lambda update, link=link: link.apply(update, rng), randomness="different")(updates)
+    return updates
+
+
+def flat(updates: Update) -> Tensor:
+    """Updates (n, ...) as rows (n, entries)."""
+    return torch.cat([t.flatten(1) for t in updates.values()], 1)
+
+
+# --------------------------------------------------------------------------------------------------- what is learned from
+
+
+@dataclass(frozen=True)
+class View:
+    """What an inverter reads of an update.
+
+    Args:
+        by_label: one image at a time, by its label: the classifier's rows stand in the order label, then all others, so that
+            what tells of an image stands in the same place whatever its label; else the whole batch at once, by ascending labels.
+        buckets: of feature hashing; 0: none. signed: with random signs.
+    """
+
+    by_label: bool = True
+    buckets: int = 0
+    signed: bool = True
+
+    def rows(self, known: Knowledge, updates: Update, y: Tensor) -> Tensor:
+        """Rows (n, columns) of updates (n, ...) with labels y (n, B); by label (n * B, columns)."""
+        if self.by_label:
+            updates = {k: t.repeat_interleave(y.shape[1], 0) for k, t in updates.items()}
+            updates = own_row_first(known, updates, y.flatten())
+        return self.hashed(flat(updates))
+
+    def hashed(self, rows: Tensor) -> Tensor:
+        """Rows (n, entries) of updates, in buckets where there are any."""
+        return self._sketch(rows.shape[1])(rows) if self.buckets else rows
+
+    def noise(self, entries: int) -> Tensor:
+        """Deviation (columns,) of what independent noise of deviation 1 in every entry becomes; (1,) where all are alike."""
+        return self._sketch(entries).counts.sqrt() if self.buckets else torch.ones(1)
+
+    def check(self, entries: int) -> None:
+        """ValueError where updates of so many entries cannot be hashed into so many buckets."""
+        if self.buckets:
+            self._sketch(entries)
+
+    def columns(self, entries: int) -> int:
+        """Of a row."""
+        return self.buckets or entries
+
+    def _sketch(self, entries: int) -> Sketch:
+        return _sketch(entries, self.buckets, self.signed)
+
+
+@lru_cache(maxsize=4)
+def _sketch(entries: int, buckets: int, signed: bool) -> Sketch:
+    return Sketch.draw(entries, buckets, signed, generator("sketch", entries, buckets, signed))
+
+
+def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
+    """Updates (n, ...) with the classifier's rows reordered: that of the own label (n,) first, the others in their order.
+
+    As they are where the model's last fully connected layer is no classifier.
+    """
+    try:
+        layer = last_linear(known.model)
+    except ValueError:
+        return updates
+    classes = known.classes
+    if updates[f"{layer}.weight"].shape[1] != classes:
+        return updates
+    orders = torch.stack([torch.tensor([c, *(i for i in range(classes) if i != c)]) for c in range(classes)])
+    order = orders.to(labels.device)[labels]
+    moved = {k: updates[k] for k in (f"{layer}.weight", f"{layer}.bias") if k in updates}
+    each = torch.arange(len(labels), device=labels.device)[:, None]
+    return {**updates, **{k: t[each, order] for k, t in moved.items()}}
+
+
+@dataclass(frozen=True, eq=False)
+class Lessons:
+    """Pairs that an inverter learns from, or is tried on.
+
+    Args:
+        rows: (n, columns) as a View reads updates.
+        groups: (N, B) which auxiliary images each update is of, by ascending labels; by label n = N * B, in this order, else N.
+    """
+
+    rows: Tensor
+    groups: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class School:
+    """The auxiliary images of one threat model under one model, as lessons; the same whichever client is attacked.
+
+    Args:
+        passes: how often each image is grouped anew with others, for batches of several.
+    """
+
+    known: Knowledge
+    params: Params
+    view: View
+    passes: int = 1
+    shelf: Shelf = field(default_factory=Shelf.own)
+
+    def __post_init__(self) -> None:
+        if self.passes < 1:
+            raise ValueError(f"passes must be at least 1, got {self.passes}")
+
+    @cached_property
+    def auxiliary(self) -> Batch:
+        """ValueError where there are no images that could be learned from."""
+        found, known = self.known.auxiliary, self.known
+        if found is None:
+            raise ValueError("a learned attack needs auxiliary images, and the attacker has none")
+        if tuple(found.x.shape[1:]) != tuple(known.shape):
+            raise ValueError(
+                f"expected auxiliary images of the clients' shape {tuple(known.shape)}, got {tuple(found.x.shape[1:])}"
+            )
+        if len(found.x) < FEWEST * known.batch_size:
+            raise ValueError(
+                f"to learn to invert batches of {known.batch_size} takes at least {FEWEST * known.batch_size} auxiliary "
+                f"images, got {len(found.x)}"
+            )
+        return found
+
+    @cached_property
+    def name(self) -> str:
+        """Of what all of this depends on but the weights: threat model and view."""
+        known, model = self.known, self.known.model
+        images = digest(self.auxiliary.x, self.auxiliary.y)
+        threat = digest(known.chain, known.batch_size, known.mean, known.std, known.loss, str(model), model.training)
+        return digest(VERSION, images, threat, self.view, self.passes)
+
+    @cached_property
+    def key(self) -> str:
+        """Of all that it depends on."""
+        return digest(self.name, self.params, dict(self.known.model.named_buffers()))
+
+    @cached_property
+    def entries(self) -> int:
+        """Numbers in an update."""
+        return sum(p.numel() for p in self.params.values())
+
+    @cached_property
+    def split(self) -> tuple[Tensor, Tensor]:
+        """Images to learn from, and a tenth that is held out."""
+        order = torch.randperm(len(self.auxiliary.x), generator=generator("held out", self.name))
+        held = max(self.known.batch_size, len(order) // 10)
+        return order[held:], order[:held]
+
+    def groups(self, held: bool, passed: int = 0) -> Tensor:
+        """Batches (N, B) of the images in a random order, each by ascending labels; what does not fill one is left out."""
+        images, size = self.split[held], self.known.batch_size
+        order = torch.randperm(len(images), generator=generator("groups", self.name, held, passed))
+        found = images[order][: len(images) // size * size].view(-1, size)
+        return found.gather(1, self.auxiliary.y[found].argsort(dim=1, stable=True))
+
+    def lessons(self, held: bool, quiet: bool = False, most: int | None = None) -> Lessons:
+        """Simulated, or as they were once.
+
+        Args:
+            held: of the images that are held out.
+            quiet: by the chain's noise-free form.
+            most: of the first so many updates only, which are not kept.
+        """
+        count = 1 if held else self.passes
+        groups = torch.cat([self.groups(held, p) for p in range(count)])[:most]
+        self.view.check(self.entries)
+        if not len(groups):
+            raise ValueError("no batch can be made of the auxiliary images")
+        check_room(groups.numel() if self.view.by_label else len(groups), self.view.columns(self.entries), self._device)
+        name = f"updates-{digest(self.key, held, quiet)}"
+        if most is not None:  # a part is simulated as fast as it is read, and would push whole tables off the shelf
+            return Lessons(self._rows(groups, name, quiet), groups)
+        return Lessons(self.shelf.get(name, lambda: {"rows": self._rows(groups, name, quiet)})["rows"], groups)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.params.values())).device
+
+    def _rows(self, groups: Tensor, name: str, quiet: bool) -> Tensor:
+        x, y = self.auxiliary.x[groups], self.auxiliary.y[groups]
+        each = self.known.batch_size if self.view.by_label else 1
+        found = x.new_empty(len(groups) * each, self.view.columns(self.entries))
+        done = 0
+        for updates in Simulator(self.known, self.params, quiet).updates(x, y, generator("simulated", name)):
+            n = len(next(iter(updates.values())))
+            found[done * each : (done + n) * each] = self.view.rows(self.known, updates, y[done : done + n])
+            done += n
+        return found
