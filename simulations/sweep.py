@@ -391,7 +391,7 @@ def summary(found: Sequence[Row], promises: Mapping[str, str]) -> list[str]:
             _decibel(_mean([r.limit for r in own])),
             _epsilon([r.epsilon for r in own]),
             "–" if accuracy is None else f"{100 * accuracy:.0f} %",
-            "–" if cost is None else f"{cost:.0f}",
+            "–" if cost is None else str(round(cost)),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

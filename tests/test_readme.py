@@ -13,6 +13,7 @@ from client.components import Kind
 from client.losses import LOSS
 from client.protocol import DATASET, MODEL, TRANSFORM
 from simulations.cli import _parser
+from simulations.sweep import Row, Sweep, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -76,6 +77,17 @@ def test_the_engines_speeds_are_the_kept_ones() -> None:
     assert line("| the same, compiled") == told("ratio", *((lenet, k, True) for k in (1, 8, 64)))
     assert line("| the same, eager") == told("ratio", (mlp, 1, False), (mlp, 8, False), (five, 32, False))
     assert line("| the same: ConvNet") == told("ratio", *wide) + told("forwards", *wide)
+
+
+def test_the_defenses_are_told_as_they_were_measured() -> None:
+    found = Sweep.load(ROOT / "simulations/defenses.toml")
+    kept = json.loads((ROOT / "simulations/results/defenses/sweep.json").read_text())
+    lines = summary([Row(**row) for row in kept], {cell.defense: cell.promise for cell in found.cells})
+    assert "\n".join(lines) in README
+    assert {row["defense"] for row in kept} == {cell.defense for cell in found.cells}, (
+        "a row for each of the ready sweep"
+    )
+    assert all(row["mean"] is not None or row["reason"] for row in kept), "a number or a reason"
 
 
 def test_every_dependency_of_the_card_is_declared_and_every_scenario_is_readable() -> None:
