@@ -322,9 +322,16 @@ class invert_own(OwnAudit):
     ) -> float:
         wave = Wave.stack([Observation(1, 0, params, update, buffers)])
         (audited,) = Auditor(own).audit(self._planned, wave, truth=lambda client, round: batch)
-        if audited.reconstruction.status == "not_applicable":
-            raise ValueError(audited.reconstruction.reason)
-        return max((r.value for r in audited.rows if r.metric == "psnr" and r.value is not None), default=-math.inf)
+        found = audited.reconstruction
+        if found.status in (
+            "not_applicable",
+            "diverged",
+        ):  # weights that make an attack diverge are the server's to choose
+            raise ValueError(found.reason)
+        values = [r.value for r in audited.rows if r.metric == "psnr" and r.value is not None]
+        if not values:
+            raise ValueError("the attack left no images")
+        return max(values)
 
 
 def _remembering(

@@ -231,7 +231,7 @@ def _best(x: Tensor, objectives: Tensor, spent: Tensor, labels: Tensor, budget: 
     best, done = int(objectives.argmin()), int(spent.max())
     status: Status = "converged"
     reason = ""
-    if not torch.isfinite(objectives[best]):
+    if done and not torch.isfinite(objectives[best]):
         status, reason = "diverged", "the objective is not finite"
     elif done < budget.iterations:
         status, reason = "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s"

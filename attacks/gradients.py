@@ -246,7 +246,8 @@ def independent(model: nn.Module, params: Params, x: Tensor) -> bool:
     with torch.no_grad():
         together = functional_call(model, params, (x.flatten(0, 1),))[: x.shape[1]]
         alone = functional_call(model, params, (x[0],))
-    return torch.allclose(together, alone, rtol=1e-3, atol=1e-5 * float(alone.abs().max()))
+    size = float(alone.abs().max())
+    return math.isfinite(size) and torch.allclose(together, alone, rtol=1e-3, atol=1e-5 * size)
 
 
 def factored(matrices: Tensor, rank: int) -> Factors | None:

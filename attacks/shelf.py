@@ -88,8 +88,11 @@ class Shelf:
         if size > self.bound:
             return
         self._make_room(size, name)
-        with replacing(self._path(name)) as scratch:
-            scratch.write(save({k: t.detach().cpu().contiguous() for k, t in tensors.items()}))
+        try:
+            with replacing(self._path(name)) as scratch:
+                scratch.write(save({k: t.detach().cpu().contiguous() for k, t in tensors.items()}))
+        except OSError as error:  # a full disk, say: what was computed is worth more than its copy
+            warnings.warn(f"{self._path(name)} is not kept: {error}", stacklevel=2)
 
     def drop(self, name: str) -> None:
         """Keep it no longer."""

@@ -157,10 +157,7 @@ def _train_own(message: Message, context: Context) -> Message:
 
 def _answer_with_update(message: Message, context: Context, own: Own, state: State) -> Message:
     round = _round_of(message, "config", own.protocol.rounds)
-    before = state.drawn(round)
-    if (
-        before is not None and before.run == context.run_id
-    ):  # with fresh noise each time, a server would average it away
+    if state.drawn(context.run_id, round) is not None:  # with fresh noise each time, a server would average it away
         raise Refused(f"this client has answered in round {round} of this run")
     mu, agreed = message.content.config_records["config"].get("proximal-mu"), own.chain.local.proximal_mu
     if mu not in (None, agreed):
@@ -172,7 +169,9 @@ def _answer_with_update(message: Message, context: Context, own: Own, state: Sta
     update = own.compute(params, buffers, batch, memory)
     reply = _reply(message, own, update, bool(buffers))  # before the audit, which uses the same model
     state.keep_drawn(round, Drawn(context.run_id, tuple(rows), digest_of(batch)))
-    if objection := _objection(own, params, buffers, update, reply, rows):
+    with own.owner.allowing():  # an audit of the owner's own is found there
+        objection = _objection(own, params, buffers, update, reply, rows)
+    if objection:
         state.note("withheld", run=context.run_id, round=round, cause=objection)
         return withheld(message)
     _remember(context, memory)  # of what is not sent nothing is remembered as sent
@@ -206,7 +205,7 @@ def grade(message: Message, context: Context) -> Message:
     try:
         round = _round_of(message, "grade", 2**31)
         with state.held():
-            batch = batch_to_grade(owner, state, round)
+            batch = batch_to_grade(owner, state, _run_of(message, context), round)
             records = message.content.array_records.get("images", ArrayRecord())
             images = {name: _tensor(name, array, batch.x.shape) for name, array in records.items()}
             answer = grade_images(owner.grading, state, round, batch, images, context.run_id)
@@ -217,6 +216,14 @@ def grade(message: Message, context: Context) -> Message:
     content["refused"] = ConfigRecord(dict(answer.refused))
     content["grading"] = ConfigRecord({"precision": owner.grading.precision})
     return Message(content, reply_to=message)
+
+
+def _run_of(message: Message, context: Context) -> int:
+    """Flower's number of the run in which a round was trained: a training that is resumed is another run to Flower."""
+    told = message.content.config_records.get("grade", ConfigRecord()).get("run", str(context.run_id))
+    if not isinstance(told, str) or not told.isascii() or not told.isdecimal() or len(told) > 20:
+        raise Refused("run must be a number, as text")
+    return int(told)
 
 
 def _round_of(message: Message, record: str, most: int) -> int:

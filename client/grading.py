@@ -34,11 +34,11 @@ class Answer:
     refused: Mapping[str, str]
 
 
-def batch_to_grade(owner: Owner, state: State, round: int) -> Batch:
-    """What was trained on in a round; Refused where nothing may be said of it."""
+def batch_to_grade(owner: Owner, state: State, run: int, round: int) -> Batch:
+    """What was trained on in a round of one of the server's runs; Refused where nothing may be said of it."""
     if owner.grading.mode == "off":
         raise Refused(NOT_ALLOWED)
-    drawn = state.drawn(round)
+    drawn = state.drawn(run, round)
     if drawn is None:
         raise Refused(f"this client did not train in round {round}")
     if not all(0 <= row < len(owner.dataset.y) for row in drawn.rows):
@@ -56,27 +56,30 @@ def grade(
     if len(questions) > MOST_NAMES or any(len(name) > _NAME for name in questions):
         raise Refused(f"a question has at most {MOST_NAMES} names of at most {_NAME} characters")
     digest = digest_of(batch)
-    known = state.answers(round, digest)
+    known = state.answers(digest)
     told: dict[str, tuple[float, ...]] = {}
     refused: dict[str, str] = {}
     exact: dict[str, list[float]] = {}
     for name, images in questions.items():
         asked = hashlib.sha256(images.contiguous().numpy().tobytes()).hexdigest()
-        if name in known and known[name]["images"] == asked:
-            told[name] = tuple(known[name]["psnr"])
-        elif name in known:
+        place = f"{round} {name}"  # the same examples may come again in another round, and all questions of them count
+        if place in known and known[place]["images"] == asked:
+            told[name] = tuple(known[place]["psnr"])
+        elif place in known:
             refused[name] = "it was answered for other images"
         elif len(known) >= grading.queries:
-            refused[name] = f"{grading.queries} questions of a round were answered, which is the most the owner allows"
+            refused[name] = (
+                f"{grading.queries} questions of these examples were answered, which is the most the owner allows"
+            )
         elif reason := _unfit(images, batch):
             refused[name] = reason
         else:
             values = _psnr(images, batch)
             told[name] = tuple(rounded(v, grading.precision) for v in values)
             exact[name] = [min(v, PSNR_CAP) for v in values]
-            known[name] = {"images": asked, "psnr": told[name]}
+            known[place] = {"images": asked, "psnr": told[name]}
     if exact:
-        state.keep_answers(round, digest, known)
+        state.keep_answers(digest, known)
     facts = {"precision": grading.precision, "exact": exact, "refused": refused}
     state.note("graded", round=round, run=run, told=told, answered=len(known), **facts)
     return Answer(told, refused)

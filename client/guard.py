@@ -96,8 +96,10 @@ def withheld(message: Message) -> Message:
 def _objections(
     outbound: Outbound, sent: Params, reply: Message, audit: Audit | None, replies: Literal["updates", "weights"]
 ) -> Iterator[str]:
-    for record in reply.content.array_records.values():
-        tensors = dict(record.to_torch_state_dict())
+    found = [dict(record.to_torch_state_dict()) for record in reply.content.array_records.values()]
+    if not any(tensors.keys() == sent.keys() for tensors in found):
+        yield "the reply has no weights of the names that were sent"
+    for tensors in found:
         if tensors.keys() != sent.keys():
             yield Outbound().objection(tensors)
             continue

@@ -56,7 +56,7 @@ class Grading:
     Args:
         mode: off answers nothing; scores answers with the PSNR of each reconstruction.
         precision: PSNR is rounded to multiples of so many dB, > 0.
-        queries: reconstructions of a round's batch that are answered, at most, >= 1.
+        queries: reconstructions of one batch of examples that are answered, at most, >= 1, in whatever rounds.
     """
 
     mode: Literal["off", "scores"] = "off"
@@ -379,27 +379,27 @@ class State:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def drawn(self, round: int) -> Drawn | None:
-        """What was trained on in a round, last; None where that round never came."""
-        table = _read(self._round(round))
+    def drawn(self, run: int, round: int) -> Drawn | None:
+        """What was trained on in a round of one of the server's runs; None where that round never came."""
+        table = _read(self._round(run, round))
         if table is None:
             return None
         try:
             return Drawn(int(table["run"]), tuple(map(int, table["rows"])), str(table["digest"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise Damaged(f"{self._round(round)} is damaged: {error!r}") from error
+            raise Damaged(f"{self._round(run, round)} is damaged: {error!r}") from error
 
     def keep_drawn(self, round: int, drawn: Drawn) -> None:
         """Write a round's draw down."""
-        _write(self._round(round), {"run": drawn.run, "rows": drawn.rows, "digest": drawn.digest})
+        _write(self._round(drawn.run, round), {"run": drawn.run, "rows": drawn.rows, "digest": drawn.digest})
 
-    def answers(self, round: int, digest: str) -> dict[str, Any]:
-        """What was answered on a batch in a round, by attack."""
-        return _read(self._answers(round, digest)) or {}
+    def answers(self, digest: str) -> dict[str, Any]:
+        """What was answered on a batch, by round and attack."""
+        return _read(self._answers(digest)) or {}
 
-    def keep_answers(self, round: int, digest: str, answers: Mapping[str, Any]) -> None:
+    def keep_answers(self, digest: str, answers: Mapping[str, Any]) -> None:
         """Write down what will be answered: before it leaves, so that a crash forgets no answer."""
-        _write(self._answers(round, digest), answers)
+        _write(self._answers(digest), answers)
 
     def protocol(self) -> str | None:
         """The server's last protocol; None before the first."""
@@ -425,12 +425,12 @@ class State:
         with _private(self.log) as file:
             os.write(file, line.encode())  # at once: two writers' lines do not mix
 
-    def _round(self, round: int) -> Path:
-        return self.folder / "rounds" / f"round-{round:05d}.json"
+    def _round(self, run: int, round: int) -> Path:
+        return self.folder / "rounds" / f"run-{run}-round-{round:05d}.json"
 
-    def _answers(self, round: int, digest: str) -> Path:
-        # by batch, too: a server that begins again with the same examples has spent its questions on them
-        return self.folder / "answers" / f"round-{round:05d}-{digest}.json"
+    def _answers(self, digest: str) -> Path:
+        # by batch, not by round: a server that has the same examples trained on again has spent its questions on them
+        return self.folder / "answers" / f"{digest}.json"
 
 
 def digest_of(batch: Batch) -> str:
@@ -461,6 +461,5 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, table: Mapping[str, Any]) -> None:
-    with replacing(path) as file:
+    with replacing(path, durable=True) as file:  # a count that a power cut forgets is one that a server can reset
         file.write(json.dumps(table).encode())
-        os.fsync(file.fileno())  # a count that a power cut forgets would be a count that a server can reset

@@ -1,9 +1,11 @@
 """The Flower ServerApp: builds the strategy, wraps it, trains, and records every round."""
 
 import inspect
+import math
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import flwr.serverapp.strategy
 import torch
@@ -19,7 +21,7 @@ from client.protocol import Federation
 from server import checkpoint
 from server.curious import CuriousStrategy, Tap
 from server.door import WEIGHT, Intake
-from server.grading import Grader
+from server.grading import STARTED, Grader
 from server.ledger import Ledger, Seen
 from server.run import Run
 from server.tape import write_tensors
@@ -30,21 +32,24 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the scenario of the run folder that the run-config names."""
-    federate(Run(Path(str(context.run_config["run-dir"]))), grid)
+    federate(Run(Path(str(context.run_config["run-dir"]))), grid, context.run_id)
 
 
-def federate(run: Run, grid: Grid) -> None:
+def federate(run: Run, grid: Grid, flower_run: int = 1) -> None:
     """Train a run's federation over a grid of nodes, from its last checkpoint on, and record every round.
+
+    Args:
+        flower_run: Flower's number of this training, by which a deployment's clients know it.
 
     Raises:
         Busy: another server trains this run: one whose driver was killed may outlive it.
     """
     torch.set_num_threads(1)  # as the clients: equal seeds give equal bits
     with run.lock("server"), run.ledger() as ledger:
-        _train(run, ledger, grid)
+        _train(run, ledger, grid, flower_run)
 
 
-def _train(run: Run, ledger: Ledger, grid: Grid) -> None:
+def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     scenario = run.scenario()
     fed = scenario.federation
     start = checkpoint.begin(run, ledger, scenario)
@@ -69,11 +74,13 @@ def _train(run: Run, ledger: Ledger, grid: Grid) -> None:
         take,
         buffers,
         scenario.protocol.seed,
-        census(grid, scenario.protocol.clients),
+        census(grid, scenario.protocol.clients, scenario.simulation.round_timeout if ledger.deployed else None),
         protocol=scenario.protocol,
+        strict=True,
     )
     grader = None
     if ledger.deployed:
+        ledger.set_meta(**{f"{STARTED}{done + 1}": str(flower_run)})
         grader = Grader(run, ledger, grid, strategy.clients, scenario.simulation.round_timeout)
     began, recorded = time.perf_counter(), {row["round"] for row in ledger.rounds_since(done)}
 
@@ -108,20 +115,39 @@ def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:
         ledger.set_meta(checkpoint=f"round {at.round} has no checkpoint: {error.strerror or error}")
 
 
-def census(grid: Grid, clients: int) -> dict[int, int]:
-    """Which client each node is: node ids are random, shards are not. Waits until every client is there."""
-    while len(nodes := list(grid.get_node_ids())) < clients:
+def census(grid: Grid, clients: int, patience: float | None = None) -> dict[int, int]:
+    """Which client each node is, as it says itself: node ids are random, shards are not.
+
+    Args:
+        patience: seconds. Of a deployment, where one client must not stop the others: who is not there by then, says no number
+            of the federation's, or the same as another, is left out. None: waits until every client is there.
+
+    Raises:
+        RuntimeError: nobody is left, or without patience: they are not exactly the federation's.
+    """
+    deadline = math.inf if patience is None else time.monotonic() + patience
+    while len(nodes := list(grid.get_node_ids())) < clients and time.monotonic() < deadline:
         time.sleep(0.2)
     questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
     answers = grid.send_and_receive(questions, timeout=120)
-    found = {
-        m.metadata.src_node_id: cast(int, m.content.metric_records["who"]["client"])
-        for m in answers
-        if not m.has_error()
-    }
+    found = {m.metadata.src_node_id: number for m in answers if (number := _number(m, clients)) is not None}
+    if patience is not None:
+        claims = Counter(found.values())
+        found = {node: client for node, client in found.items() if claims[client] == 1}
+        if not found:
+            raise RuntimeError(f"of {clients} clients none introduced itself within {patience:g} s")
+        return found
     if sorted(found.values()) != list(range(clients)):
         raise RuntimeError(f"expected clients 0..{clients - 1} to introduce themselves, got {sorted(found.values())}")
     return found
+
+
+def _number(answer: Message, clients: int) -> int | None:
+    """Which client a node says it is; None where it says nothing of the kind."""
+    if answer.has_error():
+        return None
+    told = answer.content.metric_records.get("who", MetricRecord()).get("client")
+    return told if isinstance(told, int) and 0 <= told < clients else None
 
 
 def evaluate(fed: Federation, params: dict[str, torch.Tensor], chunk: int = 500) -> tuple[float, float]:

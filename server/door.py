@@ -9,7 +9,7 @@ import io
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -70,6 +70,7 @@ class Door(Strategy):
         replies: what clients answer with: updates (fedleak's ClientApp) or weights (anybody's).
         protocol: of a simulation; where it has a [secure_sum], the door stands in for it: neither the tap nor the wrapped
             strategy sees more of a group than the mean of its updates, as the reply of its first client.
+        strict: nodes that are not in clients take no part.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class Door(Strategy):
         clients: Mapping[int, int] | None = None,
         replies: Literal["updates", "weights"] = "updates",
         protocol: Protocol | None = None,
+        strict: bool = False,
     ) -> None:
         self.inner = inner
+        self.strict = strict
         self.record = record
         self.buffers = dict(buffers or {})
         self.seed = seed
@@ -98,7 +101,11 @@ class Door(Strategy):
         """Let the wrapped strategy choose and address clients; remember what was sent, and to whom."""
         self._params = dict(arrays.to_torch_state_dict())
         random.seed(seed_of(self.seed, "sample", server_round))  # stock strategies sample with the global generator
-        messages = list(self.inner.configure_train(server_round, arrays, config, _Ordered(grid, self._client)))
+        messages = list(
+            self.inner.configure_train(
+                server_round, arrays, config, _Ordered(grid, self._client, self.clients if self.strict else None)
+            )
+        )
         buffers = ArrayRecord(self.buffers)
         for message in messages:
             message.content.config_records["config"]["server-round"] = server_round
@@ -148,7 +155,9 @@ class Door(Strategy):
     ) -> Iterable[Message]:
         """As the wrapped strategy does, with the same order of nodes."""
         random.seed(seed_of(self.seed, "sample evaluate", server_round))
-        return self.inner.configure_evaluate(server_round, arrays, config, _Ordered(grid, self._client))
+        return self.inner.configure_evaluate(
+            server_round, arrays, config, _Ordered(grid, self._client, self.clients if self.strict else None)
+        )
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """As the wrapped strategy does, over replies in the order of the clients' numbers."""
@@ -311,15 +320,18 @@ def _shared(records: list[MetricRecord]) -> list[MetricRecord]:
 class _Ordered(Grid):
     """The grid with its nodes in the order of the clients' numbers: node ids are random in every run."""
 
-    def __init__(self, grid: Grid, client: Callable[[int], int]) -> None:
+    def __init__(self, grid: Grid, client: Callable[[int], int], only: Container[int] | None = None) -> None:
         self._grid = grid
         self._client = client
+        self._only = only  # these nodes
 
     def get_node_ids(self) -> Iterable[int]:
-        return sorted(sorted(self._grid.get_node_ids()), key=self._client)
+        found = (n for n in self._grid.get_node_ids() if self._only is None or n in self._only)
+        return sorted(sorted(found), key=self._client)
 
     def get_nodes(self) -> Iterable[NodeInfo]:
-        return sorted(self._grid.get_nodes(), key=lambda node: self._client(node.node_id))
+        found = (n for n in self._grid.get_nodes() if self._only is None or n.node_id in self._only)
+        return sorted(found, key=lambda node: self._client(node.node_id))
 
     def set_run(self, run: Run) -> None:
         self._grid.set_run(run)

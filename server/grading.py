@@ -22,6 +22,7 @@ from server.ledger import Ledger, Ungraded
 from server.run import Run
 from server.tape import TapeError
 
+STARTED = "flower_run_from_round_"  # in the ledger's meta: Flower's number of the run that trained from that round on
 UNGRADED = "not_graded"  # a row's status
 GRACE = 10.0  # seconds for which an attack service may be away, being started again, before it counts as dead
 NOTHING = "nothing to grade: the attack left no images"
@@ -66,6 +67,7 @@ class Grader:
         self.clients = clients
         self.timeout = timeout
         self.grace = grace
+        self.starts = {int(k.removeprefix(STARTED)): v for k, v in ledger.meta().items() if k.startswith(STARTED)}
 
     def ask(self) -> None:
         """Have the rounds graded whose attacks have all ended; a client that is away is asked again."""
@@ -112,7 +114,9 @@ class Grader:
     def _replies(self, round: int, questions: Mapping[int, Mapping[str, Tensor]]) -> dict[int, Reply]:
         """What the clients answer that are there."""
         there = {self.clients[node]: node for node in self.grid.get_node_ids() if node in self.clients}
-        messages = [_message(round, there[c], asked) for c, asked in questions.items() if c in there]
+        messages = [
+            _message(round, self._flower_run(round), there[c], asked) for c, asked in questions.items() if c in there
+        ]
         sent = {
             there[c]: (c, {name: len(x) for name, x in asked.items()}) for c, asked in questions.items() if c in there
         }
@@ -122,6 +126,10 @@ class Grader:
                 client, sizes = sent[answer.metadata.src_node_id]
                 found[client] = read(answer, sizes)
         return found
+
+    def _flower_run(self, round: int) -> str:
+        """In which of Flower's runs a round was trained."""
+        return self.starts[max(start for start in self.starts if start <= round)]
 
     def _settle(self, job: Ungraded, size: int, replies: Mapping[int, Reply], final: bool) -> None:
         """Write a job's scores, once there are answers on it, or none are to come."""
@@ -189,9 +197,9 @@ def _questions(jobs: Sequence[tuple[Ungraded, Tensor]]) -> dict[int, dict[str, T
     return found
 
 
-def _message(round: int, node: int, asked: Mapping[str, Tensor]) -> Message:
+def _message(round: int, run: str, node: int, asked: Mapping[str, Tensor]) -> Message:
     images = ArrayRecord({name: x.float().clamp(0, 1).contiguous() for name, x in asked.items()})
-    content = RecordDict({"images": images, "grade": ConfigRecord({"server-round": round})})
+    content = RecordDict({"images": images, "grade": ConfigRecord({"server-round": round, "run": run})})
     return Message(content, dst_node_id=node, message_type="query.grade")
 
 

@@ -63,14 +63,15 @@ def read(path: Path) -> Report:
     owner = Owner.load(path)
     rounds: dict[tuple[int, int], Round] = {}
     reasons: Counter[str] = Counter()
+    sent = 0
     for event in _events(State(owner.state).log):
+        sent += event["event"] == "sent"
         if "round" in event:
             at = rounds.setdefault((event["run"], event["round"]), Round(event["run"], event["round"]))
             _note(at, event)
         if event["event"] in ("withheld", "refused", "failed"):
             said = event.get("cause") or event.get("reason")
             reasons[f"{event['event']}: {said}"] += 1
-    sent = sum(r.outcome == "sent" for r in rounds.values())
     return Report(owner, [rounds[key] for key in sorted(rounds)], reasons, _privacy(owner, sent))
 
 
@@ -124,7 +125,7 @@ def show(report: Report, console: Console) -> None:
     if grading.mode == "off":
         say("grading: off, no reconstruction is scored")
     else:
-        say(f"grading: scores, to {grading.precision:g} dB, at most {grading.queries} a round")
+        say(f"grading: scores, to {grading.precision:g} dB, at most {grading.queries} of one batch")
     say(f"guard: {_guard(owner)}")
     if not report.rounds:
         say("no round yet")
@@ -139,7 +140,15 @@ def show(report: Report, console: Console) -> None:
     elif report.rounds:
         say("worst leak: not known, as nothing was graded; that is no sign of safety")
     if report.privacy is not None:
-        say(f"differential privacy, by this file's chain: {report.privacy.words}")
+        say(f"differential privacy, by this file's chain: {report.privacy.words}{_beside(report.rounds)}")
+
+
+def _beside(rounds: Sequence[Round]) -> str:
+    """What an epsilon of updates does not count."""
+    answers, withheld = sum(len(r.told) for r in rounds), sum(r.outcome == "withheld" for r in rounds)
+    parts = [f"{answers} scores" if answers else "", f"{withheld} updates held back" if withheld else ""]
+    said = " and ".join(filter(None, parts))
+    return f" Of the updates alone: {said}, which the examples decided, are not in it." if said else ""
 
 
 def _guard(owner: Owner) -> str:

@@ -371,6 +371,9 @@ def write_rows(folder: Path, found: Sequence[Row], of: Sweep) -> None:
 def summary(found: Sequence[Row], promises: Mapping[str, str]) -> list[str]:
     """A Markdown table with a line for each defense: its strongest attack here, and its cost beside the first defense's accuracy.
 
+    Args:
+        promises: of every defense, in the sweep's order.
+
     The strongest is that of the highest mean PSNR over the seeds, to the images or to what the defense made of them.
     """
     lines = [
@@ -378,7 +381,7 @@ def summary(found: Sequence[Row], promises: Mapping[str, str]) -> list[str]:
         "|---|---|---|---|---:|---:|---:|---:|---:|",
     ]
     names = list(dict.fromkeys(row.defense for row in found))
-    first = _accuracy([row for row in found if row.defense == names[0]]) if names else None
+    first = _accuracy([row for row in found if row.defense == next(iter(promises or names))])
     for name in names:
         own = [row for row in found if row.defense == name]
         accuracy = _accuracy(own)

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 import client.data
 from attacks import metrics
-from attacks.audit import NO_DERIVATIVE, WHOLE_BATCH, Auditor, Row, card
+from attacks.audit import NO_DERIVATIVE, WHOLE_BATCH, Auditor, Row, card, invert_own
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Remembering, Wave
 from attacks.plan import ATTACK, PlannedAttack
 from client.data import Shards
@@ -80,12 +80,19 @@ def guarded(monkeypatch: pytest.MonkeyPatch, kind: type[Attack]) -> Iterator[lis
         yield events
 
 
+SMALL: dict[str, dict[str, int]] = {  # an attack that trains first trains little here
+    "attacks.generative:gi_gip": {"latent": 8, "width": 4, "training": 5},
+    "attacks.learning_to_invert:learning_to_invert": {"hidden": 16},
+    "attacks.ridge:ridge_inversion": {"buckets": 64},
+}
+
+
 @pytest.mark.parametrize("use", ATTACK.names())
 def test_no_attack_touches_private_data(
     use: str, make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = make_federation(model=MLP)
-    wave, plan = observe(fed, (0, 1)), planned(use)
+    wave, plan = observe(fed, (0, 1)), planned(use, **SMALL.get(use, {}))
     with guarded(monkeypatch, type(plan.build())) as events:
         audited = Auditor(fed).audit(plan, wave, others={0: 1, 1: 0})
     begin, end = events.index("attack begins"), events.index("attack ends")
@@ -454,3 +461,17 @@ def test_a_planned_attack_travels_as_json() -> None:
     assert again.budget == Budget(2, 2, 3.0)
     assert again.build() == plan.build()
     assert json.loads(plan.to_json())["table"] == {"use": "attacks.matching:inverting_gradients", "tv": 0.1}
+
+
+def test_a_clients_own_audit_that_ends_without_images_says_nothing_rather_than_safe(
+    make_federation: Make, observe: Make
+) -> None:
+    """The weights are the server's choice: weights that make the attack diverge must not open the guard."""
+    fed = make_federation(model=MLP)
+    wave = observe(fed, (0,))
+    update = {k: t[0] for k, t in wave.update.items()}
+    own = invert_own("attacks.matching:inverting_gradients", iterations=2)
+    assert own.leak(fed, wave.params, wave.buffers, update, fed.batch_at(0, wave.round)) > 0
+    broken = {k: torch.full_like(t, 1e38) for k, t in wave.params.items()}
+    with pytest.raises(ValueError, match="not finite|no images|overflow"):
+        own.leak(fed, broken, wave.buffers, update, fed.batch_at(0, wave.round))

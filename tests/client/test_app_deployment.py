@@ -165,7 +165,7 @@ def test_secret_sampling_trains_on_other_rows_in_each_run(write: Write) -> None:
     drawn = []
     for run in (1, 2, 3):
         assert not app(ask(1), context(path, run=run)).has_error()
-        found = State(path.parent / "state").drawn(1)
+        found = State(path.parent / "state").drawn(run, 1)
         assert found is not None and found.run == run
         drawn.append(found.rows)
     agreed = tuple(Federation(protocol()).rows_at(1, 1).tolist())
@@ -242,7 +242,7 @@ def test_weights_that_are_not_the_models_are_refused_before_memory_is_taken(
     assert code == REFUSED and reason
     assert peak < 20_000_000
     assert log(path)[-1]["event"] == "refused"
-    assert State(path.parent / "state").drawn(1) is None, "nothing was drawn for it"
+    assert State(path.parent / "state").drawn(1, 1) is None, "nothing was drawn for it"
 
 
 def test_weights_stored_by_columns_are_read_as_they_are(write: Write) -> None:
@@ -286,7 +286,7 @@ def test_nothing_of_an_exception_leaves(write: Write, caplog: pytest.LogCaptureF
 def trained(path: Path, round: int = 1, run: int = 1) -> Tensor:
     """What the client trains on in a round that it has answered, read as only its owner can."""
     assert not app(ask(round), context(path, run=run)).has_error()
-    drawn = State(path.parent / "state").drawn(round)
+    drawn = State(path.parent / "state").drawn(1, round)
     assert drawn is not None
     return torch.stack([Federation(protocol()).shards.dataset.x[row] for row in drawn.rows]).float() / 255
 
@@ -341,7 +341,7 @@ def test_neither_a_restart_nor_a_new_run_gives_more_answers(write: Write) -> Non
             assert torch.equal(trained(path, run=2), x)
         reply = app(question({"c": near(x, 0.4)}), context(path, run=run))
         assert dict(reply.content.metric_records["psnr"]) == {}
-        assert "2 questions of a round were answered" in str(reply.content.config_records["refused"]["c"])
+        assert "2 questions of these examples were answered" in str(reply.content.config_records["refused"]["c"])
 
 
 @pytest.mark.parametrize(

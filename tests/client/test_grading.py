@@ -150,14 +150,14 @@ def test_one_answer_an_attack_and_round(tmp_path: Path) -> None:
     assert dict(answer.refused) == {"dlg": "it was answered for other images"}
 
 
-def test_counts_outlive_the_process_and_are_of_one_round(tmp_path: Path) -> None:
+def test_counts_outlive_the_process_and_are_of_one_batch_in_whatever_rounds(tmp_path: Path) -> None:
     truth, grading = batch(), Grading("scores", queries=3)
     for i in range(3):
         told = grade(grading, State(tmp_path), 1, truth, {f"a{i}": off_by(truth, 10.0 + i)})
         assert told.psnr
     refused = grade(grading, State(tmp_path), 1, truth, {"a3": off_by(truth, 20.0)})
-    assert "3 questions of a round were answered" in refused.refused["a3"]
-    assert grade(grading, State(tmp_path), 2, truth, {"a3": off_by(truth, 20.0)}).psnr
+    assert "3 questions of these examples were answered" in refused.refused["a3"]
+    assert not grade(grading, State(tmp_path), 2, truth, {"a3": off_by(truth, 20.0)}).psnr, "the same examples"
     assert grade(grading, State(tmp_path), 1, batch(seed=1), {"a3": batch(seed=2).x}).psnr, "another batch, drawn anew"
 
 
@@ -219,11 +219,13 @@ def test_only_what_was_trained_on_is_graded(tmp_path: Path) -> None:
     state = State(who.state)
     drawn = who.batch([7, 3])
     state.keep_drawn(2, Drawn(1, (7, 3), digest_of(drawn)))
-    assert torch.equal(batch_to_grade(who, state, 2).x, drawn.x)
-    with pytest.raises(Refused, match="this client did not train in round 3"):
-        batch_to_grade(who, state, 3)
+    state.keep_drawn(2, Drawn(5, (1, 2), digest_of(who.batch([1, 2]))))
+    assert torch.equal(batch_to_grade(who, state, 1, 2).x, drawn.x), "another run's round 2 is another"
+    for run, round in ((1, 3), (4, 2)):
+        with pytest.raises(Refused, match=f"this client did not train in round {round}"):
+            batch_to_grade(who, state, run, round)
     with pytest.raises(Refused, match="the owner does not allow it"):
-        batch_to_grade(owner(tmp_path, "off"), state, 2)
+        batch_to_grade(owner(tmp_path, "off"), state, 1, 2)
 
 
 @pytest.mark.parametrize("rows", [(7, 4), (7, 10**6), (-1, 3)])
@@ -232,7 +234,7 @@ def test_data_that_has_changed_since_is_not_graded(tmp_path: Path, rows: tuple[i
     state = State(who.state)
     state.keep_drawn(2, Drawn(1, rows, digest_of(who.batch([7, 3]))))
     with pytest.raises(Refused, match="the owner's data has changed since"):
-        batch_to_grade(who, state, 2)
+        batch_to_grade(who, state, 1, 2)
 
 
 def test_mse_and_psnr_are_those_of_paper_and_pencil() -> None:

@@ -152,3 +152,11 @@ def test_a_message_of_several_records_needs_one_called_arrays() -> None:
 
 def test_integers_have_no_norm() -> None:
     assert Outbound(max_norm=1.0).objection({"n": torch.tensor([10**6])}) == ""
+
+
+def test_a_reply_under_other_names_does_not_go_round_the_norm() -> None:
+    told: list[str] = []
+    for names in (("weight", "b"), ("w",), ("w", "b", "c")):
+        reply = {name: torch.full((2,), 1e6) for name in names}
+        assert held_back(behind(guard(max_norm=1.0, note=told.append), reply))
+    assert told == ["the reply has no weights of the names that were sent"] * 3

@@ -306,7 +306,7 @@ def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
     state = State(tmp_path / "state")
     with state.held():
         state.keep_drawn(1, Drawn(7, (1, 2), "ab"))
-        state.keep_answers(1, "ab", {"dlg": {"images": "", "psnr": [1.0]}})
+        state.keep_answers("ab", {"dlg": {"images": "", "psnr": [1.0]}})
         state.note("sent", round=1)
     for path in (state.folder, *state.folder.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
@@ -314,24 +314,25 @@ def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
 
 def test_what_was_drawn_and_answered_outlives_the_process(tmp_path: Path) -> None:
     State(tmp_path).keep_drawn(3, Drawn(7, (5, 1), "ab"))
-    State(tmp_path).keep_answers(3, "ab", {"dlg": {"images": "x", "psnr": [20.5]}})
-    assert State(tmp_path).drawn(3) == Drawn(7, (5, 1), "ab")
-    assert State(tmp_path).drawn(4) is None
-    assert State(tmp_path).answers(3, "ab") == {"dlg": {"images": "x", "psnr": [20.5]}}
-    assert State(tmp_path).answers(3, "cd") == {}
+    State(tmp_path).keep_answers("ab", {"dlg": {"images": "x", "psnr": [20.5]}})
+    assert State(tmp_path).drawn(7, 3) == Drawn(7, (5, 1), "ab")
+    assert State(tmp_path).drawn(7, 4) is None
+    assert State(tmp_path).drawn(8, 3) is None, "of another run"
+    assert State(tmp_path).answers("ab") == {"dlg": {"images": "x", "psnr": [20.5]}}
+    assert State(tmp_path).answers("cd") == {}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"run": 1}', '{"run": 1, "rows": ["x"], "digest": ""}'])
 def test_a_damaged_count_is_no_fresh_count(tmp_path: Path, text: str) -> None:
     state = State(tmp_path)
     state.keep_drawn(1, Drawn(7, (1,), "ab"))
-    state.keep_answers(1, "ab", {})
+    state.keep_answers("ab", {})
     next(tmp_path.glob("rounds/*")).write_text(text)
-    with pytest.raises(Damaged, match="round-00001.json is damaged"):
-        state.drawn(1)
+    with pytest.raises(Damaged, match="run-7-round-00001.json is damaged"):
+        state.drawn(7, 1)
     next(tmp_path.glob("answers/*")).write_text("{")
     with pytest.raises(Damaged, match="is damaged"):
-        state.answers(1, "ab")
+        state.answers("ab")
 
 
 def test_two_holders_wait_for_each_other(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_beyond_an_owners_number_of_questions_the_floors_go_first(tmp_path: Path
         told = psnr(ledger)
         assert all(v is not None for v in told[1, 0, "inverting_gradients"])
         assert told[1, 0, "mean_image"] == [None]
-        assert "1 questions of a round were answered" in cards(ledger)["mean_image"]
+        assert "1 questions of these examples were answered" in cards(ledger)["mean_image"]
 
 
 def test_waiting_ends_when_the_service_is_done(tmp_path: Path) -> None:

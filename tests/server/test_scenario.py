@@ -187,7 +187,7 @@ def test_a_mu_that_is_no_number_is_refused(kit: Any, mu: Any) -> None:
             {"audit": {"worker": 1}},
             "[audit]: unknown key 'worker' (it has: rounds, every, clients, wave, seed, curious, executor, workers)",
         ),
-        ({"tape": {"kep": "all"}}, "[tape]: unknown key 'kep' (it has: keep)"),
+        ({"tape": {"kep": "all"}}, "[tape]: unknown key 'kep' (it has: keep, retention_days)"),
         ({"simulation": {"x": 1}}, "[simulation]: unknown key 'x' (it has: parallel_clients, round_timeout)"),
         ({"audit": {"rounds": [1], "every": 2}}, "[audit]: every does nothing beside rounds"),
         ({"audit": {"executor": "slurm"}}, "[audit]: executor must be one of 'ray', 'local', got 'slurm'"),

@@ -419,6 +419,18 @@ def test_a_census_in_which_two_nodes_are_the_same_client_is_refused(kit: Any) ->
         census(grid, 4)
 
 
+def test_in_a_deployment_one_client_does_not_stop_the_others(kit: Any) -> None:
+    """Four nodes: two claim to be client 2, one says a number that is none, one is client 0; a fifth client never comes."""
+    grid = kit.grid(kit.scenario())
+    contexts = dict(zip(grid.nodes.values(), grid.contexts.values(), strict=True))
+    contexts[1].node_config["partition-id"], contexts[3].node_config["partition-id"] = 2, 77
+    assert list(census(grid, 5, patience=0.5).values()) == [0]
+    for context in grid.contexts.values():
+        context.node_config["partition-id"] = 1
+    with pytest.raises(RuntimeError, match=r"of 5 clients none introduced itself within 0\.5 s"):
+        census(grid, 5, patience=0.5)
+
+
 # ---------------------------------------------------------------------------------------------------- build_strategy
 
 

@@ -59,7 +59,8 @@ def test_the_report_says_what_was_sent_answered_and_leaked(tmp_path: Path, capsy
     assert "guard: holds back entries that are not finite, or a norm above 5" in out
     assert "withheld: its norm is 9, above max_norm 5 (1 x)" in out
     assert "refused: this client has answered in round 2 of this run (2 x)" in out
-    assert "grading: scores, to 0.5 dB, at most 8 a round" in out
+    assert "grading: scores, to 0.5 dB, at most 8 of one batch" in out
+    assert "Of the updates alone: 2 scores and 1 updates held back, which the examples decided, are not in it." in out
 
 
 @pytest.mark.parametrize("sampling", ["secret", "agreed"])

@@ -290,11 +290,17 @@ def test_the_summary_names_the_strongest_attack_and_the_cost_beside_the_first_de
         row("blend", "b", 0, accuracy=0.5, mean=11.5, augmented=30.0, limit=24.0, epsilon=5.551),
         row("hopeless", "a", 0, accuracy=None, mean=None, reason="diverged"),
     ]
-    assert sweeping.summary(found, {"blend": "blends"})[2:] == [
+    promises = {"none": "", "blend": "blends", "hopeless": ""}
+    assert sweeping.summary(found, promises)[2:] == [
         "| none |  | `b` | 21.0 (19.5 to 22.5) | 11.0 | – | – | 80 % | 0 |",
         "| blend | blends | `b` | 11.5 (18.0 to 22.0); 30.0 to what was trained on | 11.0 | 24.0 | 5.55 | 50 % | 30 |",
         "| hopeless |  | none gave a number | – | 11.0 | – | – | – | – |",
     ]
+
+
+def test_before_the_first_defense_has_ended_no_cost_is_told() -> None:
+    (line,) = sweeping.summary([row("blend", "a", 0)], {"none": "", "blend": "blends"})[2:]
+    assert line.endswith("| 80 % | – |")
 
 
 def test_over_several_seeds_the_summary_takes_means_and_no_single_runs_interval() -> None:
