@@ -125,7 +125,7 @@ def test_another_truth_changes_the_scores_and_not_the_reconstruction(
     use: str, make_federation: Make, observe: Make
 ) -> None:
     fed = make_federation(model=MLP)
-    wave, plan = observe(fed, (0,)), planned(use)
+    wave, plan = observe(fed, (0,)), planned(use, **SMALL.get(use, {}))
 
     def invented(client: int, round: int) -> Batch:
         return Batch(torch.full((1, 1, 28, 28), 0.5), torch.tensor([0]))
