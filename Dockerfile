@@ -4,14 +4,13 @@ FROM python:3.11-slim
 # where torch comes from; for workers with GPUs: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
+# a home that is a tmpfs where the root is read-only: caches and Flower's settings lie below it
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     OMP_NUM_THREADS=1 \
     HOME=/tmp \
-    XDG_CACHE_HOME=/tmp/cache \
-    FLWR_HOME=/tmp/flwr \
     FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 \
     FLWR_TELEMETRY_ENABLED=0 \
     FLWR_DISABLE_UPDATE_CHECK=1 \
