@@ -284,7 +284,12 @@ def restrict(sheet: Sheet, n: int | None, budget: int | None, cells: str | None)
         return replace(sheet, world=world)
     chosen = [c for c in sheet.cells if (not c.heavy if cells is None else matches(c.name, cells))]
     if not chosen:
-        raise SpecError(f"no cell of {sheet.name} matches {cells!r}; it has: {', '.join(c.name for c in sheet.cells)}")
+        known = ", ".join(c.name for c in sheet.cells)
+        if cells is None:
+            raise SpecError(
+                f"every cell of {sheet.name} takes hours: choose with --cells among {known}; --cells '*': all"
+            )
+        raise SpecError(f"no cell of {sheet.name} matches {cells!r}; it has: {known}")
 
     def spend(trial: Trial) -> Trial:
         if budget is None:
