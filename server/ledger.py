@@ -154,7 +154,8 @@ class Progress:
 def _reader(path: Path) -> sqlite3.Connection:
     """A connection that cannot write."""
     uri = f"file:{quote(str(path.absolute()))}?mode=ro"
-    opened = sqlite3.connect(uri, uri=True, timeout=0, isolation_level=None, check_same_thread=False)
+    # whoever is the last to close the file locks it for a moment
+    opened = sqlite3.connect(uri, uri=True, timeout=1.0, isolation_level=None, check_same_thread=False)
     try:
         opened.execute("PRAGMA schema_version")
     except sqlite3.OperationalError as error:
@@ -178,7 +179,7 @@ class Ledger:
         """Open, and bring an older schema up to date.
 
         Args:
-            readonly: write nothing, not even a newer schema, wait for nobody, and serve any thread, one at a time.
+            readonly: write nothing, not even a newer schema, wait a second at most, and serve any thread, one at a time.
 
         Raises:
             LedgerError: the file is missing, not a ledger, damaged, locked, or written by a newer fedleak (readonly: by

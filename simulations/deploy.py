@@ -76,21 +76,19 @@ def _train(
     try:
         with _control(deployment, superlink) as (scratch, env):
             launch.write_app(scratch, run, scenario)
-            stream = processes.start(launch.submission(scratch), run.log("flower.log"), env)
+            submission = launch.Submission(scratch, run.log("flower.log"), env)
             try:
-                while stream.poll() is None and not interrupt.asked:
+                while submission.process.poll() is None and not interrupt.asked:
                     time.sleep(POLL)
-                ended = launch.last_run(env, told)
-                if interrupt.asked:  # else it would train on without us
-                    stop = ["flwr", "stop", ended["run-id"], "fedleak"]
-                    subprocess.run(stop, env=env, capture_output=True, timeout=launch.PATIENCE, check=False)
+                if interrupt.asked:
+                    submission.stop()  # else it would train on without us
                     state = "interrupted"
-                elif ended["status"] != "finished:completed":
-                    raise TrainingFailed(told(ended["status"]))
+                elif (status := submission.status(told)) != "finished:completed":
+                    raise TrainingFailed(told(status))
                 else:
                     state = "trained"
             finally:
-                processes.end(stream)
+                processes.end(submission.process)
     finally:
         ledger.set_meta(state=state)
 
@@ -156,7 +154,7 @@ def _start_all(local: Local, run: Run, interrupt: Interrupt) -> None:
     for name in after:
         if not interrupt.asked:
             local.begin(name)
-    while run.holder("training") is None and local.status("start") is None and not interrupt.asked:
+    while not interrupt.asked and run.holder("training") is None and local.status("start") is None:
         time.sleep(POLL)
     if not interrupt.asked and run.scenario().audit.curious:
         local.begin("attack")

@@ -215,7 +215,7 @@ def container(client: int) -> Mapping[str, Any]:
         "networks": ["federation"],
         "volumes": ["./tls/ca.crt:/deployment/tls/ca.crt:ro", f"./clients/{client}:/deployment/clients/{client}"],
         "secrets": [{"source": f"client-{client}", "target": f"/deployment/keys/client-{client}"}],
-        "healthcheck": {"test": ["CMD", "python", "-c", _answers("http://127.0.0.1:9094/health")], **_PATIENT},
+        "healthcheck": {"test": ["CMD", "python", "-c", health(Place().port(client))], **_PATIENT},
     }
 
 
@@ -236,5 +236,20 @@ _OWNER = """\
 """
 
 
-def _answers(address: str) -> str:
-    return f"import urllib.request as u; u.urlopen('{address}', timeout=3)"
+def health(port: int, first: int = 1, mute: float = 60.0) -> str:
+    """A health check in Python: whether a SuperNode answers; one that refuses to, long after its start, is ended.
+
+    A connection that breaks at the wrong moment makes a SuperNode fail without its process ending, and Docker starts again
+    only what has ended.
+
+    Args:
+        first: the container's first process.
+    """
+    return (
+        "import os, time, urllib.error, urllib.request as u\n"
+        f"try: u.urlopen('http://127.0.0.1:{port}/health', timeout=3)\n"
+        "except urllib.error.URLError as error:\n"
+        f"    late = time.time() - os.stat('/proc/{first}').st_mtime > {mute:g}\n"
+        f"    if late and isinstance(error.reason, ConnectionRefusedError): os.kill({first}, 15)\n"
+        "    raise\n"
+    )

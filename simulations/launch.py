@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import tomli_w
@@ -69,6 +70,7 @@ class Training:
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedleak-"))  # short: Ray's sockets live below it
         self._children: list[subprocess.Popen[bytes]] = []
+        self._submission: Submission | None = None
 
     def __enter__(self) -> "Training":
         try:
@@ -103,7 +105,8 @@ class Training:
 
     def verify(self) -> None:
         """Ask the SuperLink how the run ended: `flwr run --stream` exits 0 even when it failed."""
-        status = last_run(self.environment(), self._blame)["status"]
+        assert self._submission is not None
+        status = self._submission.status(self._blame)
         if status != "finished:completed":
             raise TrainingFailed(self._blame(status))
 
@@ -124,8 +127,9 @@ class Training:
             f"num-supernodes={self.scenario.protocol.clients} client-resources-num-cpus=1 "
             f"init-args-num-cpus={parallel} init-args-log-to-driver=false"
         )
-        command = [*submission(self.scratch), "--federation-config", federation]
-        self._children.append(processes.start(command, self.run.log("flower.log"), env))
+        log = self.run.log("flower.log")
+        self._submission = Submission(self.scratch, log, env, ["--federation-config", federation])
+        self._children.append(self._submission.process)
 
     def _blame(self, what: str) -> str:
         return blame(self.run, f"the federation failed: {what}", "flower.log", "superlink.log")
@@ -181,31 +185,49 @@ def write_home(scratch: Path, link: Mapping[str, object]) -> None:
     (scratch / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
 
 
-def submission(scratch: Path) -> list[str]:
-    """The command that has the app of a scratch folder run, and shows its log until it has ended."""
-    settings = ["--run-config", str(scratch / "run-config.toml")]
-    return ["flwr", "run", str(scratch / "app"), "fedleak", "--stream", *settings]
+class Submission:
+    """The app of a scratch folder, given to the SuperLink to be run, with its log until it has ended."""
 
+    def __init__(self, scratch: Path, log: Path, env: Mapping[str, str], more: Sequence[str] = ()) -> None:
+        self._log, self._env, self._since = log, env, log.stat().st_size
+        settings = ["--run-config", str(scratch / "run-config.toml")]
+        command = ["flwr", "run", str(scratch / "app"), "fedleak", "--stream", *settings, *more]
+        self.process = processes.start(command, log, env)
 
-def last_run(env: Mapping[str, str], told: Callable[[str], str]) -> dict[str, str]:
-    """What the SuperLink says of the run that it was given last; TrainingFailed when it says nothing."""
-    try:
-        listing = subprocess.run(
-            ["flwr", "ls", "fedleak", "--format", "json"],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            start_new_session=True,  # a Ctrl-C of the terminal's is not for it
-        )
-    except subprocess.TimeoutExpired:
-        raise TrainingFailed(told(f"its status is unknown: no answer in {PATIENCE:.0f} s")) from None
-    try:
-        newest = json.loads(listing.stdout)["runs"][0]
-        return {"status": str(newest["status"]), "run-id": str(newest.get("run-id", ""))}
-    except (json.JSONDecodeError, KeyError, IndexError, TypeError):
-        said = listing.stderr.strip() or listing.stdout.strip()
-        raise TrainingFailed(told(f"its status is unknown: {said[-300:]}")) from None
+    def stop(self) -> None:
+        """Have the SuperLink end the run, where it has begun."""
+        if run := self._run():
+            subprocess.run(
+                ["flwr", "stop", run, "fedleak"], env=self._env, capture_output=True, timeout=PATIENCE, check=False
+            )
+
+    def status(self, told: Callable[[str], str]) -> str:
+        """What the SuperLink says of the run; TrainingFailed when it says nothing."""
+        if not (run := self._run()):
+            raise TrainingFailed(told("it never began"))
+        try:
+            listing = subprocess.run(
+                ["flwr", "ls", "fedleak", "--run-id", run, "--format", "json"],
+                env=self._env,
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+                start_new_session=True,  # a Ctrl-C of the terminal's is not for it
+            )
+        except subprocess.TimeoutExpired:
+            raise TrainingFailed(told(f"its status is unknown: no answer in {PATIENCE:.0f} s")) from None
+        try:
+            return str(json.loads(listing.stdout)["runs"][0]["status"])
+        except (json.JSONDecodeError, KeyError, IndexError, TypeError):
+            said = listing.stderr.strip() or listing.stdout.strip()
+            raise TrainingFailed(told(f"its status is unknown: {said[-300:]}")) from None
+
+    def _run(self) -> str:
+        """Its id, as the submission told it; "" where it did not get so far."""
+        with self._log.open("rb") as told:
+            told.seek(self._since)
+            found = re.search(rb"started run (\d+)", told.read())
+        return found[1].decode() if found else ""
 
 
 def blame(run: Run, what: str, *logs: str) -> str:

@@ -22,6 +22,7 @@ DEATHS = (
     20  # of one service, before all is given up: a node that was killed is let in again after a minute at the earliest
 )
 PAUSE = 3.0  # seconds before a service that died is started again
+MUTE = 60.0  # seconds after its start from which on a service that does not answer counts as failed
 
 
 class Local:
@@ -39,6 +40,7 @@ class Local:
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.deaths: dict[str, int] = {}
         self._again: dict[str, float] = {}
+        self._listened: dict[str, float] = {}  # when each was last asked whether it answers, or is first to be
 
     def __enter__(self) -> "Local":
         return self
@@ -62,6 +64,7 @@ class Local:
         service = self.services[name]
         log = self.deployment.log(name)
         self.children[name] = processes.start(service.command, log, self._environment(name, service))
+        self._listened[name] = time.monotonic() + MUTE
         self._write_facts()
 
     def finish(self, name: str) -> None:
@@ -84,6 +87,8 @@ class Local:
         now = time.monotonic()
         for name, child in list(self.children.items()):
             status, restart = child.poll(), self.services[name].restart
+            if status is None and self._mute(name, now):
+                processes.end(child)
             if status is None or restart == "no" or (restart == "on-failure" and status == 0):
                 continue
             if name not in self._again:
@@ -95,6 +100,14 @@ class Local:
                 del self._again[name]
                 _end_leftovers(child)
                 self.begin(name)
+
+    def _mute(self, name: str, now: float) -> bool:
+        """Whether a service that lives should answer and does not; it is asked every few seconds."""
+        port = self.services[name].answers
+        if port is None or now < self._listened[name]:
+            return False
+        self._listened[name] = now + PAUSE
+        return not processes.listens(port)
 
     def status(self, name: str) -> int | None:
         """A service's exit status, or None while it works."""

@@ -36,6 +36,10 @@ class Place:
         ports = {client: free_port() for client in range(clients)}
         return cls(folder, run, here, (here, free_port()), (here, free_port()), free_port(), ports)
 
+    def port(self, client: int) -> int:
+        """Where a client's SuperNode answers, on its loopback address."""
+        return self.ports.get(client, 9094)
+
     @property
     def dashboard_address(self) -> str:
         """Where the page is on this machine."""
@@ -49,11 +53,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Service:
-    """One process: its command, what it finds in its environment, and what becomes of it when it ends."""
+    """One process: its command, what it finds in its environment, and what becomes of it when it ends.
+
+    Args:
+        answers: the loopback port on which it answers while it works; one that no longer does is ended, for its process may
+            stay when it has failed.
+    """
 
     command: tuple[str, ...]
     restart: Restart = "unless-stopped"
     environment: Mapping[str, str] = field(default_factory=dict)
+    answers: int | None = None
 
 
 def services(place: Place, clients: int) -> dict[str, Service]:
@@ -62,7 +72,7 @@ def services(place: Place, clients: int) -> dict[str, Service]:
         "superlink": Service(superlink(place)),
         "serverapp": Service(serverapp(place)),
         "register": Service(_fedleak("deploy", "register", place.folder, "--superlink", _at(place.superlink)), "no"),
-        **{f"supernode-{k}": Service(supernode(place, k)) for k in range(clients)},
+        **{f"supernode-{k}": Service(supernode(place, k), answers=place.port(k)) for k in range(clients)},
         "ray-head": Service(ray_head(place), environment=ray_access(place)),
         "ray-worker": Service(ray_worker(place), environment=ray_access(place)),
         "start": Service(
@@ -113,7 +123,7 @@ def supernode(place: Place, client: int) -> tuple[str, ...]:
         "flower-supernode",
         *("--superlink", _at(place.superlink), "--root-certificates", f"{place.folder}/tls/ca.crt"),
         *("--auth-supernode-private-key", f"{place.folder}/keys/client-{client}"),
-        *("--host", "127.0.0.1", "--port", str(place.ports.get(client, 9094))),
+        *("--host", "127.0.0.1", "--port", str(place.port(client))),
         *("--node-config", f'client="{place.folder}/clients/{client}/client.toml"'),
     )
 

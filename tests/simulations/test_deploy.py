@@ -4,11 +4,15 @@ import json
 import os
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -22,13 +26,13 @@ from server.pool import LocalExecutor, serve
 from server.run import Busy, Run
 from simulations import cli, inmemory, processes
 from simulations import local as local_start
-from simulations.deploy import down, status
-from simulations.deployment import DEMO, Deployment
+from simulations.deploy import _start_all, down, status
+from simulations.deployment import DEMO, Deployment, health
 from simulations.identity import write_authority, write_node_key
 from simulations.launch import TrainingFailed
 from simulations.local import Local
 from simulations.services import Service
-from simulations.simulate import create_run
+from simulations.simulate import Interrupt, create_run
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 
@@ -303,6 +307,56 @@ def test_what_dies_again_and_again_is_told_with_the_end_of_its_log(
 
     with pytest.raises(TrainingFailed, match=r"bad: exit status 9, 2 times\n(.*\n)+no such key"):
         look_on()
+
+
+def test_an_interrupt_while_services_start_ends_in_order(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt = Interrupt()
+    interrupt.asked = True
+    monkeypatch.setattr(local, "listen", lambda: None)
+    monkeypatch.setattr(local, "finish", lambda name: None)
+    run, _ = local.deployment.begin("a-run")
+    _start_all(local, run, interrupt)
+    assert local.children == {}, "nothing more is started"
+
+
+@linux
+def test_one_that_no_longer_answers_is_started_again(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_start, "MUTE", 0.0)
+    program(local, "mute", SLEEP)
+    program(local, "answering", SLEEP)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        for name, port in (("mute", processes.free_port()), ("answering", door.getsockname()[1])):
+            local.services[name] = replace(local.services[name], answers=port)
+        before = dict(local.children)
+        wait_for(lambda: local.look() or local.children["mute"] is not before["mute"])
+    assert before["mute"].poll() is not None and local.children["answering"] is before["answering"]
+
+
+@linux
+@pytest.mark.parametrize(("mute", "ends"), [(0.0, True), (600.0, False)], ids=["old", "young"])
+def test_the_health_check_ends_a_node_that_has_failed_and_stays(mute: float, ends: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", SLEEP]) as node:
+        try:
+            code = health(processes.free_port(), node.pid, mute)
+            failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            assert failed.returncode == 1 and "Connection refused" in failed.stderr
+            if ends:
+                assert node.wait(10) == -signal.SIGTERM
+            assert node.poll() is not None or not ends
+        finally:
+            node.kill()
+
+
+def test_the_health_check_of_a_node_that_answers_passes() -> None:
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        code = health(server.server_port, os.getpid(), 0.0)
+        assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @linux
