@@ -19,11 +19,12 @@ from attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stre
 from attacks.distances import Distance, cosine, squared
 from attacks.memory import Places, fitting
 from attacks.optimizers import Optimizer, adam, by_count, lbfgs
-from attacks.priors import Prior, batch_statistics, magnitude, total_variation
+from attacks.priors import PRIOR, Prior, batch_statistics, magnitude, total_variation
 from attacks.problems import Problems, Variables
 from attacks.quasi_newton import QuasiNewton
 from attacks.trace import Tracer, check_snapshots
 from attacks.waves import Clock, Outcome, Standing, advance
+from client.components import Table, build
 from client.losses import takes_probabilities
 from client.update import Update
 
@@ -234,6 +235,8 @@ class GradientMatching(Attack):
             variables["at"] = torch.full((len(owners), 1), 0.5).to(like)
         for name, latent in problems.noise.items():
             variables[name] = torch.zeros(len(owners), *latent.shape).to(like)  # where it is likeliest
+        for name, (_, explained) in problems.explained.items():
+            variables[name] = torch.zeros(len(owners), images, explained.numbers).to(like)
         return variables
 
     # ------------------------------------------------------------------------------------------------ Adam's kin
@@ -277,7 +280,7 @@ class GradientMatching(Attack):
         """Advance some problems in place, each from its own iteration; returns the iterations done."""
         assert isinstance(self.optimizer, adam)
         (low, high), variables = problems.bounds(), part.variables
-        counts = part.spent.tolist()
+        counts, unsigned = part.spent.tolist(), {"at", *problems.explained}
         for done in range(length):
             if clock.over():
                 return done
@@ -294,7 +297,7 @@ class GradientMatching(Attack):
                 tracer.keep(rows[due], torch.tensor(at)[due], judged[due], images)
             for name, t in variables.items():
                 slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
-                slope = slope.sign() if self.optimizer.signed and name != "at" else slope
+                slope = slope.sign() if self.optimizer.signed and name not in unsigned else slope
                 self.optimizer.step(t, slope, part.moments[name], at, budget.iterations)
             if self.box:
                 torch.clamp(variables["x"], low, high, out=variables["x"])
@@ -345,17 +348,31 @@ def _doubled(wave: Wave, known: Knowledge) -> tuple[Wave, Knowledge]:
 # ------------------------------------------------------------------------------------------------------------- recipes
 
 
+def _with(prior: Table | None, *others: Prior) -> tuple[Prior, ...]:
+    """Priors with one more that a table names (attacks.priors); those of no weight are left out."""
+    if prior is None:
+        return others
+    named = build(prior, "prior", PRIOR)
+    assert isinstance(named, Prior)
+    return tuple(p for p in (*others, named) if p.weight)
+
+
 def inverting_gradients(
-    tv: float = 0.01, rate: float = 0.1, patience: int = 0, compile: bool = False
+    tv: float = 0.01,
+    rate: float = 0.1,
+    patience: int = 0,
+    compile: bool = False,
+    prior: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
 ) -> GradientMatching:
     """Inverting Gradients (Geiping et al., NeurIPS 2020): cosine, total variation, signed Adam, three cuts of the rate.
 
     Args:
         patience: iterations without a fall after which a problem ends; 0: the paper's whole schedule.
         compile: the whole step; see GradientMatching.
+        prior: one more: {use = "attacks.priors:generator_prior", weight = 1e-5}.
     """
     descent = adam(rate, signed=True, cuts=CUTS, patience=patience)
-    return GradientMatching(cosine(), (total_variation(tv),), descent, compile=compile)
+    return GradientMatching(cosine(), _with(prior, total_variation(tv)), descent, compile=compile)
 
 
 def dlg(fit: float = 1e-6, enough: float = 1e-9, double: bool = True) -> GradientMatching:
@@ -387,6 +404,7 @@ def bayes(
     samples: int = 1,
     radius: float = 0.0,
     box: bool = True,
+    prior: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
 ) -> GradientMatching:
     """The Bayesian framework's attack (Balunović et al., ICLR 2022, Algorithm 1): the chain's own likelihood, total variation.
 
@@ -395,11 +413,11 @@ def bayes(
         tv: the prior's weight beta, relative to the likelihood's own scale.
         decay: of the rate at each iteration; anneal: the likelihood's weight at the start.
         samples, radius: k and delta; at the centre where radius is 0, as in the paper's tables.
+        prior: one more: {use = "attacks.priors:generator_prior"}; tv = 0 leaves it alone.
     """
     chosen = {"known": None, "squared": squared(), "cosine": cosine()}[conditional]
-    return GradientMatching(
-        chosen, (total_variation(tv),), adam(rate, decay=decay), box, anneal=anneal, samples=samples, radius=radius
-    )
+    priors = _with(prior, total_variation(tv))
+    return GradientMatching(chosen, priors, adam(rate, decay=decay), box, anneal=anneal, samples=samples, radius=radius)
 
 
 def grad_inversion(

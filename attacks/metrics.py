@@ -1,12 +1,16 @@
 """Metrics of a reconstruction: pure, one value an example, on images in [0, 1] paired one to one with the truth."""
 
-from collections.abc import Callable
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from client.data import data_folder
 from client.metrics import PSNR_CAP as PSNR_CAP  # handed on: all metrics are found here
@@ -24,16 +28,25 @@ HIGHER_IS_BETTER = {
     "identified": True,
     "label_accuracy": True,
     "lpips_alex": False,
+    "lpips_vgg": False,
     "psnr_augmented": True,
     "ssim_augmented": True,
     "mse_augmented": False,
+    "rouge1": True,
+    "rouge2": True,
+    "rougeL": True,
+    "token_accuracy": True,
+    "exact": True,
+    "rouge1_special": True,
+    "rouge2_special": True,
+    "rougeL_special": True,
 }
 LPIPS_PIXELS = 32  # from which on: AlexNet pools 28 away
 
 
 @dataclass(frozen=True)
 class Metric:
-    """(truth (B, C, H, W), guess (B, C, H, W)) -> (B,), with what a larger value means and its unit."""
+    """(truth (B, C, H, W), guess (B, C, H, W)), of text both (B, L), -> (B,), with what a larger value means and its unit."""
 
     name: str
     unit: str
@@ -80,39 +93,95 @@ def identified(gallery: Tensor) -> Metric:
     return Metric("identified", "", compute)
 
 
-def lpips_metric() -> Metric | None:
-    """LPIPS with AlexNet's real weights (Zhang et al., 2018), or None where no weights are found: a random net is no metric."""
-    weights = lpips_weights()
+@dataclass(frozen=True)
+class Backbone:
+    """A network on whose features LPIPS is computed.
+
+    Args:
+        local: its convolutions' file in the folder weights/ of the local data.
+        torchvision: the name of its weights there, which is also how its download is called.
+    """
+
+    local: str
+    torchvision: str
+
+
+BACKBONES = {
+    "alex": Backbone("alexnet_features_torchvision.safetensors", "AlexNet_Weights"),
+    "vgg": Backbone("vgg16_features_torchvision.safetensors", "VGG16_Weights"),
+}
+
+
+def lpips_metric(net: str = "alex") -> Metric | None:
+    """LPIPS with a backbone's real weights (Zhang et al., 2018), or None where none are found: a random net is no metric."""
+    weights = lpips_weights(net)
     if weights is None:
         return None
 
     def compute(truth: Tensor, guess: Tensor) -> Tensor:
-        network = _lpips_network(str(weights))
+        network = _lpips_network(net, str(weights))
         x, y = (t.float().expand(-1, 3, -1, -1) * 2 - 1 for t in (truth, guess))
         with torch.no_grad():
             return torch.as_tensor(network(x, y)).reshape(len(truth))
 
-    return Metric("lpips_alex", "", compute)
+    return Metric(f"lpips_{net}", "", compute)
 
 
-def lpips_weights() -> Path | None:
-    """The file of AlexNet's convolutions in the local data folder."""
+def lpips_weights(net: str = "alex") -> Path | None:
+    """The file of a backbone's convolutions: in the local data folder, else as torchvision keeps what it has downloaded.
+
+    Torchvision downloads it (AlexNet 233 MB, VGG16 528 MB) where FEDLEAK_LPIPS=download is in the environment.
+    """
     folder = data_folder()
-    path = folder / "weights" / "alexnet_features_torchvision.safetensors" if folder else None
-    return path if path is not None and path.exists() else None
+    path = folder / "weights" / BACKBONES[net].local if folder else None
+    return path if path is not None and path.exists() else _fetched(net)
 
 
-@lru_cache(maxsize=1)
-def _lpips_network(weights: str) -> Callable[[Tensor, Tensor], Tensor]:
-    import warnings
+def _fetched(net: str) -> Path | None:
+    return _downloaded(net, os.environ.get("FEDLEAK_LPIPS") == "download", Path(torch.hub.get_dir()) / "checkpoints")
 
+
+@lru_cache
+def _downloaded(net: str, wanted: bool, hub: Path) -> Path | None:
+    if not (wanted or hub.exists()):  # torchvision takes long to import
+        return None
+    import torchvision
+
+    url = getattr(torchvision.models, BACKBONES[net].torchvision).DEFAULT.url
+    path = hub / Path(url).name
+    if wanted and not path.exists():
+        try:
+            hub.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(path), hash_prefix=path.stem.split("-")[-1], progress=False)
+        except (OSError, RuntimeError) as error:  # no network, a full disk, another hash
+            warnings.warn(f"lpips_{net} is unavailable: {url} was not downloaded ({error})", stacklevel=2)
+    return path if path.exists() else None
+
+
+class _Undrawn(TorchFunctionMode):
+    """Networks are built without drawing their weights: all that is used of VGG16's 138 million is set from its file."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ in (
+            "uniform_",
+            "normal_",
+            "kaiming_uniform_",
+            "kaiming_normal_",
+        ):  # of tensors, and torch.nn.init's
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+@lru_cache
+def _lpips_network(net: str, weights: str) -> Callable[[Tensor, Tensor], Tensor]:
     import lpips
-    from safetensors.torch import load_file
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _Undrawn():
         warnings.simplefilter("ignore")  # lpips asks torchvision for its models in a deprecated way
-        network = lpips.LPIPS(net="alex", pnet_rand=True, verbose=False).eval()
-    stored = load_file(weights)
+        network = lpips.LPIPS(net=net, pnet_rand=True, verbose=False).eval()
+    stored = _convolutions(net, Path(weights))
     with torch.no_grad():
         for sequence in network.net.children():
             for name, module in sequence.named_children():
@@ -123,15 +192,27 @@ def _lpips_network(weights: str) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, y: network(x, y)
 
 
-def image_metrics(shape: tuple[int, int, int], gallery: Tensor | None) -> list[Metric]:
+def _convolutions(net: str, path: Path) -> Mapping[str, Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    import torchvision
+
+    weights = getattr(torchvision.models, BACKBONES[net].torchvision).DEFAULT
+    stored: Mapping[str, Tensor] = weights.get_state_dict(progress=False, weights_only=True)  # tensors alone
+    return stored
+
+
+def image_metrics(shape: tuple[int, ...], gallery: Tensor | None) -> list[Metric]:
     """Every metric that applies: SSIM from 11 pixels on, LPIPS from 32 with weights, identification with a gallery."""
     chosen = [mse, psnr]
     if min(shape[1:]) >= 11:
         chosen.append(ssim)
     if gallery is not None and len(gallery) > 0:
         chosen.append(identified(gallery))
-    perceptual = lpips_metric() if min(shape[1:]) >= LPIPS_PIXELS else None
-    return [*chosen, perceptual] if perceptual else chosen
+    perceptual = [lpips_metric(net) for net in BACKBONES] if min(shape[1:]) >= LPIPS_PIXELS else []
+    return chosen + [metric for metric in perceptual if metric is not None]
 
 
 def label_accuracy(truth: Tensor, guess: Tensor) -> float:

@@ -9,9 +9,24 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attacks.base import Knowledge
+from attacks.generators import Generators, check, generator_of
+from client.components import Kind
 from client.update import Params, untracked
 
 Energy = Callable[[Tensor], Tensor]  # x (B, C, H, W) -> a scalar
+
+
+@dataclass(frozen=True, eq=False)
+class Explained:
+    """The energy of images together with what they are made of, which is found beside them.
+
+    Args:
+        numbers: that explain one image.
+        energy: x (B, C, H, W), z (B, numbers) -> a scalar; z = 0 is where the search begins.
+    """
+
+    numbers: int
+    energy: Callable[[Tensor, Tensor], Tensor]
 
 
 class Prior(ABC):
@@ -20,12 +35,15 @@ class Prior(ABC):
     weight: float
 
     @abstractmethod
-    def bind(self, known: Knowledge, params: Params) -> Energy:
+    def bind(self, known: Knowledge, params: Params) -> Energy | Explained:
         """The prior's value as a function of images, after whatever needs doing but once.
 
         Raises:
             ValueError: what the prior needs is not known to the attacker.
         """
+
+
+PRIOR = Kind("a prior", ("attacks.priors",), Prior)
 
 
 @dataclass(frozen=True)
@@ -155,6 +173,47 @@ class laplacian(Prior):
 
     def bind(self, known: Knowledge, params: Params) -> Energy:
         return lambda x: (known.pixels(x) - self.mean).abs().sum() / self.scale
+
+
+@dataclass(frozen=True)
+class generator_prior(Prior):
+    """Images that a generator makes of normal latents z, with normal noise in each pixel: -log p(x, z), z found beside x.
+
+    |x - G(z)|^2 / (2 deviation^2) + |z|^2 / 2, summed over examples and pixels in [0, 1]: what the variational autoencoder that
+    is trained on auxiliary images takes for the density of an image and its latents.
+
+    Args:
+        weight: 1 beside a likelihood that is a density, as the one of noise is; beside a cosine, far less.
+        generator: a user's own (`attacks.generators.own`); default: trained on the attacker's auxiliary images.
+        latent, width, training: of the one that is trained: latents, channels, Adam's steps.
+        deviation: of the noise.
+    """
+
+    weight: float = 1.0
+    generator: dict | None = None  # type: ignore[type-arg]  # as TOML gives it; `check` looks at what is in it
+    latent: int = 128
+    width: int = 32
+    training: int = 2000
+    deviation: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("latent", "width", "training"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.deviation > 0:
+            raise ValueError(f"deviation must be above 0, got {self.deviation}")
+        if self.generator is not None:
+            check(self.generator)
+
+    def bind(self, known: Knowledge, params: Params) -> Explained:
+        trained = Generators(self.latent, self.width, self.training)
+        made = generator_of(self.generator, trained, known).to(next(iter(params.values())))
+
+        def energy(x: Tensor, z: Tensor) -> Tensor:
+            apart = (known.pixels(x) - made(z)).square().sum() / (2 * self.deviation**2)
+            return apart + 0.5 * z.square().sum()
+
+        return Explained(made.numbers, energy)
 
 
 def deep_inversion(tv: float, magnitude_weight: float, statistics: float) -> tuple[Prior, ...]:

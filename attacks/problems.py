@@ -17,7 +17,7 @@ from attacks import local
 from attacks.base import Knowledge, Wave
 from attacks.distances import ByProducts, Products, between, left_out, likelihood, visible, visible_columns
 from attacks.gradients import Factors, Gradients, Unsupported, factored, flattened, gradients, independent, trained
-from attacks.priors import Energy
+from attacks.priors import Energy, Explained
 from attacks.unstride import unstrided
 from client.losses import is_mean
 from client.rng import generator
@@ -72,7 +72,10 @@ class Problems:
             self.known = replace(known, chain=known.chain.shown)
         self.likelihood = left_out(own, known.chain.hidden)
         known = self.known
-        self.energies: list[tuple[float, Energy]] = [(p.weight, p.bind(known, wave.params)) for p in attack.priors]
+        bound = [(p.weight, p.bind(known, wave.params)) for p in attack.priors]
+        self.energies: list[tuple[float, Energy]] = [(w, e) for w, e in bound if not isinstance(e, Explained)]
+        explained = [(w, e) for w, e in bound if isinstance(e, Explained)]
+        self.explained = {f"latents {i}": both for i, both in enumerate(explained)}  # by the variable's name
         self.noise: dict[str, Latent] = {} if attack.latent is None else drawn(known)
         generally = attack.surrogate or attack.draws or self.noise or not is_mean(known.loss, known.classes)
         self.step = None if generally else by_passes(known.chain, known.loss)
@@ -158,11 +161,14 @@ class Problems:
         """Objectives (N,) of some problems, differentiable."""
         x, attack = variables["x"], self.attack
         y = variables["y"].softmax(2) if labels is None else labels
-        beside = {name: t for name, t in variables.items() if name not in ("x", "y")}
+        beside = {name: t for name, t in variables.items() if name not in ("x", "y", *self.explained)}
         objectives = heat * self._distances(x, y, seen, beside)
         batches = x.view(-1, self.known.batch_size, *x.shape[2:])
         for weight, energy in self.energies:
             objectives = objectives + weight * each(energy, batches).view(-1, self.epochs).mean(1)
+        for name, (weight, explained) in self.explained.items():
+            latents = variables[name].view(*batches.shape[:2], -1)
+            objectives = objectives + weight * each(explained.energy, batches, latents).view(-1, self.epochs).mean(1)
         if self.epochs > 1:
             objectives = objectives + attack.tied * local.tie(x, self.epochs, attack.aggregate)
         for name in self.noise:

@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 import tomli_w
 
+from attacks import generators
 from attacks.limits import known_noise
-from attacks.plan import LIMITS, AttackPlan
+from attacks.plan import IMAGE_BASELINES, LIMITS, TEXT_BASELINES, AttackPlan
 from client.components import SpecError, Table, call, check_arguments, conform, located
+from client.corpora import Text
 from client.losses import LOSS
 from client.protocol import DATASET, MODEL, Federation, Protocol
 from defenses.accounting import DELTA, Accountant, NoGuarantee
@@ -144,7 +146,7 @@ class Scenario:
             {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}},
             protocol.rounds,
             protocol.clients,
-            LIMITS if known_noise(federation.as_seen(federation.chain, len(protocol.groups(1)[0]))) else (),
+            *_company(federation),
         )
         _check_secure_sum(protocol, strategy, plan)
         options = _options(AuditOptions, {k: v for k, v in audit.items() if k not in _PLAN}, "[audit]")
@@ -162,11 +164,22 @@ class Scenario:
         return tomli_w.dumps(dict(self.tables))
 
 
+def _company(federation: Federation) -> tuple[Sequence[str], Sequence[str]]:
+    """What stands beside the attacks: limits of images under a known noise, and the baselines of what is attacked."""
+    if isinstance(federation.shards.dataset, Text):
+        return (), TEXT_BASELINES
+    noise = known_noise(federation.as_seen(federation.chain, len(federation.protocol.groups(1)[0])))
+    return LIMITS if noise else (), IMAGE_BASELINES
+
+
 def _located(tables: Table) -> Table:
     """The tables with their paths absolute: Flower's processes and whoever opens the run read them in other folders."""
     kinds = {"data": DATASET, "model": MODEL, "loss": LOSS}
     named = {key: kind for key, kind in kinds.items() if isinstance(tables.get(key), dict)}
-    return {**tables, **{key: located(tables[key], kind, Path.cwd()) for key, kind in named.items()}}
+    found = {**tables, **{key: located(tables[key], kind, Path.cwd()) for key, kind in named.items()}}
+    if isinstance(found.get("attack"), list):
+        found["attack"] = [generators.located(t, Path.cwd()) if isinstance(t, dict) else t for t in found["attack"]]
+    return found
 
 
 def _check_secure_sum(protocol: Protocol, strategy: Table, plan: AttackPlan) -> None:

@@ -16,9 +16,18 @@ LABELS = {
     "identified": "identified (part of the images)",
     "label_accuracy": "label accuracy",
     "lpips_alex": "LPIPS, AlexNet (lower leaks more)",
+    "lpips_vgg": "LPIPS, VGG16 (lower leaks more)",
     "psnr_augmented": "PSNR (dB) to what was trained on",
     "ssim_augmented": "SSIM to what was trained on",
     "mse_augmented": "MSE to what was trained on (lower leaks more)",
+    "rouge1": "ROUGE-1 (%)",
+    "rouge2": "ROUGE-2 (%)",
+    "rougeL": "ROUGE-L (%)",
+    "token_accuracy": "words in their places (%)",
+    "exact": "exact sentences (%)",
+    "rouge1_special": "ROUGE-1 with special tokens (%)",
+    "rouge2_special": "ROUGE-2 with special tokens (%)",
+    "rougeL_special": "ROUGE-L with special tokens (%)",
 }
 RATES = ("identified",)  # 0 or 1 an example: no best case, and Wilson intervals
 
@@ -87,7 +96,7 @@ def band(leak: Leak) -> tuple[float | None, float | None]:
 def told(leak: Leak) -> str:
     """A point of a figure."""
     low, high = band(leak)
-    digits = 1 if leak.metric.startswith("psnr") else 3
+    digits = 1 if leak.metric.startswith("psnr") or "%" in LABELS.get(leak.metric, "") else 3
     if analysis.is_limit(leak.attack):
         return number(leak.mean, digits)
     within = "" if low is None else f" ({number(low, digits)} to {number(high, digits)})"

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 from attacks.base import Budget, Knowledge, Observation, Wave
-from attacks.generative import Decoder, Generators, gi_gip
+from attacks.generative import gi_gip
+from attacks.generators import Decoder, Generators
 from attacks.metrics import mse
 from attacks.shelf import Shelf
 from client.models import detached_params, lenet
 from client.rng import generator
-from client.update import Batch, chain, gradient, local_sgd
+from client.update import Batch, Link, chain, gradient, local_sgd
+from defenses.prune import prune
+from defenses.sign import sign
 
 SHAPE = (1, 10, 9)  # no multiple of the strides
 STREAMS: list[Any] = [partial(generator, "generative", k) for k in range(2)]
@@ -114,3 +117,31 @@ def test_a_decoder_fills_every_size() -> None:
     for shape in ((3, 32, 32), (1, 5, 7)):
         decoder: nn.Module = Decoder(shape, 3, 2)
         assert decoder(torch.zeros(2, 3)).shape == (2, *shape)
+
+
+@pytest.mark.parametrize("defense", ["sign", "prune"])
+def test_the_objective_is_the_adapted_one_of_learning_to_inverts_appendix(defense: str) -> None:
+    """By hand, of what was found: signs by a squared hinge, what pruning left by the cosine over its entries alone."""
+    known, wave, _ = world()
+    link: Link = sign() if defense == "sign" else prune(0.05)
+    known = replace(known, chain=chain(link, local_sgd(1.0)))
+    y, params = torch.tensor([0, 3]), wave.params
+    client = known.chain(gradient(known.model, normalise=known.normalise))
+    seen = [client(params, Batch(discs(2)[[k]], y[[k]]), None) for k in range(2)]
+    wave = Wave.stack([Observation(1, k, params, update) for k, update in enumerate(seen)])
+    attack = gi_gip(latent=4, width=8, training=20, tv=0.0)
+    plain = chain(local_sgd(1.0))(gradient(known.model, normalise=known.normalise))
+    for k, found in enumerate(attack.reconstruct(wave, known, Budget(6), STREAMS)):
+        assert found.x is not None
+        own, bare = (
+            torch.cat([t.flatten() for t in update.values()])
+            for update in (seen[k], plain(params, Batch(found.x, y[[k]]), None))
+        )
+        if defense == "sign":
+            soft = [t / (t.abs() + t.abs().mean()) for t in plain(params, Batch(found.x, y[[k]]), None).values()]
+            dummy = torch.cat([t.flatten() for t in soft])  # a sign has no derivative: this stands in for it
+            expected = (-dummy * own).clamp_min(0).square().sum() / dummy.square().sum()
+        else:
+            expected = 1 - torch.cosine_similarity(own, bare * (own != 0), dim=0)
+        assert found.objective == pytest.approx(float(expected), rel=1e-3)
+        assert float(expected) > 1e-4

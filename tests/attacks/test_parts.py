@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -34,7 +35,16 @@ from attacks.distances import (
     without_products,
 )
 from attacks.optimizers import Evaluate, adam, by_count, lbfgs, minimise
-from attacks.priors import Prior, batch_statistics, gaussian, laplacian, magnitude, total_variation
+from attacks.priors import (
+    Explained,
+    Prior,
+    batch_statistics,
+    gaussian,
+    generator_prior,
+    laplacian,
+    magnitude,
+    total_variation,
+)
 from client.models import detached_params
 from client.rng import generator
 from client.update import Batch, Chain, Update, chain, local_sgd
@@ -410,6 +420,7 @@ PRIORS: dict[str, Prior] = {
     "batch_statistics": batch_statistics(1.0),
     "gaussian": gaussian(),
     "laplacian": laplacian(1.0, mean=0.5, scale=0.2),
+    "generator_prior": generator_prior(latent=3, width=2, training=5),
 }
 
 
@@ -424,7 +435,9 @@ def knowledge() -> Knowledge:
 @pytest.mark.parametrize("name", PRIORS)
 def test_a_prior_is_a_finite_scalar_with_a_derivative_and_the_same_under_vmap(name: str) -> None:
     known = knowledge()
-    energy = PRIORS[name].bind(known, detached_params(known.model))
+    bound = PRIORS[name].bind(known, detached_params(known.model))
+    z = torch.randn(2, bound.numbers) if isinstance(bound, Explained) else None
+    energy = partial(bound.energy, z=z) if isinstance(bound, Explained) else bound
     x = torch.randn(3, 2, 1, 6, 6, generator=generator(0)).requires_grad_()
     values = torch.stack([energy(one) for one in x])
     (slopes,) = torch.autograd.grad(values.sum(), x)

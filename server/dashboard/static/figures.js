@@ -5,8 +5,9 @@
 // -------------------------------------------------------------------------------------------------------------- words
 
 const NONE = "–";
-const LOWER_LEAKS_MORE = new Set(["mse", "lpips_alex"]);
+const LOWER_LEAKS_MORE = new Set(["mse", "lpips_alex", "lpips_vgg"]);
 const PARTS = new Set(["identified", "label_accuracy"]);
+const PERCENTAGES = /^(rouge|token_accuracy|exact)/; // of words, in hundredths already
 
 const percent = value => value === null || value === undefined ? NONE : `${Math.round(100 * value)}\u00a0%`;
 const many = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
@@ -15,6 +16,7 @@ const plain = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").
 function inMetric(metric, value, unit = " dB") {
   if (value === null || value === undefined) return NONE;
   if (PARTS.has(metric)) return percent(value);
+  if (PERCENTAGES.test(metric)) return `${value.toFixed(1)}${unit && " %"}`;
   return metric === "psnr" ? `${value.toFixed(1)}${unit}` : metric === "mse" ? value.toPrecision(3) : value.toFixed(3);
 }
 
@@ -624,7 +626,8 @@ const LABELS = { key: "labels", head: "labels", value: r => r.labels, cell: r =>
 const EXAMPLES = { key: "n", head: "examples", value: r => r.n, cell: r => r.kind === "limit" ? NONE : String(r.n) };
 
 function leakageColumns(metric, less, unit) {
-  const told = value => inMetric(metric, value, unit), head = words => unit === "" ? `${words} (dB)` : words;
+  const sign = PERCENTAGES.test(metric) ? "%" : "dB";
+  const told = value => inMetric(metric, value, unit), head = words => unit === "" ? `${words} (${sign})` : words;
   return {
     mean: { key: "mean", head: head("mean"), less, value: r => r.mean, cell: r => told(r.mean) },
     interval: { key: "low", head: "95 % interval", less, value: r => r.low, cell: r => interval(r, metric) || NONE },
@@ -635,13 +638,14 @@ function leakageColumns(metric, less, unit) {
   };
 }
 
-function summaryTable(rows, state, change) {
-  const name = r => [r.attack, r.kind !== "attack" && small(r.kind), r.failed && small(`without an image: ${r.failed}`)];
-  const { mean, interval, worst } = leakageColumns("psnr", false, "");
+function summaryTable(rows, state, change, measure) {
+  const { metric, name: called, unit, private: noun } = measure, without = `without ${noun === "image" ? "an image" : `a ${noun}`}`;
+  const name = r => [r.attack, r.kind !== "attack" && small(r.kind), r.failed && small(`${without}: ${r.failed}`)];
+  const { mean, interval, worst } = leakageColumns(metric, false, "");
   const columns = [
     { key: "attack", head: "attack", text: true, value: r => r.attack, cell: name },
-    EXAMPLES, { ...mean, head: "mean PSNR (dB)" }, interval,
-    { key: "median", head: "median (dB)", value: r => r.median, cell: r => inMetric("psnr", r.median, "") },
+    EXAMPLES, { ...mean, head: `mean ${called} (${unit})` }, interval,
+    { key: "median", head: `median (${unit})`, value: r => r.median, cell: r => inMetric(metric, r.median, "") },
     worst, HITS, LABELS,
   ];
   const mark = r => r.kind === "attack" ? "" : "baseline";
