@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 
 from attacks import labels as labelling
 from attacks.base import Budget, Knowledge, Memory, Reconstruction, Remembering, Stream, Wave, not_applicable
-from attacks.ridge import answer
+from attacks.refinement import refine
+from attacks.ridge import answer, ridge_inversion
 from attacks.shelf import Shelf, digest
 from attacks.simulated import Lessons, School, View, flat
 from attacks.waves import Clock
@@ -28,12 +30,16 @@ ENUMERATED = 5  # images up to which all pairings are tried at once: 120
 
 @dataclass(frozen=True)
 class learning_to_invert(Remembering):
-    """The published multilayer perceptron; the budget's iterations are Adam's steps.
+    """The published multilayer perceptron, or the linear inverter with its answers refined; iterations are Adam's steps.
 
-    It remembers which network met a client last (`inverter`, a name on the shelf in the cache folder). Training ends early when
-    the error on auxiliary images that are held out has not fallen for `patience` epochs; the best epoch's weights are used.
+    The published one remembers which network met a client last (`inverter`, a name on the shelf in the cache folder). Its training
+    ends early when the error on auxiliary images that are held out has not fallen for `patience` epochs; the best epoch's weights
+    are used.
 
     Args:
+        architecture: published: the perceptron. refined: ridge inversion in closed form, whose answers then descend, the chain
+            and the auxiliary images' normal density deciding where to (attacks/refinement.py); of what follows it reads
+            buckets, which are signed, and passes alone, and it remembers nothing.
         hidden: units of each hidden layer; the paper's are 3,000 for one image and 10,000 for four. layers: all of them.
         batch, rate: of Adam; the rate is cut to a tenth at 3/4 of the steps.
         by_label: one image at a time, by its restored label, instead of all at once with the best matching.
@@ -42,6 +48,7 @@ class learning_to_invert(Remembering):
         again: the part of the steps that is taken where there is a network of the round before to begin with.
     """
 
+    architecture: Literal["published", "refined"] = "published"
     hidden: int = 3000
     layers: int = 3
     batch: int = 256
@@ -58,6 +65,8 @@ class learning_to_invert(Remembering):
         for name, least in whole.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.architecture not in (kinds := ("published", "refined")):
+            raise ValueError(f"architecture must be one of {', '.join(kinds)}, got {self.architecture!r}")
         if not self.rate > 0:
             raise ValueError(f"rate must be above 0, got {self.rate}")
         if not 0 < self.again <= 1:
@@ -69,6 +78,9 @@ class learning_to_invert(Remembering):
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[Memory]
     ) -> tuple[list[Reconstruction], list[Memory]]:
+        if self.architecture == "refined":
+            linear = ridge_inversion(buckets=self.buckets, passes=self.passes)
+            return refine(wave, known, budget, linear), list(memories)
         clock = Clock(time.perf_counter(), budget.seconds)
         try:
             labels = self._labels(wave, known)
@@ -182,9 +194,15 @@ class Training:
         return network
 
     def _begun(self) -> tuple[nn.Sequential, bool]:
-        """The network as training begins, and whether it is the parent's."""
+        """The network as training begins, and whether it is the parent's; ValueError where that is for batches of another size."""
         fresh = self._network(None)
         kept = self.shelf.read(f"inverter-{self.parent}") if self.parent else None
+        size = self.school.known.batch_size
+        if kept is not None and (trained := int(kept.get("n images", torch.tensor(size)))) != size:
+            raise ValueError(
+                f"the inverter of the round before was trained on batches of {trained}, and these updates are of "
+                f"batches of {size}: an inverter serves one batch size, so attack them as a client that was never met"
+            )
         fits = kept is not None and all(
             f"w {k}" in kept and kept[f"w {k}"].shape == t.shape for k, t in fresh.state_dict().items()
         )
@@ -214,6 +232,7 @@ class Training:
             pupil.look(self._error(network, held))
         self.shelf.drop(part)
         numbers = {"error": pupil.lowest, "steps": pupil.step, "planned": planned, "interrupted": not pupil.done}
+        numbers["images"] = self.school.known.batch_size
         return {**pupil.best, **{f"n {k}": torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
 
     def _epoch(self, lessons: Lessons) -> int:
@@ -250,7 +269,8 @@ class Pupil:
 
     def __init__(self, network: nn.Sequential, attack: learning_to_invert, planned: int) -> None:
         self.network, self.attack, self.planned = network, attack, planned
-        self.adam = torch.optim.Adam(network.parameters(), lr=attack.rate)
+        # fused: a step by itself costs as much memory traffic as half of the matrix products take time
+        self.adam = torch.optim.Adam(network.parameters(), lr=attack.rate, fused=True)
         self.step = self.since = 0
         self.lowest = float("inf")
         self.best = self._weights()

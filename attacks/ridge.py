@@ -265,7 +265,7 @@ class Fitted:
         return Rows(rows if basis is None else rows @ basis, labels)
 
     def _rows(self, lessons: Lessons, basis: Tensor | None) -> Rows:
-        return self.read(lessons.rows, self.school.auxiliary.y[lessons.groups].flatten(), basis)
+        return self.read(lessons.rows, lessons.labels.flatten(), basis)
 
     def _targets(self, lessons: Lessons) -> Tensor:
         return self.school.auxiliary.x[lessons.groups.flatten()].flatten(1)

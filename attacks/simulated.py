@@ -13,7 +13,8 @@ import torch
 from torch import Generator, Tensor
 from torch.func import vmap
 
-from attacks.base import Knowledge
+from attacks import labels as labelling
+from attacks.base import Knowledge, Wave
 from attacks.gradients import Unsupported, gradients, independent, trained
 from attacks.hashing import Sketch, check_room
 from attacks.shelf import Shelf, digest
@@ -36,7 +37,7 @@ from client.update import (
 
 CHUNK = 128  # clients at once: LeNet's updates of so many are 8 MB
 FEWEST = 4  # batches that can be made of the auxiliary images: one is held out
-VERSION = 1  # of what the shelf keeps; another one where it is computed in another way
+VERSION = 2  # of what the shelf keeps; another one where it is computed in another way
 
 
 class Stages(NamedTuple):
@@ -90,25 +91,43 @@ class Simulator:
 
     def updates(self, x: Tensor, y: Tensor, rng: Generator, chunk: int = CHUNK) -> Iterator[Update]:
         """The updates (n, ...) of N batches x (N, B, C, H, W) in [0, 1] with labels y (N, B), a few at a time, in order."""
-        by_stages = stages(self.client) if is_mean(self.known.loss, self.known.classes) else None
+        by_stages = self._stages
         chunk = max(1, chunk // self.members)
         for some, labels in zip(x.split(chunk), y.split(chunk), strict=True):
-            batches = Batch(*(t.reshape(-1, t.shape[1] // self.members, *t.shape[2:]) for t in (some, labels)))
+            batches = self._apart(some, labels)
             if by_stages is not None:
                 try:
-                    yield self._summed(self._together(by_stages, batches, rng))
+                    yield _detached(self._summed(self._together(by_stages, batches, rng)))
                     continue
                 except Unsupported:
                     by_stages = None  # by the chain itself from now on
             yield self._summed(self._by_chain(batches, rng))
+
+    def differentiable(self, x: Tensor, y: Tensor) -> Update:
+        """The updates (n, ...) of batches x (n, B, C, H, W), with slopes by x, which requires them; for a quiet simulator."""
+        batches = self._apart(x, y)
+        if (by_stages := self._stages) is not None:
+            try:
+                return self._summed(self._together(by_stages, batches, None))
+            except Unsupported:
+                pass
+        return self._summed(_mapped(self._bare(), self.params, batches, None))
+
+    @property
+    def _stages(self) -> Stages | None:
+        return stages(self.client) if is_mean(self.known.loss, self.known.classes) else None
+
+    def _apart(self, x: Tensor, y: Tensor) -> Batch:
+        """Each member's batch."""
+        return Batch(*(t.reshape(-1, t.shape[1] // self.members, *t.shape[2:]) for t in (x, y)))
 
     def _summed(self, updates: Update) -> Update:
         if self.members == 1:
             return updates
         return {k: t.view(-1, self.members, *t.shape[1:]).mean(1) for k, t in updates.items()}
 
-    def _together(self, plan: Stages, batches: Batch, rng: Generator) -> Update:
-        """All clients' gradients in one pass, each link on all of them."""
+    def _together(self, plan: Stages, batches: Batch, rng: Generator | None) -> Update:
+        """All clients' gradients in one pass, each link on all of them, differentiable."""
         model, known = self.known.model, self.known
         size = batches.x.shape[1]
         x, y = known.normalise(batches.x), batches.y
@@ -116,7 +135,7 @@ class Simulator:
             x, y = x.flatten(0, 1)[:, None], y.flatten()[:, None]
         if not independent(model, self.params, x[:1] if len(x) == 1 else x[:2]):
             raise Unsupported("the model mixes the examples of a batch")
-        x = x.requires_grad_()
+        x = x.requires_grad_()  # what comes with slopes already keeps them
         if plan.each or plan.before:
             found = _formed(gradients(model, self.params, x, y, 1.0, False, known.loss))
             found = _through(plan.each, found, rng)
@@ -127,10 +146,13 @@ class Simulator:
             found = _formed(trained(model, self.params, x, y, plan.local, False, known.loss))
         return _through(plan.after, found, rng)
 
+    def _bare(self) -> UpdateFn:
+        return self.client(gradient(self.known.model, self.known.loss, normalise=self.known.normalise))
+
     def _by_chain(self, batches: Batch, rng: Generator) -> Update:
-        client = self.client(gradient(self.known.model, self.known.loss, normalise=self.known.normalise))
+        client = self._bare()
         if len(batches.x) > 1 and self._maps(client, batches):
-            return {k: t.detach() for k, t in _mapped(client, self.params, batches, rng).items()}
+            return _detached(_mapped(client, self.params, batches, rng))
         alone = [client(self.params, Batch(x, y), rng) for x, y in zip(*batches, strict=True)]
         return {k: torch.stack([one[k].detach() for one in alone]) for k in alone[0]}
 
@@ -143,7 +165,7 @@ class Simulator:
         return True
 
 
-def _mapped(client: UpdateFn, params: Params, batches: Batch, rng: Generator) -> Update:
+def _mapped(client: UpdateFn, params: Params, batches: Batch, rng: Generator | None) -> Update:
     def one(x: Tensor, y: Tensor) -> Update:
         return client(params, Batch(x, y), rng)
 
@@ -153,10 +175,14 @@ def _mapped(client: UpdateFn, params: Params, batches: Batch, rng: Generator) ->
 
 def _formed(found: object) -> Update:
     assert isinstance(found, dict)
-    return {k: t.detach() for k, t in found.items()}
+    return found
 
 
-def _through(links: tuple[OnUpdate, ...], updates: Update, rng: Generator) -> Update:
+def _detached(updates: Update) -> Update:
+    return {k: t.detach() for k, t in updates.items()}
+
+
+def _through(links: tuple[OnUpdate, ...], updates: Update, rng: Generator | None) -> Update:
     """Updates (n, ...) behind some links, each drawing for itself."""
     for link in links:
         updates = vmap(lambda update, link=link: link.apply(update, rng), randomness="different")(updates)
@@ -243,11 +269,14 @@ class Lessons:
 
     Args:
         rows: (n, columns) as a View reads updates.
-        groups: (N, B) which auxiliary images each update is of, by ascending labels; by label n = N * B, in this order, else N.
+        groups: (N, B) which auxiliary images each update is of; by label n = N * B, in this order, else N.
+        labels: (N, B) ascending, those that the attacker goes by: restored ones are now and then wrong, and an image stands
+            where its own label does as far as that is among them.
     """
 
     rows: Tensor
     groups: Tensor
+    labels: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,6 +296,11 @@ class School:
     def __post_init__(self) -> None:
         if self.passes < 1:
             raise ValueError(f"passes must be at least 1, got {self.passes}")
+        given, size = self.known.labels, self.known.batch_size
+        if given is not None and given.shape[1] != size:
+            raise ValueError(
+                f"an inverter for batches of {size} cannot serve updates of {given.shape[1]} given labels each"
+            )
 
     @cached_property
     def auxiliary(self) -> Batch:
@@ -298,7 +332,8 @@ class School:
         """Of all that it depends on; what no name tells of a user's own model or loss, an update of two examples does."""
         known, found = self.known, self.auxiliary
         probe = gradient(known.model, known.loss, known.normalise)(self.params, Batch(found.x[:2], found.y[:2]), None)
-        return digest(self.name, self.params, dict(known.model.named_buffers()), probe)
+        right = () if known.labels is None else ("labels given",)
+        return digest(self.name, self.params, dict(known.model.named_buffers()), probe, *right)
 
     @cached_property
     def entries(self) -> int:
@@ -332,23 +367,46 @@ class School:
         self.view.check(self.entries)
         if not len(groups):
             raise ValueError("no batch can be made of the auxiliary images")
-        check_room(groups.numel() if self.view.by_label else len(groups), self.view.columns(self.entries), self._device)
+        # the largest table will be needed, too: what is said to fit is to fit all of them
+        largest = self.passes * (len(self.split[0]) // self.known.batch_size)
+        each = self.known.batch_size if self.view.by_label else 1
+        check_room(largest * each, self.view.columns(self.entries), self._device)
         name = f"updates-{digest(self.key, held, quiet)}"
         if most is not None:  # a part is simulated as fast as it is read, and would push whole tables off the shelf
-            return Lessons(self._rows(groups, name, quiet), groups)
-        return Lessons(self.shelf.get(name, lambda: {"rows": self._rows(groups, name, quiet)})["rows"], groups)
+            return Lessons(**self._simulated(groups, name, quiet))
+        return Lessons(**self.shelf.get(name, lambda: self._simulated(groups, name, quiet)))
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self.params.values())).device
 
-    def _rows(self, groups: Tensor, name: str, quiet: bool) -> Tensor:
+    def _simulated(self, groups: Tensor, name: str, quiet: bool) -> dict[str, Tensor]:
         x, y = self.auxiliary.x[groups], self.auxiliary.y[groups]
         each = self.known.batch_size if self.view.by_label else 1
         found = x.new_empty(len(groups) * each, self.view.columns(self.entries))
+        labels = y.clone()
         done = 0
         for updates in Simulator(self.known, self.params, quiet).updates(x, y, generator("simulated", name)):
-            n = len(next(iter(updates.values())))
-            found[done * each : (done + n) * each] = self.view.rows(self.known, updates, y[done : done + n])
-            done += n
-        return found
+            part = slice(done, done + len(next(iter(updates.values()))))
+            labels[part] = self.told(updates, y[part])
+            found[part.start * each : part.stop * each] = self.view.rows(self.known, updates, labels[part])
+            done = part.stop
+        return {"rows": found, "groups": arranged(groups, y, labels), "labels": labels}
+
+    def told(self, updates: Update, y: Tensor) -> Tensor:
+        """The labels (n, B) that the attacker would go by where y (n, B) are right: restored, mistakes and all, unless given."""
+        if self.known.labels is not None or not self.view.by_label:
+            return y
+        seen = Wave(0, tuple(range(len(y))), self.params, updates)
+        return labelling.restore(seen, self.known).sort(1).values
+
+
+def arranged(groups: Tensor, y: Tensor, labels: Tensor) -> Tensor:
+    """Batches (N, B) of images of labels y in other orders, so that as many as can stand where `labels` has their own."""
+    from scipy.optimize import linear_sum_assignment
+
+    found = groups.clone()
+    for k in (y != labels).any(1).nonzero().flatten().tolist():
+        order = linear_sum_assignment((labels[k][:, None] != y[k]).numpy())[1]
+        found[k] = groups[k][torch.from_numpy(order)]
+    return found

@@ -16,6 +16,7 @@ from simulations.benchmarks.engine import engine
 from simulations.benchmarks.figures import Progress, Report
 from simulations.benchmarks.intercept import intercept
 from simulations.benchmarks.labels import labels
+from simulations.benchmarks.learning import learning
 from simulations.benchmarks.load import load
 from simulations.benchmarks.memory import memory, memory_of_flower
 from simulations.benchmarks.page import page
@@ -29,6 +30,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "engine": engine,
     "quality": quality,
     "labels": labels,
+    "learning": learning,
     "success": success,
     "intercept": intercept,
     "memory": memory,

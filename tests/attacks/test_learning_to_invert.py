@@ -21,7 +21,7 @@ from attacks.metrics import match, mse
 from attacks.plan import PlannedAttack
 from attacks.ridge import Rows, downhill, fit, principal, ridge_inversion
 from attacks.shelf import Shelf, digest
-from attacks.simulated import School, Simulator, View, flat, stages
+from attacks.simulated import School, Simulator, View, arranged, flat, stages
 from attacks.waves import Clock
 from client.components import SpecError
 from client.data import mnist5k
@@ -385,7 +385,66 @@ def test_the_held_out_error_is_of_images_that_nothing_was_learned_from(shelf: Sh
     assert bool((y[school.groups(False)].diff(dim=1) >= 0).all())
 
 
+def test_lessons_bear_the_labels_that_the_attacker_would_restore(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistakes and all; an image stands where its own label does, as far as that is among them."""
+    known, wave, _ = digits(batch_size=2)
+    assert known.auxiliary is not None
+    y = known.auxiliary.y
+
+    def restored(seen: Wave, known: Knowledge, method: str = "auto") -> Tensor:
+        return torch.tensor([[3, 0]]).expand(len(seen), 2)
+
+    monkeypatch.setattr("attacks.labels.restore", restored)
+    lessons = School(known, wave.params, View(), shelf=shelf).lessons(False)
+    assert lessons.labels.unique(dim=0).tolist() == [[0, 3]]
+    own = y[lessons.groups]
+    swapped = (own[:, 0] == 3) | (own[:, 1] == 0)
+    assert int(((own == 0) | (own == 3)).any(1).sum()) > 20
+    assert not bool((swapped & (own != lessons.labels).all(1)).any()), "the one that has its label stands there"
+    given = School(replace(known, labels=torch.zeros(4, 2, dtype=torch.int64)), wave.params, View(), shelf=shelf)
+    assert torch.equal(given.lessons(False).labels, y[given.groups(False)]), "right ones where the clients' are given"
+
+
+def test_arranged_images_stand_at_their_labels() -> None:
+    groups = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
+    y = torch.tensor([[1, 2, 5], [0, 0, 4], [1, 2, 3]])
+    labels = torch.tensor([[1, 2, 5], [0, 4, 4], [2, 3, 7]])
+    found = arranged(groups, y, labels).tolist()
+    assert found[0] == [10, 11, 12]
+    assert (found[1][0] in (20, 21)) and 22 in found[1][1:]
+    assert found[2] == [31, 32, 30]
+
+
 # ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_an_inverter_serves_the_batch_size_that_it_was_trained_on() -> None:
+    """By label, a network's shape is the same for any batch size, and would be taken for one that fits."""
+    attack = learning_to_invert.learning_to_invert(hidden=8, batch=16, by_label=True)
+    known, wave, _ = digits(batch_size=1)
+    _, kept = attack.advance(wave, known, Budget(2), STREAMS, [attack.initial()] * 4)
+    other, theirs, _ = digits(batch_size=2)
+    found, _ = attack.advance(theirs, other, Budget(2), STREAMS, kept)
+    assert {r.status for r in found} == {"not_applicable"}
+    assert "was trained on batches of 1, and these updates are of batches of 2" in found[0].reason
+    for make in (attack, ridge_inversion(), learning_to_invert.learning_to_invert(architecture="refined")):
+        given = replace(known, labels=torch.zeros(4, 2, dtype=torch.int64))
+        (refused, *_) = make.reconstruct(wave, given, Budget(2), STREAMS)
+        assert refused.status == "not_applicable"
+        assert "an inverter for batches of 1 cannot serve updates of 2 given labels each" in refused.reason
+
+
+def test_a_table_of_updates_too_large_for_memory_is_not_applicable_with_the_buckets_that_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known, wave, _ = digits()
+    monkeypatch.setattr(hashing, "free", lambda device: 8 * 360 * 500)
+    for make in (ridge_inversion(), learning_to_invert.learning_to_invert(hidden=8)):
+        (found, *_) = make.reconstruct(wave, known, Budget(1), STREAMS)
+        assert found.status == "not_applicable"
+        assert found.reason.endswith("set buckets to at most 500")
+    (fits, *_) = ridge_inversion(buckets=500).reconstruct(wave, known, Budget(1), STREAMS)
+    assert fits.status == "converged"
 
 
 @pytest.mark.parametrize(
