@@ -19,6 +19,7 @@ FLOWER = {
         "server/checkpoint.py",
         "server/curious.py",
         "server/door.py",
+        "server/census.py",
         "server/grading.py",
         "server/secure.py",
     ),

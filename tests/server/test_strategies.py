@@ -1,6 +1,7 @@
 """Several rounds of real clients behind the door, with Flower's own strategies."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from client.mods import as_mod
 from client.protocol import Federation
 from defenses.clip import clip
 from server.app import app as server_app
-from server.app import build_strategy, census, evaluate, stock_strategies
+from server.app import build_strategy, evaluate, stock_strategies
+from server.census import TIMES, Latecomers, census
 from server.curious import CuriousStrategy, Tap
 from server.door import Door, Intake
 from server.ledger import Ledger
@@ -429,6 +431,31 @@ def test_in_a_deployment_one_client_does_not_stop_the_others(kit: Any) -> None:
         context.node_config["partition-id"] = 1
     with pytest.raises(RuntimeError, match=r"of 5 clients none introduced itself within 0\.5 s"):
         census(grid, 5, patience=0.5)
+
+
+def test_who_comes_late_to_a_deployment_is_let_in_once_and_takes_nobodys_place(kit: Any) -> None:
+    grid = kit.grid(kit.scenario())
+    nodes = {client: node for node, client in grid.nodes.items()}
+    there, asked = [nodes[0], nodes[2]], Counter[int]()
+    deliver = grid.send_and_receive
+
+    def counted(messages: Any, **options: Any) -> Any:
+        asked.update(m.metadata.dst_node_id for m in messages)
+        return deliver(messages, **options)
+
+    grid.get_node_ids, grid.send_and_receive = lambda: there, counted
+    known = census(grid, 4, patience=0.0)
+    late = Latecomers(grid, 4, known)
+    late.admit()
+    assert sorted(known.values()) == [0, 2] and sum(asked.values()) == 2, "nobody new, nobody asked"
+    there.append(nodes[3])
+    late.admit()
+    assert known[nodes[3]] == 3
+    grid.contexts[nodes[1]].node_config["partition-id"] = 2  # says that it is who is already there
+    there.append(nodes[1])
+    for _ in range(TIMES + 2):
+        late.admit()
+    assert sorted(known.values()) == [0, 2, 3] and asked[nodes[1]] == TIMES
 
 
 # ---------------------------------------------------------------------------------------------------- build_strategy
