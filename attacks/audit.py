@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from attacks.auxiliary import check_apart
 from attacks.base import (
@@ -18,6 +18,7 @@ from attacks.base import (
     Observation,
     Reconstruction,
     Remembering,
+    Sentences,
     Status,
     Stream,
     Trace,
@@ -29,10 +30,14 @@ from attacks.limits import GaussianPrior, bayes_limit, form
 from attacks.matching import GradientMatching
 from attacks.metrics import AUGMENTED, HIGHER_IS_BETTER, Metric, image_metrics, label_accuracy, match
 from attacks.plan import PlannedAttack, describe
+from attacks.text_metrics import match_sentences, text_metrics
+from client.corpora import Text
+from client.data import batch_of
 from client.losses import is_cross_entropy
 from client.owner import OwnAudit
 from client.protocol import Federation
 from client.rng import generator
+from client.text import LanguageModel
 from client.update import Batch, Chain, Params, Update, UpdateFn
 
 OBJECTIVE = "objective"  # the metric of a row that tells an attack's own objective, where nothing else can be told
@@ -94,7 +99,15 @@ class Auditor:
     @cached_property
     def metrics(self) -> list[Metric]:
         """What every reconstruction is graded by."""
-        return image_metrics(self.federation.shards.dataset.shape, self.auxiliary.x)
+        dataset = self.federation.shards.dataset
+        if isinstance(dataset, Text):
+            return text_metrics(dataset.tokenizer)
+        return image_metrics(dataset.shape, self.auxiliary.x)
+
+    def pairing(self, truth: Tensor, guess: Tensor) -> Tensor:
+        """Order (B,) that pairs guess[order[i]] with truth[i], one to one."""
+        dataset = self.federation.shards.dataset
+        return match_sentences(truth, guess, dataset.tokenizer) if isinstance(dataset, Text) else match(truth, guess)
 
     def knowledge(
         self, planned: PlannedAttack, members: int | None = None, inferred: Inferred | None = None
@@ -123,6 +136,7 @@ class Auditor:
             auxiliary=self.images(planned),
             card=card(fed, planned, inferred),
             loss=fed.loss,
+            text=Sentences() if isinstance(dataset, Text) else None,
         )
 
     def images(self, planned: PlannedAttack) -> Batch:
@@ -135,6 +149,11 @@ class Auditor:
     def inferred(self, wave: Wave, members: int = 1) -> Inferred:
         """What the updates of a wave betray of the chain to someone who knows the local training alone."""
         fed = self.federation
+        if isinstance(fed.shards.dataset, Text):
+            raise ValueError(
+                "a defense is inferred from zeros that the gradient of images never has, and that of words has where a word "
+                'does not occur: attack with defense = "known" or "unknown"'
+            )
         if not is_cross_entropy(fed.loss):
             raise ValueError(
                 "a defense is inferred from zeros that the cross-entropy's gradient never has, and [loss] names another loss: "
@@ -177,9 +196,7 @@ class Auditor:
         simulated, truth = truth is None and not self.blind, truth or self._truth
         inferred = self.inferred(wave, members[0]) if planned.defense == "inferred" else None
         attack, known = planned.build(), self.knowledge(planned, members[0], inferred)
-        if planned.labels == "given":  # the threat model hands labels over, images never
-            given = torch.stack([truth(client, wave.round).y.sort().values for client in wave.clients])
-            known = replace(known, labels=given)
+        known = _told(planned, known, [truth(client, wave.round) for client in wave.clients] if _asks(planned) else [])
         self.federation.load_buffers(wave.buffers)
         streams = [self.stream(planned, wave.round, client) for client in wave.clients]
         started = time.perf_counter()
@@ -274,21 +291,49 @@ class Auditor:
             return Row(round, client, attack, example, metric, value, found.status, found.seconds)
 
         rows = []
-        if found.y is not None:
+        if found.y is not None and batch.y.dim() == 1:
             rows.append(row(WHOLE_BATCH, "label_accuracy", label_accuracy(batch.y, found.y)))
         if found.x is None or not has_images(found.x):
             rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(batch.y))]
             return found, rows
-        order = match(batch.x, found.x)
+        order = self.pairing(batch.x, found.x)
         x = found.x[order]
         for metric in self.metrics:
             rows += [row(i, metric.name, value) for i, value in enumerate(metric(batch.x, x).double().tolist())]
         if changed is not None:
-            nearest = found.x[match(changed.x, found.x)]
+            nearest = found.x[self.pairing(changed.x, found.x)]
             for metric in self.metrics:
                 if (name := metric.name + AUGMENTED) in HIGHER_IS_BETTER:
                     rows += [row(i, name, v) for i, v in enumerate(metric(changed.x, nearest).double().tolist())]
         return replace(found, x=x, y=_reorder(found.y, order), trace=_rearranged(found.trace, order)), rows
+
+
+def _asks(planned: PlannedAttack) -> bool:
+    return "given" in (planned.labels, planned.lengths)
+
+
+def _told(planned: PlannedAttack, known: Knowledge, batches: Sequence[Batch]) -> Knowledge:
+    """What the threat model hands over of the truth: labels and lengths, examples never.
+
+    The examples come by label, then by length, so that their order says nothing else.
+    """
+    if planned.labels == "given":
+        if batches[0].y.dim() > 1:
+            raise ValueError('labels = "given" would hand over the sentences: the labels of next_token are their words')
+        known = replace(known, labels=torch.stack([batch.y.sort().values for batch in batches]))
+    if planned.lengths == "given":
+        if known.text is None or not isinstance(known.model, LanguageModel):
+            raise ValueError('lengths = "given" is of sentences, and these are images')
+        known = replace(known, text=Sentences(torch.stack([_lengths(batch, known.model.pad) for batch in batches])))
+    return known
+
+
+def _lengths(batch: Batch, pad: int) -> Tensor:
+    lengths = (batch.x != pad).sum(1)
+    if batch.y.dim() > 1:
+        return lengths.sort().values
+    order = sorted(range(len(lengths)), key=lambda i: (int(batch.y[i]), int(lengths[i])))
+    return lengths[order]
 
 
 def has_images(x: Tensor | None) -> bool:
@@ -382,7 +427,7 @@ def card(fed: Federation, planned: PlannedAttack, inferred: Inferred | None = No
         *([NO_DERIVATIVE] if matching and planned.defense == "known" and _is_flat(fed) else []),
         *([] if is_cross_entropy(fed.loss) else [f"loss {describe(fed.protocol.loss)} known"]),
         batch,
-        f"normalisation known, {images}",
+        f"{f'lengths {planned.lengths}' if isinstance(fed.shards.dataset, Text) else 'normalisation known'}, {images}",
         *([f"BatchNorm in {'train' if fed.model.training else 'eval'} mode, statistics known"] if norms else []),
         *(["each client's earlier rounds"] if isinstance(attack, Remembering) else []),
         str(planned.budget),
@@ -392,6 +437,8 @@ def card(fed: Federation, planned: PlannedAttack, inferred: Inferred | None = No
 
 def _images(fed: Federation, planned: PlannedAttack) -> str:
     """The auxiliary images in words."""
+    if isinstance(fed.shards.dataset, Text):
+        return f"{len(fed.shards.auxiliary)} auxiliary sentences of the same distribution"
     chosen = planned.images()
     if chosen.size is None and chosen.classes:
         return f"all fitting {chosen}"
@@ -418,15 +465,23 @@ def _is_flat(fed: Federation) -> bool:
     """Whether the images move the update of local training, and not at all what the chain's noise-free form makes of it."""
     if len(fed.chain.links) == 1:
         return False
-    rng = generator(fed.protocol.seed, "derivative")
-    shape = fed.shards.dataset.shape
-    batch = Batch(torch.rand(2, *shape, generator=rng), torch.randint(fed.shards.dataset.classes, (2,), generator=rng))
+    batch = _somewhere(fed, generator(fed.protocol.seed, "derivative"))
     bare = fed.gradient
     try:
         update, slope = _slope(fed, fed.chain.mean(bare), batch)
         return update > 0 and slope == 0 and _slope(fed, fed.chain.local(bare), batch)[1] > 0
     except RuntimeError:  # a network without a second derivative: each attack fails with torch's words for it
         return False
+
+
+def _somewhere(fed: Federation, rng: Generator) -> Batch:
+    """Two examples by which an update can be differentiated: random pixels, or the embeddings of auxiliary words."""
+    shards = fed.shards
+    if isinstance(fed.model, LanguageModel):
+        chosen = batch_of(shards.dataset.x, shards.dataset.y, shards.auxiliary[:2])
+        return Batch(fed.model.embed(chosen.x).detach(), chosen.y)
+    labels = torch.randint(shards.dataset.classes, (2,), generator=rng)
+    return Batch(torch.rand(2, *shards.dataset.shape, generator=rng), labels)
 
 
 def _slope(fed: Federation, client: UpdateFn, batch: Batch) -> tuple[float, float]:

@@ -62,24 +62,36 @@ class Wave:
 
 
 @dataclass(frozen=True, eq=False)
+class Sentences:
+    """What an attacker of text knows beside what the model says of its words.
+
+    Args:
+        lengths: (K, B) int64, tokens of each sentence with those that frame it, by label as `labels` are; None: not known.
+    """
+
+    lengths: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Knowledge:
     """The threat model: all that an attack may use besides the observation.
 
     Args:
-        model: the network, with the buffers that the server sent.
+        model: the network, with the buffers that the server sent; of text, a client.text:LanguageModel.
         chain: the clients' chain as the attacker believes it to be.
-        shape: (C, H, W) of an image.
+        shape: (C, H, W) of an image, (L,) of a sentence.
         classes, batch_size: as agreed in the federation.
-        mean, std: the per-channel normalisation in front of the model.
+        mean, std: the per-channel normalisation in front of the model; empty where the examples are no images.
         labels: (K, B) int64 where the attacker is given them, else None: it restores them.
-        auxiliary: public images of the same distribution, else None.
+        auxiliary: public examples of the same distribution, else None.
         card: the threat model in words; it stands beside every score.
         loss: what the clients minimise: a mean over the batch.
+        text: None of images.
     """
 
     model: nn.Module
     chain: Chain
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     classes: int
     batch_size: int
     mean: tuple[float, ...]
@@ -88,6 +100,7 @@ class Knowledge:
     auxiliary: Batch | None = None
     card: str = ""
     loss: Loss = F.cross_entropy
+    text: Sentences | None = None
 
     @cached_property
     def forward(self) -> UpdateFn:
@@ -125,12 +138,16 @@ class Knowledge:
         return self.chain.local.scale
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """x (..., C, H, W) in [0, 1] to what the model is fed."""
+        """x (..., C, H, W) in [0, 1] to what the model is fed, as which everything else is fed already."""
+        if not self.mean:
+            return pixels
         mean, std = self._statistics(pixels)
         return (pixels - mean) / std
 
     def pixels(self, x: Tensor) -> Tensor:
         """The inverse of `normalise`."""
+        if not self.mean:
+            return x
         mean, std = self._statistics(x)
         return x * std + mean
 
@@ -186,7 +203,7 @@ class Reconstruction:
     """What an attack made of one observation.
 
     Args:
-        x: (B, C, H, W) in [0, 1]; None where there is none to grade.
+        x: (B, C, H, W) in [0, 1], or token ids (B, L) int64, padded as the data are; None where there is none to grade.
         y: (B,) int64 labels as restored, given or optimised; None where the attack claims none.
         objective: the attack's own, at the end; restarts are chosen by it.
         iterations, seconds: spent; the seconds of a wave are shared equally among its observations.

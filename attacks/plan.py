@@ -13,11 +13,14 @@ from attacks.base import Attack, Budget, Remembering
 from client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
 
 ATTACK = Kind("an attack", ("attacks",), Attack)
-BASELINES = ("mean_image", "random_image")
+IMAGE_BASELINES = ("mean_image", "random_image")
+TEXT_BASELINES = ("random_words",)
+BASELINES = IMAGE_BASELINES + TEXT_BASELINES
+TEXT_ATTACKS = "attacks.text."
 LIMITS = ("bayes_limit",)  # no attacks: what none can beat, computed beside them
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 # what an [[attack]] table says beside its component's arguments
-_OWN = ("name", *_BUDGET, "labels", "defense", "trace", "auxiliary")
+_OWN = ("name", *_BUDGET, "labels", "lengths", "defense", "trace", "auxiliary")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class PlannedAttack:
             inverts what it reads off the updates).
         trace: about so many snapshots are kept of each reconstruction on its way; 0: none.
         auxiliary: which of the auxiliary images it has (the arguments of attacks.auxiliary's Auxiliary); None: all of them.
+        lengths: of sentences: not told, or given by the threat model.
     """
 
     name: str
@@ -42,6 +46,7 @@ class PlannedAttack:
     defense: Literal["known", "unknown", "inferred"] = "known"
     trace: int = 0
     auxiliary: Table | None = None
+    lengths: Literal["hidden", "given"] = "hidden"
 
     @classmethod
     def from_table(cls, table: Table, where: str) -> "PlannedAttack":
@@ -63,7 +68,8 @@ class PlannedAttack:
         if trace:
             call(attack.traced, {"snapshots": trace}, where)
         auxiliary = conform(table.get("auxiliary"), dict | None, f"{where}: auxiliary")
-        planned = cls(name, component, budget, labels, defense, trace, auxiliary)
+        lengths = conform(table.get("lengths", "hidden"), Literal["hidden", "given"], f"{where}: lengths")
+        planned = cls(name, component, budget, labels, defense, trace, auxiliary, lengths)
         planned.images(where)
         return planned
 
@@ -105,6 +111,8 @@ class PlannedAttack:
             del spec["trace"]
         if self.auxiliary is None:
             del spec["auxiliary"]
+        if self.lengths == "hidden":  # as in those from before there was text
+            del spec["lengths"]
         return json.dumps(spec, sort_keys=True)
 
     @classmethod
@@ -136,19 +144,28 @@ class AttackPlan:
 
     @classmethod
     def from_tables(
-        cls, tables: Sequence[Table], options: Table, rounds: int, clients: int, limits: Sequence[str] = ()
+        cls,
+        tables: Sequence[Table],
+        options: Table,
+        rounds: int,
+        clients: int,
+        limits: Sequence[str] = (),
+        baselines: Sequence[str] = IMAGE_BASELINES,
     ) -> "AttackPlan":
         """From the [[attack]] tables and the plan's part of [audit]; baselines are added.
 
         Args:
             limits: those of LIMITS that the chain has.
+            baselines: those of BASELINES that the data have.
 
         Raises:
             SpecError: naming table, value and what is allowed.
         """
         planned = [_attack(table, f"[[attack]] #{i}") for i, table in enumerate(tables, 1)]
-        planned += [PlannedAttack(n, {"use": f"attacks.baselines:{n}"}, Budget(1)) for n in BASELINES]
+        planned += [PlannedAttack(n, {"use": f"attacks.baselines:{n}"}, Budget(1)) for n in baselines]
         planned += [PlannedAttack(n, {"use": f"attacks.limits:{n}"}, Budget(1)) for n in limits]
+        for i, p in enumerate(planned[: len(tables)], 1):
+            _check_kind(p, tuple(baselines) == TEXT_BASELINES, f"[[attack]] #{i}")
         names = [p.name for p in planned]
         if repeated := {n for n in names if names.count(n) > 1}:
             raise SpecError(f"[[attack]]: two attacks are called {sorted(repeated)[0]!r}; give one of them a name")
@@ -186,6 +203,16 @@ def _attack(table: Table, where: str) -> PlannedAttack:
             f"{where}: name {planned.name!r} is a baseline's, which always runs; give the attack another one"
         )
     return planned
+
+
+def _check_kind(planned: PlannedAttack, text: bool, where: str) -> None:
+    """Refuse an attack of fedleak's own on what it is not made for; of a user's own nothing is known."""
+    use = str(planned.table["use"])
+    if use.startswith("attacks.") and use.startswith(TEXT_ATTACKS) != text:
+        found, wanted = ("images", "sentences") if text else ("sentences", "images")
+        raise SpecError(f"{where}: {use} reconstructs {found}, and [data] holds {wanted}")
+    if planned.lengths == "given" and not text:
+        raise SpecError(f'{where}: lengths = "given" is of sentences, and [data] holds images')
 
 
 def attack_names() -> list[str]:

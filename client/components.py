@@ -82,7 +82,7 @@ class Kind:
         found: list[str] = []
         for package in self.packages:
             path = getattr(importlib.import_module(package), "__path__", [])
-            for source in [package, *(f"{package}.{m.name}" for m in pkgutil.iter_modules(path))]:
+            for source in [package, *(m.name for m in pkgutil.walk_packages(path, f"{package}."))]:
                 written = vars(importlib.import_module(source)).items()
                 found += [f"{source}:{name}" for name, value in written if self.admits(value, source)]
         return sorted(found)

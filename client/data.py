@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,10 @@ Partition = Literal["iid", "dirichlet", "shards"]
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images x (N, C, H, W) uint8 and labels y (N,) int64, for training and for test, with per-channel mean and std."""
+    """Images x (N, C, H, W) uint8 and labels y (N,) int64, for training and for test, with per-channel mean and std.
+
+    What is no image derives from it: other x, y, and no mean and std.
+    """
 
     name: str
     x: Tensor
@@ -41,13 +44,24 @@ class Dataset:
     std: tuple[float, ...]
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of one image."""
-        _, c, h, w = self.x.shape
-        return c, h, w
+    def shape(self) -> tuple[int, ...]:
+        """(C, H, W) of one image; of one example of another kind, its own."""
+        return tuple(self.x.shape[1:])
+
+    @property
+    def offered(self) -> dict[str, Any]:
+        """What a network is told of the data, by the names of its arguments."""
+        return {"shape": self.shape, "classes": self.classes}
+
+    @property
+    def labels(self) -> Tensor:
+        """(N,) int64, the class by which each training example may be dealt out."""
+        return self.y
 
     def normalise(self, x: Tensor) -> Tensor:
-        """x (..., C, H, W) in [0, 1] to zero mean and unit variance per channel."""
+        """x (..., C, H, W) in [0, 1] to zero mean and unit variance per channel; x itself where there is no mean."""
+        if not self.mean:
+            return x
         mean = torch.tensor(self.mean, dtype=x.dtype, device=x.device).view(-1, 1, 1)
         std = torch.tensor(self.std, dtype=x.dtype, device=x.device).view(-1, 1, 1)
         return (x - mean) / std
@@ -87,8 +101,9 @@ class Shards:
 
 
 def batch_of(x: Tensor, y: Tensor, indices: Tensor) -> Batch:
-    """Chosen images as float32 in [0, 1], with their labels."""
-    return Batch(x[indices].float() / 255, y[indices])
+    """Chosen examples with their labels: pixels (uint8) as float32 in [0, 1], anything else as it is."""
+    chosen = x[indices]
+    return Batch(chosen.float() / 255 if x.dtype == torch.uint8 else chosen, y[indices])
 
 
 def split(
@@ -127,7 +142,7 @@ def split(
         )
     order = torch.randperm(total, generator=generator(seed, "split"))
     kept, aside = order[auxiliary:].sort().values, order[:auxiliary].sort().values
-    labels = dataset.y[kept].numpy()
+    labels = dataset.labels[kept].numpy()
     key = (dataset.name, hashlib.sha256(labels.tobytes()).hexdigest(), clients, seed, partition, alpha, batch_size)
     owner = cached(
         "partition-" + hashlib.sha256(repr((*key, shards_per_client)).encode()).hexdigest()[:24],

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from client.corpora import Text, wrong_text
 from client.data import Dataset
 from client.rng import generator
 
@@ -168,6 +169,8 @@ def _numbered(parts: Mapping[str, Any], label: str, where: str) -> tuple[dict[st
 
 def wrong(dataset: Dataset) -> str:
     """What keeps a dataset of anybody's making from being used, in words; empty where nothing does."""
+    if isinstance(dataset, Text):
+        return wrong_text(dataset)
     for name, x, y in (("x", dataset.x, dataset.y), ("x_test", dataset.x_test, dataset.y_test)):
         if x.dtype != torch.uint8 or x.dim() != 4:
             return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected uint8 (N, C, H, W)"

@@ -38,6 +38,8 @@ def batch_to_grade(owner: Owner, state: State, run: int, round: int) -> Batch:
     """What was trained on in a round of one of the server's runs; Refused where nothing may be said of it."""
     if owner.grading.mode == "off":
         raise Refused(NOT_ALLOWED)
+    if not owner.dataset.mean:
+        raise Refused("this client's data are no images, and only images are graded at a client")
     drawn = state.drawn(run, round)
     if drawn is None:
         raise Refused(f"this client did not train in round {round}")

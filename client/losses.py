@@ -8,6 +8,7 @@ import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,19 @@ from client.rng import generator
 from client.update import Loss
 
 PROBES = 6  # examples on which a loss is tried
+TOKENS = 3  # of each, where a loss is of tokens
+IGNORED = -100  # the label of a token that nothing is learnt from
 SAME = 1e-4  # relative difference up to which two values of a loss are one
 
 
 class Criterion(ABC):
-    """A loss that a scenario can name: a frozen dataclass whose fields are its arguments."""
+    """A loss that a scenario can name: a frozen dataclass whose fields are its arguments.
+
+    Attributes:
+        tokens: whether it is of every token's logits (B, L, classes) and labels (B, L), -100 where nothing is learnt.
+    """
+
+    tokens: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -56,6 +65,33 @@ class mean_squared_error(Criterion):
         classes = torch.arange(logits.shape[-1], device=logits.device)
         target = y if y.is_floating_point() else (y.unsqueeze(-1) == classes).to(logits.dtype)
         return (logits - target).square().mean()
+
+
+@dataclass(frozen=True)
+class next_token(Criterion):
+    """-log softmax of each next word, averaged over a sentence's predicted words, then over sentences.
+
+    The labels are the sentences themselves, -100 on padding; position t of the logits is held against label t + 1.
+    """
+
+    tokens: ClassVar[bool] = True
+
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        log, y = logits[:, :-1].log_softmax(-1), y[:, 1:]
+        if y.is_floating_point():  # probabilities (B, L, classes), all zero on padding
+            surprise, seen = -(y * log).sum(-1), y.sum(-1)
+        else:
+            seen = (y != IGNORED).to(log.dtype)
+            surprise = -log.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1) * seen
+        return (surprise.sum(1) / seen.sum(1).clamp(min=1)).mean()
+
+
+def hits(logits: Tensor, y: Tensor) -> Tensor:
+    """The part of each example (B,) that the largest logit gets right: its label, or its words that are predicted."""
+    if y.dim() == 1:
+        return (logits.argmax(1) == y).double()
+    guess, y = logits[:, :-1].argmax(-1), y[:, 1:]
+    return (guess == y).double().sum(1) / (y != IGNORED).sum(1).clamp(min=1)
 
 
 LOSS = Kind("a loss", ("client.losses",), Criterion, annotated=False, outside=(Criterion, nn.Module, Tensor))
@@ -101,7 +137,7 @@ def is_mean(loss: Loss, classes: int) -> bool:
     """Whether the loss of a batch is the mean of its examples' losses, each by itself."""
     if is_cross_entropy(loss):
         return True
-    logits, y = _probe(classes)
+    logits, y = _probe(loss, classes)
     alone = torch.stack([loss(logits[i : i + 1], y[i : i + 1]) for i in range(PROBES)]).mean()
     return _same(loss(logits, y), alone)
 
@@ -110,7 +146,7 @@ def takes_probabilities(loss: Loss, classes: int) -> bool:
     """Whether labels may be probabilities (B, classes), of which whole numbers are the certain ones."""
     if is_cross_entropy(loss):
         return True
-    logits, y = _probe(classes)
+    logits, y = _probe(loss, classes)
     try:
         soft = loss(logits, F.one_hot(y, classes).to(logits))
     except Exception:  # whatever a user's function raises when it is handed labels that it was not written for
@@ -126,10 +162,16 @@ def slope(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
     return found
 
 
-def _probe(classes: int) -> tuple[Tensor, Tensor]:
-    rng = generator("loss probe", classes)
-    logits = torch.randn(PROBES, classes, generator=rng)
-    return logits, torch.arange(PROBES) % classes
+def is_of_tokens(loss: Loss) -> bool:
+    """Whether it takes the logits of every token, not those of a class."""
+    return bool(getattr(loss, "tokens", False))
+
+
+def _probe(loss: Loss, classes: int) -> tuple[Tensor, Tensor]:
+    tokens = (TOKENS,) if is_of_tokens(loss) else ()
+    rng = generator("loss probe", classes, *tokens)
+    logits = torch.randn(PROBES, *tokens, classes, generator=rng)
+    return logits, (torch.arange(logits[..., 0].numel()) % classes).view(PROBES, *tokens)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -138,7 +180,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _wrong(loss: Loss, classes: int) -> str:
     """What keeps a function from being a loss; empty where nothing does."""
-    logits, y = _probe(classes)
+    logits, y = _probe(loss, classes)
     logits.requires_grad_()
     with torch.enable_grad():  # whoever asks for the loss first may be evaluating
         value = loss(logits, y)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, ...]  # (C, H, W)
 Norm = Literal["batch", "group", "none"]
 Activation = Literal["relu", "sigmoid", "tanh"]
 
@@ -287,7 +287,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """
     stored = _read_weights(path)
     own = model.state_dict()
-    needed = {name for name, t in own.items() if torch.is_floating_point(t)}
+    needed = detached_params(model).keys() | (floating_buffers(model).keys() & own.keys())  # tied ones under one name
     missing, unknown = sorted(needed - stored.keys()), sorted(stored.keys() - own.keys())
     if missing or unknown:
         parts = [f"it lacks {_some(missing)}"] * bool(missing) + [f"the model has no {_some(unknown)}"] * bool(unknown)

@@ -282,7 +282,7 @@ class Own(Federation):
     def model(self) -> nn.Module:
         """The network that the server names, if it is small enough to be held and of a place that the owner allows."""
         table = dict(self.protocol.model)
-        offered = {"shape": self.shards.dataset.shape, "classes": self.shards.dataset.classes}
+        offered = self.shards.dataset.offered
         try:
             mode = conform(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
             with self.owner.allowing():

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
-from client.data import Dataset, Shards, split
+from client.data import Dataset, Shards, batch_of, split
 from client.datasets import wrong
-from client.losses import CROSS_ENTROPY, build_loss, is_mean, takes_probabilities
+from client.losses import CROSS_ENTROPY, build_loss, is_mean, is_of_tokens, takes_probabilities
 from client.models import detached_params, floating_buffers, load_weights
 from client.rng import generator, seed_of
 from client.update import (
@@ -39,8 +39,8 @@ from client.update import (
     transparent,
 )
 
-DATASET = Kind("a dataset", ("client.data", "client.datasets"), Dataset, annotated=False)
-MODEL = Kind("a model", ("client.models",), nn.Module, annotated=False)
+DATASET = Kind("a dataset", ("client.data", "client.datasets", "client.corpora"), Dataset, annotated=False)
+MODEL = Kind("a model", ("client.models", "client.text"), nn.Module, annotated=False)
 MODEL_DEFENSE = Kind("a defense of the model", ("defenses",), nn.Module)
 TRANSFORM = Kind("a link of a chain", ("defenses", "client.update"), Link)
 
@@ -205,8 +205,9 @@ class Federation:
         table = dict(self.protocol.model)
         mode = conform(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
         weights = conform(table.pop("weights", None), str | None, "[model]: weights")
-        offered = {"shape": self.shards.dataset.shape, "classes": self.shards.dataset.classes}
-        model = build_model(table, "[model]", offered, self.protocol.seed, beside=("mode", "weights"))
+        model = build_model(
+            table, "[model]", self.shards.dataset.offered, self.protocol.seed, beside=("mode", "weights")
+        )
         if weights is not None:
             call(load_weights, {"model": model, "path": Path(weights)}, "[model]: weights")
         return model.train(mode == "train")
@@ -214,7 +215,15 @@ class Federation:
     @cached_property
     def loss(self) -> Loss:
         """What clients minimise: the mean over a batch of a function of logits and labels."""
-        return build_loss(self.protocol.loss, "[loss]", self.shards.dataset.classes)
+        loss = build_loss(self.protocol.loss, "[loss]", self.shards.dataset.classes)
+        of_tokens = self.shards.dataset.y.dim() > 1
+        if is_of_tokens(loss) != of_tokens:
+            kind = "predicts each next token" if of_tokens else "has one label an example"
+            other = "client.losses:next_token" if of_tokens else "client.losses:cross_entropy"
+            raise SpecError(
+                f'[loss]: {self.protocol.loss["use"]} does not fit [data], which {kind}: use = "{other}" does'
+            )
+        return loss
 
     @cached_property
     def chain(self) -> Chain:
@@ -256,7 +265,7 @@ class Federation:
                 f"{self.shards.batch_size}"
             )
         self._refuse_batch_statistics(composed)
-        self._refuse_soft_labels(composed)
+        self._try_on_examples(composed)
         return composed
 
     def _batch_size_at(self, place: int) -> int:
@@ -276,13 +285,16 @@ class Federation:
                     'set [model] mode = "eval" or norm = "group"'
                 )
 
-    def _refuse_soft_labels(self, composed: Chain) -> None:
-        if takes_probabilities(self.loss, self.shards.dataset.classes):
-            return
-        data, rng = self.shards.dataset, generator("soft labels")
-        batch = Batch(torch.zeros(2, *data.shape), torch.arange(2) % data.classes)
+    def _try_on_examples(self, composed: Chain) -> None:
+        """Refuse a link that cannot change such examples as these, or makes labels of them that the loss does not take."""
+        shards, rng = self.shards, generator("links of examples")
+        soft = takes_probabilities(self.loss, shards.dataset.classes)
         for i, link in enumerate(composed.links, 1):
-            if isinstance(link, OnBatch) and link.transform(batch, rng).y.is_floating_point():
+            if not isinstance(link, OnBatch):
+                continue
+            examples = batch_of(shards.dataset.x, shards.dataset.y, torch.arange(2))
+            changed: Batch = call(link.transform, {"batch": examples, "rng": rng}, f"[[chain]] #{i}")
+            if changed.y.is_floating_point() and not soft:
                 raise SpecError(
                     f"[loss]: {self.protocol.loss['use']} takes whole labels only, and [[chain]] #{i} makes probabilities of "
                     "them: leave one of the two out, or let the loss take labels (B, classes)"
@@ -392,17 +404,27 @@ def build_model(
     """A network from its table, its initial weights drawn from the seed, with the defenses that the table names.
 
     Args:
-        offered: shape and classes.
+        offered: of the dataset.
         beside: keys that may stand in the same table and are not the network's; for messages.
     """
     own = {k: v for k, v in table.items() if k != "defense"}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "model"))
+        _refuse_other_examples(own, where, offered)
         model: nn.Module = build(own, where, MODEL, offered, beside=(*beside, "defense"))
         for i, defense in enumerate(conform(table.get("defense", []), list, f"{where}: defense"), 1):
             place = f"{where}: defense #{i}"
             model = build(conform(defense, dict, place), place, MODEL_DEFENSE, {**offered, "model": model})
     return model
+
+
+def _refuse_other_examples(table: Table, where: str, offered: Mapping[str, Any]) -> None:
+    """A model of words asks for the tokenizer that only text comes with, and no model of images does."""
+    asks = "tokenizer" in inspect.signature(resolve(table, where, MODEL)).parameters
+    if asks and "tokenizer" not in offered:
+        raise SpecError(f"{where}: {table['use']} reads text, and [data] is images: name a model of client.models")
+    if not asks and "tokenizer" in offered:
+        raise SpecError(f"{where}: {table['use']} reads images, and [data] is text: name a model of client.text")
 
 
 @lru_cache(maxsize=2)  # a simulation's client process serves many clients of one federation

@@ -42,6 +42,10 @@ class mixup(OnBatch):
 
     def transform(self, batch: Batch, rng: Generator | None) -> Batch:
         _check(len(batch.x))
+        if not batch.x.is_floating_point():
+            raise ValueError(
+                "mixup blends images, and words have nothing between them: leave it out of a federation of text"
+            )
         order = torch.randperm(len(batch.x), generator=rng)
         other = torch.empty_like(order)
         other[order] = order.roll(1)  # one cycle through all: nobody meets itself

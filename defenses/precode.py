@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from client.text import LanguageModel
 from client.update import Randomised
 
 
@@ -24,6 +25,10 @@ def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str
         raise ValueError(f"latent must be at least 1, got {latent}")
     if not beta >= 0:
         raise ValueError(f"beta must not be negative, got {beta}")
+    if isinstance(model, LanguageModel):
+        raise ValueError(
+            "precode stands in networks of images; that of a language model's head would not be found: leave it out"
+        )
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name}
     if not linears:
         raise ValueError("precode stands before a fully connected layer, and the model has none")

@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
+from client.text import LanguageModel
 from client.update import Batch, Conditional, Link, Params, Update, UpdateFn, untracked
 from defenses.noise import identity
 
@@ -39,6 +40,8 @@ class soteria(Link):
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
             raise ValueError(f"rate must be at least 0 and below 1, got {self.rate}")
+        if isinstance(self.model, LanguageModel):
+            raise ValueError("soteria scores features by how pixels move them, and text has none: leave it out")
         linears = {name: m for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
         if not linears:
             raise ValueError("soteria prunes the input of a fully connected layer, and the model has none")

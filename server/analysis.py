@@ -17,7 +17,8 @@ from scipy.special import stdtrit
 from attacks.audit import NO_DERIVATIVE, WHOLE_BATCH
 from attacks.metrics import HIGHER_IS_BETTER, PSNR_CAP
 from attacks.plan import BASELINES, LIMITS, PlannedAttack
-from client.protocol import Protocol
+from client.corpora import Text
+from client.protocol import Federation, Protocol
 from server.ledger import Ledger, ScoreRow
 
 Ints = NDArray[np.int64]
@@ -29,6 +30,38 @@ Role = Literal["attack", "limit", "baseline"]
 NORMAL_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 THRESHOLDS = tuple(range(10, 61))  # dB
 MARGIN = 10.0  # dB: a tenth of the squared error
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The metric by which attacks are compared.
+
+    Args:
+        name, unit: in words.
+        margin: by which no guess beats every baseline through luck.
+        beyond: a margin in words.
+        private: what is attacked, in words.
+        cap: what a value counts in means, at most.
+    """
+
+    metric: str
+    name: str
+    unit: str
+    margin: float
+    beyond: str
+    private: str
+    cap: float
+
+
+OF_IMAGES = Measure("psnr", "PSNR", "dB", MARGIN, "at a tenth of every baseline's error or less", "image", PSNR_CAP)
+OF_TEXT = Measure(
+    "rouge1", "ROUGE-1", "%", 50.0, "with half of the scale above every baseline or more", "sentence", 100.0
+)
+
+
+def measure_of(federation: Federation) -> Measure:
+    """That of the examples of a federation."""
+    return OF_TEXT if isinstance(federation.shards.dataset, Text) else OF_IMAGES
 
 
 # ------------------------------------------------------------------------------------------------------------- scores
@@ -128,6 +161,11 @@ class Scores:
     def of_attack(self, attack: str) -> "Scores":
         """The rows of an attack."""
         return self.where(self.attack == (self.attacks.index(attack) if attack in self.attacks else -1))
+
+    @property
+    def measure(self) -> Measure:
+        """That of the kind of examples that were graded."""
+        return OF_TEXT if OF_TEXT.metric in self.metrics else OF_IMAGES
 
     def example_keys(self) -> Ints:
         """(N,) one number for each (round, client, example)."""
@@ -370,8 +408,8 @@ class Line:
     Args:
         accuracy: test accuracy of the model after the round.
         attacked_accuracy: of the model that the clients were sent, whose updates were attacked.
-        psnr: of the attack; its mean is None where nothing was graded.
-        baseline: the PSNR of the best baseline in the round; None where none is graded.
+        psnr: the Leak of the run's measure (of text, ROUGE-1) by the attack; its mean is None where nothing was graded.
+        baseline: that of the best baseline in the round; None where none is graded.
         labels: mean label accuracy; None where the attack claims no labels.
         identified: None where it is not graded.
     """
@@ -389,7 +427,8 @@ class Line:
 def round_table(scores: Scores, ledger: Ledger) -> list[Line]:
     """Every attacked round of which there are scores, attacks in the order of the plan."""
     accuracy = {row["round"]: row["accuracy"] for row in ledger.rounds()}
-    psnr, labels, identified = (_by_round(leakage(scores, m)) for m in ("psnr", "label_accuracy", "identified"))
+    measures = (scores.measure.metric, "label_accuracy", "identified")
+    psnr, labels, identified = (_by_round(leakage(scores, m)) for m in measures)
     attacks = [a for a in attack_order(ledger, scores.attacks) if is_attack(a)]
     lines = []
     for round, by_attack in sorted(psnr.items()):
@@ -436,7 +475,12 @@ def attack_order(ledger: Ledger, names: Collection[str]) -> list[str]:
 
 
 def success_curve(scores: Scores, ledger: Ledger) -> dict[str, list[Rate]]:
-    """For each attack and baseline, how many examples reach each PSNR of THRESHOLDS, of all attacked: failures do not."""
+    """For each attack and baseline, how many examples reach each PSNR of THRESHOLDS, of all attacked: failures do not.
+
+    Of text there is none: its thresholds are other ones.
+    """
+    if scores.measure != OF_IMAGES:
+        return {}
     sizes = {(o["round"], o["client"]): o["examples"] or 1 for o in ledger.observations()}
     psnr = scores.of_metric("psnr")
     curve = {}
@@ -458,14 +502,15 @@ class Excess:
 
     Args:
         attack, baseline: names.
-        mean, low, high: of the PSNR differences in dB, each PSNR capped; the interval clustered by client, None below two.
-        psnr, floor: mean PSNR of attack and baseline over the examples that both have.
+        mean, low, high: of the differences of the run's measure (PSNR in dB, each capped; of text, ROUGE-1 in percent); the
+            interval clustered by client, None below two.
+        psnr, floor: mean measure of attack and baseline over the examples that both have.
         identified, floor_identified: how many examples are nearer to the attack's reconstruction, or to the best
             baseline's, than to every auxiliary image; None where that is not graded.
         oftener: the lower end of the interval by how much oftener the attack's are, clustered as the other; None below two
             clients, or where that is not graded.
         exposed: examples that are identified (where that is graded) at a tenth of the squared error of every baseline or
-            less: no guess comes so near by luck. Of `n`.
+            less, of text by half of the scale above them: no guess comes so near by luck. Of `n`.
         clusters: clients.
     """
 
@@ -500,7 +545,7 @@ class Verdict:
 
 def excesses(scores: Scores) -> list[Excess]:
     """One for each real attack that shares examples with a baseline."""
-    psnr, identified = (scores.of_metric(m) for m in ("psnr", "identified"))
+    psnr, identified = (scores.of_metric(m) for m in (scores.measure.metric, "identified"))
     psnr, identified = (kind.where(~np.isnan(kind.value)) for kind in (psnr, identified))
     found = [_excess(psnr, identified, a) for a in psnr.attacks if is_attack(a)]
     return [e for e in found if e is not None]
@@ -525,7 +570,7 @@ def _excess(psnr: Scores, identified: Scores, attack: str) -> Excess | None:
         identified=_rate_of(identified.of_attack(attack)),
         floor_identified=_rate_of(identified.of_attack(oftener.baseline)) if oftener else None,
         oftener=oftener.interval[0] if oftener and oftener.interval else None,
-        exposed=int(((own.value >= highest + MARGIN) & (np.isnan(hit) | (hit == 1))).sum()),
+        exposed=int(((own.value >= highest + psnr.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
     )
@@ -585,24 +630,26 @@ def verdict(scores: Scores, ledger: Ledger) -> Verdict:
             "undetermined", f"Nothing can be said on leakage: {why}, and that they failed proves nothing.", strongest
         )
     budget = planned_attacks(ledger)[strongest.attack].budget
+    by, private = scores.measure, f"{scores.measure.private}s"
     numbers = (
-        f"{strongest.psnr:.1f} dB PSNR on average, the best baseline ({strongest.baseline}) {strongest.floor:.1f} dB"
+        f"{strongest.psnr:.1f} {by.unit} {by.name} on average, the best baseline ({strongest.baseline}) "
+        f"{strongest.floor:.1f} {by.unit}"
     )
     if strongest.identified is not None:
         numbers += f"; {strongest.identified.count} of {strongest.identified.n} images are identified"
     if strongest.exposed and not strongest.mean > 0:  # the mean hides them
-        numbers += f", {strongest.exposed} of them at a tenth of every baseline's error or less"
+        numbers += f", {strongest.exposed} of them {by.beyond}"
     numbers += _labels(scores, ledger)
     if strongest.clusters == 1:
         numbers += "; one client gives no interval"
     if strongest.leaks:
         words = f"leak: the strongest attack, {strongest.attack} ({budget}), reaches {numbers}."
-        return Verdict("leaks", f"{_so_far(ledger)} images {words}", strongest)
+        return Verdict("leaks", f"{_so_far(ledger)} {private} {words}", strongest)
     words = (
         f"are not shown to leak at this budget (strongest attack {strongest.attack}, {budget}): it reaches {numbers}; "
         "a stronger attack may still succeed."
     )
-    return Verdict("not shown to leak", f"{_so_far(ledger)} images {words}", strongest)
+    return Verdict("not shown to leak", f"{_so_far(ledger)} {private} {words}", strongest)
 
 
 def _proves_nothing(found: Sequence[Excess], ledger: Ledger) -> str:
@@ -631,7 +678,7 @@ def _labels(scores: Scores, ledger: Ledger) -> str:
 
 
 def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
-    real = scores.of_metric("psnr")
+    real = scores.of_metric(scores.measure.metric)
     real = real.where(np.array([is_attack(scores.attacks[a]) for a in real.attack], dtype=bool))
     if not ledger.attacks():
         return "Nothing can be said on leakage: no attack was planned."
@@ -644,8 +691,12 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
     if np.isnan(real.value).all():
         told = Counter(real.statuses[s] for s in real.status)
         outcomes = ", ".join(f"{n} x {status}" for status, n in sorted(told.items()))
-        return f"Nothing can be said on leakage: no attack gave an image to grade ({outcomes})."
+        return f"Nothing can be said on leakage: no attack gave {_a(scores.measure.private)} to grade ({outcomes})."
     return "Nothing can be said on leakage yet: no baseline has been graded beside the attacks."
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def planned_attacks(ledger: Ledger) -> dict[str, PlannedAttack]:

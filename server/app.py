@@ -1,24 +1,24 @@
 """The Flower ServerApp: builds the strategy, wraps it, trains, and records every round."""
 
 import inspect
-import math
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import flwr.serverapp.strategy
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from client.components import SpecError, Table, call, check_arguments
-from client.losses import is_cross_entropy
+from client.data import batch_of
+from client.losses import hits, is_cross_entropy
 from client.protocol import Federation
 from server import checkpoint
+from server.census import Latecomers, census
 from server.curious import CuriousStrategy, Tap
 from server.door import WEIGHT, Intake
 from server.grading import STARTED, Grader
@@ -26,6 +26,7 @@ from server.ledger import Ledger, Seen
 from server.run import Run
 from server.tape import write_tensors
 
+LOGITS = 2**24  # computed at once where a network is evaluated
 app = ServerApp()
 
 
@@ -78,8 +79,9 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         protocol=scenario.protocol,
         strict=True,
     )
-    grader = None
+    grader = late = None
     if ledger.deployed:
+        late = Latecomers(grid, scenario.protocol.clients, strategy.clients)
         ledger.set_meta(**{f"{STARTED}{done + 1}": str(flower_run)})
         grader = Grader(run, ledger, grid, strategy.clients, scenario.simulation.round_timeout)
     began, recorded = time.perf_counter(), {row["round"] for row in ledger.rounds_since(done)}
@@ -91,8 +93,9 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         fed.load_buffers(strategy.buffers)
         accuracy, loss = evaluate(fed, dict(arrays.to_torch_state_dict()))
         ledger.record_round(round, accuracy, loss, time.perf_counter() - began, tap.seconds.pop(round, 0.0))
-        if grader is not None:
+        if grader is not None and late is not None:
             grader.ask()
+            late.admit()
         began = time.perf_counter()
         return MetricRecord({"accuracy": accuracy, "loss": loss})
 
@@ -115,50 +118,17 @@ def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:
         ledger.set_meta(checkpoint=f"round {at.round} has no checkpoint: {error.strerror or error}")
 
 
-def census(grid: Grid, clients: int, patience: float | None = None) -> dict[int, int]:
-    """Which client each node is, as it says itself: node ids are random, shards are not.
-
-    Args:
-        patience: seconds. Of a deployment, where one client must not stop the others: who is not there by then, says no number
-            of the federation's, or the same as another, is left out. None: waits until every client is there.
-
-    Raises:
-        RuntimeError: nobody is left, or without patience: they are not exactly the federation's.
-    """
-    deadline = math.inf if patience is None else time.monotonic() + patience
-    while len(nodes := list(grid.get_node_ids())) < clients and time.monotonic() < deadline:
-        time.sleep(0.2)
-    questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
-    answers = grid.send_and_receive(questions, timeout=120)
-    found = {m.metadata.src_node_id: number for m in answers if (number := _number(m, clients)) is not None}
-    if patience is not None:
-        claims = Counter(found.values())
-        found = {node: client for node, client in found.items() if claims[client] == 1}
-        if not found:
-            raise RuntimeError(f"of {clients} clients none introduced itself within {patience:g} s")
-        return found
-    if sorted(found.values()) != list(range(clients)):
-        raise RuntimeError(f"expected clients 0..{clients - 1} to introduce themselves, got {sorted(found.values())}")
-    return found
-
-
-def _number(answer: Message, clients: int) -> int | None:
-    """Which client a node says it is; None where it says nothing of the kind."""
-    if answer.has_error():
-        return None
-    told = answer.content.metric_records.get("who", MetricRecord()).get("client")
-    return told if isinstance(told, int) and 0 <= told < clients else None
-
-
 def evaluate(fed: Federation, params: dict[str, torch.Tensor], chunk: int = 500) -> tuple[float, float]:
-    """Accuracy (of the largest logit) and mean loss on the held-out test images, BatchNorm in eval mode."""
+    """Accuracy (of the largest logit) and mean loss on the held-out test examples, BatchNorm in eval mode."""
     dataset, training = fed.shards.dataset, fed.model.training
+    chunk = max(1, min(chunk, LOGITS // (dataset.y_test[0].numel() * dataset.classes)))
     right, loss = 0.0, 0.0
     fed.model.eval()
     with torch.no_grad():
-        for x, y in zip(dataset.x_test.split(chunk), dataset.y_test.split(chunk), strict=True):
-            logits = functional_call(fed.model, params, (dataset.normalise(x.float() / 255),))
-            right += float((logits.argmax(1) == y).sum())
+        for rows in torch.arange(len(dataset.y_test)).split(chunk):
+            x, y = batch_of(dataset.x_test, dataset.y_test, rows)
+            logits = functional_call(fed.model, params, (dataset.normalise(x),))
+            right += float(hits(logits, y).sum())
             if is_cross_entropy(fed.loss):
                 loss += float(F.cross_entropy(logits, y, reduction="sum"))
             else:  # a mean over each part

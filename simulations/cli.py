@@ -546,7 +546,9 @@ def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
     if plan["rounds"] is None:
         given["every"] = scenario.plan.every
     limits = scenario.protocol.rounds, scenario.protocol.clients
-    return AttackPlan.from_tables(tables, {**given, **{k: list(v) for k, v in plan.items() if v is not None}}, *limits)
+    options_ = {**given, **{k: list(v) for k, v in plan.items() if v is not None}}
+    baselines = [p.name for p in scenario.plan.attacks if p.is_baseline]
+    return AttackPlan.from_tables(tables, options_, *limits, baselines=baselines)
 
 
 def _port(text: str) -> int:

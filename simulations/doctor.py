@@ -21,13 +21,14 @@ from torch.func import functional_call
 
 from attacks.base import Observation
 from attacks.gradients import independent
-from attacks.metrics import lpips_weights
+from attacks.metrics import BACKBONES, lpips_weights
 from attacks.replay import replay
 from client.components import SpecError, build
-from client.data import cache_folder, data_folder
+from client.data import batch_of, cache_folder, data_folder
 from client.losses import is_cross_entropy, is_mean, takes_probabilities
 from client.protocol import DATASET, Federation
 from client.rng import generator
+from client.text import LanguageModel
 from client.update import Batch, Randomised, gradient, untracked
 from server.scenario import Scenario
 
@@ -79,11 +80,10 @@ def examine() -> list[Finding]:
     words = str(folder) if folder else "none (set FEDLEAK_DATA to a folder); public data is downloaded on first use"
     findings.append(Finding("local data", folder is not None, False, words))
     findings += [_dataset(name, folder is not None) for name in DATASET.names() if name.startswith("client.data:")]
-    weights = lpips_weights()
-    where = "weights/alexnet_features_torchvision.safetensors in the local data folder"
-    findings.append(
-        Finding("LPIPS weights", weights is not None, False, str(weights) if weights else f"missing: {where}")
-    )
+    for net, backbone in BACKBONES.items():
+        weights = lpips_weights(net)
+        where = f"missing: weights/{backbone.local} in the local data folder, or FEDLEAK_LPIPS=download"
+        findings.append(Finding(f"LPIPS weights, {net}", weights is not None, False, str(weights or where)))
     findings.append(Finding("cache", True, False, str(cache_folder())))
     return findings
 
@@ -120,20 +120,22 @@ def _ray() -> str:
 
 def _dataset(name: str, local: bool) -> Finding:
     short = name.split(":")[1]
-    if short != "mnist5k" and not local:
+    embedded = short in EMBEDDED
+    if not embedded and not local:
         return Finding(short, None, False, "downloaded on first use")
     try:
-        dataset = build({"use": name}, f"dataset {short}", DATASET) if short == "mnist5k" or _has_local(short) else None
+        dataset = build({"use": name}, f"dataset {short}", DATASET) if embedded or _has_local(short) else None
     except SpecError as error:
-        return Finding(short, False, short == "mnist5k", str(error))
+        return Finding(short, False, short == "mnist5k", str(error))  # text is an extra
     if dataset is None:
         return Finding(short, None, False, "not in the local data folder; downloaded on first use")
-    return Finding(short, True, short == "mnist5k", f"{len(dataset.y):,} + {len(dataset.y_test):,} images")
+    return Finding(short, True, short == "mnist5k", f"{len(dataset.y):,} + {len(dataset.y_test):,} examples")
 
 
 def _has_local(short: str) -> bool:
     folder = data_folder()
-    return folder is not None and ((folder / short).is_dir() or any(folder.glob(f"{short}-train-*.npz")))
+    places = [] if folder is None else [folder / short, folder / "text" / short]
+    return folder is not None and (any(p.is_dir() for p in places) or any(folder.glob(f"{short}-train-*.npz")))
 
 
 def package(name: str) -> str | None:
@@ -196,6 +198,9 @@ def _looked_at(name: str, fed: Federation, look: Callable[[Federation], str]) ->
         return Finding(name, False, True, f"{type(error).__name__}: {str(error).strip()}")
 
 
+EMBEDDED = ("mnist5k", "phrases")  # data sets that need no file
+
+
 class _Wrong(Exception):
     """What is wrong, and what to change."""
 
@@ -203,19 +208,22 @@ class _Wrong(Exception):
 def _data_findings(fed: Federation) -> Iterator[Finding]:
     data = fed.shards.dataset
     shape = " x ".join(map(str, data.shape))
-    words = f"{len(data.y):,} + {len(data.y_test):,} images of {shape}, {data.classes} classes"
+    what = f"images of {shape}" if data.mean else f"sentences of {shape} tokens"
+    words = (
+        f"{len(data.y):,} + {len(data.y_test):,} {what}, {data.classes:,} {'classes' if data.y.dim() == 1 else 'words'}"
+    )
     yield Finding("data", True, True, words)
     sizes = [len(own) for own in fed.shards.indices]
-    words = f"{min(sizes):,} to {max(sizes):,} images a client, of which {fed.shards.batch_size} a round"
+    words = f"{min(sizes):,} to {max(sizes):,} examples a client, of which {fed.shards.batch_size} a round"
     yield Finding("shards", True, True, words)
-    if absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist())):
+    if data.y.dim() == 1 and (absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist()))):
         words = (
             f"no training image of {len(absent)} classes, the first of them {absent[0]}: are the labels 0, 1, 2 ...?"
         )
         yield Finding("classes", False, False, words)
-    x = data.normalise(data.x[:1000].float() / 255)
+    x = data.normalise(batch_of(data.x, data.y, torch.arange(min(1000, len(data.y)))).x).float()
     centre, width = x.mean().item(), x.std().item()
-    if abs(centre) > 0.5 or not 0.5 < width < 2:
+    if data.mean and (abs(centre) > 0.5 or not 0.5 < width < 2):
         words = f"normalised images have mean {centre:.2g} and deviation {width:.2g}, expected about 0 and 1: see mean and std"
         yield Finding("normalisation", False, False, words)
     yield _looked_at("data, built again", fed, _same_data)
@@ -262,8 +270,9 @@ def _independent(fed: Federation) -> bool:
 
 
 def _inputs(fed: Federation, count: int = TRIED) -> Tensor:
-    """Some training images as the model is fed."""
-    return fed.shards.dataset.normalise(fed.shards.dataset.x[:count].float() / 255)
+    """Some training examples as the model is fed."""
+    data = fed.shards.dataset
+    return data.normalise(batch_of(data.x, data.y, torch.arange(min(count, len(data.y)))).x)
 
 
 def _pass(fed: Federation) -> Tensor:
@@ -274,11 +283,12 @@ def _pass(fed: Federation) -> Tensor:
 
 def _logits(fed: Federation) -> str:
     data, logits = fed.shards.dataset, _pass(fed)
-    if not isinstance(logits, Tensor) or logits.shape != (min(TRIED, len(data.x)), data.classes):
+    expected = (min(TRIED, len(data.x)), *data.y.shape[1:], data.classes)
+    if not isinstance(logits, Tensor) or logits.shape != expected:
         form = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise _Wrong(
-            f"it gives {form} for {TRIED} images, expected logits ({TRIED}, {data.classes}): let its factory take `shape` "
-            "and `classes`, which it is offered"
+            f"it gives {form} for {TRIED} {'images' if data.mean else 'sentences'}, expected logits {expected}: let its "
+            "factory take `shape` and `classes`, which it is offered"
         )
     if not logits.isfinite().all():
         raise _Wrong("its logits are not finite: check its initial weights, and mean and std of the data")
@@ -337,7 +347,8 @@ def _twice(fed: Federation) -> str:
         update = compute(params, Batch(x, y), None)
         return torch.stack([(t * weights[k]).sum() for k, t in update.items()])
 
-    x = (data.x[:1].double() / 255).requires_grad_()
+    first = batch_of(data.x, data.y, torch.arange(1)).x
+    x = (model.embed(first).detach() if isinstance(model, LanguageModel) else first.double()).requires_grad_()
     total = projected(x)
     if not total.requires_grad:
         raise _Wrong("the gradient does not depend on the image: is something detached in the model?")

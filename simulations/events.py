@@ -76,7 +76,7 @@ class Events(View):
         for number, row in sorted(s.rounds.items()):
             self._once(number, "round", _round(number, row))
         for attack, number in s.fresh:
-            self._once((attack, number), "scores", _scores(attack, number, s.cells[attack, number]))
+            self._once((attack, number), "scores", _scores(attack, number, s.cells[attack, number], s.measure.metric))
         p = s.progress
         counts = {"done": p.done, "expected": s.expected, "queued": p.queued, "leased": p.leased, "failed": p.failed}
         self._once("progress", "progress", counts, seconds_left=_finite(s.seconds_left()))
@@ -95,7 +95,7 @@ def finish(run: Run, state: str, report: Path) -> None:
     with run.ledger() as ledger:
         scores = Scores.read(ledger)
         said = verdict(scores, ledger)
-        pooled = {leak.attack: leak for leak in leakage(scores, "psnr") if leak.round is None}
+        pooled = {leak.attack: leak for leak in leakage(scores, scores.measure.metric) if leak.round is None}
         emit(
             "finished",
             run=run.name,
@@ -113,24 +113,24 @@ def _round(round: int, row: Mapping[str, float | None]) -> dict[str, object]:
     return {"round": round, **{k: _finite(row[k]) for k in ("accuracy", "loss", "seconds")}}
 
 
-def _scores(attack: str, round: int, cell: Cell) -> dict[str, object]:
+def _scores(attack: str, round: int, cell: Cell, metric: str) -> dict[str, object]:
     best = None if cell.best is None else cell.best.psnr
     facts = {"n": cell.n, "failed": cell.failed, "complete": cell.complete}
-    return {"round": round, **_psnr(attack, cell.mean, best), **facts}
+    return {"round": round, **_measured(metric, attack, cell.mean, best), **facts}
 
 
 def _pooled(leak: Leak) -> dict[str, object]:
     facts = {"low": leak.low, "high": leak.high, "n": leak.n, "failed": sum(leak.failed.values())}
-    return {**_psnr(leak.attack, leak.mean, leak.best), **facts}
+    return {**_measured(leak.metric, leak.attack, leak.mean, leak.best), **facts}
 
 
-def _psnr(attack: str, mean: float | None, best: float | None) -> dict[str, object]:
+def _measured(metric: str, attack: str, mean: float | None, best: float | None) -> dict[str, object]:
     """Capped in the mean, raw in the best."""
     exact = best is not None and not isfinite(best)
     return {
         "attack": attack,
         "kind": kind(attack),
-        "metric": "psnr",
+        "metric": metric,
         "mean": mean,
         "best": _finite(best),
         "exact": exact,

@@ -40,6 +40,7 @@ WIDTH = 3.3  # inches: a column of most two-column papers
 TALL = 2.1  # inches: axes with their labels, without the legend
 LINE = 0.15  # inches: of one line of text
 ROOM = 6  # examples in the strip
+LETTER = 0.0505  # inches: of one letter of 6 points in a fixed width
 PARTS = (*RATES, "label_accuracy")  # metrics that are parts of a whole
 PERCENT = (-0.02, 1.03)
 CELLS = 2000  # from which on a heat map is pixels in an SVG too
@@ -180,7 +181,7 @@ class _Subject:
                 leaks={m: analysis.leakage(scores, m) for m in analysis.known_metrics(scores)},
                 curve=curve,
                 accuracy={r["round"]: r["accuracy"] for r in ledger.rounds() if r["accuracy"] is not None},
-                certified=certified(curve, mechanism) if mechanism else None,
+                certified=certified(curve, mechanism) if mechanism and curve else None,
                 cards=_strip(run),
                 knowledge=_knowledge(ledger),
             )
@@ -201,11 +202,13 @@ def _mechanism(run: Run) -> Mechanism | None:
 
 
 def _strip(run: Run) -> list[Card]:
-    """The cards of the strip of pictures: those whose truth is on this machine."""
+    """The cards of the strip of pictures or sentences: those whose truth is on this machine."""
     with closing(Reading(run)) as reading, reading.now():
         gallery = Gallery(reading)
         found = choice(gallery, ROOM).cards(gallery)
-    return [card for cards in found.values() for card in cards if card.truth is not None]
+    return [
+        card for cards in found.values() for card in cards if card.truth is not None or card.truth_words is not None
+    ]
 
 
 def _knowledge(ledger: Ledger) -> str:
@@ -235,9 +238,9 @@ def _drawings(subject: _Subject) -> Iterator[Drawing]:
         yield Drawing(f"leakage-{metric}", _leakage(subject, metric, leaks), about)
     if subject.curve:
         yield Drawing("success", _success(subject), about)
-    worst = worst_psnr(subject.scores)
+    worst, measure = worst_psnr(subject.scores), subject.scores.measure
     if worst:
-        yield Drawing("clients", _clients(worst), about)
+        yield Drawing("clients", _clients(worst, f"worst {measure.name} ({measure.unit})"), about)
     if subject.cards:
         yield Drawing("gallery", _gallery(subject), about)
 
@@ -409,18 +412,21 @@ def _success(subject: _Subject) -> Figure:
 
 
 def worst_psnr(scores: Scores) -> dict[tuple[int, int], float]:
-    """For each (client, round) that was attacked, the highest PSNR of any real attack, capped; NaN: none gave an image."""
-    psnr = scores.of_metric("psnr")
+    """For each (client, round) that was attacked, the highest PSNR of any real attack, capped; NaN: none gave an image.
+
+    Of text, the highest ROUGE-1.
+    """
+    psnr = scores.of_metric(scores.measure.metric)
     real = np.array([analysis.is_attack(a) for a in psnr.attacks], dtype=bool)
     psnr = psnr.where(real[psnr.attack]) if len(psnr) else psnr
     found: dict[tuple[int, int], float] = {}
-    values = analysis.in_means("psnr", psnr.value)
+    values = analysis.in_means(scores.measure.metric, psnr.value)
     for client, round, value in zip(psnr.client.tolist(), psnr.round.tolist(), values.tolist(), strict=True):
         found[client, round] = float(np.fmax(found.get((client, round), np.nan), value))
     return found
 
 
-def _clients(worst: Mapping[tuple[int, int], float]) -> Figure:
+def _clients(worst: Mapping[tuple[int, int], float], label: str = "worst PSNR (dB)") -> Figure:
     clients, rounds = (sorted({key[i] for key in worst}) for i in (0, 1))
     table = np.full((len(clients), len(rounds)), np.nan)
     for (client, round), value in worst.items():
@@ -433,7 +439,7 @@ def _clients(worst: Mapping[tuple[int, int], float]) -> Figure:
     mesh = axes.pcolormesh(shown, cmap="cividis", rasterized=table.size > CELLS, edgecolors="none")
     if len(rounds) <= 10 and len(clients) <= 30:
         _write_values(axes, table, mesh)
-    figure.colorbar(mesh, ax=axes, label="worst PSNR (dB)", pad=0.02)
+    figure.colorbar(mesh, ax=axes, label=label, pad=0.02)
     axes.invert_yaxis()
     _name_cells(axes.xaxis, rounds, 10)
     _name_cells(axes.yaxis, clients, 16)
@@ -463,8 +469,33 @@ def _name_cells(axis: Axis, names: Sequence[int], most: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ gallery
 
 
+def _sentences(subject: _Subject) -> Figure:
+    """The truth over what each attack made of it, its words marked: right, misplaced (underlined) or wrong (grey)."""
+    lines: list[tuple[str, Sequence[tuple[str, str]]]] = []
+    for card in subject.cards[:ROOM]:
+        lines.append((f"client {card.client}, round {card.round}", [(w, "right") for w in card.truth_words or ()]))
+        lines += [(f"{tile.attack}: {tile.note}", tile.words or ()) for tile in card.tiles]
+    figure = Figure((WIDTH, (2 * len(lines) + 1) * LINE))
+    for i, (name, words) in enumerate(lines):
+        top = (2 * i + 0.5) * LINE
+        _text(figure, 0.05, top, name, ha="left", va="top", size=5, color=MUTED)
+        left = 0.05
+        for word, mark in words:
+            if left + len(word) * LETTER > WIDTH:
+                _text(figure, WIDTH - 0.05, top + 0.8 * LINE, "…", ha="right", va="top")
+                break
+            color = MUTED if mark == "wrong" else INK
+            _text(figure, left, top + 0.8 * LINE, word, ha="left", va="top", family="monospace", size=6, color=color)
+            if mark == "misplaced":
+                _text(figure, left, top + 0.95 * LINE, "_" * len(word), ha="left", va="top", family="monospace", size=6)
+            left += (len(word) + 1) * LETTER
+    return figure
+
+
 def _gallery(subject: _Subject) -> Figure:
     """The truth over each attack's reconstruction, the PSNR below."""
+    if subject.scores.measure == analysis.OF_TEXT:
+        return _sentences(subject)
     cards, attacks = subject.cards[:ROOM], subject.attacks
     truths = [pixels(card.truth) for card in cards if card.truth is not None]
     tile = WIDTH / ROOM
@@ -508,7 +539,7 @@ def _picture(
 
 def _text(figure: Figure, x: float, y: float, words: str, **how: Any) -> None:
     across, down = figure.get_size_inches()
-    figure.text(x / across, 1 - y / down, words, size=7, **how)
+    figure.text(x / across, 1 - y / down, words, **{"size": 7, **how})
 
 
 # --------------------------------------------------------------------------------------------------------- comparison

@@ -12,7 +12,9 @@ from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
+from client import corpora
 from server.analysis import is_attack, is_limit
+from server.dashboard.gallery import marked, pieces
 from server.run import Run
 from server.tape import TapeError
 from simulations import thumbnails
@@ -23,6 +25,7 @@ DRAWN_EVERY = 1.0  # seconds between pictures of which only the clock has change
 LABEL, DRAWING, WORDS = 20, 60, 32  # columns of a row: label, drawing at most, words at least
 GAP = 3  # columns between rows and thumbnails
 LEFT = LABEL + WORDS + 20  # columns that the rows need beside thumbnails
+MARKS = {"right": "green", "misplaced": "yellow", "wrong": "dim"}
 TILE, CAPTION = len("reconstruction"), 40  # columns at least
 
 
@@ -89,9 +92,9 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def decibels(psnr: float) -> str:
-    """A PSNR in words."""
-    return "exact" if isinf(psnr) else f"{psnr:.1f} dB"
+def in_unit(value: float, unit: str = "dB") -> str:
+    """A value of the run's measure in words."""
+    return "exact" if isinf(value) else f"{value:.1f} {unit}"
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,9 @@ class Picture(View):
 
         def row(key: str, label: str, style: str, worst: float | None = None) -> Row:
             curve = curves[key]
-            told = f"{curve[max(curve)]:.1f} dB now" if curve else ""
-            told += "" if worst is None else f", worst case {decibels(worst)}"
+            unit = s.measure.unit
+            told = f"{curve[max(curve)]:.1f} {unit} now" if curve else ""
+            told += "" if worst is None else f", worst case {in_unit(worst, unit)}"
             drawn = sparkline(curve, s.scenario.protocol.rounds, drawing, low, high, glyphs.levels)
             return Row(label, drawn, told, style)
 
@@ -225,12 +229,15 @@ class Picture(View):
         """Truth and reconstruction side by side with their words; as many lines and columns from the first moment on."""
         if not any(map(is_attack, self.standing.attacks)):
             return []
-        _, h, w = self.standing.scenario.federation.shards.dataset.shape
+        dataset, best = self.standing.scenario.federation.shards.dataset, self.standing.best
+        if isinstance(dataset, corpora.Text):
+            told = ["no reconstruction yet", ""] if best is None else caption(*best, self.standing.measure.unit)
+            return [*self._sentences(dataset, glyphs), *(glyphs.fit(words, CAPTION) for words in told)]
+        _, h, w = dataset.shape
         pixels = thumbnails.size(h, w)
         tile = max(pixels[1], TILE)
         width = max(2 * tile + 2, CAPTION)
         tiles = self._tiles(glyphs) or [[Text()] * thumbnails.lines_of(pixels[0])] * 2
-        best = self.standing.best
         told = ["no reconstruction yet", ""] if best is None else caption(*best)
         truth, found = ([Text(name), *t] for name, t in zip(("truth", "reconstruction"), tiles, strict=True))
         margin = " " * (width - 2 * tile - 2)
@@ -238,6 +245,19 @@ class Picture(View):
             Text.assemble(_padded(a, tile), "  ", _padded(b, tile), margin) for a, b in zip(truth, found, strict=True)
         ]
         return [*made, *(glyphs.fit(words, width) for words in told)]
+
+    def _sentences(self, data: corpora.Text, glyphs: Glyphs) -> list[Text]:
+        """The truth, and the best reconstruction with its words marked; as many lines from the first moment on."""
+        shown, found = [Text(), Text()], self._images()
+        if found:
+            truth = found[0] if len(found) == 2 else None
+            known = [] if truth is None else pieces(truth, data)
+            guess = [glyphs.fit(w, len(w), MARKS[mark]) for w, mark in marked(found[-1], truth, data)]
+            shown = [Text(" ".join(known)), Text(" ").join(guess)]
+        lines = [Text("truth"), shown[0], Text("reconstruction"), shown[1]]
+        for line in lines:
+            line.truncate(CAPTION, overflow="crop" if glyphs.ascii_only else "ellipsis", pad=True)
+        return lines
 
     def _tiles(self, glyphs: Glyphs) -> list[list[Text]]:
         """Thumbnails of the truth and of the best reconstruction; none where its images are not kept.
@@ -264,9 +284,9 @@ class Picture(View):
         return [self.standing.scenario.federation.batch_at(hit.client, round).x[hit.example], found]
 
 
-def caption(attack: str, round: int, hit: Hit) -> list[str]:
+def caption(attack: str, round: int, hit: Hit, unit: str = "dB") -> list[str]:
     """A reconstruction in words, on two lines."""
-    return [attack, f"round {round}, client {hit.client}, example {hit.example}: {decibels(hit.psnr)}"]
+    return [attack, f"round {round}, client {hit.client}, example {hit.example}: {in_unit(hit.psnr, unit)}"]
 
 
 def _padded(line: Text, columns: int) -> Text:

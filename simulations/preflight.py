@@ -24,6 +24,7 @@ from attacks.metrics import PSNR_CAP, label_accuracy, match, psnr_of
 from attacks.plan import PlannedAttack
 from client.protocol import Federation
 from client.rng import generator
+from client.text import LanguageModel
 from client.update import Batch, Summed, trained_on, transparent
 from defenses.accounting import account
 from server.dashboard.words import decibel, percent
@@ -143,8 +144,37 @@ class _Probe:
 
     def findings(self) -> Iterator[Finding]:
         """The worst first."""
-        found = [f for f in (*self._structure(), self._analytic(), self._labels(), *self._chain()) if f is not None]
+        own = self._words() if self.text else (*self._structure(), self._analytic())
+        found = [f for f in (*own, self._labels(), *self._chain()) if f is not None]
         yield from sorted(found, key=lambda f: list(_STYLES).index(f.severity))
+
+    @property
+    def text(self) -> bool:
+        """Whether the examples are sentences."""
+        return isinstance(self.fed.model, LanguageModel)
+
+    def _words(self) -> Iterator[Finding]:
+        """What the rows of the word embeddings' gradient tell."""
+        assert isinstance(self.fed.model, LanguageModel)
+        parts = self.fed.model.parts
+        seen = self.wave.update.get(parts.word)
+        if seen is None:
+            yield Finding("note", "the word embeddings are frozen, so no row of their gradient names a word")
+        elif parts.tied:
+            yield Finding(
+                "note", "the head's rows are the word embeddings: each has a gradient, whether its word occurs or not"
+            )
+        else:
+            rows = [set(t.flatten(1).any(1).nonzero().flatten().tolist()) for t in seen]
+            words = [set(_fed(b, self.fed.model.pad).tolist()) for b in self.batches]
+            right = sum(found == said for found, said in zip(rows, words, strict=True))
+            change = '[model] freeze = ["words"], or noise after local_sgd'
+            told = "are the sentences' words"
+            yield Finding(
+                "leaks" if right else "note",
+                f"the rows of the word embeddings' update that are not zero {told} for {right} of {len(rows)} stand-ins",
+                change if right else "",
+            )
 
     def _structure(self) -> Iterator[Finding]:
         pixels = self.size * math.prod(self.fed.shards.dataset.shape)
@@ -224,6 +254,8 @@ class _Probe:
     def _labels(self) -> Finding | None:
         from attacks.labels import restore
 
+        if self.fed.shards.dataset.y.dim() > 1:  # they are the sentences
+            return None
         known = self.auditor.knowledge(PlannedAttack("labels", {"use": "attacks.matching:idlg"}))
         try:
             restored = restore(self.wave, known)
@@ -247,7 +279,8 @@ class _Probe:
             yield Finding("leaks", "the chain has no defense: what is uploaded is local training's own result",
                           "see README's table of defenses; clipping each example and noise (defenses.dp_sgd:dp_sgd) certify "
                           "something")  # fmt: skip
-        yield self._limit()
+        if not self.text:
+            yield self._limit()
         yield self._epsilon()
 
     def _limit(self) -> Finding:
@@ -292,6 +325,13 @@ class _Probe:
 
 def _examples(n: int) -> str:
     return "1 example" if n == 1 else f"{n} examples"
+
+
+def _fed(batch: Batch, pad: int) -> Tensor:
+    """The words that reach the loss as inputs; where each is predicted from those before it, not a sentence's last."""
+    if batch.y.dim() == 1:
+        return batch.x[batch.x != pad]
+    return batch.x[:, :-1][batch.x[:, 1:] != pad]
 
 
 def _is_bare(fed: Federation) -> bool:

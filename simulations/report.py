@@ -25,7 +25,7 @@ from simulations.certificates import Mechanism, certified, gaussian_mechanism
 from simulations.choice import Choice, choice
 
 STATIC = Path(overview.__file__).parent / "static"  # the live page's script and style, which are the report's too
-OWN_COLUMNS = ("psnr", "identified", "label_accuracy")
+OWN_COLUMNS = (analysis.OF_IMAGES.metric, analysis.OF_TEXT.metric, "identified", "label_accuracy")
 AT = 20  # dB: of the words on certified rates
 
 
@@ -109,7 +109,7 @@ def _content(reading: Reading) -> dict[str, Any]:
         "scenario": (reading.run.folder / "scenario.toml").read_text(),
         "environment": overview.environment(reading),
         "cap": PSNR_CAP,
-        "margin": analysis.MARGIN,
+        "measure": scores.measure,
     }
 
 
@@ -124,14 +124,14 @@ def _data(reading: Reading, gallery: Gallery, shown: Choice, certificate: "Certi
             "knowledge": overview.knowledge(reading),
         },
         "gallery": {
-            "kind": "image",
+            "kind": gallery.kind,
             "rounds": list(shown.keys),
             "clients": sorted({card.client for card in cards}),
             "attacks": gallery.attacks,
             "labels": sorted({card.label for card in cards if card.label is not None}),
             "cards": [asdict(card) for card in cards],
         },
-        "clients": clients(reading, "psnr", None),
+        "clients": clients(reading, reading.scores.measure.metric, None),
     }
 
 

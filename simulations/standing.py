@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from attacks.metrics import PSNR_CAP
-from server.analysis import is_attack, is_baseline
+from server.analysis import OF_IMAGES, is_attack, is_baseline, measure_of
 from server.dashboard.overview import still_to_come
 from server.ledger import Ledger, Progress, ScoreRow
 from server.scenario import Scenario
@@ -18,7 +17,7 @@ Clock = Callable[[], float]  # seconds since whenever
 
 @dataclass(frozen=True)
 class Hit:
-    """A reconstructed example and its PSNR, raw."""
+    """A reconstructed example and its PSNR (of text, ROUGE-1), raw."""
 
     client: int
     example: int
@@ -31,7 +30,7 @@ class Cell:
 
     Args:
         n, failed: examples with a value, and rows without.
-        mean: PSNR, capped.
+        mean: capped.
         best: what leaks most.
         complete: no job of it is still to come.
     """
@@ -43,10 +42,10 @@ class Cell:
     complete: bool
 
     @classmethod
-    def of(cls, values: Mapping[tuple[int, int], float | None], complete: bool) -> "Cell":
-        """Of PSNR by client and example."""
+    def of(cls, values: Mapping[tuple[int, int], float | None], complete: bool, cap: float = OF_IMAGES.cap) -> "Cell":
+        """Of the run's measure by client and example."""
         hits = [Hit(client, example, v) for (client, example), v in sorted(values.items()) if v is not None]
-        mean = sum(min(h.psnr, PSNR_CAP) for h in hits) / len(hits) if hits else None
+        mean = sum(min(h.psnr, cap) for h in hits) / len(hits) if hits else None
         best = max(hits, key=lambda h: h.psnr, default=None)
         return cls(len(hits), len(values) - len(hits), mean, best, complete)
 
@@ -59,6 +58,7 @@ class Standing:
         clock: of elapsed time and pace.
 
     Attributes:
+        measure: by which attacks are compared.
         coming: whether rounds are still to come.
         rounds: by round, 0 being before training: accuracy, loss, seconds.
         cells: by attack and round; baselines and limits among them.
@@ -72,6 +72,7 @@ class Standing:
     ) -> None:
         self.ledger = ledger
         self.scenario = scenario
+        self.measure = measure_of(scenario.federation)
         self.training = self.coming = training
         self.attacks = [row["name"] for row in ledger.attacks()]
         self.rounds: dict[int, Mapping[str, float | None]] = {}
@@ -117,7 +118,7 @@ class Standing:
         self._finished = finished
         self.fresh = []
         for attack, round in sorted(touched, key=lambda key: (key[1], not is_attack(key[0]), key[0])):
-            cell = Cell.of(self._values[attack, round], not waiting[_own(attack), round])
+            cell = Cell.of(self._values[attack, round], not waiting[_own(attack), round], self.measure.cap)
             if cell != self.cells.get((attack, round)):
                 self.cells[attack, round] = cell
                 self.fresh.append((attack, round))
@@ -134,10 +135,10 @@ class Standing:
         return waiting
 
     def _take(self, rows: Iterable[ScoreRow]) -> set[tuple[str, int]]:
-        """Keep PSNR values; which cells their jobs have changed. A row that is read twice changes nothing."""
+        """Keep values of the measure; which cells their jobs have changed. A row that is read twice changes nothing."""
         touched = set()
         for round, client, attack, example, metric, _, value in rows:
-            if metric.startswith("psnr"):
+            if metric == self.measure.metric or (metric.startswith("psnr") and self.measure == OF_IMAGES):
                 self._values.setdefault((attack, round), {})[client, example] = value
                 touched.add((attack, round))
         # a wave that fails is a row of its attack alone, and may be the last that the attack's baseline waited for
@@ -162,15 +163,15 @@ class Standing:
         return {r: row["accuracy"] for r, row in self.rounds.items() if row["accuracy"] is not None}
 
     def psnr(self, attack: str) -> dict[int, float]:
-        """Mean PSNR of an attack by round."""
+        """Mean PSNR (of text, ROUGE-1) of an attack by round."""
         return {r: c.mean for (a, r), c in self.cells.items() if a == attack and c.mean is not None}
 
     def worst_case(self, attack: str) -> float | None:
-        """The highest PSNR that an attack has reached."""
+        """The highest value that an attack has reached."""
         return max((c.best.psnr for (a, _), c in self.cells.items() if a == attack and c.best), default=None)
 
     def floor(self) -> dict[int, float]:
-        """Mean PSNR of the best baseline by round."""
+        """Mean of the best baseline by round."""
         best: dict[int, float] = {}
         for (attack, round), cell in self.cells.items():
             if is_baseline(attack) and cell.mean is not None:

@@ -105,7 +105,8 @@ def words(s: Standing) -> str:
     ]
     if graded:
         mean = sum(n * mean for n, mean, _ in graded) / sum(n for n, _, _ in graded)
-        parts.append(f"PSNR best {max(best for _, _, best in graded):.1f} dB, mean {mean:.1f} dB")
+        best, by = max(best for _, _, best in graded), s.measure
+        parts.append(f"{by.name} best {best:.1f} {by.unit}, mean {mean:.1f} {by.unit}")
     if (left := s.seconds_left()) is not None:
         parts.append(f"about {left:.0f} s left")
     return "; ".join(parts)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attacks.metrics import image_metrics, lpips_metric
+from attacks.metrics import BACKBONES, image_metrics, lpips_metric
 from attacks.plan import ATTACK
 from client.components import Kind
 from client.losses import LOSS
@@ -34,8 +34,9 @@ def test_the_tables_name_every_component_and_no_other(kind: Kind) -> None:
 def test_the_metrics_are_named() -> None:
     import torch
 
-    names = {m.name for m in image_metrics((3, 32, 32), torch.zeros(2, 3, 32, 32))} | {"label_accuracy", "lpips_alex"}
-    assert lpips_metric() is None or lpips_metric().name in names  # type: ignore[union-attr]  # None is handled before
+    names = {m.name for m in image_metrics((3, 32, 32), torch.zeros(2, 3, 32, 32))} | {"label_accuracy"}
+    names |= {f"lpips_{net}" for net in BACKBONES}
+    assert all(found is None or found.name in names for found in map(lpips_metric, BACKBONES))
     assert names <= set(first_cells())
 
 

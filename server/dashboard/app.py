@@ -313,9 +313,10 @@ async def _trace(request: Request) -> Response:
 
 async def _clients(request: Request) -> Response:
     asked = _query(request, "metric", "attack", "client")
-    metric = _one_of(asked, "metric", tuple(HIGHER_IS_BETTER), "psnr")
+    wanted = _one_of(asked, "metric", tuple(HIGHER_IS_BETTER), "") if "metric" in asked else ""
 
     def find(reading: Reading) -> Any:
+        metric = wanted or reading.scores.measure.metric
         attack = _known(asked, "attack", _gallery_of(reading).attacks)
         return reading.view(("clients", metric, attack), lambda: clients(reading, metric, attack))
 

@@ -63,7 +63,7 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
         rows, hits, labels = (
             _worst_of_each(rows, metric),
             _worst_of_each(hits, "identified"),
-            _worst_of_each(labels, "psnr"),
+            _worst_of_each(labels, "label_accuracy"),
         )
     found = []
     for client in ids:
@@ -110,7 +110,7 @@ def client(gallery: Gallery, client: int) -> dict[str, Any]:
     shards = gallery.shards
     classes = shards.dataset.classes if shards else 0
     rows = [row for round in attacked for row in gallery.rows_at(round, client)]
-    true = np.bincount(shards.dataset.y[rows].numpy(), minlength=classes).tolist() if shards else []
+    true = np.bincount(shards.dataset.labels[rows].numpy(), minlength=classes).tolist() if shards else []
     missed = [
         {"round": round, "status": status, "reason": reason}
         for (status, reason), where in reading.missed.items()

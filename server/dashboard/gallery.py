@@ -1,6 +1,7 @@
 """The gallery: private images beside what the attacks made of them, a page of them at a time."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from attacks.audit import WHOLE_BATCH
 from client.components import SpecError
+from client.corpora import Text
 from client.data import Shards
 from server import analysis
 from server.analysis import Floats, Ints, Scores
@@ -18,10 +20,12 @@ from server.dashboard import words
 from server.dashboard.pictures import SMALL, png, reconstruction
 from server.dashboard.reading import Reading
 
+WORD_BYTES = 40  # of a marked word
 PAGE_BYTES = 1_500_000  # of pictures in one answer
 PAGE = (6, 60)  # cards in one answer, at least and at most
 
 Sort = Literal["leak", "hidden", "client"]
+Mark = Literal["right", "misplaced", "wrong"]
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,14 @@ class Attacked:
 
 @dataclass(frozen=True)
 class Tile:
-    """One attack's picture of one example.
+    """One attack's picture of one example, or its text.
 
     Args:
         image: a data URI, or None with the reason in note.
-        psnr: None where there is no value, and where exact says that it is infinite.
+        psnr: the run's measure (of text, ROUGE-1); None where there is no value, and where exact says that it is infinite.
         label: what the attack claims, in words; empty where it claims none.
         trace: whether its iterations were kept.
+        words: of text, each piece and whether it is right, misplaced or wrong.
     """
 
     attack: str
@@ -74,6 +79,7 @@ class Tile:
     note: str
     label: str = ""
     trace: bool = False
+    words: tuple[tuple[str, Mark], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class Card:
     Args:
         image: which of the training images it is; it, truth and label are None where the data is not on this machine.
         why: for which reason it is shown, where not all are.
+        truth_words: of text, its pieces, in the place of truth.
     """
 
     round: int
@@ -93,6 +100,7 @@ class Card:
     truth: str | None
     label: int | None
     tiles: tuple[Tile, ...]
+    truth_words: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +130,21 @@ class Gallery:
         except SpecError:
             return None
 
+    @property
+    def kind(self) -> Literal["image", "text"]:
+        """What was attacked."""
+        return "text" if self.reading.scores.measure == analysis.OF_TEXT else "image"
+
+    @cached_property
+    def text(self) -> Text | None:
+        """The private data, where they are sentences and here."""
+        dataset = self.shards.dataset if self.shards else None
+        return dataset if isinstance(dataset, Text) else None
+
     @cached_property
     def psnr(self) -> Scores:
-        """The PSNR of real attacks."""
-        psnr = self.reading.scores.of_metric("psnr")
+        """The PSNR of real attacks, of text their ROUGE-1."""
+        psnr = self.reading.scores.of_metric(self.reading.scores.measure.metric)
         return psnr.where(np.array([analysis.is_attack(a) for a in psnr.attacks], bool)[psnr.attack])
 
     @cached_property
@@ -175,11 +194,11 @@ class Gallery:
         size = self.page_size
         shown = chosen.where(slice(query.offset, query.offset + size))
         return {
-            "kind": "image",
+            "kind": self.kind,
             "rounds": self.rounds,
             "clients": np.unique(everything.client).tolist(),
             "attacks": self.attacks,
-            "labels": list(range(self.shards.dataset.classes)) if self.shards else [],
+            "labels": list(range(self.shards.dataset.classes)) if self.shards and self._labelled else [],
             "round": "all" if query.round is None else query.round,
             "total": len(chosen),
             "offset": query.offset,
@@ -192,11 +211,16 @@ class Gallery:
             found = found.where(found.round == query.round)
         if query.client is not None:
             found = found.where(found.client == query.client)
-        if query.label is not None and self.shards is not None:
+        if query.label is not None and self.shards is not None and self._labelled:
             y = self.shards.dataset.y
             labels = [int(y[self.rows_at(r, c)[e]]) for r, c, e in found]
             found = found.where(np.array(labels, np.int64) == query.label)
         return found
+
+    @property
+    def _labelled(self) -> bool:
+        """Whether the truth is here, with a label for each example."""
+        return self.shards is not None and self.shards.dataset.y.dim() == 1
 
     @staticmethod
     def _sorted(found: Attacked, sort: Sort) -> Attacked:
@@ -207,7 +231,9 @@ class Gallery:
 
     @property
     def picture_bytes(self) -> int:
-        """Of one picture in base64, at worst incompressible."""
+        """Of one picture in base64, at worst incompressible; of a sentence, about."""
+        if self.text is not None:
+            return WORD_BYTES * self.text.shape[0]
         channels, height, width = self.shards.dataset.shape if self.shards else (3, SMALL, SMALL)
         return channels * min(height, SMALL) * min(width, SMALL) * 4 // 3
 
@@ -236,34 +262,39 @@ class Gallery:
             example=example,
             image=row,
             why=why,
-            truth=None if truth is None else png(truth[0], SMALL),
+            truth=None if truth is None or self.text else png(truth[0], SMALL),
             label=None if truth is None else truth[1],
             tiles=tuple(self._tile(a, round, client, example) for a in attacks if (round, a) in self.cells),
+            truth_words=tuple(pieces(truth[0], self.text)) if truth and self.text else None,
         )
 
-    def _truth(self, round: int, client: int, example: int) -> tuple[tuple[Tensor, int] | None, int | None]:
+    def _truth(self, round: int, client: int, example: int) -> tuple[tuple[Tensor, int | None] | None, int | None]:
         rows = self.rows_at(round, client)
         if self.shards is None or example >= len(rows):
             return None, None
         dataset, row = self.shards.dataset, rows[example]
-        return (dataset.x[row], int(dataset.y[row])), row
+        return (dataset.x[row], int(dataset.y[row]) if self._labelled else None), row
 
     def _tile(self, attack: str, round: int, client: int, example: int) -> Tile:
         outcomes = self.outcomes(round, attack)
         fallback = (math.nan, "not attacked")
         value, status = outcomes.get((client, example)) or outcomes.get((client, WHOLE_BATCH)) or fallback
-        told, exact = words.rounded(value), words.is_exact(value)
+        told, exact, unit = words.rounded(value), words.is_exact(value), self.reading.scores.measure.unit
         if math.isnan(value):
             return Tile(attack, None, told, exact, status)
         found = reconstruction(self.reading.run, round, client, attack)
         if isinstance(found, str):
-            return Tile(attack, None, told, exact, f"file {found}; {words.decibel(value)} dB")
+            return Tile(attack, None, told, exact, f"file {found}; {words.decibel(value)} {unit}")
         label = self._label(found.get("y"), round, client, example, attack)
-        image = png(found["x"][example], SMALL)
-        return Tile(attack, image, told, exact, f"{words.decibel(value)} dB", label, "trace_x" in found)
+        note, traced = f"{words.decibel(value)} {unit}", "trace_x" in found
+        if self.kind == "image":
+            return Tile(attack, png(found["x"][example], SMALL), told, exact, note, label, traced)
+        truth, _ = self._truth(round, client, example)
+        written = marked(found["x"][example], truth[0] if truth else None, self.text) if self.text else None
+        return Tile(attack, None, told, exact, note, label, traced, written)
 
     def _label(self, y: Tensor | None, round: int, client: int, example: int, attack: str) -> str:
-        if y is None:
+        if y is None or not self._labelled:
             return ""
         guess = int(y[example])
         if attack in self.given:
@@ -271,6 +302,28 @@ class Gallery:
         truth, _ = self._truth(round, client, example)
         right = "" if truth is None else " ✓" if truth[1] == guess else " ✗"
         return f"label {guess}{right}"
+
+
+def pieces(x: Tensor, text: Text) -> list[str]:
+    """A sentence's tokens as its vocabulary writes them, without padding."""
+    return text.tokenizer.tokens(x[x != text.tokenizer.pad].tolist())
+
+
+def marked(guess: Tensor, truth: Tensor | None, text: Text) -> tuple[tuple[str, Mark], ...]:
+    """A guess's tokens: right in its place, misplaced (the truth has one more of it elsewhere), or wrong; without truth, wrong."""
+    words, pad = text.tokenizer, text.tokenizer.pad
+    ids: list[int] = guess.tolist()
+    true: list[int] = [] if truth is None else truth.tolist()
+    here = [i < len(true) and true[i] == token for i, token in enumerate(ids)]
+    spare = Counter(token for i, token in enumerate(true) if not (i < len(here) and here[i]))
+    found: list[tuple[str, Mark]] = []
+    for token, right in zip(ids, here, strict=True):
+        if token == pad:
+            continue
+        mark: Mark = "right" if right else "misplaced" if spare[token] > 0 else "wrong"
+        spare[token] -= mark == "misplaced"
+        found.append((words.tokens([token])[0], mark))
+    return tuple(found)
 
 
 MOST_OTHERS = 48  # of a client's other rounds, evenly spaced
@@ -281,7 +334,7 @@ def through_rounds(gallery: Gallery, client: int, image: int) -> dict[str, Any] 
     everything = gallery.reading.view(("attacked", None), gallery.attacked)
     own = [key for key in everything.where(everything.client == client) if key[2] < len(gallery.rows_at(*key[:2]))]
     same = [key for key in own if gallery.rows_at(*key[:2])[key[2]] == image]
-    if not same or gallery.shards is None:
+    if not same or gallery.shards is None or gallery.kind == "text":
         return None
     rounds = {round for round, _, _ in same}
     others = {round: (round, client, example) for round, _, example in reversed(own) if round not in rounds}

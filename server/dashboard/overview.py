@@ -4,6 +4,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from attacks.audit import NO_DERIVATIVE
@@ -46,6 +47,7 @@ def overview(reading: Reading) -> dict[str, Any]:
         "replay": {"verdict": reading.meta.get("replay"), "words": reading.meta.get("replay_detail", "")},
         "participation": participation(reading),
         "cap": PSNR_CAP,
+        "measure": asdict(reading.scores.measure),
         "scenario": (reading.run.folder / "scenario.toml").read_text(),
         "environment": environment(reading),
     }
@@ -157,9 +159,10 @@ def _data(reading: Reading) -> Iterator[Notice]:
     try:
         shape = reading.scenario.federation.shards.dataset.shape
     except SpecError as error:
-        yield f"The private images cannot be shown on this machine: {error}", ""
+        yield f"The private examples cannot be shown on this machine: {error}", ""
         return
-    if reading.metrics and "lpips_alex" not in reading.metrics and min(shape[1:]) >= LPIPS_PIXELS:
+    perceptual = any(metric.startswith("lpips_") for metric in reading.metrics)
+    if reading.metrics and not perceptual and len(shape) == 3 and min(shape[1:]) >= LPIPS_PIXELS:
         yield "LPIPS: unavailable (no backbone weights).", ""
 
 
@@ -226,7 +229,7 @@ def success_series(curve: Mapping[str, Sequence[Rate]]) -> list[dict[str, Any]]:
 
 
 def summary(reading: Reading) -> list[dict[str, Any]]:
-    """Each attack, limit and baseline over all rounds: its Leak of PSNR, rates, and the Leaks of further metrics."""
+    """Each attack, limit and baseline over all rounds: its Leak of the run's measure, rates, and the Leaks of further metrics."""
     pooled = {metric: reading.pooled(metric) for metric in reading.metrics}
     rows = []
     for attack in reading.order:
@@ -236,7 +239,7 @@ def summary(reading: Reading) -> list[dict[str, Any]]:
             {
                 "attack": attack,
                 "kind": analysis.kind(attack),
-                "psnr": found.pop("psnr"),
+                "psnr": found.pop(reading.scores.measure.metric),
                 "others": found,
                 "identified": analysis.rate(identified) if identified and identified.n else None,
                 "labels": labels if labels and labels.n else None,
@@ -285,6 +288,8 @@ def limit(reading: Reading) -> dict[str, Any]:
         chain = reading.scenario.federation.chain
     except SpecError:
         return {"state": "unknown", "parts": []}
+    if reading.scores.measure == analysis.OF_TEXT:  # its limit is not known, unless nothing is hidden
+        return {"state": "unknown" if chain.conditional is None or chain.conditional.noisy else "none", "parts": []}
     if known_noise(chain) is not None:
         return {"state": "pending", "parts": []}
     bare = chain.conditional is not None and not chain.conditional.noisy

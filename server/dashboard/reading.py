@@ -145,8 +145,9 @@ class Reading:
 
     @property
     def metrics(self) -> list[str]:
-        """Those that are shown; PSNR always, so that failures are told where nothing else is."""
-        return list(dict.fromkeys(["psnr", *analysis.known_metrics(self.scores)])) if len(self.scores) else []
+        """Those that are shown; the measure always, so that failures are told where nothing else is."""
+        measure = self.scores.measure.metric
+        return list(dict.fromkeys([measure, *analysis.known_metrics(self.scores)])) if len(self.scores) else []
 
     @property
     def newest(self) -> int:

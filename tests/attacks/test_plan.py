@@ -25,7 +25,7 @@ def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
         ({"use": "server.pool:Pool"}, "use = 'server.pool:Pool' is not allowed here; an attack is one of"),
         ({}, 'needs use = "module:name", got None'),
         ({**IG, "tvv": 0.1}, "inverting_gradients() has no argument 'tvv' (it has: tv, rate, "),
-        ({**IG, "itertions": 3}, ", name, iterations, restarts, seconds, labels, defense, trace, auxiliary)"),
+        ({**IG, "itertions": 3}, ", name, iterations, restarts, seconds, labels, lengths, defense, trace, auxiliary)"),
         ({**IG, "tv": -1}, "the weight of total_variation must not be negative, got -1.0"),
         ({**IG, "rate": 0}, "rate must be above 0, got 0.0"),
         ({**IG, "iterations": 0}, "iterations must be at least 1, got 0"),

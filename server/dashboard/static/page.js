@@ -281,7 +281,7 @@ const opening = (title, text) => el("details", el("summary", title), el("pre", {
 function overviewView(o, { state }) {
   const notice = ({ words, command }) => el("li", words, command && [" ", el("code", command)]);
   const replay = o.replay.verdict && [el("strong", o.replay.verdict), `: ${o.replay.words}`];
-  const numbers = o.summary.length > 0 && summaryTable(o.summary, state, change);
+  const numbers = o.summary.length > 0 && summaryTable(o.summary, state, change, o.measure);
   return [
     el("h1", o.name), el("p.facts", o.facts),
     el("p", { class: `verdict ${VERDICTS[o.verdict.word] || ""}` }, o.verdict.sentence),

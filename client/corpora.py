@@ -1,0 +1,317 @@
+"""Private text: sentences as numbered words, from public corpora or from a small grammar that needs no file.
+
+A data set brings its tokenizer with it, and a model that was trained on another one refuses it.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from client.data import Dataset, cached, data_folder
+from client.losses import IGNORED
+from client.phrases import sentences
+from client.tokenizer import WORDPIECE, Task, Tokenizer, framed, load_tokenizer, offline, wordpiece
+
+Longer = Literal["cut", "drop"]
+MOST_TESTED = 2000  # pieces: they are evaluated in every round
+LEAST_WORDS = 200  # of a vocabulary: it has every letter twice
+
+
+@dataclass(frozen=True, eq=False)
+class Text(Dataset):
+    """Sentences x (N, L) int64, padded on the right.
+
+    Labels y are (N,) int64, or (N, L) for next_token: the words themselves, -100 where there is none. Which of them follow
+    which the loss knows.
+    """
+
+    tokenizer: Tokenizer
+    task: Task
+
+    @property
+    def offered(self) -> dict[str, Any]:
+        return {**super().offered, "tokenizer": self.tokenizer, "task": self.task}
+
+    @property
+    def labels(self) -> Tensor:
+        return self.y if self.y.dim() == 1 else torch.zeros(len(self.y), dtype=torch.int64)
+
+
+# ------------------------------------------------------------------------------------------------------------- corpora
+
+
+def phrases(
+    length: int = 16,
+    tokenizer: str = WORDPIECE,
+    tokenizer_folder: Path | None = None,
+    vocabulary: int = 1500,
+    task: Task = "classification",
+    longer: Longer = "cut",
+) -> Text:
+    """4,000 short sentences of a small grammar, of private life (class 0) or of work (1); 3,200 for training; no file needed.
+
+    Args:
+        length: tokens of every sentence, those that frame it among them: shorter ones are padded on the right.
+        tokenizer: wordpiece (built from the training sentences), minilm, or a model on Hugging Face's hub.
+        tokenizer_folder: of a model, in the place of a name.
+        vocabulary: the most words that a wordpiece tokenizer has.
+        task: what is trained: the class of a sentence, or each of its words from those before.
+        longer: sentences that do not fit are cut before what frames their end, or dropped.
+    """
+    found = sentences()
+    cut = len(found) // 5
+    corpus = Corpus(found[cut:], found[:cut])
+    return _text("phrases", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+
+
+def cola(
+    length: int = 32,
+    tokenizer: str = WORDPIECE,
+    tokenizer_folder: Path | None = None,
+    vocabulary: int = 2000,
+    task: Task = "classification",
+    longer: Longer = "cut",
+) -> Text:
+    """CoLA, whether 8,551 sentences of linguists are acceptable: local tsv files under text/cola, else downloaded on first use.
+
+    Args: as of phrases.
+    """
+
+    def read(folder: Path) -> Corpus:
+        return Corpus(*(_table(folder / f"in_domain_{part}.tsv", 3, 1) for part in ("train", "dev")))
+
+    def fetch() -> Corpus:
+        return _hub("nyu-mll/glue", "cola", "sentence", ("train", "validation"))
+
+    corpus = _local_or_hub("cola", read, fetch)
+    return _text("cola", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+
+
+def sst2(
+    length: int = 32,
+    tokenizer: str = WORDPIECE,
+    tokenizer_folder: Path | None = None,
+    vocabulary: int = 2000,
+    task: Task = "classification",
+    longer: Longer = "cut",
+) -> Text:
+    """SST-2, film reviews for or against: local tsv files under text/sst2, else downloaded on first use.
+
+    Args: as of phrases.
+    """
+
+    def read(folder: Path) -> Corpus:
+        return Corpus(*(_table(folder / f"{part}.tsv", 0, 1) for part in ("train", "dev")))
+
+    def fetch() -> Corpus:
+        return _hub("nyu-mll/glue", "sst2", "sentence", ("train", "validation"))
+
+    corpus = _local_or_hub("sst2", read, fetch)
+    return _text("sst2", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+
+
+def rotten_tomatoes(
+    length: int = 32,
+    tokenizer: str = WORDPIECE,
+    tokenizer_folder: Path | None = None,
+    vocabulary: int = 2000,
+    task: Task = "classification",
+    longer: Longer = "cut",
+) -> Text:
+    """Rotten Tomatoes, 10,662 film reviews: local rt-polarity files under text/rotten_tomatoes, else downloaded on first use.
+
+    Of the local files, which have no test part, every tenth review is one.
+
+    Args: as of phrases.
+    """
+
+    def read(folder: Path) -> Corpus:
+        lines = [_lines(folder / f"rt-polarity.{kind}") for kind in ("neg", "pos")]
+        both = [(line.strip(), label) for pair in zip(*lines, strict=True) for label, line in enumerate(pair)]
+        tested = [i % 20 < 2 for i in range(len(both))]
+        return Corpus(*([row for row, t in zip(both, tested, strict=True) if t == part] for part in (False, True)))
+
+    def fetch() -> Corpus:
+        return _hub("cornell-movie-review-data/rotten_tomatoes", None, "text", ("train", "test"))
+
+    corpus = _local_or_hub("rotten_tomatoes", read, fetch)
+    return _text("rotten_tomatoes", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+
+
+def wikitext2(
+    length: int = 16,
+    tokenizer: str = WORDPIECE,
+    tokenizer_folder: Path | None = None,
+    vocabulary: int = 2000,
+) -> Text:
+    """WikiText-2 in pieces of exactly length tokens, for next_token: local files under text/wikitext2, else downloaded.
+
+    Headings are left out. Without train.txt its validation part is what is trained on. Of the test part the first pieces.
+
+    Args: as of phrases.
+    """
+
+    def read(folder: Path) -> Corpus:
+        first = "train" if (folder / "train.txt").exists() else "valid"
+        return Corpus(*([(line, 0) for line in _lines(folder / f"{part}.txt")] for part in (first, "test")))
+
+    def fetch() -> Corpus:
+        return _hub("Salesforce/wikitext", "wikitext-2-v1", "text", ("train", "test"))
+
+    _at_least_two(length)
+    corpus = Corpus(*(_prose(part) for part in _local_or_hub("wikitext2", read, fetch)))
+    words = _tokenizer(corpus, tokenizer, tokenizer_folder, vocabulary)
+    x, x_test = (_pieces([line for line, _ in part], words, length) for part in corpus)
+    x_test = x_test[:MOST_TESTED]
+    return Text("wikitext2", x, x, x_test, x_test, words.size, (), (), words, "next_token")
+
+
+Row = tuple[str, int]
+
+
+class Corpus(NamedTuple):
+    """Sentences with their classes, for training and for test."""
+
+    train: Sequence[Row]
+    test: Sequence[Row]
+
+
+def _text(
+    name: str,
+    corpus: Corpus,
+    classes: int,
+    length: int,
+    tokenizer: str,
+    folder: Path | None,
+    vocabulary: int,
+    task: Task,
+    longer: Longer,
+) -> Text:
+    """The sentences as numbered words, each sentence once and none empty."""
+    _at_least_two(length)
+    words = _tokenizer(corpus, tokenizer, folder, vocabulary)
+    start, end = words.frame(task)
+    room = length - len(start) - len(end)
+    if room < 1:
+        raise ValueError(
+            f"length = {length} leaves no room between the {len(start) + len(end)} tokens that frame a sentence"
+        )
+
+    def numbered() -> dict[str, np.ndarray]:
+        made: dict[str, np.ndarray] = {}
+        for kind, part in zip(("", "_test"), corpus, strict=True):
+            ids = words.encode_all([sentence for sentence, _ in part])
+            kept = [
+                (i, label) for i, (_, label) in zip(ids, part, strict=True) if i and (longer == "cut" or len(i) <= room)
+            ]
+            if not kept:
+                raise ValueError(
+                    f'{name} has no sentence of {room} tokens or fewer: raise length, or say longer = "cut"'
+                )
+            made[f"x{kind}"] = framed([i for i, _ in kept], length, words.pad, start, end).numpy()
+            made[f"y{kind}"] = np.array([label for _, label in kept], dtype=np.int64)
+        return made
+
+    key = repr((corpus, words.backend.to_str(), words.pad, start, end, length, longer))
+    kept = cached(f"text-{hashlib.sha256(key.encode()).hexdigest()[:24]}", numbered)
+    x, y, x_test, y_test = (torch.from_numpy(kept[k]) for k in ("x", "y", "x_test", "y_test"))
+    if task == "next_token":
+        y, y_test, classes = _targets(x, words), _targets(x_test, words), words.size
+    return Text(name, x, y, x_test, y_test, classes, (), (), words, task)
+
+
+def _targets(x: Tensor, words: Tokenizer) -> Tensor:
+    return torch.where(x == words.pad, IGNORED, x)
+
+
+def _tokenizer(corpus: Corpus, name: str, folder: Path | None, vocabulary: int) -> Tokenizer:
+    if folder is not None:
+        return load_tokenizer(folder)
+    if name != WORDPIECE:
+        return load_tokenizer(name)
+    if vocabulary < LEAST_WORDS:
+        raise ValueError(f"vocabulary must be at least {LEAST_WORDS}, got {vocabulary}")
+    return wordpiece([sentence for sentence, _ in corpus.train], vocabulary)
+
+
+def _at_least_two(length: int) -> None:
+    if length < 2:
+        raise ValueError(f"length must be at least 2, got {length}")
+
+
+def _pieces(lines: Sequence[str], words: Tokenizer, length: int) -> Tensor:
+    """Running text (N, length), without a rest."""
+    ids = torch.tensor([i for line in words.encode_all(lines) for i in line], dtype=torch.int64)
+    if len(ids) < length:
+        raise ValueError(f"length = {length} is more than the whole text of {len(ids)} tokens")
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+def _prose(part: Sequence[Row]) -> list[Row]:
+    return [(line.strip(), label) for line, label in part if line.strip() and not line.strip().startswith("= ")]
+
+
+def _local_or_hub(name: str, read: Callable[[Path], Corpus], fetch: Callable[[], Corpus]) -> Corpus:
+    folder = data_folder()
+    local = folder / "text" / name if folder else None
+    if local is not None and local.is_dir():
+        return read(local)
+    try:
+        return fetch()
+    except Exception as error:  # the hub's client raises its own, requests', and OSError
+        raise FileNotFoundError(
+            f"{name} is neither in a local folder (FEDLEAK_DATA) nor to be downloaded ({error}); phrases needs no network"
+        ) from error
+
+
+def _hub(path: str, subset: str | None, column: str, corpus: Sequence[str]) -> Corpus:
+    """Rows of a dataset on Hugging Face's hub."""
+    if offline():
+        raise OSError("downloads are off")
+    import datasets
+
+    stored = datasets.load_dataset(path, subset)
+    rows = [[(row[column], int(row.get("label", 0))) for row in stored[part]] for part in corpus]
+    return Corpus(*rows)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} is missing: put it there, or unset FEDLEAK_DATA to download") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from error
+
+
+def _table(path: Path, sentence: int, label: int) -> list[Row]:
+    """Two columns of a file without header, with tabs between."""
+    rows = [line.split("\t") for line in _lines(path)]
+    for number, row in enumerate(rows, 1):
+        if len(row) <= max(sentence, label) or row[label] not in ("0", "1"):
+            raise ValueError(
+                f"{path}, line {number}: expected a label 0 or 1 in column {label + 1} and a sentence in column {sentence + 1}"
+            )
+    return [(row[sentence].strip(), int(row[label])) for row in rows]
+
+
+def wrong_text(data: Text) -> str:
+    """What keeps text of anybody's making from being used, in words; empty where nothing does."""
+    for name, x, y in (("x", data.x, data.y), ("x_test", data.x_test, data.y_test)):
+        labels = x.shape if data.task == "next_token" else x.shape[:1]
+        if x.dtype != torch.int64 or x.dim() != 2 or not len(x) or x.shape[1:] != data.x.shape[1:]:
+            return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected int64 (N, L), one sentence at least"
+        if y.dtype != torch.int64 or y.shape != labels:
+            return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 {tuple(labels)}"
+        if not 0 <= int(x.min()) <= int(x.max()) < data.tokenizer.size:
+            return f"{name} has tokens {int(x.min())}..{int(x.max())}, and the tokenizer's are 0..{data.tokenizer.size - 1}"
+        seen = y[y != IGNORED]
+        if len(seen) and not 0 <= int(seen.min()) <= int(seen.max()) < data.classes:
+            return f"the labels of {name} lie in {int(seen.min())}..{int(seen.max())}, expected 0..{data.classes - 1}"
+    return ""
