@@ -17,12 +17,15 @@ KINDS = {"dataset": DATASET, "model": MODEL, "loss": LOSS, "transform": TRANSFOR
 
 
 def test_every_component_is_found() -> None:
-    assert MODEL.names() == [
-        f"client.models:{n}" for n in ("convbig", "convnet", "convsmall", "lenet", "mlp", "resnet", "resnet20")
+    images = [f"client.models:{n}" for n in ("convbig", "convnet", "convsmall", "lenet", "mlp", "resnet", "resnet20")]
+    assert MODEL.names() == images + [
+        f"client.text:{n}" for n in ("decoder", "encoder", "tiny_bert", "tiny_gpt2", "transformer3")
     ]
     public = [f"client.data:{n}" for n in ("cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k")]
-    assert DATASET.names() == public + [f"client.datasets:{n}" for n in ("hugging_face", "image_folder", "npz")]
-    assert LOSS.names() == ["client.losses:cross_entropy", "client.losses:mean_squared_error"]
+    text = [f"client.corpora:{n}" for n in ("cola", "phrases", "rotten_tomatoes", "sst2", "wikitext2")]
+    own = [f"client.datasets:{n}" for n in ("hugging_face", "image_folder", "npz")]
+    assert DATASET.names() == text + public + own
+    assert LOSS.names() == [f"client.losses:{n}" for n in ("cross_entropy", "mean_squared_error", "next_token")]
     assert {"client.update:local_sgd", "defenses.clip:clip", "defenses.noise:gaussian"} <= set(TRANSFORM.names())
     assert {"attacks.analytic:analytic", "attacks.matching:inverting_gradients"} <= set(ATTACK.names())
 

@@ -1,5 +1,6 @@
 """[loss]: what clients minimise is used everywhere, and refused where only the cross-entropy would do."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,11 @@ from client.components import SpecError, allowing
 from client.losses import (
     build_loss,
     cross_entropy,
+    hits,
     is_mean,
+    is_of_tokens,
     mean_squared_error,
+    next_token,
     slope,
     takes_probabilities,
 )
@@ -337,3 +341,40 @@ def test_an_mlp_of_a_users_loss_is_built_for_notebooks(own: None) -> None:
     loss = build_loss({"use": "mylosses:focal"}, "[loss]", 3)
     update = gradient(model, loss)(detached_params(model), Batch(torch.rand(2, 1, 4, 4), torch.tensor([0, 2])), None)
     assert all(t.isfinite().all() and t.any() for t in update.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- next token
+
+
+def test_next_token_is_a_mean_over_a_sentences_words_then_over_sentences() -> None:
+    # on paper: uniform logits over 4 words cost log 4 a word, whatever the lengths; a certain right word costs nothing
+    logits = torch.zeros(2, 4, 4)
+    y = torch.tensor([[0, 1, 2, 3], [2, 3, -100, -100]])
+    assert float(next_token()(logits, y)) == pytest.approx(math.log(4))
+    logits[1, 0, 3] = 100.0  # of the second sentence its only predicted word
+    assert float(next_token()(logits, y)) == pytest.approx(math.log(4) / 2)
+
+
+def test_next_token_is_what_hugging_face_calls_the_loss_of_one_sentence() -> None:
+    rng = torch.Generator().manual_seed(0)
+    logits, y = torch.randn(1, 6, 9, generator=rng), torch.tensor([[3, 1, 4, 1, -100, -100]])
+    theirs = F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten(), ignore_index=-100)
+    torch.testing.assert_close(next_token()(logits, y), theirs)
+
+
+def test_next_token_is_a_mean_takes_probabilities_and_ignores_padding() -> None:
+    loss = build_loss({"use": "client.losses:next_token"}, "[loss]", 5)
+    assert is_of_tokens(loss) and is_mean(loss, 5) and takes_probabilities(loss, 5)
+    rng = torch.Generator().manual_seed(0)
+    logits, y = torch.randn(2, 5, 5, generator=rng), torch.tensor([[0, 1, 2, -100, -100], [4, 3, 2, 1, 0]])
+    soft = F.one_hot(y.clamp(min=0), 5) * (y != -100).unsqueeze(-1)
+    torch.testing.assert_close(loss(logits, soft.float()), loss(logits, y))
+    changed = logits.clone()
+    changed[0, 2:] = 7.0  # what would predict padding
+    torch.testing.assert_close(loss(changed, y), loss(logits, y))
+
+
+def test_hits_are_labels_or_words_that_are_predicted() -> None:
+    assert hits(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([1, 1])).tolist() == [1.0, 0.0]
+    logits = F.one_hot(torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]]), 4).float()
+    assert hits(logits, torch.tensor([[0, 1, 2, 3], [0, 3, -100, -100]])).tolist() == [pytest.approx(2 / 3), 1.0]
