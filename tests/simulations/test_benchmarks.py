@@ -339,6 +339,8 @@ def test_the_kept_results_are_what_their_readme_shows() -> None:
         "memory",
         "memory-flower",
         "page",
+        "load",
+        "learning",
     }
     assert (RESULTS / "README.md").read_text() == readme(stored)
 
