@@ -69,15 +69,19 @@ def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(training: 
 
 
 @pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]  # a function
-    """Puts a program called flwr, which answers as told, where the training looks for Flower's."""
+def answering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, training: Training):  # type: ignore[no-untyped-def]  # a function
+    """Puts a program called flwr where the training looks for Flower's: it begins run 7, and answers as told."""
 
-    def answer(script: str) -> None:
+    def answer(script: str, begun: str = "Successfully started run 7") -> None:
         programs = tmp_path / "programs"
         programs.mkdir()
-        (programs / "flwr").write_text(f"#!/bin/sh\n{script}\n")
+        (programs / "flwr").write_text(f"#!/bin/sh\nif [ $1 = run ]; then echo '{begun}'; exit; fi\n{script}\n")
         (programs / "flwr").chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(programs / "python"))
+        log = training.run.log("flower.log")
+        log.write_text("Successfully started run 5\n")  # what was interrupted before
+        training._submission = launch.Submission(training.scratch, log, training.environment())
+        training._submission.process.wait(20)
 
     return answer
 
@@ -104,8 +108,9 @@ def test_an_answer_that_never_comes_is_a_failure_in_words(
 
 
 def test_a_run_that_failed_is_told_with_the_end_of_its_log(training: Training, answering) -> None:  # type: ignore[no-untyped-def]
-    (training.run.folder / "logs" / "flower.log").write_text("first\n" * 50 + "the last words\n")
     answering("""echo '{"runs": [{"status": "finished:failed"}]}'""")
+    with training.run.log("flower.log").open("a") as log:
+        log.write("first\n" * 50 + "the last words\n")
     with pytest.raises(TrainingFailed) as failed:
         training.verify()
     lines = str(failed.value).splitlines()
@@ -126,3 +131,15 @@ def test_a_run_that_completed_is_believed(training: Training, answering) -> None
     answering("""echo '{"runs": [{"status": "finished:completed"}]}'""")
     training.verify()
     assert os.path.isdir(training.scratch)
+
+
+def test_a_submission_asks_for_its_own_run(training: Training, answering) -> None:  # type: ignore[no-untyped-def]
+    answering("""echo "{\\"runs\\": [{\\"status\\": \\"$*\\"}]}\"""")
+    with pytest.raises(TrainingFailed, match="--run-id 7 --format json"):
+        training.verify()
+
+
+def test_a_submission_that_was_refused_never_began(training: Training, answering) -> None:  # type: ignore[no-untyped-def]
+    answering("echo never asked; exit 1", begun="no SuperLink is there")
+    with pytest.raises(TrainingFailed, match="it never began"):
+        training.verify()
