@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from attacks.audit import card
 from attacks.base import Observation, Wave
@@ -21,6 +22,9 @@ from server.run import Run
 from server.scenario import Scenario
 
 assert client  # the import is the point
+# a shared machine may take any time over an example, and over making one
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a hub call without network would retry for 30 seconds
 
 _cache = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
