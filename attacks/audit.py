@@ -193,36 +193,51 @@ class Auditor:
             return [each[client] for client in wave.clients]
         if planned.is_limit:
             return self._limit(planned, wave, members[0])
-        simulated, truth = truth is None and not self.blind, truth or self._truth
-        inferred = self.inferred(wave, members[0]) if planned.defense == "inferred" else None
-        attack, known = planned.build(), self.knowledge(planned, members[0], inferred)
+        met = self._meet(planned, wave, members[0], truth or self._truth, memories or {})
+        audited = []
+        for client, (found, memory) in zip(wave.clients, met, strict=True):
+            other = None if planned.is_baseline else (others or {}).get(client)
+            if other is not None and len(self.federation.protocol.members(other, wave.round)) != members[0]:
+                other = None  # a secure sum of fewer clients, or of more
+            if self.blind:
+                examples = members[0] * self.federation.shards.batch_size
+                rows = self._ungraded(planned.name, wave.round, client, found, examples, other)
+            else:
+                found, rows = self._graded(planned.name, wave, client, other, found, truth)
+            audited.append(Audited(client, found, tuple(rows), memory))
+        return audited
+
+    def _meet(
+        self, planned: PlannedAttack, wave: Wave, members: int, truth: Truth, memories: Mapping[int, Memory]
+    ) -> list[tuple[Reconstruction, Memory | None]]:
+        """What the attack makes of each client of a wave; of the truth it is told what its threat model says, no more."""
+        inferred = self.inferred(wave, members) if planned.defense == "inferred" else None
+        attack, known = planned.build(), self.knowledge(planned, members, inferred)
         known = _told(planned, known, [truth(client, wave.round) for client in wave.clients] if _asks(planned) else [])
         self.federation.load_buffers(wave.buffers)
         streams = [self.stream(planned, wave.round, client) for client in wave.clients]
         started = time.perf_counter()
-        reconstructions, kept = _remembering(attack, wave, known, planned.budget, streams, memories or {})
+        reconstructions, kept = _remembering(attack, wave, known, planned.budget, streams, memories)
         seconds = (time.perf_counter() - started) / len(wave)
         assert len(reconstructions) == len(wave)
         said = f"chain inferred: {inferred}: {inferred.evidence}" if inferred is not None else ""
-        audited = []
-        for client, found, memory in zip(wave.clients, reconstructions, kept, strict=True):
-            found = replace(found, seconds=seconds, reason="; ".join(filter(None, (said, found.reason))))
-            if self.blind:
-                against = None if planned.is_baseline else (others or {}).get(client)
-                rows = self._ungraded(planned.name, wave.round, client, found, known.batch_size, against)
-                audited.append(Audited(client, found, tuple(rows), memory))
-                continue
-            changed = self.federation.trained_on(wave.params, wave.buffers, client, wave.round) if simulated else None
-            paired, rows = self._grade(planned.name, wave.round, client, found, truth, changed)
-            other = (others or {}).get(client)
-            if other is not None and len(self.federation.protocol.members(other, wave.round)) != members[0]:
-                other = None  # a secure sum of fewer clients, or of more
-            if other is not None and not planned.is_baseline:
-                baseline = f"wrong_client({planned.name})"
-                _, wrong = self._grade(baseline, wave.round, other, replace(found, y=None), truth)
-                rows += wrong
-            audited.append(Audited(client, paired, tuple(rows), memory))
-        return audited
+        return [
+            (replace(found, seconds=seconds, reason="; ".join(filter(None, (said, found.reason)))), memory)
+            for found, memory in zip(reconstructions, kept, strict=True)
+        ]
+
+    def _graded(
+        self, attack: str, wave: Wave, client: int, other: int | None, found: Reconstruction, truth: Truth | None
+    ) -> tuple[Reconstruction, list[Row]]:
+        """Rows of a reconstruction against its client's truth, and against another one's; and it, in the truth's order."""
+        own, round = self.federation, wave.round
+        changed = own.trained_on(wave.params, wave.buffers, client, round) if truth is None else None
+        paired, rows = self._grade(attack, round, client, found, truth or self._truth, changed)
+        if other is not None:
+            baseline = f"wrong_client({attack})"
+            _, wrong = self._grade(baseline, round, other, replace(found, y=None), truth or self._truth)
+            rows += wrong
+        return paired, rows
 
     def _truth(self, client: int, round: int) -> Batch:
         if self.blind:

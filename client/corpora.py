@@ -45,6 +45,15 @@ class Text(Dataset):
 
 # ------------------------------------------------------------------------------------------------------------- corpora
 
+Row = tuple[str, int]
+
+
+class Corpus(NamedTuple):
+    """Sentences with their classes, for training and for test."""
+
+    train: Sequence[Row]
+    test: Sequence[Row]
+
 
 def phrases(
     length: int = 16,
@@ -70,78 +79,57 @@ def phrases(
     return _text("phrases", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
 
 
-def cola(
-    length: int = 32,
-    tokenizer: str = WORDPIECE,
-    tokenizer_folder: Path | None = None,
-    vocabulary: int = 2000,
-    task: Task = "classification",
-    longer: Longer = "cut",
-) -> Text:
-    """CoLA, whether 8,551 sentences of linguists are acceptable: local tsv files under text/cola, else downloaded on first use.
+def _labelled(name: str, told: str, read: Callable[[Path], Corpus], *hub: Any) -> Callable[..., Text]:
+    """A corpus of two classes as a data set; read has its local folder, hub is what _hub is asked for."""
 
-    Args: as of phrases.
-    """
+    def dataset(
+        length: int = 32,
+        tokenizer: str = WORDPIECE,
+        tokenizer_folder: Path | None = None,
+        vocabulary: int = 2000,
+        task: Task = "classification",
+        longer: Longer = "cut",
+    ) -> Text:
+        corpus = _local_or_hub(name, read, lambda: _hub(*hub))
+        return _text(name, corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
 
-    def read(folder: Path) -> Corpus:
-        return Corpus(*(_table(folder / f"in_domain_{part}.tsv", 3, 1) for part in ("train", "dev")))
-
-    def fetch() -> Corpus:
-        return _hub("nyu-mll/glue", "cola", "sentence", ("train", "validation"))
-
-    corpus = _local_or_hub("cola", read, fetch)
-    return _text("cola", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+    dataset.__name__ = dataset.__qualname__ = name  # scenarios call it so
+    dataset.__doc__ = (
+        f"{told}: local files under text/{name}, else downloaded on first use.\n\n    Args: as of phrases.\n    "
+    )
+    return dataset
 
 
-def sst2(
-    length: int = 32,
-    tokenizer: str = WORDPIECE,
-    tokenizer_folder: Path | None = None,
-    vocabulary: int = 2000,
-    task: Task = "classification",
-    longer: Longer = "cut",
-) -> Text:
-    """SST-2, film reviews for or against: local tsv files under text/sst2, else downloaded on first use.
-
-    Args: as of phrases.
-    """
-
-    def read(folder: Path) -> Corpus:
-        return Corpus(*(_table(folder / f"{part}.tsv", 0, 1) for part in ("train", "dev")))
-
-    def fetch() -> Corpus:
-        return _hub("nyu-mll/glue", "sst2", "sentence", ("train", "validation"))
-
-    corpus = _local_or_hub("sst2", read, fetch)
-    return _text("sst2", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+def _cola(folder: Path) -> Corpus:
+    return Corpus(*(_table(folder / f"in_domain_{part}.tsv", 3, 1) for part in ("train", "dev")))
 
 
-def rotten_tomatoes(
-    length: int = 32,
-    tokenizer: str = WORDPIECE,
-    tokenizer_folder: Path | None = None,
-    vocabulary: int = 2000,
-    task: Task = "classification",
-    longer: Longer = "cut",
-) -> Text:
-    """Rotten Tomatoes, 10,662 film reviews: local rt-polarity files under text/rotten_tomatoes, else downloaded on first use.
+def _sst2(folder: Path) -> Corpus:
+    return Corpus(*(_table(folder / f"{part}.tsv", 0, 1) for part in ("train", "dev")))
 
-    Of the local files, which have no test part, every tenth review is one.
 
-    Args: as of phrases.
-    """
+def _rotten_tomatoes(folder: Path) -> Corpus:
+    """The local files have no test part: every tenth review is one."""
+    lines = [_lines(folder / f"rt-polarity.{kind}") for kind in ("neg", "pos")]
+    both = [(line.strip(), label) for pair in zip(*lines, strict=True) for label, line in enumerate(pair)]
+    tested = [i % 20 < 2 for i in range(len(both))]
+    return Corpus(*([row for row, t in zip(both, tested, strict=True) if t == part] for part in (False, True)))
 
-    def read(folder: Path) -> Corpus:
-        lines = [_lines(folder / f"rt-polarity.{kind}") for kind in ("neg", "pos")]
-        both = [(line.strip(), label) for pair in zip(*lines, strict=True) for label, line in enumerate(pair)]
-        tested = [i % 20 < 2 for i in range(len(both))]
-        return Corpus(*([row for row, t in zip(both, tested, strict=True) if t == part] for part in (False, True)))
 
-    def fetch() -> Corpus:
-        return _hub("cornell-movie-review-data/rotten_tomatoes", None, "text", ("train", "test"))
-
-    corpus = _local_or_hub("rotten_tomatoes", read, fetch)
-    return _text("rotten_tomatoes", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+_GLUE, _PARTS = "nyu-mll/glue", ("train", "validation")
+cola = _labelled(
+    "cola", "CoLA, whether 8,551 sentences of linguists are acceptable", _cola, _GLUE, "cola", "sentence", _PARTS
+)
+sst2 = _labelled("sst2", "SST-2, film reviews for or against", _sst2, _GLUE, "sst2", "sentence", _PARTS)
+rotten_tomatoes = _labelled(
+    "rotten_tomatoes",
+    "Rotten Tomatoes, 10,662 film reviews",
+    _rotten_tomatoes,
+    "cornell-movie-review-data/rotten_tomatoes",
+    None,
+    "text",
+    ("train", "test"),
+)
 
 
 def wikitext2(
@@ -170,16 +158,6 @@ def wikitext2(
     x, x_test = (_pieces([line for line, _ in part], words, length) for part in corpus)
     x_test = x_test[:MOST_TESTED]
     return Text("wikitext2", x, x, x_test, x_test, words.size, (), (), words, "next_token")
-
-
-Row = tuple[str, int]
-
-
-class Corpus(NamedTuple):
-    """Sentences with their classes, for training and for test."""
-
-    train: Sequence[Row]
-    test: Sequence[Row]
 
 
 def _text(
@@ -270,14 +248,14 @@ def _local_or_hub(name: str, read: Callable[[Path], Corpus], fetch: Callable[[],
         ) from error
 
 
-def _hub(path: str, subset: str | None, column: str, corpus: Sequence[str]) -> Corpus:
+def _hub(path: str, subset: str | None, column: str, parts: Sequence[str]) -> Corpus:
     """Rows of a dataset on Hugging Face's hub."""
     if offline():
         raise OSError("downloads are off")
     import datasets
 
     stored = datasets.load_dataset(path, subset)
-    rows = [[(row[column], int(row.get("label", 0))) for row in stored[part]] for part in corpus]
+    rows = [[(row[column], int(row.get("label", 0))) for row in stored[part]] for part in parts]
     return Corpus(*rows)
 
 

@@ -2,6 +2,8 @@
 
 import inspect
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,33 +81,49 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         protocol=scenario.protocol,
         strict=True,
     )
-    grader = late = None
+    between: list[Callable[[], None]] = []
+    finish: Callable[[], None] | None = None
     if ledger.deployed:
-        late = Latecomers(grid, scenario.protocol.clients, strategy.clients)
         ledger.set_meta(**{f"{STARTED}{done + 1}": str(flower_run)})
         grader = Grader(run, ledger, grid, strategy.clients, scenario.simulation.round_timeout)
-    began, recorded = time.perf_counter(), {row["round"] for row in ledger.rounds_since(done)}
-
-    def record(counted: int, arrays: ArrayRecord) -> MetricRecord | None:
-        nonlocal began
-        if (round := done + counted) in recorded:
-            return None
-        fed.load_buffers(strategy.buffers)
-        accuracy, loss = evaluate(fed, dict(arrays.to_torch_state_dict()))
-        ledger.record_round(round, accuracy, loss, time.perf_counter() - began, tap.seconds.pop(round, 0.0))
-        if grader is not None and late is not None:
-            grader.ask()
-            late.admit()
-        began = time.perf_counter()
-        return MetricRecord({"accuracy": accuracy, "loss": loss})
-
+        late = Latecomers(grid, scenario.protocol.clients, strategy.clients)
+        between, finish = [grader.ask, late.admit], grader.finish
+    record = _Record(fed, ledger, strategy, tap, done, between)
     rounds, timeout = scenario.protocol.rounds - done, scenario.simulation.round_timeout
     continued = checkpoint.Continued(strategy, done, over)
     result = continued.start(grid, ArrayRecord(params), rounds, timeout, evaluate_fn=record)
     trained = result.arrays.to_torch_state_dict() if result.arrays else params
-    if grader is not None:
-        grader.finish()
+    if finish is not None:
+        finish()
     write_tensors(run.model, {**trained, **strategy.buffers})
+
+
+@dataclass
+class _Record:
+    """What Flower calls between rounds: the round is evaluated and recorded, once, then come those who wait for its end."""
+
+    fed: Federation
+    ledger: Ledger
+    strategy: CuriousStrategy
+    tap: Tap
+    done: int  # rounds before this start
+    between: Sequence[Callable[[], None]]
+    began: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.recorded = {row["round"] for row in self.ledger.rounds_since(self.done)}
+
+    def __call__(self, counted: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if (round := self.done + counted) in self.recorded:
+            return None
+        self.fed.load_buffers(self.strategy.buffers)
+        accuracy, loss = evaluate(self.fed, dict(arrays.to_torch_state_dict()))
+        seconds = time.perf_counter() - self.began
+        self.ledger.record_round(round, accuracy, loss, seconds, self.tap.seconds.pop(round, 0.0))
+        for wait in self.between:
+            wait()
+        self.began = time.perf_counter()
+        return MetricRecord({"accuracy": accuracy, "loss": loss})
 
 
 def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:

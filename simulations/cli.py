@@ -574,15 +574,15 @@ def _numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"expected whole numbers with commas between, 1,2,3, got {text!r}") from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fedleak", description="Run a real federation whose server is curious, and see what it can reconstruct."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+class _Commands:
+    """The command line's commands, in the order in which help lists them."""
 
-    def add(command: Callable[[argparse.Namespace], int], with_run: bool = True) -> argparse.ArgumentParser:
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(self, command: Callable[[argparse.Namespace], int], with_run: bool = True) -> argparse.ArgumentParser:
         summary = (command.__doc__ or "").split(": ", 1)[1]
-        added = commands.add_parser(command.__name__.replace("_", "-"), help=summary, description=summary)
+        added = self.commands.add_parser(command.__name__.replace("_", "-"), help=summary, description=summary)
         added.set_defaults(command=command)
         added.add_argument(
             "--runs", type=Path, default=RUNS, metavar="FOLDER", help="where runs are kept (default: runs)"
@@ -593,25 +593,39 @@ def _parser() -> argparse.ArgumentParser:
             added.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its name under runs/")
         return added
 
-    def logged(added: argparse.ArgumentParser) -> None:
-        words = "auto: a live picture in a terminal, else lines; quiet: errors and results alone; json: an event a line"
-        added.add_argument("--log", choices=get_args(Log), default="auto", help=words)
-        added.set_defaults(command=events.with_errors(added.get_default("command")))
 
-    def settable(added: argparse.ArgumentParser) -> None:
-        words = "set one value, e.g. chain.0.max_norm=2 (repeatable)"
-        added.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=words)
+def _logged(added: argparse.ArgumentParser) -> None:
+    words = "auto: a live picture in a terminal, else lines; quiet: errors and results alone; json: an event a line"
+    added.add_argument("--log", choices=get_args(Log), default="auto", help=words)
+    added.set_defaults(command=events.with_errors(added.get_default("command")))
 
-    start = add(run, with_run=False)
+
+def _settable(added: argparse.ArgumentParser) -> None:
+    words = "set one value, e.g. chain.0.max_norm=2 (repeatable)"
+    added.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=words)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fedleak", description="Run a real federation whose server is curious, and see what it can reconstruct."
+    )
+    commands = _Commands(parser)
+    for step in (_of_runs, _of_results, _of_many, _of_pages, _of_deployments, _of_scenarios):
+        step(commands)
+    return parser
+
+
+def _of_runs(commands: _Commands) -> None:
+    start = commands.add(run, with_run=False)
     start.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml")
     start.add_argument(
         "--resume", type=Path, metavar="RUN", help="go on with a run that was interrupted, failed or was killed"
     )
     start.add_argument("--rounds", type=int, metavar="N", help="instead of the scenario's")
-    logged(start)
-    settable(start)
-    again = add(audit)
-    logged(again)
+    _logged(start)
+    _settable(start)
+    again = commands.add(audit)
+    _logged(again)
     again.add_argument(
         "--attack", action="append", default=[], metavar="'NAME KEY=VALUE ...'", help="attack with this (repeatable)"
     )
@@ -621,7 +635,10 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("--workers", type=int, metavar="N", help="instead of the scenario's")
     again.add_argument("--force", action="store_true", help="attack although the replay check fails")
     again.add_argument("--follow", action="store_true", help="wait for jobs while the training goes on")
-    told = add(report, with_run=False)
+
+
+def _of_results(commands: _Commands) -> None:
+    told = commands.add(report, with_run=False)
     told.add_argument("run", type=Path, nargs="+", metavar="RUN", help="a run's folder, or its name under runs/")
     told.add_argument("--figures", type=Path, metavar="FOLDER", help="each plot as PNG and SVG, one column wide")
     told.add_argument(
@@ -632,7 +649,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of several runs: how they compare (default: comparison.html beside the first)",
     )
     told.add_argument("--pdf", action="store_true", help="report.pdf beside report.html, by an installed Chromium")
-    out = add(export)
+    out = commands.add(export)
     out.add_argument("--to", choices=("csv", "parquet", "tensorboard"), default="csv")
     out.add_argument(
         "--output",
@@ -641,48 +658,63 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="default: standard output (csv), scores.parquet or the folder tensorboard in the run",
     )
-    look = add(preflight, with_run=False)
+
+
+def _of_many(commands: _Commands) -> None:
+    look = commands.add(preflight, with_run=False)
     look.add_argument("scenario", type=Path, metavar="SCENARIO.toml")
-    settable(look)
+    _settable(look)
     look.add_argument("--json", action="store_true", help="one object instead of tables")
-    grid = add(sweep, with_run=False)
+    grid = commands.add(sweep, with_run=False)
     grid.add_argument("sweep", type=Path, metavar="SWEEP.toml")
     grid.add_argument("--output", "-o", type=Path, metavar="FOLDER", help="default: the file's name under runs/")
     grid.add_argument(
         "--parallel", type=int, default=2, metavar="N", help="cells at a time, one core each (default: 2)"
     )
-    again = add(reproduce, with_run=False)
+    again = commands.add(reproduce, with_run=False)
     again.add_argument("name", metavar="NAME", help="a published table: a file's name in simulations/papers")
     again.add_argument("--n", type=int, metavar="N", help="updates attacked in each cell, instead of the sheet's")
     again.add_argument("--budget", type=int, metavar="N", help="iterations of every attack, instead of the sheet's")
     again.add_argument("--cells", metavar="PATTERN", help="only these: a part of their name, or with * and ?")
     again.add_argument("--json", action="store_true", help="one object a line instead of a table")
     again.add_argument("--output", "-o", type=Path, metavar="FILE", help="keep the figures too, with seed and versions")
-    measured = add(bench, with_run=False)
+    measured = commands.add(bench, with_run=False)
     measured.add_argument("names", nargs="*", metavar="NAME", help="engine, quality, labels, ...; default: all")
     measured.add_argument("--json", action="store_true", help="one object a line instead of tables")
-    page = add(watch, with_run=False)
+
+
+def _of_pages(commands: _Commands) -> None:
+    page = commands.add(watch, with_run=False)
     page.add_argument("path", type=Path, nargs="?", metavar="RUN|FOLDER", help="default: all of --runs")
     page.add_argument("--host", default="127.0.0.1", help="default: this machine alone; elsewhere a token is asked for")
     page.add_argument("--port", type=_port, metavar="N", help="default: 8765, or where that is taken a free one")
     page.add_argument("--token", help="let nobody in without it (default: none here, a fresh one on other hosts)")
     page.add_argument("--token-file", type=Path, metavar="FILE", help="a file that holds the token")
     page.add_argument("--open", action="store_true", help="open the browser")
-    add(runs, with_run=False)
-    end = add(stop)
+    commands.add(runs, with_run=False)
+    end = commands.add(stop)
     end.add_argument(
         "--patience", type=float, default=120.0, metavar="SECONDS", help="for attacks in flight (default: 120)"
     )
-    deploy_cli.add_actions(add(deploy, with_run=False), lambda ended: _tell_end(ended.run, ended.log))
-    add(client_report, with_run=False).add_argument("file", type=Path, metavar="CLIENT.toml", help="the owner's file")
-    old = add(prune, with_run=False)
+
+
+def _of_deployments(commands: _Commands) -> None:
+    deploy_cli.add_actions(commands.add(deploy, with_run=False), lambda ended: _tell_end(ended.run, ended.log))
+    commands.add(client_report, with_run=False).add_argument(
+        "file", type=Path, metavar="CLIENT.toml", help="the owner's file"
+    )
+    old = commands.add(prune, with_run=False)
     old.add_argument("run", type=Path, nargs="*", metavar="RUN", help="default: all of --runs")
     old.add_argument("--days", type=_days, metavar="N", help="instead of the scenario's [tape] retention_days")
-    add(init, with_run=False).add_argument("file", type=Path, nargs="?", default=Path("scenario.toml"), metavar="FILE")
-    examined = add(doctor, with_run=False)
+
+
+def _of_scenarios(commands: _Commands) -> None:
+    commands.add(init, with_run=False).add_argument(
+        "file", type=Path, nargs="?", default=Path("scenario.toml"), metavar="FILE"
+    )
+    examined = commands.add(doctor, with_run=False)
     examined.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml", help="default: this machine")
-    settable(examined)
-    return parser
+    _settable(examined)
 
 
 if __name__ == "__main__":

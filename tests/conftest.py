@@ -69,6 +69,19 @@ def local_data() -> Path:
 
 
 @pytest.fixture
+def local_file(local_data: Path) -> Callable[[str], Path]:
+    """The first file of local data that a pattern finds; a test that asks for what is not there is skipped."""
+
+    def find(pattern: str) -> Path:
+        found = sorted(local_data.glob(pattern))
+        if not found:
+            pytest.skip(f"needs {pattern} in the local data folder (FEDLEAK_DATA)")
+        return found[0]
+
+    return find
+
+
+@pytest.fixture
 def no_local_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty folder in the place of local data."""
     folder = tmp_path / "no-data"

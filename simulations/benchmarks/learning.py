@@ -126,8 +126,8 @@ def _federation(rounds: int, steps: int, progress: Progress) -> list[Figure]:
         f"held-out MSE by round, warm / from scratch: {by_round}",
     )
     return [
-        Figure(f"{name}, mean of rounds 2 to the last", sum(errors) / len(errors), "x", at_most=1.0, note=told),
-        Figure(f"{name}, worst round", max(errors), "x"),
+        Figure(f"{name}, worst round", max(errors), "x", at_most=1.0, note=told),
+        Figure(f"{name}, mean of rounds 2 to the last", sum(errors) / len(errors), "x"),
         Figure("federation: steps of the warm-started / from scratch, most", 100 * most, "%", at_most=25.0),
     ]
 

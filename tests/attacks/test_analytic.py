@@ -50,7 +50,7 @@ def hears(model: nn.Module, batch: Batch) -> bool:
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     hidden=st.lists(st.integers(8, 40), max_size=5),
     activation=st.sampled_from(["relu", "sigmoid", "tanh"]),
@@ -70,7 +70,7 @@ def test_one_example_of_any_fully_connected_network_is_read_off(
         )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     widths=st.lists(st.integers(8, 50), min_size=1, max_size=3),
     activation=st.sampled_from(["relu", "sigmoid", "tanh", None]),

@@ -1,7 +1,7 @@
 """A user's own generator, from its package and file to what attacks make of it; and a generator as the prior of a search."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -231,17 +231,10 @@ def seen(
 # ------------------------------------------------------------------------------------------------------------- real weights
 
 
-def real(folder: Path, name: str) -> str:
-    path = folder / "weights" / name
-    if not path.exists():
-        pytest.skip(f"needs {name} in the local data folder (FEDLEAK_DATA)")
-    return str(path)
-
-
 @pytest.mark.parametrize("name", ["mnist_vae.safetensors", "mnist_gan_mlp_G.safetensors"])
-def test_real_generators_make_digits(here: Path, local_data: Path, name: str) -> None:
+def test_real_generators_make_digits(here: Path, local_file: Callable[[str], Path], name: str) -> None:
     """Nearer to a real digit than a random one is, and not all the same: the file's weights, in the right places and range."""
-    weights = real(local_data, name)
+    weights = str(local_file(f"weights/{name}"))
     said = {
         "mnist_vae.safetensors": {"use": "mygenerators:decoder", "weights": weights},
         "mnist_gan_mlp_G.safetensors": {
@@ -344,9 +337,9 @@ def test_where_the_prior_is_the_truth_it_wins_under_noise(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_with_a_real_generator_digits_are_found_under_noise(here: Path, local_data: Path) -> None:
+def test_with_a_real_generator_digits_are_found_under_noise(here: Path, local_file: Callable[[str], Path]) -> None:
     """The file's makers trained it on MNIST's training part, from which these digits may well be."""
-    said = {"use": "mygenerators:decoder", "weights": real(local_data, "mnist_vae.safetensors")}
+    said = {"use": "mygenerators:decoder", "weights": str(local_file("weights/mnist_vae.safetensors"))}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         model = mlp((1, 28, 28), 10, (32,), "sigmoid").eval()

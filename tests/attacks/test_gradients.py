@@ -205,7 +205,7 @@ def test_soft_labels_get_their_derivative() -> None:
     torch.testing.assert_close(torch.autograd.grad(ours, logits)[0], torch.autograd.grad(theirs, logits)[0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     kernel=st.tuples(st.integers(1, 5), st.integers(1, 5)),
@@ -315,7 +315,7 @@ def products(problems: int, rank: int, seed: int = 0, out: int = 30, wide: int =
     return torch.randn(problems, rank, out, generator=rng), torch.randn(problems, rank, wide, generator=rng)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     rank=st.integers(1, 5),
     others=st.integers(1, 5),

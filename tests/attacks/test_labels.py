@@ -149,7 +149,7 @@ def test_ilrg_takes_the_updates_scale_out(rate: float, steps: int, digits: Datas
     assert found[0].tolist() == batch.y.sort().values.tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(2, 40), st.integers(0, 10**6), st.sampled_from([0.0, 1e-30, 1e-6, 1.0, 1e30]))
 def test_the_counts_always_sum_to_the_batch(batch_size: int, seed: int, size: float) -> None:
     torch.manual_seed(seed)
@@ -218,7 +218,7 @@ def test_a_clip_that_does_not_bind_costs_the_attacker_nothing(digits: Dataset) -
             assert ilrg(update, params, loose).tolist() == ilrg(update, params, known).tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 9), min_size=1, max_size=8), st.floats(1e-6, 1e6))
 def test_a_linear_classifiers_counts_are_exact_at_any_scale(seed: int, labels: list[int], scale: float) -> None:
     """Examples of a class are equal and predictions nearly uniform: iLRG's equations then hold exactly."""

@@ -1,5 +1,7 @@
-"""LPIPS by VGG16, the papers' variant, and backbones that torchvision has downloaded; AlexNet's formula is in test_metrics."""
+"""LPIPS by AlexNet and by VGG16, the papers' variant, and backbones that torchvision has downloaded."""
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import lpips
@@ -13,30 +15,33 @@ from attacks import metrics
 from attacks.metrics import BACKBONES, image_metrics, lpips_metric, lpips_weights
 from client.rng import generator
 
-
-def weights(folder: Path, net: str) -> dict[str, Tensor]:
-    path = folder / "weights" / BACKBONES[net].local
-    if not path.exists():
-        pytest.skip(f"needs {path.name} in the local data folder (FEDLEAK_DATA)")
-    return load_file(path)
+Find = Callable[[str], Path]
+RELUS = {"alex": (1, 4, 7, 9, 11), "vgg": (3, 8, 15, 22, 29)}  # all five, and the last before each pooling
 
 
-def pair(n: int = 2) -> tuple[Tensor, Tensor]:
+def weights(find: Find, net: str) -> dict[str, Tensor]:
+    return load_file(find(f"weights/{BACKBONES[net].local}"))
+
+
+def pair(n: int = 2, side: int = 32) -> tuple[Tensor, Tensor]:
     """Images, and the same with noise that is not everywhere alike."""
     rng = generator("pair", n)
-    truth = torch.nn.functional.interpolate(torch.rand(n, 3, 6, 6, generator=rng), size=(32, 32), mode="bilinear")
-    noise = torch.rand(truth.shape, generator=rng) * torch.linspace(0, 1, 32)
+    truth = torch.nn.functional.interpolate(torch.rand(n, 3, 6, 6, generator=rng), size=(side, side), mode="bilinear")
+    noise = torch.rand(truth.shape, generator=rng) * torch.linspace(0, 1, side)
     return truth, (truth + 0.4 * noise).clamp(0, 1)
 
 
-def test_by_vgg_it_is_its_formula_on_torchvisions_layers(local_data: Path) -> None:
-    """Zhang et al., 2018, eq. 1: the five layers before each pooling, their channels of unit length, the authors' heads."""
-    stored = weights(local_data, "vgg")
+@pytest.mark.parametrize("net", BACKBONES)
+def test_it_is_its_formula_on_torchvisions_layers(local_file: Find, net: str) -> None:
+    """Zhang et al., 2018, eq. 1: channels of unit length, the authors' heads; built from torchvision's own layout."""
+    stored = weights(local_file, net)
     with torch.device("meta"):
-        features = torchvision.models.vgg16().features.eval()
+        features = {"alex": torchvision.models.alexnet, "vgg": torchvision.models.vgg16}[net]().features.eval()
     features.load_state_dict({k.removeprefix("features."): t for k, t in stored.items()}, assign=True)
-    path = Path(lpips.__file__).parent / "weights" / "v0.1" / "vgg.pth"
-    heads = torch.load(path, weights_only=True, map_location="cpu")  # lpips ships its heads only so; tensors alone
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # lpips asks torchvision for its models in a deprecated way
+        own = lpips.LPIPS(net=net, pnet_rand=True, verbose=False)
+    heads = [layer.model[1].weight for layer in own.lins]
     shift = torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1)
     scale = torch.tensor([0.458, 0.448, 0.450]).view(1, 3, 1, 1)
 
@@ -44,26 +49,26 @@ def test_by_vgg_it_is_its_formula_on_torchvisions_layers(local_data: Path) -> No
         x, found = (x * 2 - 1 - shift) / scale, []
         for i, layer in enumerate(features):
             x = layer(x)
-            if i in (3, 8, 15, 22, 29):  # the last ReLU before each pooling
+            if i in RELUS[net]:
                 found.append(x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10))
         return found
 
-    truth, guess = pair()
-    expected = torch.zeros(2)
+    truth, guess = pair(3, 64)
+    expected = torch.zeros(3)
     with torch.no_grad():
-        for i, (a, b) in enumerate(zip(taps(truth), taps(guess), strict=True)):
-            expected += ((a - b).square() * heads[f"lin{i}.model.1.weight"]).sum(1).mean((1, 2))
-    metric = lpips_metric("vgg")
+        for a, b, head in zip(taps(truth), taps(guess), heads, strict=True):
+            expected += ((a - b).square() * head).sum(1).mean((1, 2))
+    metric = lpips_metric(net)
     assert metric is not None
-    assert metric.name == "lpips_vgg" and metric.higher_is_better is False
+    assert metric.name == f"lpips_{net}" and metric.higher_is_better is False
     assert float(expected.min()) > 0.01
     torch.testing.assert_close(metric(truth, guess).float(), expected, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(metric(truth, truth), torch.zeros(2), rtol=0, atol=1e-6)
-    assert "lpips_vgg" in [m.name for m in image_metrics((3, 32, 32), None)]
+    torch.testing.assert_close(metric(truth, truth), torch.zeros(3), rtol=0, atol=1e-6)
+    assert metric.name in [m.name for m in image_metrics((3, 32, 32), None)]
 
 
-def test_building_a_backbone_draws_no_number(local_data: Path) -> None:
-    weights(local_data, "alex")
+def test_building_a_backbone_draws_no_number(local_file: Find) -> None:
+    weights(local_file, "alex")
     metric, state = lpips_metric("alex"), torch.get_rng_state()
     assert metric is not None
     metrics._lpips_network.cache_clear()
@@ -72,10 +77,10 @@ def test_building_a_backbone_draws_no_number(local_data: Path) -> None:
 
 
 def test_what_torchvision_has_downloaded_is_used(
-    local_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_file: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torchvision keeps it: the whole network in its own format."""
-    stored = weights(local_data, "alex")
+    stored = weights(local_file, "alex")
     here = lpips_metric("alex")
     assert here is not None
     expected = here(*pair())

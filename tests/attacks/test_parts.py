@@ -66,7 +66,7 @@ def flat(update: Update) -> Tensor:
     return torch.cat([t.flatten() for t in update.values()])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_distances_are_those_of_the_flat_vectors(one: int, other: int) -> None:
     seen, expected = an_update(one), an_update(other)

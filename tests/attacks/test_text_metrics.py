@@ -79,7 +79,7 @@ def test_a_batch_is_paired_one_to_one_by_what_the_sentences_share(words: Tokeniz
     assert sorted(match_sentences(truth[:2], guess, words).tolist()) == [0, 1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_scores_lie_between_0_and_100_and_only_the_truth_is_exact(words: Tokenizer, data: st.DataObject) -> None:
     row = st.lists(st.integers(0, words.size - 1), min_size=LENGTH, max_size=LENGTH)

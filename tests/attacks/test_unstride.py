@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from attacks.unstride import CHANNELS, unstrided
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     size=st.tuples(st.integers(1, 13), st.integers(1, 13)),
     kernel=st.tuples(st.integers(1, 6), st.integers(1, 6)),

@@ -205,7 +205,7 @@ def raw(shape: tuple[int, ...], kind: str, data: bytes) -> Array:
 
 def pickled() -> Array:
     file = io.BytesIO()
-    np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)  # written to be refused
     return Array(dtype="object", shape=(1,), stype="numpy.ndarray", data=file.getvalue())
 
 

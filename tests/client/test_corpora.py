@@ -92,7 +92,7 @@ def test_the_vocabulary_keeps_to_its_size_with_the_commonest_words_first() -> No
     assert small.tokens(small.encode("alpha")) == ["alpha"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.text(alphabet="abc .,!", min_size=1, max_size=20), min_size=1, max_size=5))
 def test_nothing_of_the_corpus_is_unknown(lines: list[str]) -> None:
     own = wordpiece(lines, 60)

@@ -4,10 +4,7 @@ import gzip
 import io
 import random
 from collections.abc import Callable
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -60,9 +57,8 @@ def test_no_digit_is_in_both_parts(digits: Dataset) -> None:
     assert not rows & {t.numpy().tobytes() for t in digits.x_test}
 
 
-def test_mnist5k_is_mnist(digits: Dataset, local_data: Path) -> None:
-    if not (local_data / "mnist").is_dir():
-        pytest.skip("needs MNIST's idx files in the local data folder (FEDLEAK_DATA)")
+def test_mnist5k_is_mnist(digits: Dataset, local_file: Callable[[str], Path]) -> None:
+    local_file("mnist")
     whole = data.mnist()
     label_of = {
         t.numpy().tobytes(): int(y)
@@ -73,9 +69,8 @@ def test_mnist5k_is_mnist(digits: Dataset, local_data: Path) -> None:
         assert [label_of.get(t.numpy().tobytes()) for t in x] == labels.tolist()
 
 
-def test_normalisation_gives_mnist_mean_zero_and_variance_one(local_data: Path) -> None:
-    if not (local_data / "mnist").is_dir():
-        pytest.skip("needs MNIST's idx files in the local data folder (FEDLEAK_DATA)")
+def test_normalisation_gives_mnist_mean_zero_and_variance_one(local_file: Callable[[str], Path]) -> None:
+    local_file("mnist")
     mnist = data.mnist()
     assert (mnist.x.shape, mnist.x_test.shape) == ((60_000, 1, 28, 28), (10_000, 1, 28, 28))
     assert mnist.y[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]  # the best known labels of the field
@@ -85,9 +80,8 @@ def test_normalisation_gives_mnist_mean_zero_and_variance_one(local_data: Path) 
 
 
 @pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
-def test_local_cifar_is_read(local_data: Path, name: str, classes: int) -> None:
-    if not sorted(local_data.glob(f"{name}-t*.npz")):
-        pytest.skip(f"needs {name}'s npz files in the local data folder (FEDLEAK_DATA)")
+def test_local_cifar_is_read(local_file: Callable[[str], Path], name: str, classes: int) -> None:
+    local_file(f"{name}-t*.npz")
     cifar = getattr(data, name)()
     for x, y in ((cifar.x, cifar.y), (cifar.x_test, cifar.y_test)):
         assert x.shape[1:] == (3, 32, 32)
@@ -115,7 +109,7 @@ def test_normalise_acts_per_channel() -> None:
 # ---------------------------------------------------------------------------------------------------------- the split
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**31),
     clients=st.integers(1, 9),
@@ -364,12 +358,6 @@ def test_a_download_that_fails_says_what_to_do(
         make_federation(data={"use": f"client.data:{name}"}).check()
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    """A mirror that does not log."""
-
-    def log_message(self, *_: object) -> None: ...
-
-
 def test_a_download_gives_what_the_local_files_give(
     no_local_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -380,11 +368,8 @@ def test_a_download_gives_what_the_local_files_give(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     unchecked = [(name, None) for name, _ in torchvision.datasets.MNIST.resources]  # their md5 is the real MNIST's
     monkeypatch.setattr(torchvision.datasets.MNIST, "resources", unchecked)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(source))) as mirror:
-        Thread(target=mirror.serve_forever, daemon=True).start()
-        monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{mirror.server_port}/"])
-        downloaded = data.mnist()
-        mirror.shutdown()
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"{source.as_uri()}/"])
+    downloaded = data.mnist()
     (no_local_data / "mnist").symlink_to(source)
     local = data.mnist()
     for part in ("x", "y", "x_test", "y_test"):
@@ -439,7 +424,7 @@ def test_an_interrupted_write_leaves_nothing_in_the_cache(own_cache: Path) -> No
     assert list(own_cache.iterdir()) == []
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damage=st.data())
 def test_a_damaged_cache_entry_is_made_again(own_cache: Path, damage: st.DataObject) -> None:
     value = np.random.default_rng(0).integers(0, 9, 500)

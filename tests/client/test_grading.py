@@ -66,7 +66,7 @@ def test_images_are_paired_one_to_one_and_told_in_their_own_order(tmp_path: Path
     assert grade(SCORES, State(tmp_path), 1, truth, {"dlg": guess}).psnr["dlg"] == (10.0, 20.0, 30.0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.integers(1, 5))
 def test_the_scores_are_those_of_the_best_pairing(seed: int, examples: int) -> None:
     """As an attacker's own grader pairs them, over random batches."""

@@ -1,6 +1,7 @@
 """The networks, against the papers' parameter counts and published weights."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,19 +153,13 @@ def test_params_and_buffers_are_copies() -> None:
     assert all((p - params[k]).abs().min() > 0.5 for k, p in model.named_parameters())
 
 
-def resnet20_weights(folder: Path) -> dict[str, torch.Tensor]:
+def test_resnet20_has_the_published_names_and_its_weights_classify_cifar10(local_file: Callable[[str], Path]) -> None:
     from safetensors.torch import load_file
 
-    path = folder / "weights" / "resnet20-12fca82f.safetensors"
-    if not path.exists():
-        pytest.skip(f"needs the published weights {path.name} in the local data folder (FEDLEAK_DATA)")
-    return load_file(path)
-
-
-def test_resnet20_has_the_published_names_and_its_weights_classify_cifar10(local_data: Path) -> None:
-    published, images = resnet20_weights(local_data), local_data / "cifar10-test-first5k.npz"
-    if not images.exists():
-        pytest.skip(f"needs {images.name} in the local data folder (FEDLEAK_DATA)")
+    published, images = (
+        load_file(local_file("weights/resnet20-12fca82f.safetensors")),
+        local_file("cifar10-test-first5k.npz"),
+    )
     model = models.resnet20(CIFAR, 10).eval()
     trained = {k: t for k, t in published.items() if "running" not in k and "num_batches" not in k}
     assert {k: t.shape for k, t in trained.items()} == {k: p.shape for k, p in model.named_parameters()}

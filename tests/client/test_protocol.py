@@ -326,10 +326,8 @@ def test_a_run_keeps_the_weights_it_began_with(
     assert all(torch.equal(found[k], expected[k]) for k in expected)
 
 
-def test_published_weights_are_weights(make_federation: Make, local_data: Path) -> None:
-    path = local_data / "weights" / "resnet20-12fca82f.safetensors"
-    if not path.exists():
-        pytest.skip(f"needs {path.name} in the local data folder (FEDLEAK_DATA)")
+def test_published_weights_are_weights(make_federation: Make, local_file: Callable[[str], Path]) -> None:
+    path = local_file("weights/resnet20-12fca82f.safetensors")
     data = {"use": "client.data:cifar10"}
     fed = make_federation(data=data, model={"use": "client.models:resnet20", "weights": str(path)}).check()
     test = fed.shards.dataset

@@ -361,7 +361,7 @@ def test_inputs_are_not_touched() -> None:
 # --------------------------------------------------------------------------------------------------------------- norm
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_the_norm_is_that_of_all_entries_together(entries: list[list[float]]) -> None:
     update = {str(i): torch.tensor(row, dtype=torch.float64) for i, row in enumerate(entries)}

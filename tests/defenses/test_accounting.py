@@ -151,7 +151,7 @@ def test_a_client_is_not_amplified_and_moves_the_whole_mean() -> None:
     assert found.record < 0.1 * found.client
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     st.sampled_from([0.5, 1.0, 2.0, 8.0]),  # a new noise, batch or shard costs half a second
     st.integers(1, 200),
@@ -312,7 +312,6 @@ def test_no_epsilon_is_claimed(links: Chain, why: str) -> None:
     assert why in str(told.value)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.sampled_from([(8, 1), (8, 2), (8, 4), (8, 8), (6, 3)]))
 def test_no_example_is_used_oftener_than_is_counted(steps: int, sizes: tuple[int, int]) -> None:
     batch_size, size = sizes

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
@@ -67,7 +67,6 @@ def test_clip_leaves_a_small_update_as_it_is_to_the_bit(max_norm: float) -> None
     assert clip(max_norm).apply(vector(3.0, 4.0), None)["w"].tolist() == [3.0, 4.0]
 
 
-@settings(deadline=None)
 @given(arrays(np.float64, 5, elements=st.floats(-1e6, 1e6)), st.floats(1e-3, 1e3))
 def test_clip_bounds_the_norm_and_keeps_the_direction(entries: np.ndarray, max_norm: float) -> None:
     update = {"w": torch.from_numpy(entries)}
@@ -92,7 +91,6 @@ def test_prune_keeps_at_least_one_entry_and_all_of_a_tie() -> None:
     assert prune(1.0).apply(vector(0.0, -2.0, 0.5), None)["w"].tolist() == [0.0, -2.0, 0.5]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60), st.floats(0.01, 1.0), st.integers(0, 1000))
 def test_prune_keeps_its_part(n: int, keep: float, seed: int) -> None:
     entries = torch.randn(n, generator=seeded(seed), dtype=torch.float64)

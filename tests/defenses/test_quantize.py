@@ -54,7 +54,7 @@ def test_int8_by_hand() -> None:
     assert between == {10.0, 10.5}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(2, 16), st.sampled_from(["qsgd", "uniform"]), st.integers(1, 50), st.integers(0, 1000))
 def test_entries_are_levels_next_to_the_true_value(bits: int, kind: Any, n: int, seed: int) -> None:
     t = torch.randn(n, generator=seeded(seed), dtype=torch.float64)

@@ -104,7 +104,7 @@ def test_shares_on_paper() -> None:
 
 
 @given(secret=st.integers(0, 2**256 - 1), count=st.integers(1, 9), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_threshold_of_the_shares_gives_the_secret_and_one_fewer_does_not(
     secret: int, count: int, data: Any
 ) -> None:
@@ -161,7 +161,7 @@ def test_the_ring_holds_a_whole_groups_largest_sum(bits: int, most: int, kind: s
 
 
 @given(x=st.floats(-0.3, 0.3), examples=st.integers(1, 100), bits=st.integers(2, 32))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_fixed_point_is_as_near_as_it_says_and_keeps_zero(x: float, examples: int, bits: int) -> None:
     terms = PairwiseMasking(2, 0.3, bits=bits, most_examples=100)
     mean, counted = terms.mean(terms.quantise(np.array([x, 0.0]), examples))
@@ -266,7 +266,7 @@ def test_a_smaller_group_than_agreed_is_a_sum_as_long_as_it_has_the_threshold() 
 
 
 @given(count=st.integers(2, 6), size=st.integers(0, 5), seed=st.integers(0, 99), data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_whoever_drops_out_wherever_it_is_exact_or_refused(count: int, size: int, seed: int, data: Any) -> None:
     held = updates(count, size, seed)
     terms = PairwiseMasking(count, 0.4, count // 2 + 1, bits=data.draw(st.sampled_from([8, 24])))

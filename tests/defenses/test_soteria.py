@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 from torch.func import functional_call
@@ -99,7 +99,6 @@ def test_scores_on_paper() -> None:
     assert replace(link, rate=0.0).kept(scores).all()
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=40, unique=True), st.floats(0.0, 0.99))
 def test_as_many_features_fall_as_by_numpys_percentile(scores: list[float], rate: float) -> None:
     position = rate * (len(scores) - 1)

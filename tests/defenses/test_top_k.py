@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
@@ -58,7 +58,6 @@ def test_it_keeps_the_largest_of_all_tensors_together() -> None:
     assert flat(largest(update(1.0, -2.0, 2.0, 0.5), 0.01)) == [0.0, -2.0, 2.0, 0.0], "one at least, and all of a tie"
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0.01, 1.0), st.integers(0, 1000))
 def test_it_keeps_its_part(n: int, m: int, keep: float, seed: int) -> None:
     rng = seeded(seed)
@@ -83,7 +82,6 @@ def test_two_rounds_by_hand() -> None:
     assert flat(held) == [0.0, 1.0, 0.0, 0.0]
 
 
-@settings(deadline=None)
 @given(st.floats(0.05, 1.0), st.integers(2, 8), st.integers(0, 1000))
 def test_nothing_is_lost_with_error_feedback(keep: float, rounds: int, seed: int) -> None:
     """What was sent and what is still held back add up to everything that was computed (Stich et al., 2018, eq. 10)."""

@@ -200,7 +200,7 @@ def test_a_crafted_file_in_any_place_of_a_run_is_named_and_runs_nothing(
 def test_the_pickle_would_have_been_noticed(tmp_path: Path) -> None:
     """The control: a process that does unpickle it ends with the status by which we would know."""
     (tmp_path / "p").write_bytes(PICKLE)
-    program = f"import pickle; pickle.load(open({str(tmp_path / 'p')!r}, 'rb'))"
+    program = f"import pickle; pickle.load(open({str(tmp_path / 'p')!r}, 'rb'))"  # in a process that it ends
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 86
 
 

@@ -497,7 +497,7 @@ def exact(a: Any, b: Any) -> bool:
     return a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=VALUES)
 def test_whatever_a_strategy_keeps_comes_back_exactly(tmp_path: Path, value: Any) -> None:
     Checkpoint(3, {"w": torch.ones(2)}, {}, {"kept": value}, SEEN).write(tmp_path)

@@ -491,7 +491,7 @@ def corruption(draw: st.DrawFn) -> Callable[[Message], None]:
     return spoil
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(spoil=corruption(), place=st.integers(0, 3))
 def test_no_corruption_raises_or_changes_the_others(kit: Any, spoil: Callable[[Message], None], place: int) -> None:
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1

@@ -830,7 +830,7 @@ def test_any_sequence_of_operations_keeps_every_job_straight(tmp_path: Path) -> 
     from hypothesis.stateful import run_state_machine_as_test
 
     Life.folder = tmp_path
-    run_state_machine_as_test(Life, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(Life, settings=settings(max_examples=40, stateful_step_count=25))
 
 
 # ------------------------------------------------------------------------------------------- a reader that only reads

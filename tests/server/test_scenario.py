@@ -274,7 +274,7 @@ FULL: dict[str, Any] = {
 }
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_in_any_place_is_accepted_or_refused_in_words(kit: Any, data: st.DataObject) -> None:
     tables = copy.deepcopy(kit.tables(**FULL))
@@ -346,7 +346,7 @@ def test_a_setting_without_a_place_is_refused(kit: Any, setting: str, words: str
     assert tables == kit.tables()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.text("chaindt.0129²-_ \"'[]", max_size=12), value=st.text(max_size=8))
 def test_any_text_is_a_setting_or_a_mistake_in_words(kit: Any, path: str, value: str) -> None:
     words = "--set was accepted"

@@ -41,7 +41,7 @@ def named_tensors(draw: st.DrawFn) -> dict[str, Tensor]:
     return tensors
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tensors=named_tensors())
 def test_tensors_come_back_bit_for_bit(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     digest = write_tensors(tmp_path / "t.safetensors", tensors)
@@ -146,7 +146,7 @@ def test_foreign_bytes_are_an_error_that_names_the_file(tmp_path: Path, data: by
         read_tensors(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=64), header=st.booleans())
 def test_any_bytes_are_tensors_or_a_tape_error(tmp_path: Path, data: bytes, header: bool) -> None:
     path = tmp_path / "any"
