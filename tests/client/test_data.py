@@ -271,7 +271,7 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def write_idx(folder: Path, x: np.ndarray, y: np.ndarray) -> None:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for kind in ("train", "t10k"):
         (folder / f"{kind}-images-idx3-ubyte.gz").write_bytes(idx(x))
         (folder / f"{kind}-labels-idx1-ubyte.gz").write_bytes(idx(y))
@@ -358,17 +358,18 @@ def test_a_download_that_fails_says_what_to_do(
         make_federation(data={"use": f"client.data:{name}"}).check()
 
 
-def test_a_download_gives_what_the_local_files_give(
+def test_what_was_downloaded_reads_as_the_local_files_do(
     no_local_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """The archives lie where torchvision would put them: it unpacks and reads them, and asks no mirror."""
     import torchvision
 
-    source = tmp_path / "mirror"
-    write_idx(source, np.arange(2 * 28 * 28).astype(np.uint8).reshape(2, 28, 28), np.array([7, 2], dtype=np.uint8))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = data.cache_folder() / "torchvision" / "MNIST" / "raw"
+    write_idx(source, np.arange(2 * 28 * 28).astype(np.uint8).reshape(2, 28, 28), np.array([7, 2], dtype=np.uint8))
     unchecked = [(name, None) for name, _ in torchvision.datasets.MNIST.resources]  # their md5 is the real MNIST's
     monkeypatch.setattr(torchvision.datasets.MNIST, "resources", unchecked)
-    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"{source.as_uri()}/"])
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [NOWHERE])
     downloaded = data.mnist()
     (no_local_data / "mnist").symlink_to(source)
     local = data.mnist()
