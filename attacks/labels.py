@@ -5,6 +5,8 @@ the same without e_n for the bias. An update without information there (zero, no
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from types import MappingProxyType
 
@@ -18,7 +20,7 @@ from client.losses import is_cross_entropy
 from client.models import last_linear
 from client.update import Batch, Params, Update
 
-Method = Callable[[Update, Params, Knowledge], Tensor]
+Method = Callable[[Update, Params, Knowledge, "Dummies | None"], Tensor]
 
 SHRINK = 0.05  # of the largest bias entry: how far the estimated class means are drawn to their common mean
 STARTS = (0.6, 0.8, 1.0, 1.2, 1.5)  # of the largest scale that leaves no count negative
@@ -45,11 +47,12 @@ def restore(wave: Wave, known: Knowledge, method: str = "auto") -> Tensor:
             "labels are read off softmax - one-hot, the derivative of the plain cross-entropy, and [loss] names another loss: "
             'hand them to the attacker (labels = "given"), or let it find them (attacks.matching:dlg)'
         )
-    labels = [METHODS[method](wave.alone(k), wave.params, known) for k in range(len(wave))]
+    dummies = Dummies(wave.params, known)
+    labels = [METHODS[method](wave.alone(k), wave.params, known, dummies) for k in range(len(wave))]
     return torch.stack(labels).to(next(iter(wave.update.values())).device)
 
 
-def auto(update: Update, params: Params, known: Knowledge) -> Tensor:
+def auto(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
     """The method that was measured best (simulations/benchmarks/labels.py) for what the chain and the update show.
 
     iDLG for one example; LLG without a whole bias gradient of real magnitudes; iLRG where every example is seen once,
@@ -57,11 +60,11 @@ def auto(update: Update, params: Params, known: Knowledge) -> Tensor:
     counts explain the bias gradient, and LLG where they do not.
     """
     if known.batch_size == 1:
-        return idlg(update, params, known)
+        return idlg(update, params, known, dummies)
     _, bias = _gradient(update, known)
     noise = known.chain.conditional
     if bias is None or not _whole(bias) or (noise is not None and noise.signed):
-        return llg(update, params, known)
+        return llg(update, params, known, dummies)
     taken_once = known.chain.local.steps * known.chain.slice_of(known.batch_size) <= known.batch_size
     if taken_once or known.chain.parts > 1:
         return ilrg(update, params, known)
@@ -69,10 +72,10 @@ def auto(update: Update, params: Params, known: Knowledge) -> Tensor:
     before, after = _systems(update, params, known)
     explained = (before + after) @ torch.bincount(labels, minlength=known.classes).double()
     believed = torch.cosine_similarity(explained, bias, dim=0) >= 1 - MISFIT
-    return labels if bool(believed) else llg(update, params, known)
+    return labels if bool(believed) else llg(update, params, known, dummies)
 
 
-def idlg(update: Update, params: Params, known: Knowledge) -> Tensor:
+def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
     """The label (1,) of a single example: the only class whose logit the gradient wants raised (Zhao et al., 2020).
 
     The bias gradient p_i - [i = y] is negative for the true class alone. Without one, or where a defense dropped some of
@@ -88,11 +91,11 @@ def idlg(update: Update, params: Params, known: Knowledge) -> Tensor:
         return _even(known)
     if bias is not None and _whole(bias):
         return bias.argmin()[None]
-    features, _ = _dummy_pass(params, known)
+    features, _ = (dummies or Dummies(params, known)).passed
     return (weight.sum(1).argmin() if bool((features >= 0).all()) else weight.norm(dim=1).argmax())[None]
 
 
-def grad_inversion(update: Update, params: Params, known: Knowledge) -> Tensor:
+def grad_inversion(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
     """Distinct labels (B,): the rows with the most negative entries in the weight gradient (Yin et al., 2021, eq. 6)."""
     if known.batch_size > known.classes:
         raise ValueError(
@@ -105,7 +108,7 @@ def grad_inversion(update: Update, params: Params, known: Knowledge) -> Tensor:
     return weight.min(1).values.topk(known.batch_size, largest=False).indices.sort().values
 
 
-def llg(update: Update, params: Params, known: Knowledge) -> Tensor:
+def llg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
     """Labels (B,) with repeats by impact and offset: Label Leakage from Gradients (Wainakh et al., 2022, LLG*).
 
     A class's signal is f (p_i - k_i / B): every class with a negative one is present, and every example adds the impact
@@ -117,7 +120,7 @@ def llg(update: Update, params: Params, known: Knowledge) -> Tensor:
     weight, bias = _gradient(update, known)
     if not _telling(weight, bias):
         return _even(known)
-    features, predictions = _dummy_pass(params, known)
+    features, predictions = (dummies or Dummies(params, known)).passed
     if bool((features >= 0).all()):
         signal = weight.sum(1)
     elif bias is not None and _whole(bias):
@@ -137,7 +140,7 @@ def llg(update: Update, params: Params, known: Knowledge) -> Tensor:
     return _labels(counts)
 
 
-def ilrg(update: Update, params: Params, known: Knowledge) -> Tensor:
+def ilrg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
     """Labels (B,) with repeats: instance-wise label restoration (Ma et al., iLRG, ICLR 2023).
 
     The mean feature of a class is estimated by e_j = dW_j / db_j, its mean prediction by p_j = softmax(W e_j + b); the
@@ -148,7 +151,7 @@ def ilrg(update: Update, params: Params, known: Knowledge) -> Tensor:
     return _restored(update, params, known, lambda before, after: before)
 
 
-def fedavg(update: Update, params: Params, known: Knowledge) -> Tensor:
+def fedavg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
     """iLRG for several local steps: predictions before and after local training, averaged (Geng et al., 2023).
 
     One step's gradient is taken before training alone: there it is iLRG.
@@ -260,29 +263,36 @@ def _labels(counts: np.ndarray) -> Tensor:
     return torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
 
 
-def _dummy_pass(params: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
-    """Features (N, D) in front of the classifier and predictions (N, classes) on images that are not the client's."""
-    if known.auxiliary is not None:
-        x = known.auxiliary.x[:DUMMIES]
-    else:
-        x = torch.rand(DUMMIES, *known.shape, generator=torch.Generator().manual_seed(0))
-    seen: list[Tensor] = []
+@dataclass(frozen=True, eq=False)
+class Dummies:
+    """Images that are not the client's, in front of its classifier: passed once for all observations that need it."""
 
-    def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen.append(_exact(inputs[0]))
+    params: Params
+    known: Knowledge
 
-    hook = known.model.get_submodule(last_linear(known.model)).register_forward_pre_hook(keep)
-    buffers = {
-        k: b.clone() for k, b in known.model.named_buffers()
-    }  # BatchNorm in train mode writes to what it is given
-    try:
-        with torch.no_grad():
-            logits = functional_call(
-                known.model, {**params, **buffers}, (known.normalise(x.to(next(iter(params.values())).device)),)
-            )
-    finally:
-        hook.remove()
-    return seen[0], _exact(logits).softmax(1)
+    @cached_property
+    def passed(self) -> tuple[Tensor, Tensor]:
+        """Features (N, D) in front of the classifier and predictions (N, classes)."""
+        known, params = self.known, self.params
+        if known.auxiliary is not None:
+            x = known.auxiliary.x[:DUMMIES]
+        else:
+            x = torch.rand(DUMMIES, *known.shape, generator=torch.Generator().manual_seed(0))
+        x = known.normalise(x.to(next(iter(params.values())).device))
+        seen: list[Tensor] = []
+
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen.append(_exact(inputs[0]))
+
+        hook = known.model.get_submodule(last_linear(known.model)).register_forward_pre_hook(keep)
+        # BatchNorm in train mode writes to what it is given
+        buffers = {k: b.clone() for k, b in known.model.named_buffers()}
+        try:
+            with torch.no_grad():
+                logits = functional_call(known.model, {**params, **buffers}, (x,))
+        finally:
+            hook.remove()
+        return seen[0], _exact(logits).softmax(1)
 
 
 def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

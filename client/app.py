@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial, wraps
-from io import BytesIO
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
+from client.arrays import head
 from client.grading import batch_to_grade
 from client.grading import grade as grade_images
 from client.guard import Outbound, withheld
@@ -256,15 +256,12 @@ def _tensor(name: str, array: Array, shape: torch.Size, dtype: torch.dtype = tor
     size = math.prod(shape)
     if len(data) > size * kind.itemsize + _HEADER or array.stype != "numpy.ndarray":
         raise Refused(f"{name} is no array of shape {tuple(shape)} and dtype {kind}")
-    file = BytesIO(data)
     try:
-        if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError("not of version 1.0")
-        told, by_columns, written = np.lib.format.read_array_header_1_0(file)
+        said = head(data)
     except Exception as error:  # hostile bytes raise what they like
         raise Refused(f"{name} cannot be decoded") from error
-    if told != tuple(shape) or written != kind or len(data) != file.tell() + size * kind.itemsize:
+    if said.shape != tuple(shape) or said.dtype != kind or len(data) != said.start + size * kind.itemsize:
         raise Refused(f"{name} is no array of shape {tuple(shape)} and dtype {kind}")
-    flat = np.frombuffer(data, kind, size, file.tell())
-    array_of = flat.reshape(told[::-1]).T if by_columns else flat.reshape(told)
+    flat = np.frombuffer(data, kind, size, said.start)
+    array_of = flat.reshape(said.shape[::-1]).T if said.by_columns else flat.reshape(said.shape)
     return torch.from_numpy(array_of.copy())

@@ -5,13 +5,12 @@ remembers what it sent, checks names, shapes, dtypes and finiteness, hands theta
 stable order, and records what it refused. A bad reply costs its client the round, never the round itself.
 """
 
-import io
 import math
 import random
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,14 +21,13 @@ from flwr.serverapp.strategy import Strategy
 from flwr.supercore.run import Run
 from torch import Tensor
 
+from client.arrays import head
 from client.protocol import Protocol
 from client.rng import seed_of
 from client.update import Params, Update, average
 from server.ledger import Seen
 
 WEIGHT = "num-examples"
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-_LARGEST_HEADER = 2**14  # bytes: NumPy itself reads none beyond 10,000
 MOST_EXAMPLES = 2**53  # beyond it a float no longer counts, and the sum of two clients' overflows the ledger
 
 
@@ -257,7 +255,7 @@ def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, 
     for name, like in reference.items():
         expected = like.numpy()
         try:
-            shape, dtype = _header(record[name].data)
+            shape, dtype, *_ = head(record[name].data)
             if (shape, dtype) == (expected.shape, expected.dtype):
                 array = record[name].numpy()
         except Exception as error:  # hostile bytes raise what they like: ValueError, MemoryError, RecursionError
@@ -270,20 +268,6 @@ def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, 
             raise Refused(f"{name} has entries that are not finite")
         tensors[name] = torch.from_numpy(array)
     return tensors
-
-
-def _header(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of an npy file, before any memory is taken for it; ValueError when it cannot be one array, whole."""
-    file = io.BytesIO(data[:_LARGEST_HEADER])
-    version = np.lib.format.read_magic(file)
-    if version not in _HEADERS:
-        raise ValueError(f"npy version {version}, expected one of {', '.join(map(str, _HEADERS))}")
-    shape, _, dtype = _HEADERS[version](file)
-    if dtype.hasobject or min(shape, default=0) < 0:
-        raise ValueError(f"expected numbers, got {dtype} of shape {shape}")
-    if (claimed := math.prod(shape) * dtype.itemsize) > (following := len(data) - file.tell()):
-        raise ValueError(f"it claims {claimed} bytes of shape {shape}, and {following} follow")
-    return shape, dtype
 
 
 def _metrics(message: Message) -> MetricRecord:

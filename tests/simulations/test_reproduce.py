@@ -449,7 +449,7 @@ def small(cell: Cell) -> Cell:
         sizes = dict.fromkeys({"size", "pseudo"} & (trial.auxiliary or {}).keys(), 64)
         return trial if trial.auxiliary is None else replace(trial, auxiliary={**trial.auxiliary, **sizes})
 
-    return replace(cell, auxiliary=min(cell.auxiliary, 500), trials=tuple(map(poor, cell.trials)))
+    return replace(cell, auxiliary=min(cell.auxiliary, 100), trials=tuple(map(poor, cell.trials)))
 
 
 def test_a_cell_of_every_paper_runs_from_end_to_end(local_data: Path) -> None:
