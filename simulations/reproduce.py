@@ -190,6 +190,13 @@ def _success(outcome: Outcome, _: Outcome | None) -> Interval:
     return rate.fraction, *rate.interval
 
 
+def _exact(outcome: Outcome, _: Outcome | None) -> Interval:
+    """Updates all of whose images were recovered verbatim: to 60 dB and more."""
+    right = (outcome.psnr >= PSNR_CAP).all(1)
+    rate = Rate(int(right.sum()), len(right))
+    return rate.fraction, *rate.interval
+
+
 def _iterations(outcome: Outcome, _: Outcome | None) -> Interval:
     """Mean iterations of the attacks that succeeded."""
     right = _succeeded(outcome)
@@ -232,6 +239,7 @@ MEASURES: Mapping[str, Measure] = {
     "best_psnr": lambda outcome, _: _mean(outcome.psnr.amax(1, keepdim=True)),
     "mse": lambda outcome, _: _mean(outcome.mse),
     "success": _success,
+    "exact": _exact,
     "iterations": _iterations,
     "success_gain": _success_gain,
     "iterations_saved": _iterations_saved,

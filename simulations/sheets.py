@@ -21,7 +21,10 @@ from client.update import Link, per_example
 PAPERS = Path(__file__).parent / "papers"
 ATTACK = Kind("an attack", ("attacks", "simulations.ablations"), Attack)
 OFFERED = ("model", "shape", "classes", "batch_size", "normalise")  # to the links that ask for them
-METRICS = ("psnr", "psnr_augmented", "best_psnr", "mse", "success", "iterations", "success_gain", "iterations_saved")
+METRICS = (
+    *("psnr", "psnr_augmented", "best_psnr", "mse", "success", "exact"),
+    *("iterations", "success_gain", "iterations_saved"),
+)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from simulations.benchmarks.memory import memory, memory_of_flower
 from simulations.benchmarks.page import page
 from simulations.benchmarks.quality import quality
 from simulations.benchmarks.success import success
+from simulations.benchmarks.text import text
 from simulations.doctor import environment
 
 Benchmark = Callable[[Progress], Report]
@@ -31,6 +32,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "quality": quality,
     "labels": labels,
     "learning": learning,
+    "text": text,
     "success": success,
     "intercept": intercept,
     "memory": memory,

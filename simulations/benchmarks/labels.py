@@ -83,7 +83,9 @@ def _figure(net: str, name: str, size: int, seen: Sequence[Seen]) -> Figure:
     classes = seen[0][2].classes
     left_out = {"idlg"} | ({"grad_inversion"} if size > classes else set())  # one label; distinct labels
     exact = {
-        method: 100 * sum(restore(update, params, known, None).tolist() == y for update, params, known, y in seen) / len(seen)
+        method: 100
+        * sum(restore(update, params, known, None).tolist() == y for update, params, known, y in seen)
+        / len(seen)
         for method, restore in METHODS.items()
         if method not in left_out
     }

@@ -20,8 +20,9 @@ from attacks.feedback import feedback_blending
 from attacks.generative import gi_gip
 from attacks.learning_to_invert import learning_to_invert
 from attacks.matching import bayes, dlg, federated_averaging, grad_inversion, idlg, inverting_gradients, surrogate
-from attacks.plan import ATTACK, PlannedAttack
+from attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
 from attacks.ridge import ridge_inversion
+from attacks.unmixing import cocktail_party, spear
 from client.protocol import Federation
 from client.rng import generator
 from server.tape import read_tensors, write_tensors
@@ -46,6 +47,8 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "attacks.matching:inverting_gradients": inverting_gradients,
     "attacks.matching:surrogate": surrogate,
     "attacks.ridge:ridge_inversion": partial(ridge_inversion, buckets=64),
+    "attacks.unmixing:cocktail_party": cocktail_party,
+    "attacks.unmixing:spear": spear,
 }
 STATUSES = {"converged", "out_of_budget", "diverged", "not_applicable"}
 every = pytest.mark.parametrize("name", ATTACKS)
@@ -54,7 +57,8 @@ SEARCHES = ("attacks.matching:", "attacks.feedback:", "attacks.adaptive:")
 
 
 def test_every_attack_of_the_package_is_held_to_the_contract() -> None:
-    of_text = {"attacks.baselines:random_words"}  # tests/attacks/test_text_audit.py
+    # of text: tests/attacks/text/test_contract.py and tests/attacks/test_text_audit.py
+    of_text = {n for n in ATTACK.names() if n.startswith(TEXT_ATTACKS)} | {"attacks.baselines:random_words"}
     assert set(ATTACKS) | of_text == set(ATTACK.names())
 
 

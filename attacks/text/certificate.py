@@ -1,0 +1,163 @@
+"""The certificate of a guess: put through the client's own step, it gives the very update, so it is right without the truth."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice, permutations, product
+
+import torch
+from torch import Tensor
+
+from attacks.base import Knowledge, Reconstruction, Wave
+from attacks.text.inside import inputs, owner
+from client.losses import IGNORED
+from client.text import LanguageModel
+from client.update import Batch, Chain, Params, Update, norm
+
+TOLERANCE = 1e-5  # relative, a hundred roundings of float32; two words of an untrained network exchanged are 6e-4
+MOST_ORDERS = 24  # of labels or of sentences that are tried: a batch of four stands in so many
+UNLIKE = "a guess that is put through the client's step gives {:.1e} of the update's norm too little or too much"
+
+
+def unprovable(chain: Chain) -> str:
+    """Why no guess can be proven under a chain, in words; empty where the right one gives the update to rounding."""
+    seen = chain.conditional
+    if seen is not None and seen.noisy:
+        return "the chain adds noise, which nobody can re-create"
+    if seen is not None and seen.signed:
+        return "only signs are seen, and those of entries that are zero but for rounding are chance"
+    if chain.mean != chain:
+        return "the chain draws at random, or keeps what the server does not see"
+    return ""
+
+
+@dataclass(eq=False)
+class Trial:
+    """One observation, and what guesses at it give; it counts them.
+
+    Args:
+        k: which of the wave's.
+    """
+
+    wave: Wave
+    known: Knowledge
+    k: int
+    spent: int = 0
+    update: Update = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.update = self.wave.alone(self.k)
+        self._norm = norm({name: t.double() for name, t in self.update.items()})
+
+    @property
+    def params(self) -> Params:
+        """The weights that the client began with."""
+        return self.wave.params
+
+    @property
+    def reason(self) -> str:
+        """What keeps every attack from reading this update; empty where nothing does."""
+        if not bool(torch.isfinite(self._norm)):
+            return "the update is not finite"
+        return "" if bool(self._norm > 0) else "the update is zero"
+
+    def of(self, batch: Batch) -> Update:
+        """The update that a client would send of a batch, without its noise."""
+        self.spent += 1
+        return {name: t.detach() for name, t in self.known.forward(self.params, batch, None).items()}
+
+    def error(self, batch: Batch) -> float:
+        """|update of the batch - seen| / |seen|."""
+        return self.distance(self.of(batch))
+
+    def distance(self, update: Update) -> float:
+        """|update - seen| / |seen|."""
+        off = norm({name: t.double() - self.update[name].double() for name, t in update.items()})
+        return float(off / self._norm)
+
+    def best(self, batches: Iterable[Batch]) -> tuple[Batch, float]:
+        """The first batch that is proven, else the one that comes nearest."""
+        found: tuple[Batch, float] | None = None
+        for batch in batches:
+            error = self.error(batch)
+            if found is None or error < found[1] or math.isnan(found[1]):
+                found = batch, error
+            if error <= TOLERANCE:
+                break
+        assert found is not None
+        return found
+
+    def judge(self, x: Tensor, most: int = MOST_ORDERS) -> tuple[Batch, float]:
+        """Sentences (B, L) with their labels, as they explain the update best, and the relative error that is left.
+
+        Args:
+            most: orders that are tried, of labels and of sentences; the first is the likeliest.
+        """
+        return self.best(islice(self._readings(x), most))
+
+    def answer(self, batch: Batch, error: float, seconds: float) -> Reconstruction:
+        """A reconstruction that says whether it is proven."""
+        y = batch.y if batch.y.dim() == 1 else None
+        return Reconstruction(batch.x, y, error, self.spent, seconds, "converged", self.verdict(error))
+
+    def verdict(self, error: float) -> str:
+        """Whether a guess that leaves this relative error is proven, in words."""
+        if why := unprovable(self.known.chain):
+            return f"no certificate: {why}"
+        if not error <= TOLERANCE:
+            return f"no certificate: {UNLIKE.format(error)}"
+        return f"certified: put through the client's step, the guess gives the update to {error:.0e}"
+
+    def _readings(self, x: Tensor) -> Iterator[Batch]:
+        """Every batch that the sentences may have been: their labels' orders, and their own where steps take slices."""
+        together = self.known.chain.slice_of(len(x)) >= len(x)
+        for order in [tuple(range(len(x)))] if together else permutations(range(len(x))):
+            rows = x[list(order)]
+            for y in self._labels(rows):
+                yield Batch(rows, y)
+
+    def _labels(self, x: Tensor) -> Iterator[Tensor]:
+        if sentences_are_labels(self.known):
+            yield targets(x, _model(self.known).pad)
+            return
+        orders: Iterable[tuple[int, ...]] = product(range(self.known.classes), repeat=len(x))
+        if self.known.labels is not None:
+            orders = dict.fromkeys(permutations(self.known.labels[self.k].tolist()))
+        elif self._features_known:
+            yield self._read_off(x)
+        for order in orders:
+            yield torch.tensor(order, dtype=torch.int64)
+
+    @property
+    def _features_known(self) -> bool:
+        return _model(self.known).parts.head[0] in self.update
+
+    def _read_off(self, x: Tensor) -> Tensor:
+        """The labels (B,) of sentences: of the logits that a sentence's features reach, its label's alone is raised."""
+        model = _model(self.known)
+        weight = model.parts.head[0]
+        features = inputs(model, self.params, owner(model, weight), x).double()  # (B, width)
+        raised: Tensor = self.update[weight].double() @ torch.linalg.pinv(features)  # (classes, B)
+        return raised.argmax(0)
+
+
+def sentences_are_labels(known: Knowledge) -> bool:
+    """Whether words are predicted from those before: no other label is to be found."""
+    return _model(known).task == "next_token"
+
+
+def targets(x: Tensor, pad: int) -> Tensor:
+    """The labels of next_token."""
+    return torch.where(x == pad, IGNORED, x)
+
+
+def wrong_model(known: Knowledge) -> str:
+    """Why an attack on sentences has nothing to attack; empty where it has."""
+    if known.text is None or not isinstance(known.model, LanguageModel):
+        return "it reads sentences out of a model of words, and this is none"
+    return ""
+
+
+def _model(known: Knowledge) -> LanguageModel:
+    assert isinstance(known.model, LanguageModel)
+    return known.model

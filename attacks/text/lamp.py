@@ -1,0 +1,90 @@
+"""LAMP, TAG and DLG: sentences out of the gradients of a model that classifies them, or predicts their words, by matching.
+
+Balunović et al., "LAMP: Extracting Text from Gradients with Language Model Priors" (NeurIPS 2022); Deng et al., "TAG" (2021);
+Zhu et al., "Deep Leakage from Gradients" (2019), in the form in which LAMP compares them.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from attacks.text.prior import AUXILIARY, Training
+from attacks.text.search import Discrete, TextMatching, staircase
+
+Loss = Literal["cosine", "l2_l1"]
+WEIGHTS = {
+    "cosine": (1.0, 0.2),
+    "l2_l1": (25.0, 60.0),
+}  # of embeddings' lengths and of the language model, as published
+
+
+def dlg(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> TextMatching:
+    """DLG for text: squared distance, Adam from one random start. The paper's budget: 2,500 iterations.
+
+    Args:
+        known_tokens, published: as of lamp.
+    """
+    return TextMatching("squared", optimizer=staircase(rate), known_tokens=known_tokens, published=published)
+
+
+def tag(rate: float = 0.1, l1: float = 0.01, known_tokens: bool = False, published: bool = False) -> TextMatching:
+    """TAG: squared distance, and that of magnitudes beside it. The paper's budget: 2,500 iterations.
+
+    Args:
+        l1: weight of the magnitudes.
+        known_tokens, published: as of lamp.
+    """
+    return TextMatching("l2_l1", l1, staircase(rate), known_tokens=known_tokens, published=published)
+
+
+def lamp(
+    loss: Loss = "cosine",
+    rate: float = 0.01,
+    decay: float = 0.89,
+    stride: int = 50,
+    l1: float = 0.01,
+    length: float | None = None,
+    lm_weight: float | None = None,
+    lm: str = AUXILIARY,
+    lm_folder: Path | None = None,
+    lm_steps: int = 600,
+    draws: int = 500,
+    orders: int = 500,
+    discrete: Discrete = "alternating",
+    period: int = 75,
+    candidates: int = 200,
+    known_tokens: bool = False,
+    published: bool = False,
+) -> TextMatching:
+    """LAMP: matching in turns with moves of words that a language model judges. The paper's budget: 2,000 iterations.
+
+    Args:
+        loss: cosine, or squares with l1 times the magnitudes.
+        rate, decay, stride: of Adam: multiplied by decay every stride iterations.
+        length: weight of the embeddings' lengths; default: the paper's, 1, or 25 with l2_l1.
+        lm_weight: of the language model; default: the paper's, 0.2, or 60 with l2_l1; 0: none is asked.
+        lm: auxiliary, a small GPT-2 trained on auxiliary text (at most lm_steps steps), or one on Hugging Face's hub.
+        lm_folder: of a causal model, in the place of lm.
+        draws, orders: random starts, and orders of the best one's words, of which the likest begins.
+        discrete: words are moved every period iterations, at the end alone, or never.
+        candidates: orders proposed each time.
+        known_tokens: words are of those alone whose embeddings have a gradient; where it is shared.
+        published: as the published code, without what is put right here (attacks.text.search).
+    """
+    lengths, surprise = WEIGHTS[loss]
+    return TextMatching(
+        kind=loss,
+        l1=l1,
+        optimizer=staircase(rate, decay=decay, stride=stride),
+        length=lengths if length is None else length,
+        lm_weight=surprise if lm_weight is None else lm_weight,
+        lm=lm,
+        lm_folder=lm_folder,
+        training=Training(steps=lm_steps),
+        draws=draws,
+        orders=orders,
+        discrete=discrete,
+        period=period,
+        candidates=candidates,
+        known_tokens=known_tokens,
+        published=published,
+    )

@@ -1,0 +1,74 @@
+"""The span of a linear map's inputs: the rows of its weight gradient lie in it, so a vector outside was never an input."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from client.parts import Projection
+
+LOOSEST = 0.2  # a threshold above which nearly every vector would pass, and the span says nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Inputs of one attention block, all sentences' and positions' together.
+
+    Args:
+        basis: (r, d), orthonormal rows.
+        threshold: the relative distance up to which rounding, or noise, may have moved an input out of the span.
+        sketch: (d, s), random directions outside the span: what is far along them need not be measured.
+    """
+
+    basis: Tensor
+    threshold: float
+    sketch: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Dimensions: as many as there were different inputs, if they are independent."""
+        return len(self.basis)
+
+    def distance(self, vectors: Tensor) -> Tensor:
+        """|v - projection of v| / |v| of vectors (..., d)."""
+        flat = vectors.reshape(-1, vectors.shape[-1]).double()
+        outside = flat - flat @ self.basis.mT @ self.basis
+        relative: Tensor = outside.norm(dim=1) / flat.norm(dim=1).clamp(min=1e-300)
+        return relative.view(vectors.shape[:-1])
+
+    def near(self, vectors: Tensor) -> Tensor:
+        """Which vectors (..., d) may be inputs: a cheap test that lets every input pass, and few others."""
+        length = vectors.square().sum(-1)
+        return (vectors @ self.sketch).square().mean(-1) <= (4 * self.threshold) ** 2 * length
+
+
+def span(
+    update: Mapping[str, Tensor], maps: Sequence[Projection], most: int, rng: torch.Generator, directions: int = 16
+) -> Span | None:
+    """The span of what the maps, which share their inputs, were fed; None where their gradients are zero.
+
+    Its rank is that of the gradients in their own precision: what singular values are below rounding's, or below those that
+    no input explains, is no input. An input of the weakest direction that counts is moved by as much as rounding is of it.
+
+    Args:
+        most: inputs that there can be at most; the singular values after them are noise, wherever it comes from.
+    """
+    parts = [m.of(update)[0].double().cpu() for m in maps]
+    eps = max(torch.finfo(update[m.weight].dtype).eps for m in maps)
+    sizes = [torch.linalg.matrix_norm(part, 2) for part in parts]
+    told = [part / size for part, size in zip(parts, sizes, strict=True) if float(size) > 0]
+    if not told:
+        return None
+    rows = torch.cat(told)  # each map's at its own scale: its rounding is relative to it
+    _, values, basis = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R, full_matrices=False)
+    noise = float(values[0]) * eps * rows.shape[1] ** 0.5
+    if most < len(values):
+        noise = max(noise, 2 * float(values[most]))
+    rank = int((values[:most] > noise).sum())
+    if rank == 0:
+        return None
+    outside = basis[rank:]
+    drawn = torch.randn(len(outside), directions, generator=rng, dtype=torch.float64)
+    sketch = (outside.mT @ drawn).to(update[maps[0].weight].dtype)
+    return Span(basis[:rank], min(noise / float(values[rank - 1]), LOOSEST), sketch)
