@@ -5,7 +5,7 @@ network serves all clients of a round; the next round's begins with its weights,
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Literal
@@ -211,19 +211,19 @@ class Training:
     def _train(self, clock: Clock) -> dict[str, Tensor]:
         network, warm = self._begun()
         planned = max(1, round(self.budget.iterations * (self.attack.again if warm else 1.0)))
-        pupil = Pupil(network, self.attack, planned)
-        sigma = _fresh_noise(self.school)
+        pupil = Pupil(network, self.attack.rate, self.attack.patience, planned)
+        sigma = fresh_noise(self.school)
         lessons, held = self.school.lessons(False, quiet=sigma > 0), self.school.lessons(True)
         part = f"training-{self.name}"
         if (saved := self.shelf.read(part)) is not None:
             pupil.restore(saved)
         pupil.look(self._error(network, held))
         saved_at = time.perf_counter()
-        for rows, groups in self._batches(lessons, sigma, pupil.step):
+        for rows, groups in batches(self.school, lessons, sigma, self.attack.batch, self.name, pupil.step):
             if pupil.done or clock.over():
                 break
             pupil.learn(rows, self._truth(groups))
-            if pupil.step % self._epoch(lessons) == 0 or pupil.done:
+            if pupil.step % epoch(lessons, self.attack.batch) == 0 or pupil.done:
                 pupil.look(self._error(network, held))
             if time.perf_counter() - saved_at > SAVED:
                 self.shelf.put(part, pupil.saved())
@@ -235,25 +235,6 @@ class Training:
         numbers["images"] = self.school.known.batch_size
         return {**pupil.best, **{f"n {k}": torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
 
-    def _epoch(self, lessons: Lessons) -> int:
-        """Steps of an epoch."""
-        return -(-len(lessons.rows) // self.attack.batch)
-
-    def _batches(self, lessons: Lessons, sigma: float, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and image numbers (n, images) of every step from a first one on, without end; each has its own draws."""
-        images = lessons.groups.reshape(len(lessons.rows), -1)
-        epoch, step = divmod(first, self._epoch(lessons))
-        scale = sigma * self.school.view.noise(self.school.entries)
-        while True:
-            order = torch.randperm(len(images), generator=generator("order", self.name, epoch))
-            for chosen in order.split(self.attack.batch)[step:]:
-                rows = lessons.rows[chosen]
-                if sigma:
-                    draw = generator("noise", self.name, epoch, int(chosen[0]))
-                    rows = rows + scale.to(rows) * torch.randn(rows.shape, generator=draw).to(rows)
-                yield rows, images[chosen]
-            epoch, step = epoch + 1, 0
-
     def _truth(self, groups: Tensor) -> Tensor:
         """(n, images, d)."""
         return self.school.auxiliary.x[groups].flatten(2)
@@ -264,13 +245,52 @@ class Training:
             return float(matched_error(network(held.rows), self._truth(images)))
 
 
-class Pupil:
-    """A network with the state of its training: all that a checkpoint holds."""
+def epoch(lessons: Lessons, size: int) -> int:
+    """Steps of an epoch, in batches of a size."""
+    return -(-len(lessons.rows) // size)
 
-    def __init__(self, network: nn.Sequential, attack: learning_to_invert, planned: int) -> None:
-        self.network, self.attack, self.planned = network, attack, planned
+
+def batches(
+    school: School, lessons: Lessons, sigma: float, size: int, name: str, first: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows and image numbers (n, images) of every step from a first one on, without end; each has its own draws.
+
+    Args:
+        sigma: of the noise that each step draws anew; name: of the training, from which its order follows.
+    """
+    images = lessons.groups.reshape(len(lessons.rows), -1)
+    passed, step = divmod(first, epoch(lessons, size))
+    scale = sigma * school.view.noise(school.entries)
+    while True:
+        order = torch.randperm(len(images), generator=generator("order", name, passed))
+        for chosen in order.split(size)[step:]:
+            rows = lessons.rows[chosen]
+            if sigma:
+                draw = generator("noise", name, passed, int(chosen[0]))
+                rows = rows + scale.to(rows) * torch.randn(rows.shape, generator=draw).to(rows)
+            yield rows, images[chosen]
+        passed, step = passed + 1, 0
+
+
+class Pupil:
+    """A network with the state of its training: all that a checkpoint holds.
+
+    Args:
+        planned: steps; error: what is minimised, of the network's answers and the truth; default: matched_error.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        rate: float,
+        patience: int,
+        planned: int,
+        error: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        self.network, self.rate, self.patience, self.planned = network, rate, patience, planned
+        self._loss = error or matched_error
         # fused: a step by itself costs as much memory traffic as half of the matrix products take time
-        self.adam = torch.optim.Adam(network.parameters(), lr=attack.rate, fused=True)
+        self.adam = torch.optim.Adam(network.parameters(), lr=rate, fused=True)
         self.step = self.since = 0
         self.lowest = float("inf")
         self.best = self._weights()
@@ -278,14 +298,14 @@ class Pupil:
     @property
     def done(self) -> bool:
         """Whether all steps are taken, or no epoch has been better for long."""
-        return self.step >= self.planned or self.since >= self.attack.patience
+        return self.step >= self.planned or self.since >= self.patience
 
     def learn(self, rows: Tensor, truth: Tensor) -> None:
         """One step."""
         for group in self.adam.param_groups:
-            group["lr"] = self.attack.rate * (0.1 if 4 * self.step >= 3 * self.planned else 1.0)
+            group["lr"] = self.rate * (0.1 if 4 * self.step >= 3 * self.planned else 1.0)
         with torch.enable_grad():
-            loss = matched_error(self.network(rows), truth)
+            loss = self._loss(self.network(rows), truth)
             gradients = torch.autograd.grad(loss, list(self.network.parameters()))
         for p, g in zip(self.network.parameters(), gradients, strict=True):
             p.grad = g
@@ -335,19 +355,23 @@ def matched_error(found: Tensor, truth: Tensor) -> Tensor:
 
 def pairing(found: Tensor, truth: Tensor) -> Tensor:
     """For each row which output (n, images) belongs to each image, at the least total squared error."""
-    size = truth.shape[1]
-    costs = torch.cdist(truth, found).square()  # (n, images, outputs)
+    return cheapest(torch.cdist(truth, found).square())
+
+
+def cheapest(costs: Tensor) -> Tensor:
+    """For each row which output (n, images) belongs to each image, at the least total of costs (n, images, outputs)."""
+    size = costs.shape[1]
     if size <= ENUMERATED:
-        orders = torch.tensor(list(permutations(range(size))), device=found.device)
+        orders = torch.tensor(list(permutations(range(size))), device=costs.device)
         totals = costs[:, torch.arange(size), orders].sum(2)  # (n, orders)
         return orders[totals.argmin(1)]
     from scipy.optimize import linear_sum_assignment
 
     chosen = [torch.from_numpy(linear_sum_assignment(c)[1]) for c in costs.double().nan_to_num().cpu().numpy()]
-    return torch.stack(chosen).to(found.device)
+    return torch.stack(chosen).to(costs.device)
 
 
-def _fresh_noise(school: School) -> float:
+def fresh_noise(school: School) -> float:
     """The deviation of normal noise that the chain adds at its end, of which each step can draw its own; 0: not of that kind."""
     known = school.known.chain.conditional
     simple = known is not None and not (known.signed or known.sparse or known.scale or known.hidden)

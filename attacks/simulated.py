@@ -36,6 +36,7 @@ from client.update import (
 )
 
 CHUNK = 128  # clients at once: LeNet's updates of so many are 8 MB
+NUMBERS = 2**26  # in the updates that are computed at once, 256 MB: of a language model's but a few
 FEWEST = 4  # batches that can be made of the auxiliary images: one is held out
 VERSION = 2  # of what the shelf keeps; another one where it is computed in another way
 
@@ -92,7 +93,8 @@ class Simulator:
     def updates(self, x: Tensor, y: Tensor, rng: Generator, chunk: int = CHUNK) -> Iterator[Update]:
         """The updates (n, ...) of N batches x (N, B, C, H, W) in [0, 1] with labels y (N, B), a few at a time, in order."""
         by_stages = self._stages
-        chunk = max(1, chunk // self.members)
+        entries = sum(p.numel() for p in self.params.values())
+        chunk = max(1, min(chunk, NUMBERS // entries) // self.members)
         for some, labels in zip(x.split(chunk), y.split(chunk), strict=True):
             batches = self._apart(some, labels)
             if by_stages is not None:
@@ -115,6 +117,8 @@ class Simulator:
 
     @property
     def _stages(self) -> Stages | None:
+        if self.known.text is not None:  # words have no slopes, by which a batch's gradients are told apart
+            return None
         return stages(self.client) if is_mean(self.known.loss, self.known.classes) else None
 
     def _apart(self, x: Tensor, y: Tensor) -> Batch:
@@ -352,7 +356,10 @@ class School:
         images, size = self.split[held], self.known.batch_size
         order = torch.randperm(len(images), generator=generator("groups", self.name, held, passed))
         found = images[order][: len(images) // size * size].view(-1, size)
-        return found.gather(1, self.auxiliary.y[found].argsort(dim=1, stable=True))
+        labels = self.auxiliary.y[found]
+        if labels.dim() > found.dim():  # next words, which say of no order which is the first
+            return found
+        return found.gather(1, labels.argsort(dim=1, stable=True))
 
     def lessons(self, held: bool, quiet: bool = False, most: int | None = None) -> Lessons:
         """Simulated, or as they were once.
@@ -383,7 +390,8 @@ class School:
     def _simulated(self, groups: Tensor, name: str, quiet: bool) -> dict[str, Tensor]:
         x, y = self.auxiliary.x[groups], self.auxiliary.y[groups]
         each = self.known.batch_size if self.view.by_label else 1
-        found = x.new_empty(len(groups) * each, self.view.columns(self.entries))
+        like = next(iter(self.params.values()))  # not the examples, which may be words
+        found = like.new_empty(len(groups) * each, self.view.columns(self.entries))
         labels = y.clone()
         done = 0
         for updates in Simulator(self.known, self.params, quiet).updates(x, y, generator("simulated", name)):

@@ -20,9 +20,12 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
+from attacks.waves import Clock
 from client.update import Batch, Params, Update, norm
 
-PROVEN = 1e-3  # relative error of the update that a guess gives: below it, the guess is the batch
+PROVEN = (
+    1e-3  # error of the update that a guess gives, of what its faintest image adds: below it, the guess is the batch
+)
 SILENT = 1e-4  # of a unit column's largest entry: what is below it stands for a ReLU that was off
 AT_ONCE = 4096  # sets of rows that are tried together
 GAUSSIAN = 0.37457  # mean of log cosh of a standard normal number
@@ -119,17 +122,18 @@ class _Guess(NamedTuple):
     spent: int
 
 
-Search = Callable[[_Mixture, Generator], Iterator[_Guess]]
+Search = Callable[[_Mixture, Generator, Clock], Iterator[_Guess]]
 
 
 def _unmixed(
-    wave: Wave, known: Knowledge, streams: Sequence[Stream], search: Search, relu: bool
+    wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], search: Search, relu: bool
 ) -> list[Reconstruction]:
-    """What a search makes of each observation: its first guess at Q that is proven, else its last one.
+    """What a search makes of each observation: its first guess at Q that is proven, else that which comes nearest.
 
     Args:
         relu: it needs a ReLU behind the layer, and what it cannot prove it has not found.
     """
+    clock = Clock(time.perf_counter(), budget.seconds)
     try:
         layer = _Layer.of(known.model)
     except ValueError as error:
@@ -141,7 +145,7 @@ def _unmixed(
         reason = f"no ReLU follows layer {layer.name!r}: its error signals have no zeros to be found by"
         return not_applicable(wave, reason)
     return [
-        _inverted(wave.alone(k), wave.params, layer, known, stream("unmixing"), search, relu)
+        _inverted(wave.alone(k), wave.params, layer, known, stream("unmixing"), clock, search, relu)
         for k, stream in enumerate(streams)
     ]
 
@@ -152,48 +156,45 @@ def _inverted(
     layer: _Layer,
     known: Knowledge,
     rng: Generator,
+    clock: Clock,
     search: Search,
     exact: bool,
 ) -> Reconstruction:
     started = time.perf_counter()
 
     def answer(batch: Batch | None, error: float, spent: int, status: Status, reason: str = "") -> Reconstruction:
-        x, y = (None, None) if batch is None else (batch.x.clamp(0, 1), batch.y)
+        x, y = (None, None) if batch is None else (batch.x, batch.y)
         return Reconstruction(x, y, error, spent, time.perf_counter() - started, status, reason)
 
     mixture = _Mixture.of(update, layer, known.batch_size)
     if reason := mixture.reason:
         return answer(None, math.nan, 0, "not_applicable", reason)
     best, error, spent = None, math.inf, 0
-    for columns, spent in search(mixture, rng):
+    seen = float(norm({name: t.double() for name, t in update.items()}))
+    for columns, spent in search(mixture, rng, clock):
         inputs = None if columns is None else mixture.inputs(columns)
         if inputs is None or not bool(torch.isfinite(inputs).all()):
             continue
-        x = known.pixels(inputs.view(-1, *known.shape)).float()
-        best = Batch(x, _labels(x, mixture, params, layer, known))
-        error = _distance(known.forward(params, best, None), update)
-        if error <= PROVEN:
-            return answer(best, error, spent, "converged")
+        x = known.pixels(inputs.view(-1, *known.shape)).float().clamp(0, 1)
+        fed = known.normalise(x).flatten(1).double()
+        signals = torch.linalg.lstsq(fed.T, mixture.weight.T).solution  # (B, m)
+        guess = Batch(x, _labels(x, signals, params, layer, known))
+        given = known.forward(params, guess, None)
+        off = float(norm({name: given[name].double() - t.double() for name, t in update.items()})) / seen
+        if off < error:
+            best, error = guess, off
+        if off * seen <= PROVEN * float((signals.norm(dim=1) * fed.norm(dim=1)).min()):
+            return answer(guess, off, spent, "converged")
     if best is None:
         return answer(None, math.nan, spent, "out_of_budget", f"nothing was found in {spent:,} iterations")
-    if not exact:
+    if not exact and not clock.over():
         return answer(best, error, spent, "converged")
     words = f"not proven: put through the client's step, the images give the update to {error:.0e} only"
     return answer(best, error, spent, "out_of_budget", words)
 
 
-def _deadline(budget: Budget) -> float:
-    return math.inf if budget.seconds is None else time.perf_counter() + budget.seconds
-
-
-def _distance(guess: Update, seen: Update) -> float:
-    off = norm({name: guess[name].double() - t.double() for name, t in seen.items()})
-    return float(off / norm({name: t.double() for name, t in seen.items()}))
-
-
-def _labels(x: Tensor, mixture: _Mixture, params: Params, layer: _Layer, known: Knowledge) -> Tensor:
-    """Labels (B,): of each image the one whose error signal in the first layer is nearest to that in the mixture."""
-    signals = torch.linalg.lstsq(known.normalise(x).flatten(1).double().T, mixture.weight.T).solution  # (B, m)
+def _labels(x: Tensor, signals: Tensor, params: Params, layer: _Layer, known: Knowledge) -> Tensor:
+    """Labels (B,): of each image the one whose error signal in the first layer is nearest to that which was found (B, m)."""
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
@@ -203,11 +204,10 @@ def _labels(x: Tensor, mixture: _Mixture, params: Params, layer: _Layer, known: 
     hook = known.model.get_submodule(layer.name).register_forward_hook(keep)
     fits = []
     try:
+        logits = functional_call(known.model, dict(params), (known.normalise(x),))
         for label in range(known.classes):
-            seen.clear()
-            y = torch.full((len(x),), label)
-            logits = functional_call(known.model, dict(params), (known.normalise(x),))
-            (signal,) = torch.autograd.grad(known.loss(logits, y), seen[0])
+            loss = known.loss(logits, torch.full((len(x),), label))
+            (signal,) = torch.autograd.grad(loss, seen[0], retain_graph=True)
             fits.append(F.cosine_similarity(signal.double(), signals, dim=1))
     finally:
         hook.remove()
@@ -228,14 +228,14 @@ class spear(Attack):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        return _unmixed(wave, known, streams, partial(_by_silence, budget), relu=True)
+        return _unmixed(wave, known, budget, streams, partial(_by_silence, budget), relu=True)
 
 
-def _by_silence(budget: Budget, mixture: _Mixture, rng: Generator) -> Iterator[_Guess]:
+def _by_silence(budget: Budget, mixture: _Mixture, rng: Generator, clock: Clock) -> Iterator[_Guess]:
     rows = mixture.left[mixture.left.norm(dim=1) > SILENT * mixture.left.norm(dim=1).max()]  # neurons that are on
-    tries, most, ends = 0, 1000 * budget.iterations, _deadline(budget)
+    tries, most = 0, 1000 * budget.iterations
     found = rows.new_empty(mixture.size, 0)
-    while tries < most and (not tries or time.perf_counter() < ends):
+    while tries < most and not (tries and clock.over()):
         fresh = min(AT_ONCE, 64 << mixture.size, most - tries)
         tries += fresh
         before, found = found, _distinct(rows, torch.cat([found, _directions(rows, fresh, rng)], 1))
@@ -317,17 +317,19 @@ class cocktail_party(Attack):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        return _unmixed(wave, known, streams, partial(self._by_independence, known.shape, budget), relu=False)
+        return _unmixed(wave, known, budget, streams, partial(self._by_independence, known.shape, budget), relu=False)
 
     def _by_independence(
-        self, shape: tuple[int, ...], budget: Budget, mixture: _Mixture, rng: Generator
+        self, shape: tuple[int, ...], budget: Budget, mixture: _Mixture, rng: Generator, clock: Clock
     ) -> Iterator[_Guess]:
         mixed = mixture.right - mixture.right.mean(1, keepdim=True)
         axes, values, _ = torch.linalg.svd(mixed, full_matrices=False)
         whiten = (axes / values).T * mixed.shape[1] ** 0.5  # pixels of variance 1, uncorrelated
         white = whiten @ mixed
-        best, least, ends, spent = white.new_zeros(0), math.inf, _deadline(budget), 0
-        for _ in range(budget.restarts):
+        best, least, spent = white.new_zeros(0), math.inf, 0
+        for restart in range(budget.restarts):
+            if restart and clock.over():
+                break
             rows = torch.randn(mixture.size, mixture.size, generator=rng, dtype=white.dtype).requires_grad_()
             adam = torch.optim.Adam([rows], self.rate)
             for _ in range(budget.iterations):
@@ -338,7 +340,7 @@ class cocktail_party(Attack):
                 loss.backward()
                 adam.step()
                 spent += 1
-                if time.perf_counter() > ends:
+                if clock.over():
                     break
         if len(best):
             yield _Guess(torch.linalg.inv(F.normalize(best, dim=1) @ whiten), spent)

@@ -7,6 +7,7 @@ what that file says; else it is one of a simulation, which `partition-id` number
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from typing import cast
@@ -168,12 +169,14 @@ def _answer_with_update(message: Message, context: Context, own: Own, state: Sta
     batch = own.owner.batch(rows)
     update = own.compute(params, buffers, batch, memory)
     reply = _reply(message, own, update, bool(buffers))  # before the audit, which uses the same model
-    state.keep_drawn(round, Drawn(context.run_id, tuple(rows), digest_of(batch)))
+    drawn = Drawn(context.run_id, tuple(rows), digest_of(batch))
+    state.keep_drawn(round, drawn)  # whatever becomes of it, it is not computed again
     with own.owner.allowing():  # an audit of the owner's own is found there
         objection = _objection(own, params, buffers, update, reply, rows)
     if objection:
         state.note("withheld", run=context.run_id, round=round, cause=objection)
         return withheld(message)
+    state.keep_drawn(round, replace(drawn, sent=True))
     _remember(context, memory)  # of what is not sent nothing is remembered as sent
     state.note("sent", run=context.run_id, round=round, examples=len(rows))
     return reply
@@ -205,10 +208,11 @@ def grade(message: Message, context: Context) -> Message:
     try:
         round = _round_of(message, "grade", 2**31)
         with state.held():
-            batch = batch_to_grade(owner, state, _run_of(message, context), round)
+            run = _run_of(message, context)
+            batch = batch_to_grade(owner, state, run, round)
             records = message.content.array_records.get("images", ArrayRecord())
             images = {name: _tensor(name, array, batch.x.shape) for name, array in records.items()}
-            answer = grade_images(owner.grading, state, round, batch, images, context.run_id)
+            answer = grade_images(owner.grading, state, round, batch, images, run)
     except Refused as reason:
         state.note("refused", run=context.run_id, what="grade", reason=str(reason))
         return Message(Error(NOT_GRADED, str(reason)), reply_to=message)

@@ -10,6 +10,7 @@ import inspect
 import os
 import pkgutil
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -190,11 +191,29 @@ def build(
 
 
 def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
-    """Call with checked arguments; a refusal by the target names the table."""
+    """Call with checked arguments; a refusal by the target names the table, a user's own failure its line, too."""
+    outside = _is_in(str(getattr(target, "__module__", "")), allowed())
     try:
         return target(**arguments)
-    except (ValueError, RuntimeError, FileNotFoundError) as error:  # RuntimeError: torch, of what memory cannot hold
-        raise SpecError(f"{where}: {error}") from error
+    except Exception as error:
+        if outside:  # which raises what it likes
+            raise SpecError(f"{where}: {_raised(error)}") from error
+        if isinstance(
+            error, ValueError | RuntimeError | FileNotFoundError
+        ):  # RuntimeError: torch, of what memory cannot hold
+            raise SpecError(f"{where}: {error}") from error
+        raise
+
+
+def _raised(error: Exception) -> str:
+    """An exception with its type, and where in a user's package it came from."""
+    own = [
+        f"{frame.f_code.co_filename}, line {line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _is_in(frame.f_globals.get("__name__", ""), allowed())
+    ]
+    place = f" ({own[-1]})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def resolve(table: Table, where: str, kind: Kind) -> Callable[..., Any]:

@@ -1,10 +1,12 @@
-"""Private text: sentences as numbered words, from public corpora or from a small grammar that needs no file.
+"""Private text: sentences as numbered words, from public corpora, a table of a user's own, or a small grammar without a file.
 
 A data set brings its tokenizer with it, and a model that was trained on another one refuses it.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
+from csv import DictReader
+from csv import Error as CsvError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,10 +18,12 @@ from torch import Tensor
 from client.data import Dataset, cached, data_folder
 from client.losses import IGNORED
 from client.phrases import sentences
+from client.rng import generator
 from client.tokenizer import WORDPIECE, Task, Tokenizer, framed, load_tokenizer, offline, wordpiece
 
 Longer = Literal["cut", "drop"]
 MOST_TESTED = 2000  # pieces: they are evaluated in every round
+MOST_CLASSES = 100_000  # of a table: each is a row of a model's last layer
 LEAST_WORDS = 200  # of a vocabulary: it has every letter twice
 
 
@@ -77,6 +81,100 @@ def phrases(
     cut = len(found) // 5
     corpus = Corpus(found[cut:], found[:cut])
     return _text("phrases", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+
+
+def csv(
+    path: Path,
+    text: str = "text",
+    label: str = "label",
+    classes: Sequence[str] | None = None,
+    test: float = 0.2,
+    length: int = 32,
+    tokenizer: str = WORDPIECE,
+    tokenizer_folder: Path | None = None,
+    vocabulary: int = 2000,
+    task: Task = "classification",
+    longer: Longer = "cut",
+) -> Text:
+    """A table of a user's own: a CSV file in UTF-8 whose first line names its columns.
+
+    Args:
+        text, label: its columns of sentences and of classes (numbers from 0 on, or names); for next_token no label is read.
+        classes: all names in the order in which they count, where a file may lack some; default: those that occur, in
+            alphabetical order.
+        test: the share of each class that no client trains on, above 0 and below 1.
+        length, tokenizer, tokenizer_folder, vocabulary, task, longer: as of phrases. Where several parties have tables of
+            their own, as a deployment's clients do, all of them need one tokenizer: a name or a folder.
+    """
+    sentences_, written = _columns(path, [text] if task == "next_token" else [text, label])
+    labels, count = _classes(path, label, written, classes) if task == "classification" else ([0] * len(sentences_), 2)
+    if len(sentences_) < 2 or (task == "classification" and len(set(labels)) < 2):
+        few = "of one class only: there is nothing to learn" if len(sentences_) > 1 else "fewer than two"
+        raise ValueError(f"{path} has sentences {few}")
+    tested = held_out(torch.tensor(labels), test).tolist()
+    if not any(tested):
+        raise ValueError(f"{path}: no class has the two sentences that test = {test:g} needs")
+    rows = list(zip(sentences_, labels, strict=True))
+    corpus = Corpus(*([row for row, t in zip(rows, tested, strict=True) if t == part] for part in (False, True)))
+    return _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+
+
+def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
+    """The columns of a table that are named so, each stripped; rows without any text are none."""
+    columns: list[list[str]] = [[] for _ in names]
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # Excel begins its files with a mark
+            table = DictReader(file, strict=True)
+            found = list(table.fieldnames or [])
+            for name in names:
+                if found.count(name) != 1:
+                    many = "more than one column" if name in found else "no column"
+                    raise ValueError(f"{path} has {many} {name!r} (it has: {', '.join(map(repr, found)) or 'nothing'})")
+            for row in table:
+                if None in row or None in row.values():
+                    raise ValueError(
+                        f"{path}, line {table.line_num}: expected {len(found)} fields as in the first line; a text with a comma "
+                        "in it stands in quotes"
+                    )
+                if row[names[0]].strip():
+                    for column, name in zip(columns, names, strict=True):
+                        column.append(row[name].strip())
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file") from error
+    except (UnicodeDecodeError, CsvError, OSError) as error:
+        raise ValueError(f"{path} is not a CSV file in UTF-8 that can be read: {error}") from error
+    return columns if len(names) > 1 else [*columns, []]
+
+
+def _classes(path: Path, column: str, written: Sequence[str], names: Sequence[str] | None) -> tuple[list[int], int]:
+    """The labels as numbers, and how many classes there are."""
+    if names is None and all(v.isascii() and v.isdigit() and len(v) < 10 for v in written):
+        numbers = [int(v) for v in written]
+        if (most := max(numbers, default=0)) >= MOST_CLASSES:
+            raise ValueError(
+                f"{path}: column {column!r} has the label {most}; labels count from 0, to {MOST_CLASSES - 1} at most"
+            )
+        return numbers, most + 1
+    known = list(names) if names is not None else sorted(set(written))
+    if len(set(known)) < len(known):
+        raise ValueError("classes names one twice")
+    place = {name: k for k, name in enumerate(known)}
+    if strange := [v for v in written if v not in place]:
+        raise ValueError(f"{path}: column {column!r} has {strange[0]!r}, which is none of classes ({', '.join(known)})")
+    return [place[v] for v in written], len(known)
+
+
+def held_out(y: Tensor, share: float) -> Tensor:
+    """Which examples become the test part: of each class with two or more at least one, and never all."""
+    if not 0 < share < 1:
+        raise ValueError(f"test must be above 0 and below 1, got {share:g}")
+    chosen = torch.zeros(len(y), dtype=torch.bool)
+    for k in y.unique().tolist():
+        own = (y == k).nonzero()[:, 0]
+        count = min(max(1, round(share * len(own))), len(own) - 1)
+        order = torch.randperm(len(own), generator=generator("test part", k, len(own)))
+        chosen[own[order[:count]]] = True
+    return chosen
 
 
 def _labelled(name: str, told: str, read: Callable[[Path], Corpus], *hub: Any) -> Callable[..., Text]:

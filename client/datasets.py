@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client.corpora import Text, wrong_text
+from client.corpora import Text, held_out, wrong_text
 from client.data import Dataset
-from client.rng import generator
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 Layout = Literal["auto", "NHWC", "NCHW"]
@@ -269,7 +268,7 @@ def _dataset(
     if len(y.unique()) < 2:
         raise ValueError(f"{path} has images of one class only: there is nothing to learn, and every label is known")
     if apart is None:
-        tested = _tested(y, share)
+        tested = held_out(y, share)
         if not tested.any():
             raise ValueError(f"{path}: no class has the two images that test = {share:g} needs")
         (x, y), apart = (x[~tested], y[~tested]), (x[tested], y[tested])
@@ -280,19 +279,6 @@ def _dataset(
             f"{path}: std of channel {flat[0]} is {std[flat[0]]:g}: all its pixels are the same; give a std"
         )
     return Dataset(path.stem or str(path), x, y, *apart, classes, tuple(mean), tuple(std))
-
-
-def _tested(y: Tensor, share: float) -> Tensor:
-    """Which examples become the test part: of each class with two or more at least one, and never all."""
-    if not 0 < share < 1:
-        raise ValueError(f"test must be above 0 and below 1, got {share:g}")
-    chosen = torch.zeros(len(y), dtype=torch.bool)
-    for k in y.unique().tolist():
-        own = (y == k).nonzero()[:, 0]
-        count = min(max(1, round(share * len(own))), len(own) - 1)
-        order = torch.randperm(len(own), generator=generator("test part", k, len(own)))
-        chosen[own[order[:count]]] = True
-    return chosen
 
 
 def _statistics(x: Tensor) -> tuple[list[float], list[float]]:

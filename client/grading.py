@@ -43,6 +43,8 @@ def batch_to_grade(owner: Owner, state: State, run: int, round: int) -> Batch:
     drawn = state.drawn(run, round)
     if drawn is None:
         raise Refused(f"this client did not train in round {round}")
+    if not drawn.sent:
+        raise Refused(f"this client sent nothing in round {round}")
     if not all(0 <= row < len(owner.dataset.y) for row in drawn.rows):
         raise Refused("the owner's data has changed since")
     batch = owner.batch(drawn.rows)

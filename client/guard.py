@@ -4,6 +4,7 @@ The server learns that nothing comes, and no reason. (That much it does learn: w
 one bit of them a round.)
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from client.mods import Mod
 from client.update import Params, Update, norm
 
+_LOG = logging.getLogger("fedleak")
 WITHHELD = 111  # an error code of our own
 REASON = "withheld by the client's guard"  # the same whatever the cause
 Audit = Callable[[Params, Update], float]  # (weights as sent, update) -> PSNR in dB of the best reconstructed example
@@ -60,7 +62,7 @@ def guard(
     audit: Audit | None = None,
     threshold: float = 20.0,
     replies: Literal["updates", "weights"] = "weights",
-    note: Note = lambda words: None,
+    note: Note = _LOG.warning,
 ) -> Mod:
     """A mod that answers with an error where an update should not leave: `@app.train(mods=[guard(max_norm=10.0), ...])`.
 
@@ -70,7 +72,7 @@ def guard(
     Args:
         audit: None: none; it is handed what the message and the reply hold, and knows the examples by itself.
         replies: what the ClientApp answers with: weights (anybody's) or updates (fedleak's).
-        note: told why an update was held back; it stays at the client.
+        note: told why an update was held back, at the client alone; default: its log.
     """
     outbound = Outbound(max_norm, threshold)
 

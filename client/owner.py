@@ -13,7 +13,7 @@ import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -358,11 +358,13 @@ class Drawn:
     Args:
         run: Flower's number of the run.
         digest: of the examples; else rows would mean others where the owner's data has changed.
+        sent: whether the update left: of one that the owner's guard held back nothing is told, not even its leak.
     """
 
     run: int
     rows: tuple[int, ...]
     digest: str
+    sent: bool = False
 
 
 @dataclass(frozen=True)
@@ -385,13 +387,13 @@ class State:
         if table is None:
             return None
         try:
-            return Drawn(int(table["run"]), tuple(map(int, table["rows"])), str(table["digest"]))
+            return Drawn(int(table["run"]), tuple(map(int, table["rows"])), str(table["digest"]), table["sent"] is True)
         except (KeyError, TypeError, ValueError) as error:
             raise Damaged(f"{self._round(run, round)} is damaged: {error!r}") from error
 
     def keep_drawn(self, round: int, drawn: Drawn) -> None:
         """Write a round's draw down."""
-        _write(self._round(drawn.run, round), {"run": drawn.run, "rows": drawn.rows, "digest": drawn.digest})
+        _write(self._round(drawn.run, round), asdict(drawn))
 
     def answers(self, digest: str) -> dict[str, Any]:
         """What was answered on a batch, by round and attack."""

@@ -19,7 +19,7 @@ from attacks.metrics import HIGHER_IS_BETTER, PSNR_CAP
 from attacks.plan import BASELINES, LIMITS, PlannedAttack
 from client.corpora import Text
 from client.protocol import Federation, Protocol
-from server.ledger import Ledger, ScoreRow
+from server.ledger import UNGRADED, Ledger, ScoreRow
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -57,6 +57,15 @@ OF_IMAGES = Measure("psnr", "PSNR", "dB", MARGIN, "at a tenth of every baseline'
 OF_TEXT = Measure(
     "rouge1", "ROUGE-1", "%", 50.0, "with half of the scale above every baseline or more", "sentence", 100.0
 )
+
+
+def best_so_far(ledger: Ledger) -> tuple[Measure, float | None]:
+    """The measure of what was attacked, and the best value that an attack reached; None before the first."""
+    for measure in (OF_TEXT, OF_IMAGES):
+        best, _ = ledger.so_far(measure.metric, measure.cap)
+        if best is not None:
+            return measure, best
+    return OF_IMAGES, None
 
 
 def measure_of(federation: Federation) -> Measure:
@@ -296,7 +305,8 @@ class Leak:
     Args:
         round: None for all rounds pooled.
         n: graded examples (for label_accuracy: batches).
-        failed: rows without a value, by status; they are in no mean.
+        failed: rows without a value, by status; they are in no mean. Not among them:
+        ungraded: reconstructions that a deployment's clients did not grade, each of a whole batch.
         mean, low, high: mean and 95 % t interval, clustered by client; PSNR capped at PSNR_CAP. None where there is
             nothing to average, or fewer than two clients for an interval.
         median: of raw values.
@@ -315,6 +325,7 @@ class Leak:
     low: float | None
     high: float | None
     clusters: int
+    ungraded: int = 0
 
 
 def leakage(scores: Scores, metric: str) -> list[Leak]:
@@ -354,6 +365,7 @@ def _leak(part: Scores, metric: str, higher: bool, round: int | None) -> Leak:
     averaged = in_means(metric, part.value)
     graded = own & np.isfinite(averaged)
     failed = Counter(part.statuses[s] for s in part.status[~graded])
+    ungraded = failed.pop(UNGRADED, 0)
     values, raw, clients = averaged[graded], part.value[graded], part.client[graded]
     interval = clustered_interval(values, clients)
     some = len(values) > 0
@@ -369,6 +381,7 @@ def _leak(part: Scores, metric: str, higher: bool, round: int | None) -> Leak:
         low=interval[0] if interval else None,
         high=interval[1] if interval else None,
         clusters=int(np.count_nonzero(np.bincount(clients))),
+        ungraded=ungraded,
     )
 
 
@@ -477,20 +490,46 @@ def attack_order(ledger: Ledger, names: Collection[str]) -> list[str]:
 def success_curve(scores: Scores, ledger: Ledger) -> dict[str, list[Rate]]:
     """For each attack and baseline, how many examples reach each PSNR of THRESHOLDS, of all attacked: failures do not.
 
-    Of text there is none: its thresholds are other ones.
+    What clients did not grade counts neither way: an attack of which they graded nothing has no curve, and where they graded
+    nothing at all there is none. Of text there is none either: its thresholds are other ones.
     """
     if scores.measure != OF_IMAGES:
         return {}
     sizes = {(o["round"], o["client"]): o["examples"] or 1 for o in ledger.observations()}
     psnr = scores.of_metric("psnr")
+    if _unknown(psnr):
+        return {}
     curve = {}
     for attack in [a for a in attack_order(ledger, psnr.attacks) if not is_limit(a)]:
         rows = psnr.of_attack(attack)
+        if not len(rows) or _unknown(rows):
+            continue
+        rows = rows.where(~_ungraded(rows))
         whole = rows.where(rows.example == WHOLE_BATCH)  # a batch lost as a whole: each of its examples
         lost = sum(sizes.get((int(r), int(c)), 1) - 1 for r, c in zip(whole.round, whole.client, strict=True))
         n = len(rows) + lost
         curve[attack] = [Rate(int((rows.value >= t).sum()), n) for t in THRESHOLDS]
     return curve
+
+
+def ungraded(scores: Scores) -> int:
+    """How many reconstructions by real attacks a deployment's clients did not grade."""
+    return int((_ungraded(scores) & _by_attacks(scores)).sum())
+
+
+def _ungraded(rows: Scores) -> Mask:
+    hidden: Mask = rows.status == (rows.statuses.index(UNGRADED) if UNGRADED in rows.statuses else -1)
+    return hidden
+
+
+def _unknown(rows: Scores) -> bool:
+    """Whether all that came back is ungraded: that the rest failed says nothing of a rate."""
+    return bool(_ungraded(rows).any() and np.isnan(rows.value).all())
+
+
+def _by_attacks(rows: Scores) -> Mask:
+    own: Mask = np.array([is_attack(a) for a in rows.attacks], dtype=bool)[rows.attack]
+    return own
 
 
 # ------------------------------------------------------------------------------------------------------------ verdict
@@ -679,7 +718,7 @@ def _labels(scores: Scores, ledger: Ledger) -> str:
 
 def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
     real = scores.of_metric(scores.measure.metric)
-    real = real.where(np.array([is_attack(scores.attacks[a]) for a in real.attack], dtype=bool))
+    real = real.where(_by_attacks(real))
     if not ledger.attacks():
         return "Nothing can be said on leakage: no attack was planned."
     if not any(is_attack(row["name"]) for row in ledger.attacks()):
@@ -690,9 +729,20 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
         return "Nothing can be said on leakage yet: no attack has been done."
     if np.isnan(real.value).all():
         told = Counter(real.statuses[s] for s in real.status)
+        hidden = told.pop(UNGRADED, 0)
         outcomes = ", ".join(f"{n} x {status}" for status, n in sorted(told.items()))
-        return f"Nothing can be said on leakage: no attack gave {_a(scores.measure.private)} to grade ({outcomes})."
+        other = f"no attack gave {_a(scores.measure.private)} to grade ({outcomes})"
+        if hidden:
+            reason = not_graded(ledger)
+            count = f"{hidden} reconstruction{'s' if hidden > 1 else ''}, none graded"
+            other = f"{count}{f' ({reason})' if reason else ''}{f'; without one: {outcomes}' if outcomes else ''}"
+        return f"Nothing can be said on leakage: {other}."
     return "Nothing can be said on leakage yet: no baseline has been graded beside the attacks."
+
+
+def not_graded(ledger: Ledger) -> str:
+    """Why a deployment's clients graded nothing, or not all, as they say; empty where they did."""
+    return ledger.meta().get("grading", "").partition("not graded")[2].partition(": ")[2]
 
 
 def _a(noun: str) -> str:

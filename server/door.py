@@ -28,6 +28,7 @@ from client.update import Params, Update, average
 from server.ledger import Seen
 
 WEIGHT = "num-examples"
+AWAY = "it was not there when the round began"
 MOST_EXAMPLES = 2**53  # beyond it a float no longer counts, and the sum of two clients' overflows the ledger
 
 
@@ -92,6 +93,7 @@ class Door(Strategy):
         self.protocol = protocol
         self._params: Params = {}
         self._asked: set[int] = set()  # node ids
+        self._away: set[int] = set()  # clients
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -110,6 +112,7 @@ class Door(Strategy):
             if buffers:
                 message.content["buffers"] = buffers
         self._asked = {message.metadata.dst_node_id for message in messages}
+        self._away = self._absent(grid)
         return messages
 
     def aggregate_train(
@@ -221,15 +224,24 @@ class Door(Strategy):
         message.content = RecordDict({"arrays": arrays, "metrics": MetricRecord({WEIGHT: sum(examples)})})
         return Accepted(replies[0].client, update, sum(examples), buffers), message
 
+    def _absent(self, grid: Grid) -> set[int]:
+        """The protocol's clients that nobody could ask; of a federation whose nodes are not all known, none."""
+        if not self.strict or self.protocol is None:
+            return set()
+        there = self._asked.union(grid.get_node_ids()) & self.clients.keys()
+        return set(range(self.protocol.clients)) - {self.clients[node] for node in there}
+
     def _missing(self, received: list[Message]) -> list[Seen]:
-        """Who was asked and did not answer, or answered with an error."""
+        """Who was asked and did not answer, or answered with an error; and who was away."""
         reasons = {m.metadata.src_node_id: (m.error.reason or "").strip() or "error" for m in received if m.has_error()}
         # a node that died is reported by the SuperLink under an id of its own
         unplaced = [r for node, r in reasons.items() if node not in self._asked]
         answered = {m.metadata.src_node_id for m in received if not m.has_error()}
         silent = "no reply" + (f" ({unplaced[0].splitlines()[0]})" if unplaced else "")
-        absent = sorted((self._client(n), reasons.get(n, silent)) for n in self._asked - answered)
-        return [Seen(client, "missing", reason.splitlines()[-1]) for client, reason in absent]
+        absent = [(self._client(n), reasons.get(n, silent).splitlines()[-1]) for n in self._asked - answered]
+        return [
+            Seen(client, "missing", reason) for client, reason in sorted([*absent, *((c, AWAY) for c in self._away)])
+        ]
 
     def _average_buffers(self, accepted: tuple[Accepted, ...]) -> None:
         returned = [a for a in accepted if a.buffers]

@@ -18,16 +18,15 @@ from torch import Tensor
 
 from attacks.audit import WHOLE_BATCH, Row, has_images
 from attacks.plan import BASELINES
-from server.ledger import Ledger, Ungraded
+from server.ledger import UNGRADED, Ledger, Ungraded, clean
 from server.run import Run
 from server.tape import TapeError
 
 STARTED = "flower_run_from_round_"  # in the ledger's meta: Flower's number of the run that trained from that round on
-UNGRADED = "not_graded"  # a row's status
 GRACE = 10.0  # seconds for which an attack service may be away, being started again, before it counts as dead
+ANSWERING = 60.0  # seconds for which training waits for answers; who is silent is asked again in the end only
 NOTHING = "nothing to grade: the attack left no images"
 _SUFFIX = re.compile(r"; (graded by the clients|not graded).*", re.DOTALL)
-_WORDS = 200  # of a client's, at most
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,9 @@ class Grader:
         self.clients = clients
         self.timeout = timeout
         self.grace = grace
+        self._silent: set[int] = (
+            set()
+        )  # who let a question pass: another wait for each of its rounds would stall everybody
         self.starts = {int(k.removeprefix(STARTED)): v for k, v in ledger.meta().items() if k.startswith(STARTED)}
 
     def ask(self) -> None:
@@ -91,6 +93,8 @@ class Grader:
         return progress.queued + progress.leased
 
     def _grade(self, jobs: Sequence[Ungraded], final: bool) -> None:
+        if final:
+            self._silent.clear()  # each has one more chance
         for round in sorted({job.round for job in jobs}):
             own = [job for job in jobs if job.round == round]
             guesses = {job.id: self._guess(job) for job in own}
@@ -98,7 +102,7 @@ class Grader:
                 if guesses[job.id] is None:
                     self.ledger.grade(job.id, [], NOTHING)
             asked = [(job, x) for job in own if (x := guesses[job.id]) is not None]
-            replies = self._replies(round, _questions(asked))
+            replies = self._replies(round, _questions(asked), self.timeout if final else min(self.timeout, ANSWERING))
             for job, x in asked:
                 self._settle(job, len(x), replies, final)
         if jobs:
@@ -111,9 +115,10 @@ class Grader:
             return None
         return x if has_images(x) else None
 
-    def _replies(self, round: int, questions: Mapping[int, Mapping[str, Tensor]]) -> dict[int, Reply]:
-        """What the clients answer that are there."""
+    def _replies(self, round: int, questions: Mapping[int, Mapping[str, Tensor]], patience: float) -> dict[int, Reply]:
+        """What the clients answer that are there, and have let no question pass."""
         there = {self.clients[node]: node for node in self.grid.get_node_ids() if node in self.clients}
+        there = {client: node for client, node in there.items() if client not in self._silent}
         messages = [
             _message(round, self._flower_run(round), there[c], asked) for c, asked in questions.items() if c in there
         ]
@@ -121,10 +126,11 @@ class Grader:
             there[c]: (c, {name: len(x) for name, x in asked.items()}) for c, asked in questions.items() if c in there
         }
         found: dict[int, Reply] = {}
-        for answer in self.grid.send_and_receive(messages, timeout=self.timeout) if messages else ():
+        for answer in self.grid.send_and_receive(messages, timeout=patience) if messages else ():
             if answer.metadata.src_node_id in sent:  # a dead node's error comes from the SuperLink
                 client, sizes = sent[answer.metadata.src_node_id]
                 found[client] = read(answer, sizes)
+        self._silent |= {client for client, _ in sent.values()} - found.keys()
         return found
 
     def _flower_run(self, round: int) -> str:
@@ -210,13 +216,13 @@ def read(answer: Message, sizes: Mapping[str, int]) -> Reply:
         sizes: by question, how many images were asked about.
     """
     if answer.has_error():
-        return Reply(otherwise=_clean(answer.error.reason) or "it failed")
+        return Reply(otherwise=clean(answer.error.reason) or "it failed")
     records = answer.content
     precision = records.config_records.get("grading", ConfigRecord()).get("precision")
     if not isinstance(precision, float) or not 0 < precision < math.inf or "psnr" not in records.metric_records:
         return Reply(otherwise="its answer is malformed")
     told = records.metric_records["psnr"]
-    refused = {k: _clean(v) for k, v in records.config_records.get("refused", ConfigRecord()).items() if k in sizes}
+    refused = {k: clean(v) for k, v in records.config_records.get("refused", ConfigRecord()).items() if k in sizes}
     psnr: dict[str, Sequence[float]] = {}
     for name in sizes.keys() & told.keys():
         if (values := _decibels(told[name], sizes[name])) is not None:
@@ -231,8 +237,3 @@ def _decibels(value: object, size: int) -> list[float] | None:
         return None
     numbers = [float(v) for v in value if isinstance(v, int | float) and 0 <= v <= 100]
     return numbers if len(numbers) == size else None
-
-
-def _clean(words: object) -> str:
-    """A client's words, for a terminal and a page: one short line without control characters."""
-    return "".join(c if c.isprintable() else " " for c in str(words))[:_WORDS].strip()

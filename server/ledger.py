@@ -15,6 +15,9 @@ from attacks.plan import BASELINES, LIMITS, AttackPlan, PlannedAttack
 
 APPLICATION = 0x666C656B  # "flek": marks a file as a fedleak ledger
 DEPLOYMENT = "deployment"  # the run's mode, where it is no simulation
+EMPTY = "empty"  # in the meta, why a run that has all its rounds has failed: no client gave an update in any
+UNGRADED = "not_graded"  # status of a row for what a deployment's clients were asked to grade, and did not
+_WORDS = 300  # of a client, at most
 PATIENCE = 30.0  # seconds that a connection waits for others to be done
 
 _MIGRATIONS: tuple[str, ...] = (
@@ -73,6 +76,11 @@ _END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs), ended = (j
 
 ScoreRow = tuple[int, int, str, int, str, str, float | None]  # round, client, attack, example, metric, status, value
 ObservationStatus = Literal["accepted", "rejected", "missing"]
+
+
+def clean(words: object) -> str:
+    """A client's words, for ledger, terminal and page: one line of some length, without control characters."""
+    return "".join(c if c.isprintable() else " " for c in str(words)[: 2 * _WORDS])[:_WORDS].strip()
 
 
 class LedgerError(Exception):
@@ -297,7 +305,7 @@ class Ledger:
         with self._transaction() as db:
             db.executemany(
                 "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?, ?)",
-                [(round, s.client, s.status, s.reason, s.examples, s.digest) for s in seen],
+                [(round, s.client, s.status, clean(s.reason), s.examples, s.digest) for s in seen],
             )
             if plan is not None:
                 self._enqueue(
@@ -539,15 +547,15 @@ class Ledger:
         """The attacks: name, planned, knowledge, seed."""
         return self._db.execute("SELECT name, planned, knowledge, seed FROM attacks ORDER BY id").fetchall()
 
-    def psnr_so_far(self, cap: float) -> tuple[float | None, float | None]:
-        """Best and mean PSNR of all attacks, without baselines and limits, each value capped in the mean; None before the first."""
+    def so_far(self, metric: str, cap: float) -> tuple[float | None, float | None]:
+        """Best and mean value of all attacks but baselines and limits, each capped in the mean; None before the first."""
         others = (*BASELINES, *LIMITS)
         query = (
             "SELECT max(s.value), avg(min(s.value, ?)) FROM scores s JOIN jobs j ON j.id = s.job_id"
-            " JOIN attacks a ON a.id = j.attack_id WHERE s.metric = 'psnr' AND s.attack = a.name"
+            " JOIN attacks a ON a.id = j.attack_id WHERE s.metric = ? AND s.attack = a.name"
             f" AND s.value IS NOT NULL AND a.name NOT IN ({', '.join('?' * len(others))})"
         )
-        best, mean = self._db.execute(query, (cap, *others)).fetchone()
+        best, mean = self._db.execute(query, (cap, metric, *others)).fetchone()
         return best, mean
 
     def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:

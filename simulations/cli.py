@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import tomllib
 import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -21,13 +22,16 @@ from client import components
 from client.components import SpecError
 from client.data import data_folder
 from client.files import replacing
-from server.analysis import Line, Scores, is_attack, round_table
+from client.grading import NOT_ALLOWED
+from client.owner import Owner
+from server.analysis import Line, Scores, best_so_far, is_attack, round_table
 from server.dashboard.reading import state_of, tables_of
 from server.ledger import Ledger, LedgerError
 from server.run import Busy, Run
 from server.scenario import Scenario, apply_setting
 from server.tape import TapeError
 from simulations import deploy_cli, events
+from simulations.standing import participation
 from simulations.view import Log, view_of
 
 RUNS = Path("runs")
@@ -62,10 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
     """Packages of the user's own from which a scenario may name components; they lie here, or beside the scenario."""
-    names = [*components.allowed(), *options.allow]
+    names = [*components.allowed(), *options.allow, *getattr(options, "allow_too", [])]
     if not names:
         return nullcontext()
     beside = [Path(file).parent for key in ("scenario", "sweep") if (file := getattr(options, key, None))]
+    beside += [options.folder] if "folder" in options else []  # a deployment's, where its scenario lies
     further = [Path(p) for p in os.environ.get(components.ALLOW_PATH, "").split(os.pathsep) if p]
     return components.allowing(names, [*further, *beside, Path.cwd()])
 
@@ -296,7 +301,7 @@ def bench(options: argparse.Namespace) -> int:
 
 def runs(options: argparse.Namespace) -> int:
     """fedleak runs: every run under runs/, newest first."""
-    table = Table("run", "state", "rounds", "chain", "attacks", "attacks done", "best PSNR (dB)", box=None)
+    table = Table("run", "state", "rounds", "chain", "attacks", "attacks done", "best", box=None)
     folders = sorted((p.parent for p in options.runs.glob("*/ledger.sqlite")), reverse=True)
     for folder in folders:
         try:
@@ -319,15 +324,16 @@ def _console() -> Console:
 
 
 def _summary(run: Run) -> list[str | Text]:
-    """State, rounds, chain, attacks by name, how many are done, and best PSNR."""
+    """State, rounds, chain, attacks by name, how many are done, and the best that an attack reached."""
     with run.ledger() as ledger:
         progress, rounds = ledger.progress(), ledger.rounds()
-        best = ledger.psnr_so_far(0.0)[0]
+        measure, best = best_so_far(ledger)
         trained = f"{rounds[-1]['round'] if rounds else 0}/{ledger.meta().get('rounds', '?')}"
         chain = " > ".join(map(describe, tables_of(run)["chain"]))
         attacks = ", ".join(row["name"] for row in ledger.attacks() if is_attack(row["name"]))
         done = f"{progress.done}/{progress.total}"
-        return [state_of(run, ledger), trained, Text(chain), attacks, done, "" if best is None else f"{best:.1f}"]
+        found = "" if best is None else f"{measure.name} {best:.1f} {measure.unit}"
+        return [state_of(run, ledger), trained, Text(chain), attacks, done, found]
 
 
 def stop(options: argparse.Namespace) -> int:
@@ -397,11 +403,20 @@ def client_report(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """fedleak doctor [SCENARIO.toml]: what works on this machine and what is missing; of a scenario, what is wrong with it."""
-    from simulations.doctor import check, examine
+    """fedleak doctor [FILE]: what works on this machine and what is missing; what is wrong with a scenario, or a client's file."""
+    from simulations.doctor import check, check_owner, examine
 
     table = Table(box=None, show_header=False)
-    findings = examine() if options.scenario is None else check(Scenario.load(options.scenario, options.set))
+    if options.scenario is None:
+        findings = examine()
+    elif _is_owners(options.scenario):
+        if options.set or options.allow:
+            raise SpecError(
+                f"{options.scenario}: a client's owner decides by the file alone: leave out --set and --allow"
+            )
+        findings = check_owner(Owner.load(options.scenario))
+    else:
+        findings = check(Scenario.load(options.scenario, options.set))
     for f in findings:
         missing, optional = ("missing", "optional") if options.scenario is None else ("wrong", "note")
         lacks = Text(missing, "red") if f.needed else Text(optional, "yellow")
@@ -410,6 +425,15 @@ def doctor(options: argparse.Namespace) -> int:
     (Console() if sys.stdout.isatty() or options.scenario is None else Console(width=160)).print(table)
     broken = MISTAKE if options.scenario is not None else FAILED
     return broken if any(f.needed and not f.works for f in findings) else 0
+
+
+def _is_owners(path: Path) -> bool:
+    """Whether a file is a client's: a scenario counts its clients, and says no number of one."""
+    try:
+        tables = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):  # told by whoever reads it as a scenario
+        return False
+    return "client" in tables and "clients" not in tables
 
 
 def _tell_end(run: Run, log: Log) -> None:
@@ -438,6 +462,8 @@ def _tell_errors(run: Run) -> None:
             print(f"fedleak: replay check: {meta['replay_detail']}", file=sys.stderr)
         if progress.failed:
             print(f"fedleak: {progress.failed} attacks failed: {'; '.join(ledger.errors())}", file=sys.stderr)
+        if lacking := _lacking(ledger):
+            print(f"fedleak: {lacking}", file=sys.stderr)
         if left := _left(run, ledger):
             print(f"fedleak: {left}", file=sys.stderr)
 
@@ -448,9 +474,11 @@ def _tell(run: Run) -> None:
 
     console = _console()
     with run.ledger() as ledger:
-        psnr = ("mean PSNR (dB)", "best PSNR (dB)", "baseline PSNR (dB)")
-        table = Table("round", "accuracy", "attack", *psnr, "label accuracy", box=None)
-        for line in round_table(Scores.read(ledger), ledger):
+        scores = Scores.read(ledger)
+        of = f"{scores.measure.name} ({scores.measure.unit})"
+        values = [f"{which} {of}" for which in ("mean", "best", "baseline")]
+        table = Table("round", "accuracy", "attack", *values, "label accuracy", box=None)
+        for line in round_table(scores, ledger):
             table.add_row(*_cells(line))
         if table.row_count:
             console.print(table)
@@ -458,8 +486,8 @@ def _tell(run: Run) -> None:
         if "replay_detail" in meta:
             style = "yellow" if meta["replay"] != "ok" else None
             console.print(f"replay check: {meta['replay_detail']}", style=style, markup=False, highlight=False)
-        if "grading" in meta:
-            console.print(f"grading: {meta['grading']}", markup=False, highlight=False, soft_wrap=True)
+        for words in filter(None, (_lacking(ledger), _graded(ledger))):
+            console.print(words, markup=False, highlight=False, soft_wrap=True)
         if progress.failed:
             console.print(
                 f"{progress.failed} attacks failed: {'; '.join(ledger.errors())}", style="yellow", markup=False
@@ -476,8 +504,25 @@ def _tell(run: Run) -> None:
     print(f"report: {write_report(run)}")
 
 
+def _lacking(ledger: Ledger) -> str:
+    """Who of a deployment's clients gave no update, and why; empty where all did."""
+    lacking = participation(ledger.observations()) if ledger.deployed else ""
+    return lacking and f"{lacking} (in full: fedleak client-report CLIENT.toml, at the client)"
+
+
+def _graded(ledger: Ledger) -> str:
+    """What a deployment's clients said of the attacks' success, and how they may be let say more."""
+    told = ledger.meta().get("grading")
+    if told is None:
+        return ""
+    allow = 'an owner may allow it: mode = "scores" under [grading] in client.toml (all: fedleak deploy init --grading scores)'
+    return "; ".join([f"grading: {told}", *([allow] if NOT_ALLOWED in told else []), "labels are graded by no client"])
+
+
 def _left(run: Run, ledger: Ledger) -> str:
     """What is left to do on a run that is at rest, and how; empty where nothing is."""
+    from simulations.simulate import again
+
     progress = ledger.progress()
     waiting = progress.queued + progress.leased
     if not ledger.attacks():
@@ -490,7 +535,7 @@ def _left(run: Run, ledger: Ledger) -> str:
     if waiting:
         return f"{waiting} attacks are parked; go on with: fedleak audit {run.folder}"
     if not ledger.observations():
-        return "it ended before its first round: there is nothing to attack; begin again with: fedleak run"
+        return f"it ended before its first round: there is nothing to attack; begin again with: {again(run, ledger)}"
     return ""
 
 
@@ -713,7 +758,8 @@ def _of_scenarios(commands: _Commands) -> None:
         "file", type=Path, nargs="?", default=Path("scenario.toml"), metavar="FILE"
     )
     examined = commands.add(doctor, with_run=False)
-    examined.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml", help="default: this machine")
+    words = "a scenario, or a client's own file; default: this machine"
+    examined.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml|CLIENT.toml", help=words)
     _settable(examined)
 
 

@@ -140,7 +140,7 @@ def show(report: Report, console: Console) -> None:
     elif report.rounds:
         say("worst leak: not known, as nothing was graded; that is no sign of safety")
     if report.privacy is not None:
-        say(f"differential privacy, by this file's chain: {report.privacy.words}{_beside(report.rounds)}")
+        say(f"differential privacy, by this file's chain: {report.privacy.words}.{_beside(report.rounds)}")
 
 
 def _beside(rounds: Sequence[Round]) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -14,14 +15,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from server.ledger import Ledger
-from server.run import Run
+from server.ledger import EMPTY, Ledger
+from server.run import Busy, NotResumable, Run
 from server.scenario import Scenario
 from simulations import launch, processes
 from simulations.deployment import Deployment, state_of_training
 from simulations.launch import TrainingFailed
 from simulations.local import FACTS, Local
 from simulations.simulate import INTERRUPTED, POLL, Interrupt, resume
+from simulations.standing import Observed, absences, participation
 from simulations.view import Log, View, view_of
 
 REGISTERED = "already in use"  # what Flower says of a key that it knows
@@ -56,7 +58,7 @@ def start(deployment: Deployment, superlink: str, name: str, interrupt: Interrup
         TrainingFailed: the federation ended badly.
     """
     run, resumed = deployment.begin(name)
-    scenario = resume(run) if resumed else run.scenario()
+    scenario = resume(run, "deployment") if resumed else run.scenario()
     with run.ledger() as ledger:
         with run.lock("training"):  # the attack service follows for as long as this is held
             _train(deployment, superlink, run, ledger, scenario, interrupt)
@@ -85,12 +87,23 @@ def _train(
                     state = "interrupted"
                 elif (status := submission.status(told)) != "finished:completed":
                     raise TrainingFailed(told(status))
+                elif why := _nobody(ledger):
+                    ledger.set_meta(**{EMPTY: why})
+                    raise TrainingFailed(why)
                 else:
                     state = "trained"
             finally:
                 processes.end(submission.process)
     finally:
         ledger.set_meta(state=state)
+
+
+def _nobody(ledger: Ledger) -> str:
+    """That no client gave an update in any round, and why; empty where one did."""
+    seen = ledger.observations()
+    if any(o["status"] == "accepted" for o in seen):
+        return ""
+    return f"no round got an update: {participation(seen) or 'no client was there'}"
 
 
 def _wait_for_attacks(run: Run, ledger: Ledger, scenario: Scenario, interrupt: Interrupt) -> None:
@@ -121,8 +134,13 @@ def _control(deployment: Deployment, superlink: str) -> Iterator[tuple[Path, dic
 # ------------------------------------------------------------------------------------------- everything on this machine
 
 
-def up(deployment: Deployment, console: Console, interrupt: Interrupt, log: Log = "auto") -> tuple[Run, int]:
+def up(
+    deployment: Deployment, console: Console, interrupt: Interrupt, log: Log = "auto", new: bool = False
+) -> tuple[Run, int]:
     """Start everything here, have the run trained and attacked to its end, end everything; the run and its exit status.
+
+    Args:
+        new: begin another run, be the last one finished or not.
 
     Raises:
         TrainingFailed: the federation, or a service, ended badly.
@@ -130,8 +148,10 @@ def up(deployment: Deployment, console: Console, interrupt: Interrupt, log: Log 
         SpecError, LedgerError: the last run cannot go on.
     """
     with deployment.lock():
-        run, resumed = deployment.begin(deployment.next_run())
+        run, resumed = deployment.begin(deployment.next_run(new))
         scenario = run.scenario()
+        if resumed:
+            _check_resumable(deployment, run)
         with (
             Local(deployment, run.name, scenario.audit.executor == "ray") as local,
             run.ledger() as ledger,
@@ -144,7 +164,20 @@ def up(deployment: Deployment, console: Console, interrupt: Interrupt, log: Log 
             if interrupt.asked and "start" not in local.children:
                 return run, INTERRUPTED
             view.say(f"fedleak: watch it at {local.place.dashboard_address} (its token: secrets/dashboard)")
-            return run, _follow(local, view, interrupt)
+            ended = _follow(local, view, interrupt)
+            view.say("fedleak: the services are being ended")
+            return run, ended
+
+
+def _check_resumable(deployment: Deployment, run: Run) -> None:
+    """Refuse a run that cannot go on before anything is started; NotResumable says what can be done instead."""
+    try:
+        resume(run, "deployment")
+    except NotResumable as error:
+        command = f"fedleak deploy up {shlex.quote(str(deployment.folder))} --local --new"
+        raise NotResumable(f"{error}. Begin another run with: {command}") from error
+    except Busy:  # what a killed start has left ends within a minute: `start` asks again, once all is up
+        return
 
 
 def _start_all(local: Local, run: Run, interrupt: Interrupt) -> None:
@@ -162,24 +195,54 @@ def _start_all(local: Local, run: Run, interrupt: Interrupt) -> None:
 
 def _follow(local: Local, view: View, interrupt: Interrupt) -> int:
     """Look after the services until the run has ended; its exit status."""
-    told = False
+    told, lacking = False, Absences(view)
     while (status := local.status("start")) is None:
         if view.note and view.standing.rounds:
             view.note = ""
         view.update()
+        lacking.tell()
         if not interrupt.asked:
             local.look()
         elif not told:
             told = True
             local.children["start"].send_signal(signal.SIGTERM)
         time.sleep(POLL)
+    lacking.tell()
     view.standing.coming = False
     _park(local, view, interrupt)
     if interrupt.asked:
         return INTERRUPTED
     if status:
-        raise TrainingFailed(local.blame("start", f"exit status {status}"))
+        raise TrainingFailed(_why(local, view.standing.ledger, status))
     return 0
+
+
+class Absences:
+    """Tells of each round from now on who gave no update."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.ledger = view.standing.ledger
+        self.round = max((o["round"] for o in self.ledger.observations()), default=0)
+
+    def tell(self) -> None:
+        """Tell what is new."""
+        by_round: dict[int, list[Observed]] = {}
+        for seen in self.ledger.observations_since(self.round + 1):
+            by_round.setdefault(seen["round"], []).append(seen)
+        for round, all_of_it in sorted(by_round.items()):
+            if words := absences(round, all_of_it):
+                self.view.say(f"fedleak: {words}")
+            self.round = round
+
+
+def _why(local: Local, ledger: Ledger, status: int) -> str:
+    """Why a run failed: nobody took part, the SuperLink died, or what `start` says."""
+    if ledger.meta().get("state") == "failed" and (why := ledger.meta().get(EMPTY)):
+        return why
+    if local.deaths.get("superlink") or local.status("superlink") is not None:
+        return launch.with_ends("the SuperLink died, and the training with it", local.deployment.log("superlink"))
+    return local.blame("start", f"exit status {status}")
 
 
 def _park(local: Local, view: View, interrupt: Interrupt) -> None:

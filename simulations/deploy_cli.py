@@ -1,6 +1,8 @@
 """`fedleak deploy init|up|status|down`, and the two that containers run once: register and start."""
 
 import argparse
+import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,9 @@ def add_actions(deploy: argparse.ArgumentParser, told: Callable[[argparse.Namesp
         added = actions.add_parser(name, help=summary, description=summary)
         added.set_defaults(action=action)
         added.add_argument("folder", type=Path, metavar="DIR", help="the deployment's folder")
+        words = "let components be named from this package of your own, which is then run here (repeatable)"
+        # of another name: what stands before the action is not to be overwritten
+        added.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help=words, dest="allow_too")
         return added
 
     made = add("init", init, "write certificates, keys, a file for each client's owner, and settings for containers")
@@ -38,6 +43,7 @@ def add_actions(deploy: argparse.ArgumentParser, told: Callable[[argparse.Namesp
     made.add_argument("--sampling", choices=("secret", "agreed"), default="secret", help=words)
     begun = add("up", up, "start every process on this machine, train, attack, end; again: go on where it stopped")
     begun.add_argument("--local", action="store_true", required=True, help="without containers (with: docker compose)")
+    begun.add_argument("--new", action="store_true", help="begin another run, be the last one finished or not")
     begun.add_argument("--log", choices=get_args(Log), default="auto", help="as of fedleak run")
     begun.set_defaults(told=told)
     add("status", status, "which processes of a local start live, and how its last run stands")
@@ -59,6 +65,11 @@ def init(options: argparse.Namespace) -> int:
     chosen = options.scenario or DEMO
     made = Deployment.create(options.folder, options.clients, options.host, chosen, options.grading, options.sampling)
     print(f"{made.folder}: {options.clients} clients; start it with: fedleak deploy up {made.folder} --local")
+    if own := made.foreign():
+        print(
+            f"each client's owner must let the code be loaded that the scenario names: allow = {json.dumps(own)} in "
+            f"{made.folder}/clients/*/client.toml, and {' and '.join(own)} beside that file (or installed)"
+        )
     return 0
 
 
@@ -73,10 +84,13 @@ def up(options: argparse.Namespace) -> int:
     run, ended = None, FAILED
     with Interrupt().caught() as interrupt:
         try:
-            run, ended = start_here(deployment, Console(stderr=True), interrupt, options.log)
+            run, ended = start_here(deployment, Console(stderr=True), interrupt, options.log, options.new)
         except TrainingFailed as error:
             print(f"fedleak: {error}", file=sys.stderr)
             run = next(iter(deployment.runs()[-1:]), None)
+    if run is not None and ended and not run.model.exists():
+        command = f"fedleak deploy up {shlex.quote(str(options.folder))} --local"
+        print(f"fedleak: the training can go on: {command}", file=sys.stderr)
     if run is not None:
         options.told(argparse.Namespace(run=run, log=options.log))
     return ended
@@ -118,6 +132,11 @@ def down(options: argparse.Namespace) -> int:
     from simulations.deployment import Deployment
 
     deployment = Deployment.open(options.folder)
+    if (holder := deployment.holder()) is not None:
+        print(
+            f"fedleak: process {holder} is asked to end; it parks its attacks first, and ends what it started",
+            file=sys.stderr,
+        )
     left = end(deployment)
     if deployment.holder() is not None:
         print(f"fedleak: {deployment.folder} is still finishing its attacks in flight", file=sys.stderr)

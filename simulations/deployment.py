@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
 
-from client.components import SpecError
+from client.components import OURS, SpecError
 from server.ledger import LedgerError
 from server.run import Run
 from server.scenario import Scenario
@@ -55,7 +56,9 @@ class Deployment:
         Raises:
             SpecError: the folder holds something, or the scenario is none.
         """
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and not folder.is_dir():
+            raise SpecError(f"{folder} is a file: a deployment is a folder, which is made where there is none")
+        if folder.exists() and any(folder.iterdir()):
             raise SpecError(f"{folder} is not empty: a deployment's keys must not replace another's")
         if any(c in str(folder.absolute()) for c in "\"'\\\n"):
             raise SpecError(f"{folder}: Flower cannot be told of a path with quotes or backslashes in it")
@@ -124,12 +127,14 @@ class Deployment:
         found = [Run(path.parent) for path in (self.folder / "runs").glob("*/ledger.sqlite")]
         return sorted(found, key=lambda run: (run.folder / "scenario.toml").stat().st_mtime_ns)
 
-    def next_run(self) -> str:
-        """The name of the run that is to be trained now: of the last one where it is unfinished, else a new one."""
+    def next_run(self, new: bool = False) -> str:
+        """The name of the run that is to be trained now: of the last one where it is unfinished; else, or if asked for, new."""
         runs = self.runs()
-        if runs and not runs[-1].model.exists():
+        if runs and not new and not runs[-1].model.exists():
             return runs[-1].name
-        return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{FIRST_RUN}"
+        stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{FIRST_RUN}"
+        taken = {run.name for run in runs}
+        return next(name for n in count(1) if (name := stem if n == 1 else f"{stem}-{n}") not in taken)
 
     def begin(self, name: str) -> tuple[Run, bool]:
         """The run of this name, made where there is none, and whether it has to go on where it stopped.
@@ -146,6 +151,13 @@ class Deployment:
         if run.model.exists():
             raise SpecError(f"{folder} is complete; the next run needs another name (FEDLEAK_RUN)")
         return run, state_of_training(run) != ""
+
+    def foreign(self) -> list[str]:
+        """Packages outside fedleak's that the scenario names: each owner must have them, and let them be loaded."""
+        protocol = self.scenario().protocol
+        tables = (protocol.data, protocol.model, protocol.loss, *protocol.chain)
+        packages = {str(table.get("use", "")).partition(":")[0].split(".")[0] for table in tables}
+        return sorted(packages - OURS - {""})
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold this deployment's local start alone; Busy names the holder."""

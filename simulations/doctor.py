@@ -1,10 +1,11 @@
-"""The doctor: what this machine has (versions, hardware, data, weights), or what is wrong with a scenario.
+"""The doctor: what this machine has (versions, hardware, data, weights), or what is wrong with a scenario or an owner's file.
 
 A scenario is examined by building everything twice, looking at the parts, and letting one client train one step in memory,
 whose update is then recomputed: the replay check of a run.
 """
 
 import copy
+import math
 import os
 import platform
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -22,10 +24,13 @@ from torch.func import functional_call
 from attacks.base import Observation
 from attacks.gradients import independent
 from attacks.metrics import BACKBONES, lpips_weights
+from attacks.plan import describe
 from attacks.replay import replay
 from client.components import SpecError, build
-from client.data import batch_of, cache_folder, data_folder
+from client.corpora import Text
+from client.data import Dataset, batch_of, cache_folder, data_folder
 from client.losses import is_cross_entropy, is_mean, takes_probabilities
+from client.owner import Own, Owner, Refused, State, Terms
 from client.protocol import DATASET, Federation
 from client.rng import generator
 from client.text import LanguageModel
@@ -189,13 +194,53 @@ def check(scenario: Scenario) -> list[Finding]:
     return findings
 
 
-def _looked_at(name: str, fed: Federation, look: Callable[[Federation], str]) -> Finding:
+def check_owner(owner: Owner) -> list[Finding]:
+    """Examine a client's file before it meets a server, by what the last one said, or a small network in its place."""
+    protocol = State(owner.state).protocol()
+    findings = [_tried("data", lambda: _data_words(owner.dataset))]
+    if not findings[0].works:
+        return findings
+    if protocol is None:
+        words = "no protocol has come yet: a small network stands in for the server's model, this client is taken for the last"
+        findings.append(Finding("server", None, False, words))
+    owned: list[Own] = []
+
+    def build_all() -> str:
+        terms = _stand_in(owner) if protocol is None else Terms.parse(protocol)
+        owned.append(Own.of(owner, terms))
+        return " > ".join(map(describe, owner.chain))
+
+    findings.append(_tried("chain, loss, guard", build_all))
+    return [*findings, *(_tried("one step", partial(_own_step, own)) for own in owned)]
+
+
+def _stand_in(owner: Owner) -> Terms:
+    models = {"classification": {"use": "client.text:tiny_bert"}, "next_token": {"use": "client.text:tiny_gpt2"}}
+    mlp = {"use": "client.models:mlp", "hidden": [16]}
+    model = models[owner.dataset.task] if isinstance(owner.dataset, Text) else mlp
+    return Terms(seed=0, rounds=1, clients=owner.client + 1, model=model)
+
+
+def _own_step(own: Own) -> str:
+    params, buffers = own.initial()
+    update = own.compute(params, buffers, own.owner.batch(own.draw(1)), {})
+    norm = math.sqrt(sum(float(t.double().square().sum()) for t in update.values()))
+    if not math.isfinite(norm):
+        raise _Wrong("the update is not finite: is the rate too high?")
+    return f"an update of norm {norm:.3g}"
+
+
+def _tried(name: str, look: Callable[[], str]) -> Finding:
     try:
-        return Finding(name, True, True, look(fed))
-    except _Wrong as error:
+        return Finding(name, True, True, look())
+    except (_Wrong, SpecError, Refused) as error:
         return Finding(name, False, True, str(error))
     except Exception as error:  # a user's own code raises what it likes, and that is what was asked for
         return Finding(name, False, True, f"{type(error).__name__}: {str(error).strip()}")
+
+
+def _looked_at(name: str, fed: Federation, look: Callable[[Federation], str]) -> Finding:
+    return _tried(name, partial(look, fed))
 
 
 EMBEDDED = ("mnist5k", "phrases")  # data sets that need no file
@@ -207,12 +252,7 @@ class _Wrong(Exception):
 
 def _data_findings(fed: Federation) -> Iterator[Finding]:
     data = fed.shards.dataset
-    shape = " x ".join(map(str, data.shape))
-    what = f"images of {shape}" if data.mean else f"sentences of {shape} tokens"
-    words = (
-        f"{len(data.y):,} + {len(data.y_test):,} {what}, {data.classes:,} {'classes' if data.y.dim() == 1 else 'words'}"
-    )
-    yield Finding("data", True, True, words)
+    yield Finding("data", True, True, _data_words(data))
     sizes = [len(own) for own in fed.shards.indices]
     words = f"{min(sizes):,} to {max(sizes):,} examples a client, of which {fed.shards.batch_size} a round"
     yield Finding("shards", True, True, words)
@@ -227,6 +267,13 @@ def _data_findings(fed: Federation) -> Iterator[Finding]:
         words = f"normalised images have mean {centre:.2g} and deviation {width:.2g}, expected about 0 and 1: see mean and std"
         yield Finding("normalisation", False, False, words)
     yield _looked_at("data, built again", fed, _same_data)
+
+
+def _data_words(data: Dataset) -> str:
+    shape = " x ".join(map(str, data.shape))
+    what = f"images of {shape}" if data.mean else f"sentences of {shape} tokens"
+    of = "classes" if data.y.dim() == 1 else "words"
+    return f"{len(data.y):,} + {len(data.y_test):,} {what}, {data.classes:,} {of}"
 
 
 def _same_data(fed: Federation) -> str:

@@ -18,7 +18,9 @@ _PRIVATE, _PUBLIC = 0o600, 0o644
 
 
 def write_authority(folder: Path, hosts: Sequence[str] = (), days: int = DAYS) -> None:
-    """A certificate authority of this deployment alone, and the certificate it gives the server: ca.*, server.*.
+    """A certificate authority of this deployment alone, and the certificate it gives the server: ca.crt, server.*.
+
+    The authority signs this once, and its key is kept nowhere: who had it could be the server to every client.
 
     Args:
         hosts: names and addresses under which clients reach the server, beside `HOSTS`.
@@ -42,10 +44,10 @@ def write_authority(folder: Path, hosts: Sequence[str] = (), days: int = DAYS) -
     served = served.add_extension(_usage(signs_certificates=False), critical=True)
     served = served.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     served = served.add_extension(x509.SubjectAlternativeName(alternative_names(hosts)), critical=False)
-    for name, builder, key in (("ca", own, authority), ("server", served, server)):
+    for name, builder in (("ca", own), ("server", served)):
         signed = builder.sign(authority, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
         _write(folder / f"{name}.crt", signed, _PUBLIC)
-        _write(folder / f"{name}.key", _pem(key), _PRIVATE)
+    _write(folder / "server.key", _pem(server), _PRIVATE)
 
 
 def alternative_names(hosts: Sequence[str]) -> list[x509.GeneralName]:

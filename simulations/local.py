@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -18,9 +19,9 @@ from simulations.launch import TrainingFailed
 from simulations.services import Place, Service, services
 
 FACTS = "up.json"  # what a local start tells `status` and `down`
-DEATHS = (
-    20  # of one service, before all is given up: a node that was killed is let in again after a minute at the earliest
-)
+# deaths of one service before it is given up: a node that was killed is let in again after a minute at the earliest
+DEATHS = 20
+NEEDED = ("superlink", "serverapp")  # without these nobody trains, and all is given up
 PAUSE = 3.0  # seconds before a service that died is started again
 MUTE = 60.0  # seconds after its start from which on a service that does not answer counts as failed
 
@@ -39,6 +40,7 @@ class Local:
         self.scratch = Path(tempfile.mkdtemp(prefix="fedleak-"))  # short: Ray's sockets live below it
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.deaths: dict[str, int] = {}
+        self.given_up: dict[str, str] = {}  # services that died again and again, and the end of their logs
         self._again: dict[str, float] = {}
         self._listened: dict[str, float] = {}  # when each was last asked whether it answers, or is first to be
 
@@ -83,23 +85,35 @@ class Local:
             time.sleep(0.1)
 
     def look(self) -> None:
-        """Start again what has died, as containers are; TrainingFailed where one dies again and again."""
+        """Start again what has died, as containers are, and give up what dies again and again: the others go on.
+
+        Raises:
+            TrainingFailed: what is given up is one of NEEDED.
+        """
         now = time.monotonic()
         for name, child in list(self.children.items()):
             status, restart = child.poll(), self.services[name].restart
             if status is None and self._mute(name, now):
                 processes.end(child)
-            if status is None or restart == "no" or (restart == "on-failure" and status == 0):
+            if status is None or restart == "no" or (restart == "on-failure" and status == 0) or name in self.given_up:
                 continue
             if name not in self._again:
                 self.deaths[name] = self.deaths.get(name, 0) + 1
                 if self.deaths[name] > DEATHS:
-                    raise TrainingFailed(self.blame(name, f"exit status {status}, {DEATHS} times"))
+                    self._give_up(name, status)
+                    continue
                 self._again[name] = now + PAUSE
             elif now >= self._again[name]:
                 del self._again[name]
                 _end_leftovers(child)
                 self.begin(name)
+
+    def _give_up(self, name: str, status: int) -> None:
+        words = self.blame(name, f"exit status {status}, {DEATHS} times")
+        if name in NEEDED:
+            raise TrainingFailed(words)
+        self.given_up[name] = words
+        print(f"fedleak: it goes on without {name}: {words}", file=sys.stderr)
 
     def _mute(self, name: str, now: float) -> bool:
         """Whether a service that lives should answer and does not; it is asked every few seconds."""

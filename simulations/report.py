@@ -120,6 +120,7 @@ def _data(reading: Reading, gallery: Gallery, shown: Choice, certificate: "Certi
         "overview": {
             **overview.figure(reading),
             "success": overview.success(reading) + ([certificate.series] if certificate else []),
+            "ungraded": overview.ungraded(reading),
             "thresholds": analysis.THRESHOLDS,
             "knowledge": overview.knowledge(reading),
         },

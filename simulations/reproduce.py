@@ -14,21 +14,27 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
+from attacks.base import Budget, Knowledge, Reconstruction, Sentences, Stream, Wave
+from attacks.baselines import random_words
 from attacks.feedback import FeedbackBlending
 from attacks.metrics import PSNR_CAP, match, mse, psnr
+from attacks.text_metrics import match_sentences, text_metrics
 from client.components import SpecError
 from client.rng import generator
+from client.text import LanguageModel
+from client.tokenizer import Tokenizer
 from client.update import Batch, Chain
 from server.analysis import Rate, clustered_interval
 from simulations.doctor import environment
 from simulations.gaussian_world import bayes_fig4, gaussian_world
 from simulations.scenes import Scene, stage
-from simulations.sheets import Cell, Sheet, Trial, World, matches
+from simulations.sheets import IMAGE_METRICS, TEXT_METRICS, Cell, Sheet, Trial, World, matches
 
 PILOT = 3  # iterations from which an attack's duration is estimated
 DRAWS = 2000  # of the bootstrap of a ratio
 SUCCESS = 1e-3  # mean squared error below which an image counts as recovered
+RANDOM = 10  # answers of random words to each update, whose mean is the floor
+FEW = 2  # updates of sentences from which a duration is estimated: before its first step LAMP judges a thousand guesses
 
 Say = Callable[[str], None]
 
@@ -38,37 +44,76 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """One attack's result on every update: errors (n, B), what was spent, and what the mean public image scores."""
+    """One attack's result on every update, what was spent, and what is scored without reading any.
 
-    psnr: Tensor
-    mse: Tensor
+    Args:
+        scores: (n, B) each: psnr and mse of images, TEXT_METRICS of sentences.
+        failed: how many found nothing; reasons: why.
+        floor: what the mean public image scores, or random words.
+        augmented: PSNR (n, B) to what was trained on, where a defense changed the examples.
+    """
+
+    scores: Mapping[str, Tensor]
     iterations: Tensor
     failed: int
     seconds: float
     floor: Mapping[str, float]
-    augmented: Tensor | None = None  # PSNR (n, B) to what was trained on, where a defense changed the examples
+    augmented: Tensor | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def psnr(self) -> Tensor:
+        return self.scores["psnr"]
+
+    @property
+    def mse(self) -> Tensor:
+        return self.scores["mse"]
+
+    @property
+    def examples(self) -> int:
+        """Images or sentences that were looked for."""
+        return next(iter(self.scores.values())).numel()
 
 
 def attack(trial: Trial, scene: Scene, seed: int, wave: int) -> Outcome:
-    """Attack every update of a scene, then grade; a failed attack is graded as a grey image, and counted."""
+    """Attack every update of a scene, then grade; a failed attack is counted, and graded as a grey image or as no words."""
     started = time.perf_counter()
     found: list[Reconstruction] = []
     for first in range(0, len(scene.observations), wave):
         part = slice(first, first + wave)
         found += _reconstruct(trial, trial.budget, scene, seed, part)
     seconds = time.perf_counter() - started
-    graded = [_grade(r, t) for r, t in zip(found, scene.truth, strict=True)]
+    failed = [r for r in found if r.x is None or not bool(torch.isfinite(r.x).all())]
     return Outcome(
-        psnr=torch.stack([g[0] for g in graded]),
-        mse=torch.stack([g[1] for g in graded]),
+        scores=_scores(scene, found, scene.truth),
         iterations=torch.tensor([r.iterations for r in found], dtype=torch.float64),
-        failed=sum(r.x is None or not bool(torch.isfinite(r.x).all()) for r in found),
+        failed=len(failed),
         seconds=seconds,
-        floor=_floor(scene),
-        augmented=torch.stack([_grade(r, t)[0] for r, t in zip(found, scene.changed, strict=True)])
-        if scene.changed is not None
+        floor=_floor(scene) if scene.words is None else _random_words(trial, scene, seed),
+        augmented=_scores(scene, found, scene.changed)["psnr"]
+        if scene.changed is not None and scene.words is None
         else None,
+        reasons=tuple(sorted({r.reason for r in failed} - {""})),
     )
+
+
+def _scores(scene: Scene, found: Sequence[Reconstruction], truth: Sequence[Batch]) -> dict[str, Tensor]:
+    """Each measure (n, B)."""
+    if scene.words is None:
+        graded = [_grade(r, t) for r, t in zip(found, truth, strict=True)]
+    else:
+        graded = [_read(r, t, scene.words) for r, t in zip(found, truth, strict=True)]
+    return {name: torch.stack([g[name] for g in graded]) for name in graded[0]}
+
+
+def _random_words(trial: Trial, scene: Scene, seed: int) -> dict[str, float]:
+    """What random words score that know of the sentences what the attack does."""
+    wave, known, _ = _met(trial, scene, seed, slice(None))
+    draws = []
+    for draw in range(RANDOM):
+        streams: list[Stream] = [partial(generator, seed, "floor", draw, k) for k in range(len(wave))]
+        draws.append(_scores(scene, random_words().reconstruct(wave, known, Budget(1), streams), scene.truth))
+    return {name: float(torch.stack([scores[name] for scores in draws]).mean()) for name in draws[0]}
 
 
 def _floor(scene: Scene) -> dict[str, float]:
@@ -101,24 +146,62 @@ def _met(trial: Trial, scene: Scene, seed: int, part: slice) -> tuple[Wave, Know
     if trial.auxiliary is not None and known.auxiliary is not None:
         rng = generator(seed, "auxiliary", repr(sorted(trial.auxiliary.items())))
         known = replace(known, auxiliary=trial.images().of(known.auxiliary, known.classes, rng))
+    truth = scene.truth[part]
     if trial.labels == "given":
-        known = replace(known, labels=torch.stack([t.y for t in scene.truth[part]]))
+        known = replace(known, labels=torch.stack([t.y for t in truth]))
+    if trial.lengths == "given" and isinstance(known.model, LanguageModel):
+        lengths = [_lengths(t, known.model.pad, trial.labels == "given") for t in truth]
+        known = replace(known, text=Sentences(torch.stack(lengths)))
     return Wave.stack(observations), known, streams
 
 
-def _grade(found: Reconstruction, truth: Batch) -> tuple[Tensor, Tensor]:
+def _lengths(batch: Batch, pad: int, met: bool) -> Tensor:
+    """Tokens of each sentence (B,), as the client meets them; else by label, then by length, which say nothing more."""
+    lengths = (batch.x != pad).sum(1)
+    if met:
+        return lengths
+    labels = batch.y if batch.y.dim() == 1 else torch.zeros_like(lengths)
+    order = sorted(range(len(lengths)), key=lambda i: (int(labels[i]), int(lengths[i])))
+    return lengths[order]
+
+
+def _read(found: Reconstruction, truth: Batch, words: Tokenizer) -> dict[str, Tensor]:
+    """Each measure (B,) of the sentences, paired one to one."""
+    x = torch.full_like(truth.x, words.pad) if found.x is None else found.x
+    x = x[match_sentences(truth.x, x, words)]
+    scores = {metric.name: metric(truth.x, x) for metric in text_metrics(words)}
+    return {name: scores["exact" if name == "exact_sentence" else name] for name in TEXT_METRICS}
+
+
+def _grade(found: Reconstruction, truth: Batch) -> dict[str, Tensor]:
     """PSNR and mean squared error (B,) of each image, paired one to one."""
     x = found.x
     if x is None or not torch.isfinite(x).all():
         x = torch.full_like(truth.x, 0.5)
     x = x[match(truth.x, x)]
-    return psnr(truth.x, x).clamp(max=PSNR_CAP), mse(truth.x, x)
+    return {"psnr": psnr(truth.x, x).clamp(max=PSNR_CAP), "mse": mse(truth.x, x)}
+
+
+def check(cell: Cell, scene: Scene) -> None:
+    """SpecError where an attack of a cell is to be told, or measured by, what its data do not have."""
+    here, other = (IMAGE_METRICS, "sentences") if scene.words is None else (TEXT_METRICS, "images")
+    for trial in cell.trials:
+        where = f"cell {cell.name}, attack {trial.name}"
+        if wrong := [m for m in trial.metrics if m not in here]:
+            raise SpecError(
+                f"{where}: {wrong[0]} is a metric of {other}; those of {cell.images.use} are {', '.join(here)}"
+            )
+        if trial.lengths == "given" and scene.words is None:
+            raise SpecError(f'{where}: lengths = "given" is of sentences, and {cell.images.use} holds images')
+        if trial.labels == "given" and scene.truth[0].y.dim() > 1:
+            raise SpecError(f'{where}: labels = "given" would hand over the sentences: say labels = "restored"')
 
 
 def estimate(trial: Trial, scene: Scene, seed: int, wave: int) -> float:
     """Seconds that an attack will take, from a few iterations on its first wave, less what its first one costs."""
     if trial.budget.iterations <= 2 * PILOT:
         return 0.0
+    wave = min(wave, FEW) if scene.words is not None else wave
     seconds = []
     for iterations in (1, 1 + PILOT):
         started = time.perf_counter()
@@ -233,6 +316,10 @@ def _paired(ratio: Callable[[np.ndarray], np.ndarray], n: int) -> Interval:
     return value, float(low), float(high)
 
 
+def _scored(name: str) -> Measure:
+    return lambda outcome, _: _mean(outcome.scores[name])
+
+
 MEASURES: Mapping[str, Measure] = {
     "psnr": lambda outcome, _: _mean(outcome.psnr),
     "psnr_augmented": _augmented,
@@ -243,17 +330,23 @@ MEASURES: Mapping[str, Measure] = {
     "iterations": _iterations,
     "success_gain": _success_gain,
     "iterations_saved": _iterations_saved,
+    **{name: _scored(name) for name in TEXT_METRICS},
 }
 UNITS = {"psnr": "dB", "psnr_augmented": "dB", "best_psnr": "dB", "success_gain": "%", "iterations_saved": "%"}
+UNITS |= dict.fromkeys(TEXT_METRICS, "%")
 
 
 def figures(cell: Cell, trial: Trial, outcome: Outcome, others: Mapping[str, Outcome], note: str) -> list[Row]:
     """The rows of one attack on one cell."""
-    failed = f"{outcome.failed} of {len(outcome.psnr)} attacks failed, graded as grey" if outcome.failed else ""
+    failed = ""
+    if outcome.failed:
+        graded = "no words" if set(outcome.scores) == set(TEXT_METRICS) else "grey"
+        failed = f"{outcome.failed} of {len(outcome.iterations)} attacks failed, graded as {graded}"
+        failed += "".join(f": {reason}" for reason in outcome.reasons[:1])
     rows = []
     for metric in trial.metrics:
         here, low, high = MEASURES[metric](outcome, others.get(trial.against))
-        row = Row(cell.name, trial.name, metric, trial.paper.get(metric), here, low, high, outcome.psnr.numel())
+        row = Row(cell.name, trial.name, metric, trial.paper.get(metric), here, low, high, outcome.examples)
         rows.append(
             replace(
                 row,
@@ -295,6 +388,7 @@ def reproduce(sheet: Sheet, say: Say) -> Iterator[Row]:
     for i, cell in enumerate(sheet.cells, 1):
         say(f"preparing {cell.name}, {i} of {len(sheet.cells)} cells")
         scenes[cell.name] = stage(cell, sheet.seed)
+        check(cell, scenes[cell.name])
         expected += [estimate(trial, scenes[cell.name], sheet.seed, cell.wave) for trial in cell.trials]
     outcomes: dict[str, dict[str, Outcome]] = {}
     for i, (cell, trial) in enumerate(jobs):
@@ -337,7 +431,8 @@ def record(sheet: Sheet, rows: Sequence[Row], seconds: float) -> dict[str, Any]:
 def show(sheet: Sheet, rows: Sequence[Row], console: Console) -> None:
     """Print a reproduction as a table, and what differs from the paper."""
     reference = "paper" if sheet.world is None else "bound"
-    heads = ("cell", "attack", "metric", reference, "here", "95 % interval", "n", "mean image", "budget", "remarks")
+    floor = "random words" if any(row.metric in TEXT_METRICS for row in rows) else "mean image"
+    heads = ("cell", "attack", "metric", reference, "here", "95 % interval", "n", floor, "budget", "remarks")
     table = Table(*heads, title=sheet.title)
     for row in rows:
         table.add_row(*_words(row))

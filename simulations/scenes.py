@@ -4,19 +4,25 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from attacks.base import Knowledge, Observation
+from attacks.base import Knowledge, Observation, Sentences
 from client.components import SpecError, build, call
+from client.corpora import Text
 from client.data import Dataset, batch_of, data_folder
+from client.losses import hits, next_token
 from client.models import detached_params, floating_buffers, load_weights
 from client.protocol import DATASET, build_model
 from client.rng import generator
+from client.tokenizer import Tokenizer
 from client.update import (
     Batch,
     Chain,
+    Loss,
     OnUpdate,
     Transform,
     UpdateFn,
@@ -44,6 +50,7 @@ class Scene:
     note: str = ""
     clients: int = 1
     changed: tuple[Batch, ...] | None = None
+    words: Tokenizer | None = None  # of sentences
 
 
 def stage(cell: Cell, seed: int) -> Scene:
@@ -53,7 +60,7 @@ def stage(cell: Cell, seed: int) -> Scene:
     model, note = _network(cell, dataset, seed)
     chain = Chain(_links(cell, dataset, model, cell.images.batch_size))
     params, buffers = detached_params(model), floating_buffers(model)
-    bare = gradient(model, normalise=dataset.normalise)
+    bare = gradient(model, _loss(dataset), dataset.normalise)
     client = chain(bare)
     seen = tuple(
         Observation(1, k, params, _detached(client(params, batch, generator(seed, "client", k, 1))), buffers)
@@ -70,9 +77,21 @@ def stage(cell: Cell, seed: int) -> Scene:
         mean=dataset.mean,
         std=dataset.std,
         auxiliary=_auxiliary(dataset, cell),
+        loss=_loss(dataset),
+        text=Sentences() if isinstance(dataset, Text) else None,
     )
     turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)  # nobody may have an image more
-    return Scene(seen, truth, known, note, turns, changed or None)
+    words = dataset.tokenizer if isinstance(dataset, Text) else None
+    return Scene(seen, truth, known, note, turns, changed or None, words)
+
+
+def _loss(dataset: Dataset) -> Loss:
+    """What clients minimise."""
+    return next_token() if isinstance(dataset, Text) and dataset.task == "next_token" else F.cross_entropy
+
+
+def _noun(dataset: Dataset) -> str:
+    return "sentences" if isinstance(dataset, Text) else "images"
 
 
 def _detached(update: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -84,18 +103,24 @@ def _auxiliary(dataset: Dataset, cell: Cell) -> Batch:
     first, images = len(dataset.y) - cell.auxiliary, cell.images
     if first < 0:
         raise SpecError(
-            f"cell {cell.name}: auxiliary {cell.auxiliary:,}, and {dataset.name} has {len(dataset.y):,} images"
+            f"cell {cell.name}: auxiliary {cell.auxiliary:,}, and {dataset.name} has {len(dataset.y):,} {_noun(dataset)}"
         )
     attacked = [t.x for t in choose(dataset, images, cell.n)] if images.part == "train" else []
     public = batch_of(dataset.x, dataset.y, torch.arange(first, len(dataset.y)))
     own = {x.numpy().tobytes() for batch in attacked for x in batch}
     if both := sum(x.numpy().tobytes() in own for x in public.x) if own else 0:
-        raise SpecError(f"cell {cell.name}: {both} of the {cell.auxiliary:,} auxiliary images are attacked: take fewer")
+        raise SpecError(
+            f"cell {cell.name}: {both} of the {cell.auxiliary:,} auxiliary {_noun(dataset)} are attacked: take fewer"
+        )
     return public
 
 
 def _dataset(cell: Cell) -> Dataset:
-    dataset = _read(cell.images.use, f"cell {cell.name}: data")
+    dataset = _read(tuple(cell.images.table.items()), f"cell {cell.name}: data")
+    if isinstance(dataset, Text):
+        if cell.images.mean or cell.images.std:
+            raise SpecError(f"cell {cell.name}: data: mean and std are of images, and {dataset.name} holds sentences")
+        return dataset
     mean, std = cell.images.mean or dataset.mean, cell.images.std or dataset.std
     if not len(mean) == len(std) == dataset.shape[0]:
         raise SpecError(f"cell {cell.name}: data: mean and std need {dataset.shape[0]} numbers each")
@@ -103,8 +128,8 @@ def _dataset(cell: Cell) -> Dataset:
 
 
 @lru_cache(maxsize=2)
-def _read(use: str, where: str) -> Dataset:
-    dataset = build({"use": use}, where, DATASET)
+def _read(items: tuple[tuple[str, Any], ...], where: str) -> Dataset:
+    dataset = build(dict(items), where, DATASET)
     assert isinstance(dataset, Dataset)
     return dataset
 
@@ -112,6 +137,8 @@ def _read(use: str, where: str) -> Dataset:
 def choose(dataset: Dataset, images: Images, n: int) -> tuple[Batch, ...]:
     """n batches of a dataset's first images, in order; SpecError when there are too few."""
     x, y = (dataset.x_test, dataset.y_test) if images.part == "test" else (dataset.x, dataset.y)
+    if y.dim() > 1 and (images.distinct or images.classes):
+        raise SpecError(f"distinct and classes are of labels, and those of {dataset.name} are words")
     left = [i for i in range(images.first, len(y)) if not images.classes or int(y[i]) in images.classes]
     batches = []
     for _ in range(n):
@@ -123,7 +150,7 @@ def choose(dataset: Dataset, images: Images, n: int) -> tuple[Batch, ...]:
                 break
         if len(taken) < images.batch_size:
             raise SpecError(
-                f"{dataset.name}, {images.part} part, has too few images for {n} updates of {images.batch_size} from "
+                f"{dataset.name}, {images.part} part, has too few {_noun(dataset)} for {n} updates of {images.batch_size} from "
                 f"number {images.first} on; lower --n"
             )
         left = [i for i in left if i not in set(taken)]
@@ -136,8 +163,7 @@ def choose(dataset: Dataset, images: Images, n: int) -> tuple[Batch, ...]:
 
 def _network(cell: Cell, dataset: Dataset, seed: int) -> tuple[nn.Module, str]:
     """The cell's network in eval mode, and what is to be said of its training."""
-    offered = {"shape": dataset.shape, "classes": dataset.classes}
-    model = build_model(cell.model, f"cell {cell.name}: model", offered, seed).eval()
+    model = build_model(cell.model, f"cell {cell.name}: model", dataset.offered, seed).eval()
     if cell.weights:
         where = f"cell {cell.name}: weights"
         folder = data_folder()
@@ -148,7 +174,8 @@ def _network(cell: Cell, dataset: Dataset, seed: int) -> tuple[nn.Module, str]:
         return model, ""
     key = json.dumps([cell.model, cell.chain, asdict(cell.train), asdict(cell.images), seed])
     model.load_state_dict(_trained(key, partial(_train, model, cell, dataset, seed)))
-    return model, f"{cell.train.steps} steps of training, {_accuracy(model, dataset):.0%} of the test images right"
+    right = "words" if _loss(dataset) == next_token() else _noun(dataset)
+    return model, f"{cell.train.steps} steps of training, {_accuracy(model, dataset):.0%} of the test {right} right"
 
 
 _STATES: dict[str, dict[str, Tensor]] = {}
@@ -164,7 +191,7 @@ def _trained(key: str, train: Callable[[], dict[str, Tensor]]) -> dict[str, Tens
 def _train(model: nn.Module, cell: Cell, dataset: Dataset, seed: int) -> dict[str, Tensor]:
     training = cell.train
     assert training is not None
-    bare = gradient(model, normalise=dataset.normalise)
+    bare = gradient(model, _loss(dataset), dataset.normalise)
     compute = _defended(bare, model, cell, dataset, training.batch_size) if training.defended else bare
     params = detached_params(model)
     adam = torch.optim.Adam(params.values(), lr=training.rate)
@@ -200,4 +227,4 @@ def _defended(bare: UpdateFn, model: nn.Module, cell: Cell, dataset: Dataset, ba
 def _accuracy(model: nn.Module, dataset: Dataset, count: int = 2000) -> float:
     test = batch_of(dataset.x_test, dataset.y_test, torch.arange(min(count, len(dataset.y_test))))
     with torch.no_grad():
-        return float((model(dataset.normalise(test.x)).argmax(1) == test.y).double().mean())
+        return float(hits(model(dataset.normalise(test.x)), test.y).mean())

@@ -14,22 +14,27 @@ from attacks.auxiliary import Auxiliary
 from attacks.base import Attack, Budget
 from attacks.feedback import FeedbackBlending
 from attacks.matching import GradientMatching
+from attacks.text_metrics import ROUGE, SPECIAL
 from client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
+from client.corpora import Longer
 from client.protocol import TRANSFORM
+from client.tokenizer import Task
 from client.update import Link, per_example
 
 PAPERS = Path(__file__).parent / "papers"
 ATTACK = Kind("an attack", ("attacks", "simulations.ablations"), Attack)
 OFFERED = ("model", "shape", "classes", "batch_size", "normalise")  # to the links that ask for them
-METRICS = (
+IMAGE_METRICS = (
     *("psnr", "psnr_augmented", "best_psnr", "mse", "success", "exact"),
     *("iterations", "success_gain", "iterations_saved"),
 )
+TEXT_METRICS = (*ROUGE, *(kind + SPECIAL for kind in ROUGE), "token_accuracy", "exact_sentence")
+METRICS = IMAGE_METRICS + TEXT_METRICS
 
 
 @dataclass(frozen=True)
 class Images:
-    """Which images are attacked, and how many a client holds.
+    """Which images, or sentences, are attacked, and how many a client holds.
 
     Args:
         use: the dataset.
@@ -39,6 +44,7 @@ class Images:
         distinct: no class twice in a batch: for each batch, the next images that fit.
         classes: of these alone; default: of all.
         mean, std: what the network was trained with, where it is not the dataset's.
+        tokenizer, length, vocabulary, task, longer: of sentences, as client.corpora's data sets take them; default: theirs.
     """
 
     use: str
@@ -49,6 +55,17 @@ class Images:
     classes: tuple[int, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    tokenizer: str | None = None
+    length: int | None = None
+    vocabulary: int | None = None
+    task: Task | None = None
+    longer: Longer | None = None
+
+    @property
+    def table(self) -> Table:
+        """The dataset's component table."""
+        told = {k: getattr(self, k) for k in ("tokenizer", "length", "vocabulary", "task", "longer")}
+        return {"use": self.use, **{k: v for k, v in told.items() if v is not None}}
 
 
 @dataclass(frozen=True)
@@ -78,6 +95,7 @@ class Trial:
         budget: here.
         paper: what the paper reports: a figure for each metric, its spread, its n, iterations and restarts.
         labels: given, in the order in which the client meets them, or restored.
+        lengths: of sentences: given, in the order of the labels, or hidden.
         defense: known (the attacker inverts the whole chain) or unknown (it assumes bare local training).
         metrics: what is reported.
         against: the cell's attack that gains are relative to.
@@ -90,6 +108,7 @@ class Trial:
     budget: Budget
     paper: Mapping[str, float]
     labels: Literal["given", "restored"] = "given"
+    lengths: Literal["given", "hidden"] = "hidden"
     defense: Literal["known", "unknown"] = "known"
     metrics: tuple[str, ...] = ("psnr",)
     against: str = ""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -82,13 +83,16 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
     return run
 
 
-def resume(run: Run) -> Scenario:
+def resume(run: Run, mode: Mode = "simulation") -> Scenario:
     """The scenario of a run whose training is to go on, its ledger and tape brought to its last checkpoint.
 
     What follows is `simulate`, as for a new run: the server goes on from the checkpoint by itself.
 
+    Args:
+        mode: by which it is to go on.
+
     Raises:
-        NotResumable: it is complete, another version trained it, or its checkpoint does not let it.
+        NotResumable: it is complete, of the other mode, another version trained it, or its checkpoint does not let it.
         Busy: somebody still trains it.
     """
     from server.checkpoint import begin  # imports Flower, which an audit does without
@@ -96,6 +100,7 @@ def resume(run: Run) -> Scenario:
     if (server := run.holder("server")) is not None:
         raise Busy(f"{run.folder}: process {server} still trains it; one whose driver was killed ends within a minute")
     with run.lock("training"), run.ledger() as ledger:
+        _same_mode(run, ledger, mode)
         scenario = run.scenario()
         if run.model.exists():
             waiting = ledger.progress().queued + ledger.progress().leased
@@ -104,6 +109,23 @@ def resume(run: Run) -> Scenario:
         _same_versions(run)
         begin(run, ledger, scenario)
     return scenario
+
+
+def _same_mode(run: Run, ledger: Ledger, mode: Mode) -> None:
+    if ledger.deployed and mode != DEPLOYMENT:
+        raise NotResumable(
+            f"{run.folder} is a deployment's run, which a simulation must not go on with; go on with: {again(run, ledger)}"
+        )
+
+
+def again(run: Run, ledger: Ledger) -> str:
+    """With what a run that never got to a first round begins again, and a deployment's goes on."""
+    if not ledger.deployed:
+        return "fedleak run"
+    folder = run.folder.absolute().parent.parent
+    if not (folder / "keys").exists():  # a strategy of ours mounted in somebody's own server
+        return "the server that began it"
+    return f"fedleak deploy up {shlex.quote(str(folder))} --local"
 
 
 def _same_versions(run: Run) -> None:
@@ -116,7 +138,7 @@ def _same_versions(run: Run) -> None:
     for name, (before, now) in changed.items():
         raise NotResumable(
             f"{run.folder} was begun with {name} {before}, and this is {name} {now}: its rounds would not be of one "
-            f"training. Resume it with {name} {before}, or begin again with: fedleak run"
+            f"training. Resume it with {name} {before}, or begin another one"
         )
 
 

@@ -2,9 +2,10 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any, Protocol
 
 from server.analysis import OF_IMAGES, is_attack, is_baseline, measure_of
 from server.dashboard.overview import still_to_come
@@ -12,6 +13,10 @@ from server.ledger import Ledger, Progress, ScoreRow
 from server.scenario import Scenario
 
 EVERY = 1.0  # seconds between looks at the ledger
+IDLE = (
+    0.1  # part of the time for which the attacks may have waited for rounds, before their pace says nothing of the end
+)
+MOST_CLIENTS, MOST_WORDS = 5, 240  # that are told of in a sentence, and letters of what each says
 Clock = Callable[[], float]  # seconds since whenever
 
 
@@ -90,6 +95,8 @@ class Standing:
         self._started = clock()
         self._looked = -inf
         self._first: tuple[float, int] | None = None  # when jobs were first seen done, and how many
+        self._worked = 0.0  # seconds since then in which there were jobs to do
+        self._seen: tuple[float, bool] | None = None  # when the ledger was last read, and whether there were then
 
     def look(self, force: bool = False) -> bool:
         """Read what is new, at most once a second unless forced; whether there was anything."""
@@ -109,8 +116,7 @@ class Standing:
         self.replay, self.replay_detail = meta.get("replay", ""), " ".join(meta.get("replay_detail", "").split())
         self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds_since(self.round)}
         self.progress = self.ledger.progress()
-        if self._first is None and self._over:
-            self._first = (self._clock(), self._over)
+        self._measure()
         # in this order: a job that ends in between is read again in the next look, and nothing is called complete too early
         finished = self.ledger.finished()
         waiting = self._waiting()
@@ -124,6 +130,23 @@ class Standing:
                 self.fresh.append((attack, round))
         self._newest = max([self._newest, *(r for _, r in waiting), *(r for _, r in touched)])
         self._choose_best()
+
+    def _measure(self) -> None:
+        """Count the time in which jobs were done: what was there at the last reading was there until this one."""
+        now = self._clock()
+        if self._first is None and self._over:
+            self._first = (now, self._over)
+        elif self._first is not None:
+            self._worked = self._busy_until(now)
+        self._seen = (now, bool(self._waiting_jobs))
+
+    def _busy_until(self, now: float) -> float:
+        read, working = self._seen or (now, False)
+        return self._worked + (now - read if working else 0.0)
+
+    @property
+    def _waiting_jobs(self) -> int:
+        return self.progress.queued + self.progress.leased
 
     def _waiting(self) -> Counter[tuple[str, int]]:
         """Jobs still to come by attack and round; counts the waves at work."""
@@ -199,17 +222,70 @@ class Standing:
         return self._clock() - self._started
 
     def pace(self) -> float | None:
-        """Jobs a second since the first was seen done; None before another one is."""
-        if self._first is None or self._over <= self._first[1] or self._clock() <= self._first[0]:
+        """Jobs a second, of the time since the first was seen done in which there were any; None before another one is."""
+        worked = self._busy_until(self._clock())
+        if self._first is None or self._over <= self._first[1] or worked <= 0:
             return None
-        return (self._over - self._first[1]) / (self._clock() - self._first[0])
+        return (self._over - self._first[1]) / worked
 
     def seconds_left(self) -> float | None:
-        """Until the last expected job is done, at this pace."""
+        """Until the last expected job is done, at this pace; None while it is rounds, not attacks, that are waited for."""
         pace = self.pace()
-        return None if pace is None else (self.expected - self._over) / pace
+        return None if pace is None or self._starved else (self.expected - self._over) / pace
+
+    @property
+    def _starved(self) -> bool:
+        """Whether attacks wait, or have waited, for rounds that are still to come."""
+        if self._first is None or not self.coming:
+            return False
+        now = self._clock()
+        lived = now - self._first[0]
+        return not self._waiting_jobs or lived - self._busy_until(now) > IDLE * lived
 
 
 def _own(attack: str) -> str:
     """The attack whose jobs bring a name in the scores."""
     return attack.removeprefix("wrong_client(").removesuffix(")") if attack.startswith("wrong_client(") else attack
+
+
+# ------------------------------------------------------------------------------------------------------- who took part
+
+
+class Observed(Protocol):
+    """A row of the ledger's observations."""
+
+    def __getitem__(self, column: str, /) -> Any:
+        """A column's value."""
+
+
+def absences(round: int, seen: Sequence[Observed]) -> str:
+    """How many of a round's clients gave an update, and why each of the others did not; empty where all did.
+
+    Args:
+        seen: the round's observations.
+    """
+    lacking = [o for o in seen if o["status"] != "accepted"]
+    if not lacking:
+        return ""
+    told = [f"client {o['client']}: {_short(o['reason'])}" for o in lacking[:MOST_CLIENTS]]
+    more = [f"and {len(lacking) - MOST_CLIENTS} more"] if len(lacking) > MOST_CLIENTS else []
+    return "; ".join([f"round {round}: {len(seen) - len(lacking)} of {len(seen)} clients", *told, *more])
+
+
+def participation(seen: Sequence[Observed]) -> str:
+    """How many updates came in of all that were hoped for, and why the others did not, commonest first; empty where all did."""
+    reasons = Counter((o["client"], o["status"], o["reason"]) for o in seen if o["status"] != "accepted")
+    if not reasons:
+        return ""
+    told = [
+        f"client {client} {status} in {times} round{'s' if times > 1 else ''}: {_short(reason)}"
+        for (client, status, reason), times in reasons.most_common(MOST_CLIENTS)
+    ]
+    more = [f"and {len(reasons) - MOST_CLIENTS} more reasons"] if len(reasons) > MOST_CLIENTS else []
+    return "; ".join([f"{len(seen) - reasons.total()} of {len(seen)} updates came in", *told, *more])
+
+
+def _short(reason: str) -> str:
+    """A client's words, on one line."""
+    words = " ".join(reason.split())
+    return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."

@@ -12,7 +12,7 @@ from attacks.base import Knowledge, Reconstruction, Wave
 from attacks.text.inside import inputs, owner
 from client.losses import IGNORED
 from client.text import LanguageModel
-from client.update import Batch, Chain, Params, Update, norm
+from client.update import Batch, Chain, Params, Update, gradient, norm
 
 TOLERANCE = 1e-5  # relative, a hundred roundings of float32; two words of an untrained network exchanged are 6e-4
 MOST_ORDERS = 24  # of labels or of sentences that are tried: a batch of four stands in so many
@@ -98,14 +98,31 @@ class Trial:
     def answer(self, batch: Batch, error: float, seconds: float) -> Reconstruction:
         """A reconstruction that says whether it is proven."""
         y = batch.y if batch.y.dim() == 1 else None
-        return Reconstruction(batch.x, y, error, self.spent, seconds, "converged", self.verdict(error))
+        return Reconstruction(batch.x, y, error, self.spent, seconds, "converged", self.verdict(batch, error))
 
-    def verdict(self, error: float) -> str:
-        """Whether a guess that leaves this relative error is proven, in words."""
+    def faintest(self, batch: Batch) -> float:
+        """The gradient of the sentence that adds least, of the batch's; it counts as no iteration."""
+        step = gradient(self.known.model, self.known.loss)
+
+        def size(part: Batch) -> float:
+            return float(norm({k: t.detach().double() for k, t in step(self.params, part, None).items()}))
+
+        if len(batch.x) == 1:
+            return 1.0
+        parts = [size(Batch(batch.x[i : i + 1], batch.y[i : i + 1])) for i in range(len(batch.x))]
+        return min(1.0, min(parts) / len(parts) / size(batch))
+
+    def verdict(self, batch: Batch, error: float) -> str:
+        """Whether a guess that leaves this relative error is proven, in words.
+
+        A sentence of which the model is sure adds next to nothing: the error must be small beside that, too.
+        """
         if why := unprovable(self.known.chain):
             return f"no certificate: {why}"
         if not error <= TOLERANCE:
             return f"no certificate: {UNLIKE.format(error)}"
+        if not error <= TOLERANCE * self.faintest(batch):
+            return "no certificate: a sentence adds so little to the update that others would leave as small an error"
         return f"certified: put through the client's step, the guess gives the update to {error:.0e}"
 
     def _readings(self, x: Tensor) -> Iterator[Batch]:

@@ -19,10 +19,12 @@ from server.analysis import Floats, Ints, Scores
 from server.dashboard import words
 from server.dashboard.pictures import SMALL, png, reconstruction
 from server.dashboard.reading import Reading
+from server.ledger import UNGRADED
 
 WORD_BYTES = 40  # of a marked word
 PAGE_BYTES = 1_500_000  # of pictures in one answer
 PAGE = (6, 60)  # cards in one answer, at least and at most
+NO_TRUTH, NOT_HERE, NOT_GRADED = "the truth stays at the client", "no truth here", "not graded"
 
 Sort = Literal["leak", "hidden", "client"]
 Mark = Literal["right", "misplaced", "wrong"]
@@ -90,6 +92,7 @@ class Card:
         image: which of the training images it is; it, truth and label are None where the data is not on this machine.
         why: for which reason it is shown, where not all are.
         truth_words: of text, its pieces, in the place of truth.
+        absent: why there is no truth; empty where there is one.
     """
 
     round: int
@@ -101,6 +104,7 @@ class Card:
     label: int | None
     tiles: tuple[Tile, ...]
     truth_words: tuple[str, ...] | None = None
+    absent: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,6 +270,7 @@ class Gallery:
             label=None if truth is None else truth[1],
             tiles=tuple(self._tile(a, round, client, example) for a in attacks if (round, a) in self.cells),
             truth_words=tuple(pieces(truth[0], self.text)) if truth and self.text else None,
+            absent="" if truth is not None else NO_TRUTH if self.reading.ledger.deployed else NOT_HERE,
         )
 
     def _truth(self, round: int, client: int, example: int) -> tuple[tuple[Tensor, int | None] | None, int | None]:
@@ -280,13 +285,17 @@ class Gallery:
         fallback = (math.nan, "not attacked")
         value, status = outcomes.get((client, example)) or outcomes.get((client, WHOLE_BATCH)) or fallback
         told, exact, unit = words.rounded(value), words.is_exact(value), self.reading.scores.measure.unit
-        if math.isnan(value):
+        if math.isnan(value) and status != UNGRADED:
             return Tile(attack, None, told, exact, status)
+        note = NOT_GRADED if math.isnan(value) else f"{words.decibel(value)} {unit}"
         found = reconstruction(self.reading.run, round, client, attack)
         if isinstance(found, str):
-            return Tile(attack, None, told, exact, f"file {found}; {words.decibel(value)} {unit}")
+            return Tile(attack, None, told, exact, f"file {found}; {note}")
+        # no images but sentences, of which no score tells; or fewer than the client claims
+        if status == UNGRADED and not (found["x"].dim() == 4 and example < len(found["x"])):
+            return Tile(attack, None, told, exact, note)
         label = self._label(found.get("y"), round, client, example, attack)
-        note, traced = f"{words.decibel(value)} {unit}", "trace_x" in found
+        traced = "trace_x" in found
         if self.kind == "image":
             return Tile(attack, png(found["x"][example], SMALL), told, exact, note, label, traced)
         truth, _ = self._truth(round, client, example)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from attacks.metrics import PSNR_CAP
 from server import analysis
 from server.dashboard import words
 from server.dashboard.reading import state_of, tables_of
@@ -10,12 +9,12 @@ from server.run import Run
 
 
 def in_a_line(run: Run) -> dict[str, Any]:
-    """State, rounds, chain, attacks, accuracy, and the best PSNR so far; LedgerError where it cannot be read."""
+    """State, rounds, chain, attacks, accuracy, and the best PSNR (of text, ROUGE-1) so far; LedgerError where it cannot be read."""
     tables = tables_of(run)
     with run.ledger(readonly=True) as ledger:
         progress, last = ledger.progress(), ledger.last_round()
         rounds = ledger.rounds_since(last)
-        best, _ = ledger.psnr_so_far(PSNR_CAP)
+        measure, best = analysis.best_so_far(ledger)
         return {
             "id": run.name,
             "state": state_of(run, ledger),
@@ -28,5 +27,6 @@ def in_a_line(run: Run) -> dict[str, Any]:
             "accuracy": words.rounded(rounds[-1]["accuracy"]) if rounds else None,
             "best": words.rounded(best),
             "exact": words.is_exact(best),
+            "measure": measure.metric,
             "progress": {**vars(progress), "total": progress.total},
         }

@@ -18,6 +18,7 @@ from server.analysis import Leak, Rate
 from server.dashboard import words
 from server.dashboard.reading import Reading
 from server.dashboard.words import LABELS, RATES, percent, rounded
+from server.ledger import EMPTY
 from server.scenario import Scenario
 
 REASONS = 40  # rows of a table of reasons
@@ -39,6 +40,7 @@ def overview(reading: Reading) -> dict[str, Any]:
         "progress": progress(reading),
         **figure(reading),
         "success": success(reading),
+        "ungraded": ungraded(reading),
         "thresholds": analysis.THRESHOLDS,
         "summary": [_in_short(row) for row in summary(reading)],
         "limit": limit(reading),
@@ -77,6 +79,7 @@ def progress(reading: Reading) -> dict[str, Any]:
     expected = p.total + to_come(reading)
     pace = reading.ledger.pace() if reading.state in ("training", "attacking") else None
     left = expected - p.done - p.failed
+    waited_for = p.queued + p.leased or reading.state != "training"  # else rounds are, of which this pace says nothing
     return {
         "queued": p.queued,
         "leased": p.leased,
@@ -84,7 +87,7 @@ def progress(reading: Reading) -> dict[str, Any]:
         "failed": p.failed,
         "expected": expected,
         "per_minute": rounded(pace),
-        "seconds_left": round(60 * left / pace) if pace else None,
+        "seconds_left": round(60 * left / pace) if pace and waited_for else None,
         "workers": reading.tables.get("audit", {}).get("workers", 1),
     }
 
@@ -120,6 +123,8 @@ def _training_notices(reading: Reading) -> Iterator[Notice]:
     trained = max(reading.rounds, default=0)
     if reading.state == "training":
         yield f"The run is still training: {trained} of {planned} rounds by now.", ""
+    elif reading.state == "failed" and EMPTY in reading.meta:
+        yield f"The training failed: {reading.meta[EMPTY]}.", ""
     elif trained < planned:
         how = {"failed": "The training failed", "interrupted": "The training was interrupted"}
         what = f"after {trained} of {planned} rounds" if trained else "before its first round"
@@ -212,6 +217,11 @@ def success(reading: Reading) -> list[dict[str, Any]]:
     return success_series(curve)
 
 
+def ungraded(reading: Reading) -> dict[str, Any]:
+    """How many reconstructions by attacks a deployment's clients did not grade, and why, as they say."""
+    return {"count": analysis.ungraded(reading.scores), "reason": analysis.not_graded(reading.ledger)}
+
+
 def success_series(curve: Mapping[str, Sequence[Rate]]) -> list[dict[str, Any]]:
     """Success curves as the page's script draws them."""
     return [
@@ -263,6 +273,7 @@ def _in_short(row: Mapping[str, Any]) -> dict[str, Any]:
         "identified": rate_in_numbers(row["identified"]),
         "labels": rounded(row["labels"].mean) if row["labels"] else None,
         "failed": ", ".join(f"{n} {status}" for status, n in psnr.failed.items()),
+        "ungraded": psnr.ungraded,
     }
 
 

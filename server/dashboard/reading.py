@@ -13,7 +13,7 @@ from client.components import SpecError
 from client.data import may_download
 from server import analysis
 from server.analysis import Leak, Scores
-from server.ledger import Ledger, LedgerError, ScoreRow
+from server.ledger import EMPTY, Ledger, LedgerError, ScoreRow
 from server.run import Run
 from server.scenario import Scenario
 
@@ -29,6 +29,8 @@ def state_of(run: Run, ledger: Ledger) -> State:
     if run.holder("audit") is not None:
         return "attacking"
     progress, meta, rounds = ledger.progress(), ledger.meta(), ledger.rounds()
+    if meta.get("state") == "failed" and EMPTY in meta:
+        return "failed"
     # a model that is trained has not failed, whatever became of the processes that trained it
     if meta.get("state") == "trained" or (rounds and str(rounds[-1]["round"]) == meta.get("rounds")):
         return "attacks waiting" if progress.queued + progress.leased else "complete"

@@ -102,4 +102,5 @@ def told(leak: Leak) -> str:
     within = "" if low is None else f" ({number(low, digits)} to {number(high, digits)})"
     worst = "" if leak.metric in RATES else f", worst case {number(leak.best, digits)}"
     lost = f", {sum(leak.failed.values())} failed" if leak.failed else ""
-    return f"{number(leak.mean, digits)}{within}{worst}, n = {leak.n}{lost}"
+    hidden = f", {leak.ungraded} not graded" if leak.ungraded else ""
+    return f"{number(leak.mean, digits)}{within}{worst}, n = {leak.n}{lost}{hidden}"

@@ -84,7 +84,7 @@ def _generation(images: int, repetitions: int, progress: Progress) -> Figure:
 def _training(hidden: int, batch: int, repetitions: int, progress: Progress) -> Figure:
     attack = learning_to_invert(hidden=hidden, batch=batch)
     columns, outputs = sum(p.numel() for p in lenet(SHAPE, 10).parameters()), SHAPE[0] * SHAPE[1] * SHAPE[2]
-    pupil = Pupil(attack.network(columns, outputs, 0), attack, 10**9)
+    pupil = Pupil(attack.network(columns, outputs, 0), attack.rate, attack.patience, 10**9)
     rng = generator("learning", "rows")
     rows, truth = torch.randn(batch, columns, generator=rng), torch.rand(batch, 1, outputs, generator=rng)
     square = torch.randn(SQUARE, SQUARE, generator=rng)

@@ -22,7 +22,7 @@ def test_every_component_is_found() -> None:
         f"client.text:{n}" for n in ("decoder", "encoder", "tiny_bert", "tiny_gpt2", "transformer3")
     ]
     public = [f"client.data:{n}" for n in ("cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k")]
-    text = [f"client.corpora:{n}" for n in ("cola", "phrases", "rotten_tomatoes", "sst2", "wikitext2")]
+    text = [f"client.corpora:{n}" for n in ("cola", "csv", "phrases", "rotten_tomatoes", "sst2", "wikitext2")]
     own = [f"client.datasets:{n}" for n in ("hugging_face", "image_folder", "npz")]
     assert DATASET.names() == text + public + own
     assert LOSS.names() == [f"client.losses:{n}" for n in ("cross_entropy", "mean_squared_error", "next_token")]

@@ -53,6 +53,9 @@ def stored(path: Path, size: int = 3) -> Dataset:
 
 class Plain:
     pass
+
+def broken(classes, how="ValueError"):
+    raise {"ValueError": ValueError("my bug"), "TypeError": TypeError("my bug"), "KeyError": KeyError("my bug")}[how]
 """
 
 
@@ -125,6 +128,15 @@ def test_what_is_none_is_told_and_never_called(own: Path, use: str, message: str
     with allowing(["mynets"], [own]), pytest.raises(SpecError) as told:
         build({"use": use}, "[model]", MODEL, OFFERED)
     assert message in str(told.value)
+
+
+@pytest.mark.parametrize("how", ["ValueError", "TypeError", "KeyError"])
+def test_what_a_users_code_raises_is_told_with_its_kind_and_line(own: Path, how: str) -> None:
+    line = 1 + OWN.splitlines().index(next(words for words in OWN.splitlines() if "raise {" in words))
+    with allowing(["mynets"], [own]), pytest.raises(SpecError) as told:
+        build({"use": "mynets:broken", "how": how}, "[model]", MODEL, OFFERED)
+    assert str(told.value).startswith(f"[model]: {how}: ") and "my bug" in str(told.value)
+    assert str(told.value).endswith(f"({own / 'mynets.py'}, line {line})")
 
 
 def test_a_function_of_an_unknown_kind_needs_an_annotation_where_the_plan_reads_it(own: Path) -> None:

@@ -1,23 +1,29 @@
 """Claims about text data: what a sentence becomes, that it becomes so everywhere, and what is refused."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections import Counter
+from csv import writer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client.corpora import Text, phrases, rotten_tomatoes, sst2, wikitext2
+from client.components import SpecError
+from client.corpora import Text, csv, phrases, rotten_tomatoes, sst2, wikitext2
 from client.corpora import cola as read_cola
 from client.data import batch_of, may_download, split
 from client.datasets import wrong
+from client.owner import Own, Owner, Terms
 from client.phrases import sentences
+from client.protocol import Federation, Protocol
 from client.tokenizer import SPECIAL, Tokenizer, framed, wordpiece
 
 LINES = ("The cat, sat on the mat!", "a dog barks; it BARKS", "unbelievably éclair")
@@ -234,3 +240,134 @@ def test_a_missing_file_is_named(no_local_data: Path) -> None:
     (no_local_data / "text" / "cola").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match="in_domain_train.tsv is missing"):
         read_cola()
+
+
+# ------------------------------------------------------------------------------------------------- a table of one's own
+
+ROWS = [
+    ('I feel, oddly, "fine"', "well"),
+    ("my back hurts", "ill"),
+    ("two\nlines", "ill"),
+    ("é è", "well"),
+    ("  ", "ill"),
+] * 3
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Written by the standard library: what it writes, with quotes, commas and line breaks, is what CSV is."""
+    path = tmp_path / "diary.csv"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        out = writer(file)
+        out.writerows([("label", "day", "text"), *((label, i, text) for i, (text, label) in enumerate(ROWS))])
+    return path
+
+
+def told(data: Text) -> Counter[tuple[str, int]]:
+    """Every sentence with its class, training and test together, without what frames it."""
+    decode, frame = data.tokenizer.backend.decode, {"[CLS]", "[SEP]"}
+    rows = torch.cat([data.x, data.x_test]), torch.cat([data.y, data.y_test])
+    return Counter(
+        (" ".join(w for w in decode(x[x != data.tokenizer.pad].tolist()).split() if w not in frame), int(y))
+        for x, y in zip(*rows, strict=True)
+    )
+
+
+def test_a_table_gives_each_of_its_sentences_once_with_its_class(table: Path) -> None:
+    data = csv(table, test=0.25)
+    assert (data.name, data.classes, wrong(data)) == ("diary", 2, "")
+    assert (len(data.y), len(data.y_test)) == (8, 4), "of each class of six a quarter, and empty rows are none"
+    assert data.y.tolist().count(0) == data.y.tolist().count(1) == 4
+    found = told(data)
+    assert found["my back hurts", 0] == found["two lines", 0] == 3, "classes count in alphabetical order"
+    assert sorted(found.values()) == [3, 3, 3, 3] and {y for _, y in found} == {0, 1}
+    assert torch.equal(data.x, csv(table, test=0.25).x), "the same every time"
+
+
+def test_numbers_are_classes_and_names_may_be_given_an_order(table: Path, tmp_path: Path) -> None:
+    numbered = tmp_path / "numbered.csv"
+    numbered.write_text("text,label\n" + "".join(f"word {i},{2 * (i % 2)}\n" for i in range(8)))
+    data = csv(numbered)
+    assert (data.classes, sorted(set(data.y.tolist()))) == (3, [0, 2])
+    ordered = csv(table, classes=["well", "worse", "ill"])
+    assert ordered.classes == 3 and set(ordered.y.tolist()) == {0, 2}
+    assert ordered.y.eq(0).sum() == csv(table).y.eq(1).sum()
+
+
+def test_words_to_come_need_no_label(tmp_path: Path) -> None:
+    path = tmp_path / "lines.csv"
+    path.write_text("said\n" + "".join(f"this is line {i}\n" for i in range(10)))
+    data = csv(path, text="said", task="next_token", length=8)
+    assert data.classes == data.tokenizer.size and data.y.shape == data.x.shape == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "words"),
+    [
+        ("", {}, "has no column 'text' (it has: nothing)"),
+        ("text;label\na;1\n", {}, "has no column 'text' (it has: 'text;label')"),
+        ("text,text,label\na,b,1\n", {}, "has more than one column 'text'"),
+        ("text,label\na,b,c\n", {}, "line 2: expected 2 fields as in the first line; a text with a comma"),
+        ("text,label\na,0\nb\n", {}, "line 3: expected 2 fields"),
+        ('text,label\n"a,0\n', {}, "is not a CSV file in UTF-8 that can be read: unexpected end of data"),
+        ("text,label\na,0\n", {}, "has sentences fewer than two"),
+        ("text,label\na,1\nb,1\n", {}, "has sentences of one class only"),
+        ("text,label\na,0\nb,1\n", {}, "no class has the two sentences that test = 0.2 needs"),
+        ("text,label\na,0\nb,99999999\n", {}, "has the label 99999999; labels count from 0, to 99999 at most"),
+        ("text,label\na,x\nb,y\n", {"classes": ["x"]}, "has 'y', which is none of classes (x)"),
+        ("text,label\na,x\nb,y\n", {"classes": ["x", "x"]}, "classes names one twice"),
+        ("text,label\na,0\nb,1\na,0\n", {"test": 1.0}, "test must be above 0 and below 1, got 1"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_told(tmp_path: Path, content: str, arguments: dict[str, Any], words: str) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        csv(path, **arguments)
+
+
+def test_a_table_that_is_no_file_or_no_text_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such file"):
+        csv(tmp_path / "none.csv")
+    with pytest.raises(ValueError, match="is not a CSV file in UTF-8"):
+        csv(tmp_path)
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=60, deadline=None)
+def test_any_table_is_read_or_refused_with_its_name(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
+    path = tmp_path_factory.mktemp("junk") / "junk.csv"
+    path.write_bytes(b"text,label\n" + junk)
+    told = ""
+    try:
+        told = wrong(csv(path))
+    except ValueError as error:
+        told = str(error).replace(str(path), "").replace("junk has no sentence", "")
+        told = "" if told != str(error) else f"without a name: {error}"
+    assert told == ""
+
+
+def test_a_scenario_and_an_owners_file_train_on_a_table(table: Path) -> None:
+    tables: dict[str, Any] = {
+        "rounds": 1,
+        "clients": 2,
+        "data": {"use": "client.corpora:csv", "path": str(table), "length": 8, "batch_size": 2, "auxiliary": 2},
+        "model": {"use": "client.text:tiny_bert"},
+        "chain": [{"use": "client.update:local_sgd", "rate": 0.1}],
+    }
+    protocol = Protocol.from_tables(tables)
+    federation = Federation(protocol).check()
+    params, buffers = federation.initial()
+    simulated = federation.own_update(params, buffers, client=1, round=1)
+    path = table.parent / "client.toml"
+    data = {"use": "client.corpora:csv", "path": "diary.csv", "length": 8, "batch_size": 2, "auxiliary": 2}
+    path.write_text(tomli_w.dumps({"client": 1, "data": data | {"sampling": "agreed"}, "chain": tables["chain"]}))
+    own = Own.of(Owner.load(path), Terms.parse(protocol.to_json()))
+    deployed = own.compute(params, buffers, own.owner.batch(own.draw(1)), {})
+    assert simulated.keys() == deployed.keys() and any(t.any() for t in simulated.values())
+    assert all(torch.equal(simulated[k], deployed[k]) for k in simulated), "the path starts from the owner's file"
+    tables["data"]["label"] = "mood"
+    with pytest.raises(
+        SpecError, match=r"\[data\]: .*diary.csv has no column 'mood' \(it has: 'label', 'day', 'text'\)"
+    ):
+        Federation(Protocol.from_tables(tables)).check()

@@ -16,8 +16,9 @@ from PIL import Image
 from torchvision.transforms import functional as tv
 
 from client.components import SpecError
+from client.corpora import held_out
 from client.data import Dataset
-from client.datasets import _tested, hugging_face, image_folder, npz, wrong
+from client.datasets import hugging_face, image_folder, npz, wrong
 from client.protocol import Federation, Protocol
 
 SIZE = 8
@@ -128,11 +129,11 @@ def test_what_cannot_be_used_is_named(pictures: Path, tmp_path: Path) -> None:
 @given(labels=st.lists(st.integers(0, 4), min_size=2, max_size=60), share=st.floats(0.01, 0.99))
 def test_each_class_of_two_is_tested_and_trained_on(labels: list[int], share: float) -> None:
     y = torch.tensor(labels)
-    tested = _tested(y, share)
+    tested = held_out(y, share)
     for k in set(labels):
         own = tested[y == k]
         assert own.sum() == (0 if len(own) == 1 else min(max(1, round(share * len(own))), len(own) - 1))
-    assert torch.equal(tested, _tested(y, share))
+    assert torch.equal(tested, held_out(y, share))
 
 
 # --------------------------------------------------------------------------------------------------------------- arrays

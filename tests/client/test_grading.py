@@ -218,21 +218,24 @@ def test_only_what_was_trained_on_is_graded(tmp_path: Path) -> None:
     who = owner(tmp_path)
     state = State(who.state)
     drawn = who.batch([7, 3])
-    state.keep_drawn(2, Drawn(1, (7, 3), digest_of(drawn)))
-    state.keep_drawn(2, Drawn(5, (1, 2), digest_of(who.batch([1, 2]))))
+    state.keep_drawn(2, Drawn(1, (7, 3), digest_of(drawn), sent=True))
+    state.keep_drawn(2, Drawn(5, (1, 2), digest_of(who.batch([1, 2])), sent=True))
     assert torch.equal(batch_to_grade(who, state, 1, 2).x, drawn.x), "another run's round 2 is another"
     for run, round in ((1, 3), (4, 2)):
         with pytest.raises(Refused, match=f"this client did not train in round {round}"):
             batch_to_grade(who, state, run, round)
     with pytest.raises(Refused, match="the owner does not allow it"):
         batch_to_grade(owner(tmp_path, "off"), state, 1, 2)
+    state.keep_drawn(6, Drawn(1, (7, 3), digest_of(drawn)))
+    with pytest.raises(Refused, match="this client sent nothing in round 6"):
+        batch_to_grade(who, state, 1, 6)
 
 
 @pytest.mark.parametrize("rows", [(7, 4), (7, 10**6), (-1, 3)])
 def test_data_that_has_changed_since_is_not_graded(tmp_path: Path, rows: tuple[int, int]) -> None:
     who = owner(tmp_path)
     state = State(who.state)
-    state.keep_drawn(2, Drawn(1, rows, digest_of(who.batch([7, 3]))))
+    state.keep_drawn(2, Drawn(1, rows, digest_of(who.batch([7, 3])), sent=True))
     with pytest.raises(Refused, match="the owner's data has changed since"):
         batch_to_grade(who, state, 1, 2)
 

@@ -17,7 +17,7 @@ from attacks.plan import AttackPlan, PlannedAttack
 from client.protocol import Protocol
 from server import analysis
 from server.analysis import Leak, Line, Rate, Scores, clustered_interval, is_baseline, leakage, round_table
-from server.ledger import Ledger, Seen
+from server.ledger import UNGRADED, Ledger, Seen
 
 PLAN = AttackPlan(
     (
@@ -308,6 +308,44 @@ def test_the_success_curve_counts_every_example_that_was_attacked(ledger: Ledger
     )
     curve = dict(zip(analysis.THRESHOLDS, curve_of(ledger)["matching"], strict=True))
     assert (curve[10], curve[25], curve[26], curve[60]) == (Rate(2, 9), Rate(2, 9), Rate(1, 9), Rate(1, 9))
+
+
+def ungraded(attack: str, clients: Sequence[int]) -> dict[Cell, Values | None]:
+    """What a grader writes of clients whose owners do not allow it, beside the attacker's own objective."""
+    return {(1, c, attack): {"objective": [0.1]} for c in clients}
+
+
+def refuse(ledger: Ledger, clients: Sequence[int]) -> None:
+    for job in ledger.ungraded():
+        if job.client in clients:
+            rows = [Row(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
+            ledger.grade(job.id, rows, "not graded: the owner does not allow it")
+
+
+def test_what_nobody_graded_counts_neither_way(ledger: Ledger) -> None:
+    """Two owners of three refuse; the third's images all come back: that is all of one, not a third of three."""
+    score(ledger, {(1, 0, "matching"): {"psnr": [40.0]}, **ungraded("matching", (1, 2))}, examples=1)
+    refuse(ledger, (1, 2))
+    assert set(curve_of(ledger)) == {"matching"}
+    curve = dict(zip(analysis.THRESHOLDS, curve_of(ledger)["matching"], strict=True))
+    assert (curve[20], curve[40], curve[41]) == (Rate(1, 1), Rate(1, 1), Rate(0, 1))
+    leak = one(leaks(ledger, "psnr"), "matching", 1)
+    assert (leak.n, leak.failed, leak.ungraded, leak.mean) == (1, {}, 2, 40.0)
+    assert analysis.ungraded(Scores.read(ledger)) == 2
+
+
+def test_where_nobody_grades_there_is_no_curve_and_no_word_of_a_missing_image(ledger: Ledger) -> None:
+    cells = ungraded("matching", (0, 1)) | ungraded("mean_image", (0, 1))
+    score(ledger, cells | {(1, 2, "matching"): {"psnr": [None]}}, examples=1, status="not_applicable")
+    refuse(ledger, (0, 1))
+    ledger.set_meta(grading="not graded: the owner does not allow it")
+    assert curve_of(ledger) == {}
+    said = verdict_of(ledger)
+    assert said.word == "undetermined"
+    assert said.sentence == (
+        "Nothing can be said on leakage: 2 reconstructions, none graded (the owner does not allow it); "
+        "without one: 1 x not_applicable."
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ verdict

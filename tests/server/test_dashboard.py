@@ -33,6 +33,7 @@ from server.analysis import Scores
 from server.dashboard.app import make_app
 from server.dashboard.clients import clients
 from server.dashboard.compare import compare, differences
+from server.dashboard.overview import progress
 from server.dashboard.reading import Reading
 from server.ledger import Seen
 from server.run import Run
@@ -113,6 +114,21 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
     assert page["progress"] | {"done": 16} == page["progress"], "two rounds, two clients, two attacks, two baselines"
     assert page["participation"]["rejected"] == 2
     assert {row["attack"]: row["n"] for row in page["summary"]}["inverting_gradients"] == 8
+
+
+def test_no_end_is_foretold_while_the_attacks_wait_for_rounds(attacked_run: Run, tmp_path: Path) -> None:
+    shutil.copytree(attacked_run.folder, tmp_path / "run")
+    run = Run.open(tmp_path / "run")
+    with run.lock("training"), closing(Reading(run)) as reading:
+        with reading.now():
+            found = progress(reading)
+            assert found["per_minute"] is not None and (found["queued"], found["leased"]) == (0, 0)
+            assert found["seconds_left"] is None
+        with run.ledger() as ledger:  # a round's jobs have come
+            plan = reading.scenario.plan
+            ledger.record_intake(3, [Seen(0, "accepted", "", 2, "digest")], plan)
+        with reading.now():
+            assert progress(reading)["seconds_left"] is not None
 
 
 def test_every_gallery_card_is_the_truth_beside_the_reconstruction(get: Get, attacked_run: Run) -> None:

@@ -1,22 +1,26 @@
 """A deployment's clients grade: the same scores as a simulation's, to the precision, and no truth at the server."""
 
+import base64
 import html
+import io
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
 import torch
 from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
+from PIL import Image
 
 from attacks.audit import NO_TRUTH, Auditor
 from client.components import SpecError
 from client.protocol import Federation
 from defenses.accounting import Accountant
-from server.grading import UNGRADED, Grader, read, said
+from server.grading import ANSWERING, UNGRADED, Grader, read, said
 from server.ledger import Ledger
 from server.pool import NO_REPLAY, LocalExecutor, serve
 from server.run import Run
@@ -209,6 +213,8 @@ class Counting(MemoryGrid):
         super().__init__(scenario.protocol, files, number)
         self.asked: list[tuple[int, str]] = []
         self.away: set[int] = set()
+        self.mute: set[int] = set()
+        self.waited: list[float | None] = []
         self.tamper: Callable[[Message], Message] = lambda answer: answer
 
     def get_node_ids(self) -> list[int]:
@@ -217,7 +223,9 @@ class Counting(MemoryGrid):
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)
         self.asked += [(m.metadata.dst_node_id, m.metadata.message_type) for m in sent]
-        return [self.tamper(m) for m in super().send_and_receive(sent, timeout=timeout)]
+        self.waited.append(timeout)
+        answers = super().send_and_receive(sent, timeout=timeout)
+        return [self.tamper(m) for m in answers if m.metadata.src_node_id not in self.mute]
 
     @property
     def queries(self) -> list[int]:
@@ -275,6 +283,24 @@ def test_a_client_that_is_away_is_asked_again_and_at_the_end_told_of(tmp_path: P
         assert all(v is not None for c in range(3) for v in psnr(ledger)[1, c, "inverting_gradients"])
 
 
+def test_a_client_that_never_answers_is_waited_for_once_in_training_and_once_at_the_end(tmp_path: Path) -> None:
+    scenario = small()
+    run, grid = trained_only(tmp_path, scenario)
+    serve(run, LocalExecutor(), scenario)
+    with run.ledger() as ledger, flower():
+        grid.mute = {2}
+        grid.waited.clear()  # the training's own
+        asks = Grader(run, ledger, grid, grid.clients, timeout=300.0, grace=0.0)
+        for _ in range(3):
+            asks.ask()
+        assert grid.queries.count(2) == 1, "it let one question pass"
+        assert set(grid.waited) == {ANSWERING}
+        asks.finish()
+        assert grid.queries.count(2) == 2, "and had one more chance"
+        assert all(value is None for values in (psnr(ledger)[r, 1, "analytic"] for r in (1, 2)) for value in values)
+        assert all(v is not None for r in (1, 2) for v in psnr(ledger)[r, 0, "inverting_gradients"])
+
+
 def test_a_client_that_stays_away_leaves_a_row_that_says_so(tmp_path: Path) -> None:
     scenario = small(rounds=1)
     run, grid = trained_only(tmp_path, scenario)
@@ -300,6 +326,40 @@ def test_grading_is_off_unless_the_owner_says_otherwise(tmp_path: Path) -> None:
         statuses = {r["status"] for r in ledger.scores("psnr")}
         assert statuses == {UNGRADED, "not_applicable"}
     assert not any((tmp_path / "clients" / "0" / "state").glob("answers/*"))
+
+
+def test_what_nobody_graded_is_shown_and_scored_by_nothing(tmp_path: Path) -> None:
+    from contextlib import closing
+
+    from server.dashboard.gallery import NO_TRUTH, NOT_GRADED, Gallery
+    from server.dashboard.overview import overview
+    from server.dashboard.reading import Reading
+    from simulations.report import write_report
+
+    run, grid = trained_only(tmp_path, scenario := small(rounds=1), grading={})
+    serve(run, LocalExecutor(), scenario)
+    with run.ledger() as ledger, flower():
+        grader(run, ledger, grid).finish()
+    with closing(Reading(run)) as reading, reading.now():
+        seen, cards = overview(reading), [Gallery(reading).card(1, c, e) for c in range(3) for e in range(2)]
+    for card in cards:
+        shown = {tile.attack: tile for tile in card.tiles}
+        assert shown["inverting_gradients"].note == NOT_GRADED and card.absent == NO_TRUTH
+        picture = shown["inverting_gradients"].image
+        x = run.read_reconstruction(1, card.client, "inverting_gradients")["x"][card.example]
+        assert picture is not None and (pixels(picture) == (x.clamp(0, 1) * 255).round().byte()[0].numpy()).all()
+        assert shown["analytic"].image is None and shown["analytic"].note == "not_applicable"
+    assert seen["ungraded"] == {"count": 3, "reason": "the owner does not allow it"}
+    assert seen["success"] == [], "what came back nobody graded: that the rest failed is no rate"
+    row = next(r for r in seen["summary"] if r["attack"] == "inverting_gradients")
+    assert (row["n"], row["failed"], row["ungraded"]) == (0, "", 3)
+    page = html.unescape(write_report(run).read_text())
+    assert "3 reconstructions, none graded (the owner does not allow it)" in page
+    assert "3 reconstructions not graded" in page and "3 not_graded" not in page
+
+
+def pixels(source: str) -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(base64.b64decode(source.removeprefix("data:image/png;base64,")))))
 
 
 def test_beyond_an_owners_number_of_questions_the_floors_go_first(tmp_path: Path) -> None:
@@ -374,7 +434,7 @@ def test_a_clients_words_are_shown_as_one_short_line() -> None:
         question = Message(RecordDict(), dst_node_id=1, message_type="query.grade")
         found = read(Message(Error(112, "\x1b[31mno\nreally" + "x" * 5000), reply_to=question), {"dlg": 2})
     words = found.reason("dlg")
-    assert words.startswith("[31mno really") and len(words) <= 200 and words.isprintable()
+    assert words.startswith("[31mno really") and len(words) <= 300 and words.isprintable()
 
 
 def test_what_is_said_of_many_jobs() -> None:

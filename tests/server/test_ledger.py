@@ -336,7 +336,7 @@ def test_scores_are_in_long_format_in_a_stable_order(path: Path) -> None:
         assert len(list(ledger.scores())) == 4 * 4
         assert {r["example"] for r in ledger.scores("label_accuracy")} == {WHOLE_BATCH}
         assert ledger.progress() == Progress(done=4)
-        assert ledger.psnr_so_far(20.5) == (21.0, 20.25)
+        assert ledger.so_far("psnr", 20.5) == (21.0, 20.25)
 
 
 def test_exact_hits_and_missing_values_survive(path: Path) -> None:

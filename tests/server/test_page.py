@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from attacks.audit import Row
+from attacks.audit import WHOLE_BATCH, Row
 from attacks.plan import AttackPlan, PlannedAttack
 from server import analysis
 from server.analysis import Scores
 from server.dashboard.app import make_app
 from server.dashboard.pictures import png
 from server.dashboard.words import LABELS
-from server.ledger import Seen
+from server.ledger import UNGRADED, Seen
 from server.pool import LocalExecutor, serve
 from server.run import Run
 from server.scenario import Scenario
@@ -464,6 +464,28 @@ def test_a_report_opened_from_its_file_draws(watched: Watched, folder: Path) -> 
     expect(page.locator(".gallery .card")).to_have_count(8)
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     expect(page.locator(".gallery .card")).to_have_count(4)
+
+
+def test_a_report_shows_what_nobody_graded_and_claims_no_rate(
+    watched: Watched, tmp_path: Path, make_scenario: Callable[..., Scenario], make_taped: MakeRun
+) -> None:
+    run = make_taped(tmp_path / "refused", make_scenario(rounds=1))
+    with run.ledger() as ledger:
+        ledger.set_meta(mode="deployment", state="trained", grading="not graded: the owner does not allow it")
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        for job in ledger.ungraded():
+            rows = [Row(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
+            ledger.grade(job.id, rows, "not graded: the owner does not allow it")
+    page = watched.open(write_report(run).resolve().as_uri())
+    expect(page.locator(".verdict")).to_contain_text("none graded (the owner does not allow it)")
+    cards = page.locator(".gallery .card")
+    expect(cards.first).to_contain_text("the truth stays at the client")
+    expect(cards.first).to_contain_text("not graded")
+    assert cards.count() > 0 and page.locator(".gallery .pair img").count() >= cards.count()
+    expect(page.locator("#success")).to_have_count(0)
+    expect(page.locator("main")).to_contain_text("No score: ")
+    expect(page.locator("main")).not_to_contain_text("0 % of the attacked examples")
 
 
 def test_a_comparison_opened_from_its_file_draws(watched: Watched, folder: Path, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from server.ledger import Seen
 from server.pool import LocalExecutor, serve
 from server.run import Run
 from server.scenario import Scenario
-from simulations.cli import _left, _tell, main
-from simulations.simulate import cards, new_run
+from simulations.cli import _left, _tell, _tell_end, main
+from simulations.simulate import cards, create_run, new_run
 
 TABLES = {
     "seed": 1,
@@ -327,6 +327,31 @@ def test_what_is_left_to_do_is_said_in_every_phase(tmp_path: Path, capsys: pytes
     assert left() == ""
     assert main(["audit", str(run.folder)]) == 2
     assert 'no updates on its tape: [tape] keep = "all" has deleted them' in capsys.readouterr().err
+
+
+def test_a_deployment_begins_again_as_one(tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir()
+    run = create_run(Scenario.from_tables(TABLES), tmp_path / "runs" / "one", mode="deployment")
+    with run.ledger() as ledger:
+        assert _left(run, ledger).endswith(f"begin again with: fedleak deploy up {tmp_path} --local")
+
+
+def test_the_end_of_a_deployment_says_who_was_missing_and_how_to_be_graded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = create_run(scenario := Scenario.from_tables(TABLES), tmp_path / "runs" / "one", mode="deployment")
+    with run.ledger() as ledger:
+        for round in (1, 2):
+            seen = [Seen(0, "accepted", "", 1, f"digest {round}"), Seen(1, "missing", "'mynets:Small' is not allowed")]
+            ledger.record_intake(round, seen, scenario.plan)
+        ledger.set_meta(grading="not graded: the owner does not allow it")
+    words = "2 of 4 updates came in; client 1 missing in 2 rounds: 'mynets:Small' is not allowed"
+    for log in ("auto", "quiet"):
+        _tell_end(run, log)
+        told = capsys.readouterr()
+        assert words in (told.out if log == "auto" else told.err)
+        if log == "auto":
+            assert 'mode = "scores" under [grading]' in told.out and "labels are graded by no client" in told.out
 
 
 def test_a_server_that_was_not_curious_leaves_nothing_to_attack(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from attacks.plan import describe
 from client.owner import Drawn, State
 from client.protocol import Protocol
 from defenses.accounting import Accountant
@@ -60,7 +61,7 @@ def test_the_report_says_what_was_sent_answered_and_leaked(tmp_path: Path, capsy
     assert "withheld: its norm is 9, above max_norm 5 (1 x)" in out
     assert "refused: this client has answered in round 2 of this run (2 x)" in out
     assert "grading: scores, to 0.5 dB, at most 8 of one batch" in out
-    assert "Of the updates alone: 2 scores and 1 updates held back, which the examples decided, are not in it." in out
+    assert ". Of the updates alone: 2 scores and 1 updates held back, which the examples decided, are not in it." in out
 
 
 @pytest.mark.parametrize("sampling", ["secret", "agreed"])
@@ -90,6 +91,43 @@ def test_ungraded_rounds_are_no_sign_of_safety(tmp_path: Path, capsys: pytest.Ca
     state.note("sent", run=1, round=1, examples=2)
     assert main(["client-report", str(path)]) == 0
     assert "worst leak: not known, as nothing was graded; that is no sign of safety" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["new", "met a server"])
+def test_the_doctor_examines_an_owners_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], met: bool) -> None:
+    path, state = write(tmp_path)
+    if met:
+        state.keep_protocol(Protocol.from_tables(SERVERS).to_json())
+    assert main(["doctor", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert " > ".join(map(describe, CHAIN)) in " ".join(out.split()) and "an update of norm" in out
+    assert ("stands in for the server's model" in out) != met
+    assert not (tmp_path / "state" / "log.jsonl").exists(), "looking leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"chain": [{"use": "client.update:local_sgd", "rate": "fast"}]},
+            "[[chain]] #1: rate must be a number, got 'fast'",
+        ),
+        ({"chain": CHAIN[:2]}, "local_sgd"),
+        ({"data": {"use": "client.datasets:npz", "path": "none.npz"}}, "none.npz: there is no such file"),
+        ({"data": {**DATA, "batch_size": 10**6}}, "batch_size"),
+        ({"guard": {"audit": "nonsense"}}, "nonsense"),
+        ({"chain": [{"use": "mychain:own"}, CHAIN[2]]}, "is not allowed here"),
+        ({"loss": {"use": "client.losses:next_token"}}, "[loss]"),
+        ({"grading": {"mode": "all"}}, "mode must be one of 'off', 'scores'"),
+    ],
+)
+def test_the_doctor_says_what_is_wrong_with_an_owners_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: str
+) -> None:
+    path, _ = write(tmp_path, **changes)
+    assert main(["doctor", str(path)]) == 2
+    told = capsys.readouterr()
+    assert words in " ".join((told.out + told.err).split())
 
 
 def test_a_damaged_log_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

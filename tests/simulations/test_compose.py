@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
 TABLE = services(Place(), IN_COMPOSE)
-SECRET = {"tls/server.key", "tls/ca.key", "keys", "secrets"}
+SECRET = {"tls/server.key", "keys", "secrets"}
 
 # the part of the published schema (compose-spec.json) that these keys are in: what each may be
 _CONDITIONS = {"service_started", "service_healthy", "service_completed_successfully"}

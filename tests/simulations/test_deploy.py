@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -19,20 +21,26 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-from client.components import SpecError
+from client.components import SpecError, allowing
 from client.owner import Owner
-from server.ledger import Ledger
+from server.app import federate
+from server.dashboard.overview import notices
+from server.dashboard.reading import Reading, state_of
+from server.door import AWAY
+from server.ledger import Ledger, Seen
 from server.pool import LocalExecutor, serve
 from server.run import Busy, Run
 from simulations import cli, inmemory, processes
 from simulations import local as local_start
-from simulations.deploy import _start_all, down, status
+from simulations.deploy import Absences, _nobody, _start_all, _why, down, status
 from simulations.deployment import DEMO, Deployment, health
 from simulations.identity import write_authority, write_node_key
 from simulations.launch import TrainingFailed
 from simulations.local import Local
 from simulations.services import Service
 from simulations.simulate import Interrupt, create_run
+from simulations.standing import Standing, participation
+from simulations.view import View
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 
@@ -129,9 +137,10 @@ def test_the_folder_and_its_secrets_are_their_owners_alone(made: Deployment) -> 
         elif path.suffix not in open_to_all or path.name == "client.toml":
             assert mode == 0o600, path
     names = {p.relative_to(made.folder).as_posix() for p in made.folder.rglob("*") if p.is_file()}
-    wanted = {"scenario.toml", ".env", "compose.override.yaml", "tls/ca.key", "tls/server.key", "secrets/superexec"}
+    wanted = {"scenario.toml", ".env", "compose.override.yaml", "tls/ca.crt", "tls/server.key", "secrets/superexec"}
     wanted |= {f"keys/client-{k}" for k in range(3)} | {f"clients/{k}/client.toml" for k in range(3)}
     assert wanted <= names
+    assert "tls/ca.key" not in names, "who has it could be the SuperLink to every client"
 
 
 def test_what_the_servers_containers_see_of_the_keys_is_public(made: Deployment) -> None:
@@ -143,7 +152,7 @@ def test_no_two_keys_and_no_two_secrets_are_equal(made: Deployment, fresh: Deplo
     other = Deployment.create(tmp_path / "other", 3)
     secret = [p.read_bytes() for d in (made, other) for p in d.folder.rglob("*")
               if p.is_file() and p.parent.name in ("keys", "secrets", "tls")]  # fmt: skip
-    assert len(secret) == 2 * (6 + 3 + 4) and len(set(secret)) == len(secret)
+    assert len(secret) == 2 * (6 + 3 + 3) and len(set(secret)) == len(secret)
 
 
 def test_each_owners_file_is_one_and_says_what_the_scenario_says(made: Deployment) -> None:
@@ -176,6 +185,8 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: pyt
     (tmp_path / "kept").write_text("mine")
     assert cli.main(["deploy", "init", str(tmp_path), "--clients", "2"]) == 2
     assert "is not empty" in capsys.readouterr().err
+    assert cli.main(["deploy", "init", str(tmp_path / "kept"), "--clients", "2"]) == 2
+    assert "is a file" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]
 
 
@@ -223,6 +234,139 @@ def test_an_unfinished_run_is_the_next_one_and_a_complete_one_is_not(fresh: Depl
     assert fresh.next_run() != "one"
     with pytest.raises(SpecError, match="is complete"):
         fresh.begin("one")
+
+
+def test_another_run_may_be_begun_although_the_last_is_unfinished(fresh: Deployment) -> None:
+    names = []
+    for _ in range(3):  # within one second, too
+        names.append(fresh.begin(fresh.next_run(new=True))[0].name)
+        assert fresh.next_run() == fresh.runs()[-1].name
+    assert len(set(names)) == 3 and {run.name for run in fresh.runs()} == set(names)
+
+
+def test_a_run_that_cannot_go_on_is_told_before_anything_is_started(
+    fresh: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a disk that was full in round 1 leaves it: a round, and no checkpoint."""
+    run, _ = fresh.begin("one")
+    with run.ledger() as ledger:
+        ledger.record_intake(1, [Seen(0, "accepted", "", 1, "digest")])
+        ledger.set_meta(state="failed")
+    began: list[str] = []
+
+    def enter(self: Local) -> Local:
+        began.append(self.place.run)
+        raise TrainingFailed("enough for a test")
+
+    monkeypatch.setattr(Local, "__enter__", enter)
+    assert cli.main(["deploy", "up", str(fresh.folder), "--local"]) == 2
+    told = capsys.readouterr().err
+    assert "has rounds up to 1 and no checkpoint" in told and "audit" in told
+    assert told.strip().endswith(f"Begin another run with: fedleak deploy up {fresh.folder} --local --new")
+    assert began == []
+    assert cli.main(["deploy", "up", str(fresh.folder), "--local", "--new", "--log", "quiet"]) == 1
+    told = capsys.readouterr().err
+    assert began == [fresh.runs()[-1].name] != ["one"]
+    assert f"the training can go on: fedleak deploy up {fresh.folder} --local" in told
+
+
+OWN_NETS = """
+from torch import nn
+def small(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], classes))
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Deployment]:
+    """A deployment whose scenario names a model of the user's own, which no owner has allowed."""
+    (tmp_path / "mynets.py").write_text(OWN_NETS)
+    scenario = tmp_path / "own.toml"
+    scenario.write_text(re.sub(r"use = .*mlp.*\nhidden.*", 'use = "mynets:small"', DEMO.read_text()))
+    folder = tmp_path / "federation"
+    assert cli.main(["deploy", "init", str(folder), "--clients", "3", "--scenario", str(scenario)]) == 2
+    assert "--allow mynets" in capsys.readouterr().err
+    assert (
+        cli.main(["deploy", "init", str(folder), "--clients", "3", "--scenario", str(scenario), "--allow", "mynets"])
+        == 0
+    )
+    told = capsys.readouterr().out
+    before = cli._parser().parse_args(["deploy", "--allow", "one", "up", str(folder), "--local", "--allow", "two"])
+    assert [*before.allow, *before.allow_too] == ["one", "two"], "before the action and after it"
+    assert f'allow = ["mynets"] in {folder}/clients/*/client.toml, and mynets beside that file' in told
+    yield Deployment.open(folder)
+    sys.modules.pop("mynets", None)
+
+
+def owners(deployment: Deployment) -> list[Path]:
+    return [deployment.folder / "clients" / str(k) / "client.toml" for k in range(deployment.clients)]
+
+
+def test_where_every_client_refuses_the_run_has_failed_and_says_why(foreign: Deployment) -> None:
+    with allowing(["mynets"], [foreign.folder.parent]):
+        run, _ = foreign.begin("one")
+        with run.ledger() as ledger:
+            view = Told(Standing(ledger, run.scenario()))
+            lacking = Absences(view)
+            inmemory.train(run, owners(foreign))
+            lacking.tell()
+            lacking.tell()
+            assert [words[:42] for words in view.said] == [
+                f"fedleak: round {r}: 0 of 3 clients; client 0" for r in (1, 2, 3)
+            ]
+            assert all("'mynets:small' is not allowed here" in words and "client 2: " in words for words in view.said)
+            why = _nobody(ledger)
+            assert why.startswith("no round got an update: 0 of 9 updates came in; client 0 missing in 3 rounds: ")
+            ledger.set_meta(state="failed", empty=why)
+            assert state_of(run, ledger) == "failed", "although all its rounds are over"
+        with closing(Reading(run)) as reading, reading.now():
+            assert f"The training failed: {why}." in [words for words, _ in notices(reading)]
+
+
+def test_an_owner_who_lets_the_code_be_loaded_takes_part_and_the_others_are_told_of(foreign: Deployment) -> None:
+    path = owners(foreign)[1]
+    path.write_text(path.read_text().replace("allow = []", 'allow = ["mynets"]'))
+    shutil.copy(foreign.folder.parent / "mynets.py", path.parent)
+    with allowing(["mynets"], [foreign.folder.parent]):
+        run, _ = foreign.begin("one")
+        inmemory.train(run, owners(foreign))
+        with run.ledger() as ledger:
+            assert _nobody(ledger) == ""
+            assert participation(ledger.observations()).startswith(
+                "3 of 9 updates came in; client 0 missing in 3 rounds"
+            )
+            view = Told(Standing(ledger, run.scenario()))
+            Absences(view).tell()
+            assert view.said == [], "of rounds before this start nothing is told again"
+
+
+class Told(View):
+    """A view that keeps what it is told to say."""
+
+    def __init__(self, standing: Standing) -> None:
+        super().__init__(standing)
+        self.said: list[str] = []
+
+    def say(self, words: str) -> None:
+        self.said.append(words)
+
+
+def test_a_client_that_is_away_has_a_row_that_says_so(made: Deployment, tmp_path: Path) -> None:
+    """Two of three are there: the third is missing in each round, whoever was asked."""
+    run = create_run(made.scenario(), tmp_path / "run", mode="deployment")
+
+    class Without(inmemory.MemoryGrid):
+        def get_node_ids(self) -> Iterable[int]:
+            return [1, 3]
+
+    grid = Without(run.scenario().protocol, owners(made))
+    with inmemory.flower(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr("server.app.census", lambda *_: {1: 0, 3: 2})  # which waits for the third
+        federate(run, grid)
+    with run.ledger() as ledger:
+        seen = [(o["round"], o["client"], o["status"]) for o in ledger.observations()]
+        assert seen == [(r, c, "missing" if c == 1 else "accepted") for r in (1, 2, 3) for c in range(3)]
+        assert participation(ledger.observations()) == (f"6 of 9 updates came in; client 1 missing in 3 rounds: {AWAY}")
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "a/b", "", ".", "..", ".hidden", "/abs"])
@@ -294,19 +438,27 @@ def test_what_dies_is_started_again_as_its_policy_says(local: Local) -> None:
     assert facts["pids"] == {name: child.pid for name, child in local.children.items()}
 
 
-def test_what_dies_again_and_again_is_told_with_the_end_of_its_log(
-    local: Local, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["dashboard", "superlink"])
+def test_what_dies_again_and_again_is_told_with_the_end_of_its_log_and_ends_all_only_where_it_is_needed(
+    local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.setattr(local_start, "DEATHS", 2)
-    program(local, "bad", "print('no such key'); raise SystemExit(9)")
+    program(local, name, "print('no such key'); raise SystemExit(9)")
 
     def look_on() -> None:
         for _ in range(20):
-            local.children["bad"].wait()
+            local.children[name].wait()
             local.look()
 
-    with pytest.raises(TrainingFailed, match=r"bad: exit status 9, 2 times\n(.*\n)+no such key"):
-        look_on()
+    words = rf"{name}: exit status 9, 2 times\n(.*\n)+no such key"
+    if name == "superlink":
+        with pytest.raises(TrainingFailed, match=words):
+            look_on()
+        return
+    look_on()
+    assert re.search(words, local.given_up[name])
+    told = capsys.readouterr().err
+    assert told.count(f"it goes on without {name}") == 1 and "no such key" in told
 
 
 def test_an_interrupt_while_services_start_ends_in_order(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +469,24 @@ def test_an_interrupt_while_services_start_ends_in_order(local: Local, monkeypat
     run, _ = local.deployment.begin("a-run")
     _start_all(local, run, interrupt)
     assert local.children == {}, "nothing more is started"
+
+
+@linux
+def test_a_superlink_that_died_is_named_and_not_who_died_of_it(local: Local, tmp_path: Path) -> None:
+    run = create_run(local.deployment.scenario(), tmp_path / "run", mode="deployment")
+    program(local, "superlink", "import time; print('linked', flush=True); time.sleep(120)")
+    program(local, "start", "raise SystemExit(1)", "no")
+    local.children["start"].wait()
+    with run.ledger() as ledger:
+        assert _why(local, ledger, 1).startswith("the deployment failed: start: exit status 1")
+        wait_for(lambda: "linked" in local.deployment.log("superlink").read_text())
+        local.children["superlink"].kill()
+        local.children["superlink"].wait()
+        assert re.fullmatch(
+            r"the SuperLink died, and .*\n--- the end of .*superlink.log:\nlinked", _why(local, ledger, 1)
+        )
+        wait_for(lambda: local.look() or local.status("superlink") is None)
+        assert _why(local, ledger, 1).startswith("the SuperLink died"), "it is up again, and the run is not"
 
 
 @linux
@@ -428,6 +598,8 @@ def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(tmp_path: Path
     command = [sys.executable, "-m", "simulations.cli", "deploy", "up", str(folder), "--local"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr
+    assert "the services are being ended" in done.stderr and " of 3 clients" not in done.stderr, "all took part"
+    assert "graded by the clients, to 0.5 dB" in done.stdout and "labels are graded by no client" in done.stdout
     run = Run.open(Path(done.stdout.strip().splitlines()[-1]))
     assert run.folder == deployment.runs()[0].folder
 

@@ -287,6 +287,7 @@ def test_one_run_through_many_faults_ends_complete(
             thread.join(60)
             print(*faults)  # why, where the run did not fail
     assert not faults and not thread.is_alive(), failed.value
+    assert str(failed.value).startswith("the SuperLink died")
     mark = json.loads((deployment.folder / "up.json").read_text())["mark"]
     assert processes.marked(mark) == []
     (run,) = deployment.runs()

@@ -332,7 +332,7 @@ def test_a_chain_with_noise_gets_its_limit_beside_the_attacks(hidden: Run) -> No
     page = page_of(hidden)
     with hidden.ledger() as ledger:
         rows = [r for r in ledger.scores() if r["attack"] == "bayes_limit"]
-        best, _ = ledger.psnr_so_far(60.0)
+        best, _ = ledger.so_far("psnr", 60.0)
         attacks = [r["value"] for r in ledger.scores("psnr") if r["attack"] == "inverting_gradients"]
     assert {(r["round"], r["client"], r["metric"]) for r in rows} == {
         (r, c, m) for r in (1, 2) for c in (0, 1) for m in ("mse", "psnr")

@@ -107,6 +107,23 @@ def test_a_run_of_other_versions_says_which(stopped: Run, capsys: pytest.Capture
     assert f"was begun with {package} 0.0.7, and this is {package} {now}" in refused(stopped, capsys)
 
 
+def test_a_deployments_run_is_not_gone_on_with_as_a_simulation(
+    stopped: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stopped.ledger() as ledger:
+        ledger.set_meta(mode="deployment")
+        before = ledger.rounds()
+    assert "go on with: the server that began it" in refused(stopped, capsys), "of an app of somebody's own"
+    (tmp_path / "keys").mkdir()
+    assert (
+        f"a deployment's run, which a simulation must not go on with; go on with: fedleak deploy up {tmp_path} --local"
+        in (refused(stopped, capsys))
+    )
+    with stopped.ledger() as ledger:
+        assert [tuple(r) for r in ledger.rounds()] == [tuple(r) for r in before], "nothing is trained"
+    assert resume(stopped, "deployment") == stopped.scenario()
+
+
 @pytest.mark.parametrize("text", [None, "", "[]", '{"packages": 3}', "{}"])
 def test_a_run_of_unknown_versions_is_refused(
     stopped: Run, capsys: pytest.CaptureFixture[str], text: str | None

@@ -48,4 +48,7 @@ def test_the_text_quickstart_runs_and_ends_with_scores(tmp_path: Path, capsys: p
     assert {row["client"] for row in rows} == {0, 1, 2, 3}
     assert all(row["value"] is not None for row in rows)
     assert (ledger.parent / "report.html").exists()
-    capsys.readouterr()
+    told = capsys.readouterr().out
+    assert "mean ROUGE-1 (%)" in told and "dB" not in told
+    for attack in ("exact", "dager"):
+        assert {row["value"] for row in rows if row["attack"] == attack} == {100.0}, f"{attack} recovers every sentence"

@@ -352,6 +352,37 @@ def test_how_the_jobs_stand(ledger: Ledger, clock: Clock) -> None:
     assert standing.expected == 6
 
 
+def test_no_end_is_foretold_while_rounds_are_waited_for(ledger: Ledger, clock: Clock) -> None:
+    """Attacks take a second each, rounds ten: time left at the attacks' pace would shrink and grow with each round."""
+    standing = Standing(ledger, Scenario.from_tables({**TABLES, "audit": {"rounds": [1, 2, 3]}}), clock=clock)
+
+    def attacked(waves: int) -> None:
+        for _ in range(waves):
+            work(ledger, lambda: 20.0, waves=1)
+            clock.now += 1
+            standing.look()
+
+    for round in (1, 2):
+        intake(ledger, round, clients=2)
+        clock.now += 1
+        standing.look()
+        attacked(3)
+        assert standing.seconds_left() is None, "all that is there is done"
+        clock.now += 10
+        standing.look()
+        assert standing.seconds_left() is None
+    intake(ledger, 3, clients=2)
+    clock.now += 1
+    standing.look()
+    assert standing.seconds_left() is None, "attacks are at work, but have mostly waited"
+    standing.coming = False
+    left = standing.seconds_left()
+    # two jobs a wave and second; of the first wave's second nothing is known, as the clock begins with its end
+    assert left is not None and left == pytest.approx(3, rel=0.3), "six jobs, at the pace of the seconds that had jobs"
+    attacked(2)
+    assert standing.seconds_left() == pytest.approx(1, rel=0.3)
+
+
 def test_the_picture_is_of_the_best_in_the_newest_round_that_brought_something_back(ledger: Ledger) -> None:
     standing = Standing(ledger, Scenario.from_tables(TABLES))
     intake(ledger, 1, clients=2)
@@ -598,7 +629,7 @@ def test_a_line_says_what_it_counts_and_what_it_waits_for(
 
 def test_a_line_has_the_best_and_the_mean_of_the_attacks(looking: Standing, attacked: Run) -> None:
     with attacked.ledger() as ledger:
-        best, mean = ledger.psnr_so_far(60.0)
+        best, mean = ledger.so_far("psnr", 60.0)
     assert f"PSNR best {best:.1f} dB, mean {mean:.1f} dB" in words(looking)
     assert mean == 60.0
 

@@ -320,7 +320,7 @@ function switches(metric, hidden, change) {
 
 // ------------------------------------------------------------------------------------------------------ other figures
 
-function successFigure({ success, thresholds, knowledge }) {
+function successFigure({ success, thresholds, knowledge, ungraded }) {
   const height = 340 + legendHeight(success.length);
   const drawing = node => {
     const style = styles(success, planned(knowledge));
@@ -331,16 +331,22 @@ function successFigure({ success, thresholds, knowledge }) {
     const x = { title: { text: "PSNR of at least (dB)", standoff: 6 }, unifiedhovertitle: { text: "at least %{x} dB" } };
     draw(node, traces, layout(x, { title: { text: "part of the examples" }, ...partAxis }, height, { hovermode: "x unified" }));
   };
-  return figure("Success over thresholds", successMeaning(success, thresholds, 20), drawing, height);
+  return figure("Success over thresholds", successMeaning(success, thresholds, 20, ungraded), drawing, height);
 }
 
-function successMeaning(success, thresholds, threshold) {
+/** Why attacks have no score. */
+function noScore({ count, reason }) {
+  return count ? `No score: ${many(count, "reconstruction")}, none graded${reason && ` (${reason})`}.` : "No attack has given a score yet.";
+}
+
+function successMeaning(success, thresholds, threshold, ungraded) {
   const at = s => s.y[thresholds.indexOf(threshold)];
   const [best, floor] = ["attack", "baseline"].map(kind => strongest(success.filter(s => s.kind === kind), at));
-  if (!best) return "No attack has given a score yet.";
+  if (!best) return noScore(ungraded);
   const reached = `${percent(at(best))} of the attacked examples come back at ${threshold} dB or better with ${best.name}`;
   const guess = floor ? `, ${percent(at(floor))} with the best baseline` : "";
-  return `${reached}${guess}. Attempts that gave no image reach nothing.`;
+  const hidden = ungraded.count ? ` Not counted: ${many(ungraded.count, "reconstruction")} that nobody graded.` : "";
+  return `${reached}${guess}. Attempts that gave no image reach nothing.${hidden}`;
 }
 
 /** Worst leak by client and round; brighter leaks more, a cross was not attacked. */
@@ -640,7 +646,8 @@ function leakageColumns(metric, less, unit) {
 
 function summaryTable(rows, state, change, measure) {
   const { metric, name: called, unit, private: noun } = measure, without = `without ${noun === "image" ? "an image" : `a ${noun}`}`;
-  const name = r => [r.attack, r.kind !== "attack" && small(r.kind), r.failed && small(`${without}: ${r.failed}`)];
+  const name = r => [r.attack, r.kind !== "attack" && small(r.kind), r.failed && small(`${without}: ${r.failed}`),
+    r.ungraded && small(`${many(r.ungraded, "reconstruction")} not graded`)];
   const { mean, interval, worst } = leakageColumns(metric, false, "");
   const columns = [
     { key: "attack", head: "attack", text: true, value: r => r.attack, cell: name },
@@ -695,7 +702,9 @@ const EACH = {
 
 function galleryWords(data) {
   const where = data.round === "all" ? `in ${many(data.rounds.length, "attacked round")}` : `in round ${data.round}`;
-  return el("p.meaning", el("strong", { "aria-live": "polite" }, `${many(data.total, "example")} ${where}.`), ` ${EACH[data.kind]}`);
+  const absent = data.cards.length > 0 && data.cards.every(card => card.absent) && data.cards[0].absent;
+  const each = absent ? `Each card: what each attack made of the update; ${absent}.` : EACH[data.kind];
+  return el("p.meaning", el("strong", { "aria-live": "polite" }, `${many(data.total, "example")} ${where}.`), ` ${each}`);
 }
 
 function pager(data, change) {
@@ -717,7 +726,7 @@ function cardOf(card, kind, link) {
 /** The truth, then of each attack what it made of it beside the difference. */
 function tiles(card) {
   const words = el("figcaption", el("b", "truth"), card.label !== null && ` label ${card.label}`);
-  const truth = el("figure", picture(card.truth, "the private image", "no truth here"), words);
+  const truth = el("figure", picture(card.truth, "the private image", card.absent), words);
   return el("div.tiles", truth, card.tiles.map(tile => pair(card.truth, tile)));
 }
 
@@ -745,7 +754,7 @@ const TOKENS = [["right", "right"], ["misplaced", "right, but misplaced"], ["wro
 
 function texts(card) {
   const line = (name, tokens, note) => el("div.text-line", el("dt", name, note && el("b", note)), el("dd", tokens));
-  const truth = card.truth_words ? card.truth_words.map(w => token(w, "")) : "no truth here";
+  const truth = card.truth_words ? card.truth_words.map(w => token(w, "")) : card.absent;
   const guess = tile => tile.words ? tile.words.map(([word, kind]) => token(word, kind)) : "no text";
   return el("dl.texts", line("truth", truth), card.tiles.map(tile => line(breakable(tile.attack), guess(tile), tile.note)));
 }

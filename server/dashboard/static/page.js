@@ -266,7 +266,7 @@ function runLine(run) {
     el("p.small", `${run.data}; ${run.model}; ${run.chain}`),
     el("dl.numbers",
       fact("round", `${run.round} of ${run.rounds}`), fact("accuracy", percent(run.accuracy)),
-      fact("best PSNR", run.exact ? "∞" : inMetric("psnr", run.best)), fact("attacks", run.attacks.join(", ") || NONE)),
+      fact(`best ${run.measure === "psnr" ? "PSNR" : "ROUGE-1"}`, run.exact ? "∞" : inMetric(run.measure, run.best)), fact("attacks", run.attacks.join(", ") || NONE)),
     progressBar(run.progress, run.progress.total),
   ];
 }
@@ -289,7 +289,7 @@ function overviewView(o, { state }) {
     progressStrip(o),
     section("Leakage and accuracy over rounds", overRounds(o, state, change), el("p.small", lines(o)), el("p.small", o.privacy.words)),
     section("Numbers", numbers || empty("No attack has given a score yet; they appear here by themselves.")),
-    section("Success over thresholds", o.success.length ? successFigure(o) : empty("No attack has given a score yet.")),
+    section("Success over thresholds", o.success.length ? successFigure(o) : empty(noScore(o.ungraded))),
     section("What each attacker knew", knowledge(o.knowledge)),
     section("Participation", participation(o.participation)),
     section("Replay check", el("p", replay || "Not done yet: it is done before the first attack.")),

@@ -158,7 +158,26 @@ def test_no_wrong_guess_is_proven(make: Maker, words: Any) -> None:
     for guess in wrong:
         error = trial.error(guess)
         assert error > 10 * TOLERANCE
-        assert trial.verdict(error).startswith("no certificate: a guess that is put through")
+        assert trial.verdict(guess, error).startswith("no certificate: a guess that is put through")
+
+
+def test_a_sentence_of_which_the_model_is_sure_is_not_proven_by_the_others(words: Any) -> None:
+    """It adds next to nothing to the update, and so would another one in its place."""
+    model = bert(words)
+    truth = labelled(model, sentences(model, 2, "sure"), "sure")
+    wave, known = seen(model, [truth])
+    assert Trial(wave, known, 0).verdict(truth, 1e-7).startswith("certified")
+    with torch.no_grad():  # logits so large that softmax is sure of the first sentence, and wrong of the second
+        model.get_parameter(model.parts.head[0]).mul_(10000.0)
+    sure = model(truth.x).detach().argmax(1)
+    truth = Batch(truth.x, torch.stack([sure[0], (sure[1] + 1) % CLASSES]))
+    wave, known = seen(model, [truth])
+    other = truth.x.clone()
+    other[0, 1] = next(w for w in range(20, 60) if w != int(other[0, 1]))
+    trial = Trial(wave, known, 0)
+    guess = Batch(other, truth.y)
+    assert trial.error(guess) < TOLERANCE, "the whole update hides it"
+    assert trial.verdict(guess, trial.error(guess)).startswith("no certificate: a sentence adds so little")
 
 
 def test_labels_are_read_off_the_head_or_tried(words: Any) -> None:
