@@ -31,8 +31,8 @@ AT_ONCE = 4096  # sets of rows that are tried together
 GAUSSIAN = 0.37457  # mean of log cosh of a standard normal number
 CROWDED = 12.0  # how sharply likeness is punished
 ROUNDED = 1e4  # steps in which columns are first compared
-SPARE = 4  # columns beyond B among which the right ones are looked for
-BASES = 32  # choices that are put to the proof at a time
+SPARE = 8  # columns beyond B among which the right ones are looked for
+BASES = 250  # choices that are put to the proof at a time
 MOST = 20  # distinct columns kept for each that is searched
 
 

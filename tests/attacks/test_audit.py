@@ -17,7 +17,7 @@ import client.data
 from attacks import metrics
 from attacks.audit import NO_DERIVATIVE, WHOLE_BATCH, Auditor, Row, card, invert_own
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Remembering, Wave
-from attacks.plan import ATTACK, PlannedAttack
+from attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
 from client.data import Shards
 from client.protocol import Federation
 from client.update import Batch, OnUpdate, Update
@@ -87,7 +87,8 @@ SMALL: dict[str, dict[str, int]] = {  # an attack that trains first trains littl
 }
 
 
-OF_IMAGES = [use for use in ATTACK.names() if not use.endswith(":random_words")]  # that: test_text_audit.py
+# those of text: test_text_audit.py, text/test_contract.py
+OF_IMAGES = [use for use in ATTACK.names() if not use.startswith(TEXT_ATTACKS) and not use.endswith(":random_words")]
 
 
 @pytest.mark.parametrize("use", OF_IMAGES)
