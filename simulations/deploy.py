@@ -43,7 +43,10 @@ def register(deployment: Deployment, superlink: str) -> None:
         for client in range(deployment.clients):
             key = deployment.public_key(client)
             command = ["flwr", "supernode", "register", str(key.resolve()), "fedleak", "--name", f"client-{client}"]
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=launch.PATIENCE)
+            try:
+                done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=launch.PATIENCE)
+            except subprocess.TimeoutExpired as error:
+                raise TrainingFailed(f"{superlink} does not answer") from error
             if done.returncode and REGISTERED not in done.stdout + done.stderr:
                 said = (done.stderr.strip() or done.stdout.strip())[-500:]
                 raise TrainingFailed(f"{key.name} could not be registered at {superlink}: {said}")
@@ -214,7 +217,16 @@ def _follow(local: Local, view: View, interrupt: Interrupt) -> int:
         return INTERRUPTED
     if status:
         raise TrainingFailed(_why(local, view.standing.ledger, status))
+    _check_attacked(local, view.standing.ledger)
     return 0
+
+
+def _check_attacked(local: Local, ledger: Ledger) -> None:
+    """TrainingFailed where attacks are left that nothing but a dead service kept from being done."""
+    progress = ledger.progress()
+    if (left := progress.queued + progress.leased) and ledger.meta().get("replay") != "mismatch":
+        words = f"{left} attacks were not done; fedleak audit {local.deployment.folder / 'runs' / local.place.run}"
+        raise TrainingFailed(local.blame("attack", words))
 
 
 class Absences:
@@ -247,12 +259,13 @@ def _why(local: Local, ledger: Ledger, status: int) -> str:
 
 def _park(local: Local, view: View, interrupt: Interrupt) -> None:
     """Wait for the attack service: it ends when the queue is empty; after an interrupt with what is in flight."""
-    service = local.children.get("attack")
-    if service is None:
-        return
-    if interrupt.asked:
-        service.send_signal(signal.SIGTERM)
-    while service.poll() is None:
+    told = False
+    while "attack" in local.children and local.status("attack") is None:
+        if not interrupt.asked:
+            local.look()
+        elif not told:
+            told = True
+            local.children["attack"].send_signal(signal.SIGTERM)
         view.update()
         time.sleep(POLL)
 

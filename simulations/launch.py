@@ -195,11 +195,17 @@ class Submission:
         self.process = processes.start(command, log, env)
 
     def stop(self) -> None:
-        """Have the SuperLink end the run, where it has begun."""
+        """Have the SuperLink end the run, where it has begun; where that fails it says so, as the run may train on."""
         if run := self._run():
-            subprocess.run(
-                ["flwr", "stop", run, "fedleak"], env=self._env, capture_output=True, timeout=PATIENCE, check=False
-            )
+            command = ["flwr", "stop", run, "fedleak"]
+            try:
+                done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=PATIENCE)
+            except subprocess.TimeoutExpired:
+                print(f"fedleak: Flower's run {run} could not be stopped: the SuperLink is silent", file=sys.stderr)
+                return
+            if done.returncode:
+                said = (done.stderr.strip() or done.stdout.strip())[-500:]
+                print(f"fedleak: Flower's run {run} could not be stopped: {said}", file=sys.stderr)
 
     def status(self, told: Callable[[str], str]) -> str:
         """What the SuperLink says of the run; TrainingFailed when it says nothing."""

@@ -177,7 +177,7 @@ class _Reader:
             return Reconstruction(None, None, math.nan, self.trial.spent, seconds, "not_applicable", reason)
         answer = self.trial.answer(*found, seconds)
         if self.clock.over() and not found[1] <= TOLERANCE:
-            return replace(answer, status="out_of_budget")
+            return replace(answer, status="out_of_budget", reason=f"its seconds were over; {answer.reason}")
         return answer
 
     def _limits(self) -> tuple[float, ...]:
@@ -364,7 +364,7 @@ class _Assembly:
     def _measured(self, sentences: Sequence[Ids]) -> list[tuple[Ids, float, float]]:
         distances = self.reader.distances(sentences)[:, : self.judged]
         sums, worst = distances.sum(1).tolist(), distances.amax(1).tolist()
-        return [(ids, s / len(ids), w) for ids, s, w in zip(sentences, sums, worst, strict=True)]
+        return [(ids, s / min(len(ids), self.judged), w) for ids, s, w in zip(sentences, sums, worst, strict=True)]
 
     def _descend(self, sentences: list[Ids], pool: Sequence[Sequence[int]]) -> list[tuple[Ids, float, float]]:
         """Exchange words of each sentence for better ones, until a whole round brings none of them nearer."""

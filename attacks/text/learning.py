@@ -193,6 +193,9 @@ class Inverter:
         started = time.perf_counter()
         with torch.no_grad():
             logits = self.network(row[None])[0]
+        if not bool(logits.isfinite().all()):
+            reason = "the update is not finite, or too large to be read"
+            return Reconstruction(None, None, self.error, self.steps, 0.0, "diverged", reason)
         log = logits.new_full((*logits.shape[:2], model.vocabulary), NEVER)
         log[..., self.vocabulary] = logits.log_softmax(-1)
         x = likeliest(log, model, lengths)

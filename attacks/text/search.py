@@ -116,8 +116,8 @@ class TextMatching(Attack):
             return not_applicable(wave, str(error))
         search = _Search(self, scene, prior, streams, budget, Clock(started, budget.seconds))
         with torch.no_grad():
-            done = search.run()
-            return self._answers(search, done, budget, time.perf_counter() - started)
+            done, interrupted = search.run()
+            return self._answers(search, done, interrupted, budget, time.perf_counter() - started)
 
     @property
     def _moves(self) -> bool:
@@ -128,7 +128,9 @@ class TextMatching(Attack):
         text = None if known.auxiliary is None else known.auxiliary.x
         return load_prior(self.lm, self.lm_folder, known.model, text, self.training)
 
-    def _answers(self, search: "_Search", done: int, budget: Budget, seconds: float) -> list[Reconstruction]:
+    def _answers(
+        self, search: "_Search", done: int, interrupted: bool, budget: Budget, seconds: float
+    ) -> list[Reconstruction]:
         """Each observation's restart of the lowest objective."""
         scene, restarts = search.scene, budget.restarts
         tokens, objectives = search.chosen()
@@ -141,8 +143,8 @@ class TextMatching(Attack):
                     Reconstruction(None, None, float("nan"), done, share, "diverged", "the objective is not finite")
                 )
                 continue
-            status: Status = "converged" if done == budget.iterations else "out_of_budget"
-            reason = "" if status == "converged" else f"{done} of {budget.iterations} iterations in {budget.seconds} s"
+            status: Status = "out_of_budget" if interrupted else "converged"
+            reason = f"{done} of {budget.iterations} iterations in {budget.seconds} s" if interrupted else ""
             y = None if scene.labels is None else scene.labels[row].cpu()
             x = scene.written(tokens[row], row)
             answers.append(Reconstruction(x, y, float(ranked[k, best]), done, share, status, reason))
@@ -271,12 +273,12 @@ class _Search:
         self.best = torch.full((len(owners),), torch.inf, device=scene.table.device)
         self.kept = self.state.x.clone(), None if self.state.soft is None else self.state.soft.clone()
 
-    def run(self) -> int:
-        """Returns the iterations done."""
+    def run(self) -> tuple[int, bool]:
+        """The iterations done, and whether the clock ended them or the moves."""
         attack, iterations = self.attack, self.budget.iterations
         for done in range(iterations):
             if self.clock.over():
-                return done
+                return done, True
             self._step(done, iterations)
             if attack.discrete == "alternating" and (done + 1) % attack.period == 0:
                 self._move()
@@ -285,7 +287,8 @@ class _Search:
             for _ in range(max(1, iterations // attack.period)):
                 self._move()
             self.kept = self.state.x, self.state.soft
-        return iterations
+            return iterations, self.clock.over()
+        return iterations, False
 
     def _return(self) -> None:
         """To the best iterate."""

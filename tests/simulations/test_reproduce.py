@@ -458,7 +458,7 @@ def small(cell: Cell) -> Cell:
         sizes = dict.fromkeys({"size", "pseudo"} & (trial.auxiliary or {}).keys(), 64)
         return trial if trial.auxiliary is None else replace(trial, auxiliary={**trial.auxiliary, **sizes})
 
-    return replace(cell, auxiliary=min(cell.auxiliary, 100), trials=tuple(map(poor, cell.trials)))
+    return replace(cell, auxiliary=min(cell.auxiliary, 200), trials=tuple(map(poor, cell.trials)))
 
 
 def there(cell: Cell, folder: Path) -> bool:

@@ -212,7 +212,7 @@ def test_under_noise_nothing_is_proven(sigma: float, classified: Text) -> None:
 def test_a_search_that_its_seconds_end_says_so(classified: Text) -> None:
     wave, known = seen(bert(classified), batches(classified, 1, 4))
     (found,) = read(dager(), wave, known, Budget(1, seconds=1e-6))
-    assert found.status == "out_of_budget" and found.reason.startswith("no certificate")
+    assert found.status == "out_of_budget" and found.reason.startswith("its seconds were over; no certificate")
     assert found.x is not None and found.x.shape == (4, LENGTH)
 
 
