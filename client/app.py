@@ -160,6 +160,8 @@ def _answer_with_update(message: Message, context: Context, own: Own, state: Sta
     round = _round_of(message, "config", own.protocol.rounds)
     if state.drawn(context.run_id, round) is not None:  # with fresh noise each time, a server would average it away
         raise Refused(f"this client has answered in round {round} of this run")
+    if own.owner.updates is not None and state.draws() >= own.owner.updates:  # a new run asks for the same rounds again
+        raise Refused("this client has given as many updates as its owner allows")
     mu, agreed = message.content.config_records["config"].get("proximal-mu"), own.chain.local.proximal_mu
     if mu not in (None, agreed):
         raise Refused("the server asks for another proximal-mu than this client applies")

@@ -33,7 +33,7 @@ MOST_PARAMETERS = 2**28  # of a model that a server may name: 1 GiB
 MOST_CLIENTS = 100_000
 MOST_TEXT = 2**16  # characters of a protocol
 MOST_MODEL = 2**12  # of them of the model: a list of layers is built before it is measured
-_TOP = ("client", "state", "allow", "data", "loss", "chain", "grading", "guard")
+_TOP = ("client", "state", "allow", "data", "loss", "chain", "updates", "grading", "guard")
 NO_FILE = "[model]: a server does not make a client read a file"
 _SPLIT = ("partition", "alpha", "shards_per_client", "auxiliary")  # of a data set that several clients share
 
@@ -108,6 +108,7 @@ class Owner:
         whole: all of the training images are this client's own.
         sampling: secret draws a round's examples by the operating system's entropy, agreed by the protocol's seed.
         loss: what is minimised; chain: what is applied.
+        updates: the most that are computed for servers, all runs together; None: any number.
         guard: None: none.
     """
 
@@ -122,6 +123,7 @@ class Owner:
     sampling: Literal["secret", "agreed"]
     loss: Table
     chain: tuple[Table, ...]
+    updates: int | None
     grading: Grading
     guard: Guard | None
 
@@ -164,6 +166,9 @@ class Owner:
             raise SpecError(f"[data]: batch_size must be at least 1, got {batch_size}")
         if whole and shared:
             raise SpecError(f"[data]: {next(iter(shared))} deals out what clients share; whole = true is all one's own")
+        updates = conform(tables["updates"], int, "updates") if "updates" in tables else None
+        if updates is not None and updates < 1:
+            raise SpecError(f"updates must be at least 1, got {updates}")
         chain = conform(tables["chain"], list, "[[chain]]")
         folder = path.absolute().parent
         return cls(
@@ -178,6 +183,7 @@ class Owner:
             sampling=sampling,
             loss=conform(tables.get("loss", CROSS_ENTROPY), dict, "[loss]"),
             chain=tuple(conform(t, dict, f"[[chain]] #{i}") for i, t in enumerate(chain, 1)),
+            updates=updates,
             grading=_options(Grading, tables.get("grading", {}), "[grading]"),
             guard=_options(Guard, tables["guard"], "[guard]") if "guard" in tables else None,
         )
@@ -390,6 +396,10 @@ class State:
             return Drawn(int(table["run"]), tuple(map(int, table["rows"])), str(table["digest"]), table["sent"] is True)
         except (KeyError, TypeError, ValueError) as error:
             raise Damaged(f"{self._round(run, round)} is damaged: {error!r}") from error
+
+    def draws(self) -> int:
+        """How often a round's examples were drawn, in all runs."""
+        return sum(1 for _ in (self.folder / "rounds").glob("run-*.json"))
 
     def keep_drawn(self, round: int, drawn: Drawn) -> None:
         """Write a round's draw down."""

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from client import app as module
 from client.app import FAILED, NOT_GRADED, REFUSED, app
+from client.components import SpecError
 from client.guard import REASON, WITHHELD
 from client.metrics import match, psnr_of
-from client.owner import State
+from client.owner import Owner, State
 from client.protocol import Federation, Protocol
 
 NODE = 0xFEDCBA9876543210
@@ -184,6 +185,18 @@ def test_a_round_is_answered_once_a_run(write: Write) -> None:
     assert error(app(ask(2), context(path))) == (REFUSED, "this client has answered in round 2 of this run")
     assert not app(ask(3), where).has_error()
     assert not app(ask(2), context(path, run=2)).has_error(), "a run that was resumed has another number"
+
+
+def test_an_owner_bounds_what_all_runs_together_get(write: Write) -> None:
+    """Another run asks for the same rounds again, and its noise would be averaged with the last one's."""
+    path = write(chain=[SGD, GAUSSIAN], updates=2)
+    assert not app(ask(1), context(path)).has_error()
+    assert not app(ask(1), context(path, run=2)).has_error()
+    for run, round in ((3, 1), (1, 2)):
+        told = error(app(ask(round), context(path, run=run)))
+        assert told == (REFUSED, "this client has given as many updates as its owner allows")
+    with pytest.raises(SpecError, match="updates must be at least 1, got 0"):
+        Owner.parse(path.read_text().replace("updates = 2", "updates = 0"), path)
 
 
 @pytest.mark.parametrize("round", [0, -1, 6, 2**40])
