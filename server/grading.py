@@ -23,7 +23,7 @@ from server.run import Run
 from server.tape import TapeError
 
 STARTED = "flower_run_from_round_"  # in the ledger's meta: Flower's number of the run that trained from that round on
-GRACE = 10.0  # seconds for which an attack service may be away, being started again, before it counts as dead
+GRACE = 75.0  # seconds for which an attack service may be away, being started again: joining Ray may take a minute
 ANSWERING = 60.0  # seconds for which training waits for answers; who is silent is asked again in the end only
 NOTHING = "nothing to grade: the attack left no images"
 _SUFFIX = re.compile(r"; (graded by the clients|not graded).*", re.DOTALL)

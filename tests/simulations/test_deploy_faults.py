@@ -155,7 +155,8 @@ def test_strangers_are_refused_and_who_is_known_is_not(linked: Local, tmp_path: 
     )
     with pytest.raises(urllib.error.HTTPError) as denied:  # else anybody could run in the ServerApp's place
         urllib.request.urlopen(asked, timeout=10, context=trusting)
-    assert denied.value.code in (401, 403), denied.value.read()
+    with denied.value as answer:  # which holds a socket
+        assert answer.code in (401, 403), answer.read()
 
     register(linked.deployment, f"127.0.0.1:{port}")  # once more changes nothing
     linked.begin("supernode-0")
