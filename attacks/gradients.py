@@ -365,24 +365,25 @@ class _Affine(_Call):
         return self._with_bias((product - self.centre * bias) * self.spread, lambda: bias)
 
 
-class _Spy(TorchFunctionMode):
-    """Runs a model, keeping what every use of a parameter needs for its gradient."""
+class Spy(TorchFunctionMode):
+    """Runs a model, handing every use of a parameter to the method that knows its gradient.
 
-    def __init__(self, params: Params, moves: Gradients, examples: _Examples, copies: bool) -> None:
-        self.names = {id(t): name for name, t in params.items()}
-        self.moves, self.examples, self.copies = moves, examples, copies
-        self.calls: list[_Call] = []
+    Args:
+        names: of the parameters, by id.
+        layers: by function of torch, the method that it is handed to; Unsupported for any other.
+    """
+
+    def __init__(self, names: Mapping[int, str], layers: Mapping[Any, Callable[..., Tensor]]) -> None:
+        self.names, self.layers = names, layers
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("inplace"):
-            kwargs["inplace"] = False
         if not self.among(args) and not self.among(kwargs.values()):
             return func(*args, **kwargs)
-        if func in _LAYERS:
-            return _LAYERS[func](self, *args, **kwargs)
+        if func in self.layers:
+            return self.layers[func](self, *args, **kwargs)
         found = func(*args, **kwargs)
         if any(isinstance(part, Tensor) for part in tree_leaves(found)):  # not just a shape or a type
             raise Unsupported(f"a parameter goes into {getattr(func, '__name__', func)}")
@@ -394,6 +395,23 @@ class _Spy(TorchFunctionMode):
 
     def name(self, t: Tensor | None) -> str | None:
         return None if t is None else self.names.get(id(t))
+
+
+class _Spy(Spy):
+    """Keeps what every use of a parameter needs for its gradient."""
+
+    def __init__(self, params: Params, moves: Gradients, examples: _Examples, copies: bool) -> None:
+        super().__init__({id(t): name for name, t in params.items()}, _LAYERS)
+        self.moves, self.examples, self.copies = moves, examples, copies
+        self.calls: list[_Call] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("inplace"):
+            kwargs["inplace"] = False
+        return super().__torch_function__(func, types, args, kwargs)
 
     def keep(self, call: _Call) -> Tensor:
         self.calls.append(call)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from attacks.waves import Clock
-from client.update import Batch, Params, Update, norm
+from client.update import Batch, Params, Update, norm, relative_error
 
 PROVEN = (
     1e-3  # error of the update that a guess gives, of what its faintest image adds: below it, the guess is the batch
@@ -179,8 +179,7 @@ def _inverted(
         fed = known.normalise(x).flatten(1).double()
         signals = torch.linalg.lstsq(fed.T, mixture.weight.T).solution  # (B, m)
         guess = Batch(x, _labels(x, signals, params, layer, known))
-        given = known.forward(params, guess, None)
-        off = float(norm({name: given[name].double() - t.double() for name, t in update.items()})) / seen
+        off = relative_error(known.forward(params, guess, None), update)
         if off < error:
             best, error = guess, off
         if off * seen <= PROVEN * float((signals.norm(dim=1) * fed.norm(dim=1)).min()):

@@ -298,12 +298,13 @@ def _text(
     kept = cached(f"text-{hashlib.sha256(key.encode()).hexdigest()[:24]}", numbered)
     x, y, x_test, y_test = (torch.from_numpy(kept[k]) for k in ("x", "y", "x_test", "y_test"))
     if task == "next_token":
-        y, y_test, classes = _targets(x, words), _targets(x_test, words), words.size
+        y, y_test, classes = targets(x, words.pad), targets(x_test, words.pad), words.size
     return Text(name, x, y, x_test, y_test, classes, (), (), words, task)
 
 
-def _targets(x: Tensor, words: Tokenizer) -> Tensor:
-    return torch.where(x == words.pad, IGNORED, x)
+def targets(x: Tensor, pad: int) -> Tensor:
+    """The labels of next_token: the words themselves (N, L), none where there is padding."""
+    return torch.where(x == pad, IGNORED, x)
 
 
 def _tokenizer(corpus: Corpus, name: str, folder: Path | None, vocabulary: int) -> Tokenizer:

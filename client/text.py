@@ -149,7 +149,7 @@ def tiny_bert(
     """A small BERT that classifies, untrained."""
     _asked(task, "classification", "tiny_bert")
     _fits(shape, positions, "tiny_bert")
-    transformers = _transformers()
+    transformers = import_transformers()
     config = transformers.BertConfig(
         vocab_size=tokenizer.size,
         hidden_size=width,
@@ -181,7 +181,7 @@ def tiny_gpt2(
     """
     _asked(task, "next_token", "tiny_gpt2")
     _fits(shape, positions, "tiny_gpt2")
-    transformers = _transformers()
+    transformers = import_transformers()
     config = transformers.GPT2Config(
         vocab_size=tokenizer.size,
         n_embd=width,
@@ -269,7 +269,8 @@ def _fits(shape: Shape, positions: int, name: str) -> None:
         )
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
+    """The package transformers; ValueError, with how to get it, where it is not installed."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -293,7 +294,7 @@ def _pretrained(
 ) -> LanguageModel:
     place = model_place(source)
     _check_tokenizer(tokenizer, source)
-    transformers = _transformers()
+    transformers = import_transformers()
     try:
         with _quiet(transformers):
             config = transformers.AutoConfig.from_pretrained(**place, **settings)

@@ -532,3 +532,9 @@ def norm(update: Update) -> Tensor:
     """Euclidean norm over all entries of an update, a scalar; safe to differentiate at zero."""
     squares = torch.stack([t.square().sum() for t in update.values()]).sum()
     return torch.where(squares > 0, torch.where(squares > 0, squares, 1.0).sqrt(), 0.0)
+
+
+def relative_error(guess: Update, seen: Update) -> float:
+    """|guess - seen| / |seen|, in float64."""
+    off = norm({name: guess[name].double() - t.double() for name, t in seen.items()})
+    return float(off / norm({name: t.double() for name, t in seen.items()}))

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from attacks.base import Knowledge, Reconstruction, Wave
 from attacks.text.inside import inputs, owner
-from client.losses import IGNORED
+from client.corpora import targets
 from client.text import LanguageModel
-from client.update import Batch, Chain, Params, Update, gradient, norm
+from client.update import Batch, Chain, Params, Update, gradient, norm, relative_error
 
 TOLERANCE = 1e-5  # relative, a hundred roundings of float32; two words of an untrained network exchanged are 6e-4
 MOST_ORDERS = 24  # of labels or of sentences that are tried: a batch of four stands in so many
@@ -72,8 +72,7 @@ class Trial:
 
     def distance(self, update: Update) -> float:
         """|update - seen| / |seen|."""
-        off = norm({name: t.double() - self.update[name].double() for name, t in update.items()})
-        return float(off / self._norm)
+        return relative_error(update, self.update)
 
     def best(self, batches: Iterable[Batch]) -> tuple[Batch, float]:
         """The first batch that is proven, else the one that comes nearest."""
@@ -87,13 +86,9 @@ class Trial:
         assert found is not None
         return found
 
-    def judge(self, x: Tensor, most: int = MOST_ORDERS) -> tuple[Batch, float]:
-        """Sentences (B, L) with their labels, as they explain the update best, and the relative error that is left.
-
-        Args:
-            most: orders that are tried, of labels and of sentences; the first is the likeliest.
-        """
-        return self.best(islice(self._readings(x), most))
+    def judge(self, x: Tensor) -> tuple[Batch, float]:
+        """Sentences (B, L) with their labels, as they explain the update best, and the relative error that is left."""
+        return self.best(islice(self.readings(x), MOST_ORDERS))
 
     def answer(self, batch: Batch, error: float, seconds: float) -> Reconstruction:
         """A reconstruction that says whether it is proven."""
@@ -125,8 +120,8 @@ class Trial:
             return "no certificate: a sentence adds so little to the update that others would leave as small an error"
         return f"certified: put through the client's step, the guess gives the update to {error:.0e}"
 
-    def _readings(self, x: Tensor) -> Iterator[Batch]:
-        """Every batch that the sentences may have been: their labels' orders, and their own where steps take slices."""
+    def readings(self, x: Tensor) -> Iterator[Batch]:
+        """Every batch that the sentences may have been, the likeliest first: orders of labels, of slices the sentences' own."""
         together = self.known.chain.slice_of(len(x)) >= len(x)
         for order in [tuple(range(len(x)))] if together else permutations(range(len(x))):
             rows = x[list(order)]
@@ -161,11 +156,6 @@ class Trial:
 def sentences_are_labels(known: Knowledge) -> bool:
     """Whether words are predicted from those before: no other label is to be found."""
     return _model(known).task == "next_token"
-
-
-def targets(x: Tensor, pad: int) -> Tensor:
-    """The labels of next_token."""
-    return torch.where(x == pad, IGNORED, x)
 
 
 def wrong_model(known: Knowledge) -> str:

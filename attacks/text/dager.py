@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Literal
 
 import torch
@@ -216,15 +216,15 @@ class _Reader:
     def _encoder(self) -> tuple[Batch, float]:
         sentences = _Assembly(self).sentences()
         sets = [framed(some, self.length, self.model.pad) for some in self._sets(sentences)]
-        batch, error = self.trial.best(self.trial.judge(x, 1)[0] for x in sets)
+        batch, error = self.trial.best(next(self.trial.readings(x)) for x in sets)
         return (batch, error) if error <= TOLERANCE else self.trial.judge(batch.x)
 
     def _sets(self, sentences: Sequence[Ids]) -> Iterator[Sequence[Ids]]:
         """As many of the sentences as the batch has; with one more than once where there are too few."""
         if len(sentences) >= self.size:
-            yield from list(_first(combinations(sentences, self.size), SETS))
+            yield from list(islice(combinations(sentences, self.size), SETS))
             return
-        for more in _first(product(sentences, repeat=self.size - len(sentences)), SETS):
+        for more in islice(product(sentences, repeat=self.size - len(sentences)), SETS):
             yield [*sentences, *more]
 
     def _decoder(self) -> tuple[Batch, float]:
@@ -276,11 +276,6 @@ def _fill(readers: Sequence[_Reader], model: LanguageModel) -> None:
         vectors = inputs(model, first.trial.params, part, x.to(first.spans[0].sketch.device))
         for reader in open_:
             reader.meet(words, vectors)
-
-
-def _first(items: Iterator[Sequence[Ids]], count: int) -> Iterator[Sequence[Ids]]:
-    for _, item in zip(range(count), items, strict=False):
-        yield item
 
 
 # ------------------------------------------------------------------------------------------------------------- encoders

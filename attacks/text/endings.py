@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from attacks.text.certificate import TOLERANCE, Trial, targets
+from attacks.text.certificate import TOLERANCE, Trial
 from attacks.text.inside import head, inputs
+from client.corpora import targets
 from client.text import LanguageModel
 from client.tokenizer import framed
 from client.update import Batch, Update
@@ -25,21 +26,23 @@ def finish(trial: Trial, model: LanguageModel, known: Sequence[Sequence[int]]) -
     """
     room = trial.known.shape[0]
     words = [[*ids[: room - 1], ids[0]] for ids in known]  # any word in the last place: the true one shows beside it
-    batch, update = _made(trial, model, words)
+    batch = _batch(trial, model, words)
+    update = trial.of(batch)
     error = trial.distance(update)
     if error <= TOLERANCE:
         return batch, error
     ranked = _ranked(trial, model, batch, update, [len(ids) - 2 for ids in words])
-    for ids, rank in zip(words, ranked, strict=True):
-        ids[-1] = rank[0]
-    batch, error = trial.best([_batch(trial, model, words), batch])
+    likely = [[*ids[:-1], rank[0]] for ids, rank in zip(words, ranked, strict=True)]
+    guess = _batch(trial, model, likely)
+    if (found := trial.error(guess)) < error:
+        words, batch, error = likely, guess, found
     for ids, rank in zip(words, ranked, strict=True):
         for word in rank:
             if error <= TOLERANCE:
                 return batch, error
             before, ids[-1] = ids[-1], word
-            changed, found = trial.best([_batch(trial, model, words)])
-            if found < error:
+            changed = _batch(trial, model, words)
+            if (found := trial.error(changed)) < error:
                 batch, error = changed, found
             else:
                 ids[-1] = before
@@ -49,11 +52,6 @@ def finish(trial: Trial, model: LanguageModel, known: Sequence[Sequence[int]]) -
 def _batch(trial: Trial, model: LanguageModel, words: Sequence[Sequence[int]]) -> Batch:
     x = framed(words, trial.known.shape[0], model.pad)
     return Batch(x, targets(x, model.pad))
-
-
-def _made(trial: Trial, model: LanguageModel, words: Sequence[Sequence[int]]) -> tuple[Batch, Update]:
-    batch = _batch(trial, model, words)
-    return batch, trial.of(batch)
 
 
 def _ranked(trial: Trial, model: LanguageModel, batch: Batch, update: Update, places: Sequence[int]) -> list[list[int]]:

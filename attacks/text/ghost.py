@@ -5,7 +5,7 @@ A linear layer's gradient is the sum over tokens of output gradient x input; its
 weights, and the pass can be differentiated once more by what is fed in. vmap gives the same, several times slower.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from attacks.gradients import FORM_BELOW, Factors, Unsupported, factored
+from attacks.gradients import FORM_BELOW, Factors, Spy, Unsupported, factored
 from client.text import LanguageModel
 from client.update import Loss, Params, Update
 
@@ -179,33 +177,13 @@ class _Call:
     parts: Callable[[Tensor, int], dict[str, Part]]
 
 
-class _Spy(TorchFunctionMode):
+class _Spy(Spy):
     """Runs a model on P problems' sentences, keeping what every use of a parameter needs for its gradient."""
 
     def __init__(self, params: Params, wanted: Collection[str], sentences: int) -> None:
-        self.names = {id(t): name for name, t in params.items() if name in wanted}
+        super().__init__({id(t): name for name, t in params.items() if name in wanted}, _LAYERS)
         self.sentences = sentences
         self.calls: list[_Call] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if not self.among(args) and not self.among(kwargs.values()):
-            return func(*args, **kwargs)
-        if func in _LAYERS:
-            return _LAYERS[func](self, *args, **kwargs)
-        found = func(*args, **kwargs)
-        if any(isinstance(part, Tensor) for part in tree_leaves(found)):  # not just a shape or a type
-            raise Unsupported(f"a parameter goes into {getattr(func, '__name__', func)}")
-        return found
-
-    def among(self, values: Iterable[Any]) -> bool:
-        """Whether one of them is a parameter, or, as for torch.cat, has one in it."""
-        return any(self.among(v) if isinstance(v, list | tuple) else id(v) in self.names for v in values)
-
-    def name(self, t: Tensor | None) -> str | None:
-        return None if t is None else self.names.get(id(t))
 
     def keep(self, out: Tensor, parts: Callable[[Tensor, int], dict[str, Part]]) -> Tensor:
         self.calls.append(_Call(out, parts))

@@ -18,7 +18,7 @@ from attacks.learning_to_invert import Pupil, batches, cheapest, epoch, fresh_no
 from attacks.shelf import digest
 from attacks.simulated import Lessons, School, View, flat
 from attacks.waves import Clock
-from client.losses import IGNORED
+from client.corpora import targets
 from client.rng import generator, seed_of
 from client.text import LanguageModel
 from client.update import Batch
@@ -114,7 +114,7 @@ def pseudo_sentences(text: Batch, count: int, classes: int, model: LanguageModel
     drawn = said[torch.randint(len(said), x.shape, generator=rng)]
     x = torch.where(torch.isin(x, special), x, drawn)
     if text.y.dim() > 1:
-        return Batch(x, torch.where(x == model.pad, IGNORED, x))
+        return Batch(x, targets(x, model.pad))
     return Batch(x, torch.randint(classes, (count,), generator=rng))
 
 

@@ -4,7 +4,7 @@ Either a small GPT-2 on the victim's own words, trained on auxiliary text and ke
 the guess says in its own words.
 """
 
-import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attacks.shelf import Shelf, digest
 from client.rng import generator, seed_of
-from client.text import LanguageModel
+from client.text import LanguageModel, import_transformers
 from client.tokenizer import Tokenizer, load_tokenizer, model_place
 
 AUXILIARY = "auxiliary"
@@ -51,11 +50,11 @@ class Prior(ABC):
         """(N,) of sentences in one batch; 0 where a sentence has no word after another."""
 
 
-def surprise(logits: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
-    """Mean over each sentence's words but the first of -log p: logits (N, L, V), ids (N, L), seen (N, L) bool."""
-    rows = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+def surprise(log: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
+    """Mean over each sentence's words but the first of -log p: log p (N, L, V), ids (N, L), seen (N, L) bool."""
+    rows = -log[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
     kept = seen[:, 1:].to(rows.dtype)
-    found: Tensor = (rows.view_as(kept) * kept).sum(1) / kept.sum(1).clamp(min=1)
+    found: Tensor = (rows * kept).sum(1) / kept.sum(1).clamp(min=1)
     return found
 
 
@@ -127,13 +126,9 @@ class OwnPrior(Prior):
 
     @torch.no_grad()
     def _surprise(self, ids: Tensor, seen: Tensor) -> Tensor:
-        shared = torch.zeros(self._net.config.vocab_size).index_fill(0, torch.tensor([0]), -_log(self._others))
+        shared = torch.zeros(self._net.config.vocab_size).index_fill(0, torch.tensor([0]), -math.log(self._others))
         # log p of one of the other words is that of all of them less the logarithm of their number
-        logits = self._net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1) + shared
-        rows = -logits[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
-        kept = seen[:, 1:].to(rows.dtype)
-        found: Tensor = (rows * kept).sum(1) / kept.sum(1).clamp(min=1)
-        return found
+        return surprise(_log(self._net, ids, seen) + shared, ids, seen)
 
     def _train(self, text: Tensor, pad: int, training: Training) -> dict[str, Tensor]:
         """Adam on next words, the best weights by held-out sentences."""
@@ -154,7 +149,7 @@ class OwnPrior(Prior):
                 part, there = ids[rows], seen[rows]
                 longest = max(int(there.sum(1).max()), 2)
                 part, there = part[:, :longest], there[:, :longest]
-                value = surprise(net(input_ids=part, attention_mask=there.long()).logits, part, there).mean()
+                value = surprise(_log(net, part, there), part, there).mean()
                 optimizer.zero_grad()
                 value.backward()
                 optimizer.step()
@@ -173,17 +168,19 @@ class OwnPrior(Prior):
         return float(torch.cat([self._surprise(a, b) for a, b in parts]).mean())
 
 
+def _log(net: Any, ids: Tensor, seen: Tensor) -> Tensor:
+    """Log-probabilities (N, L, V) of what follows each word."""
+    found: Tensor = net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1)
+    return found
+
+
 def _copied(net: Any) -> dict[str, Tensor]:
     """What a network learns, each tensor once by all of its names."""
     return {k: t.detach().clone() for k, t in net.state_dict().items()}
 
 
-def _log(n: int) -> float:
-    return float(torch.tensor(float(n)).log())
-
-
 def _gpt2(training: Training, vocabulary: int, positions: int) -> Any:
-    transformers = _transformers()
+    transformers = import_transformers()
     config = transformers.GPT2Config(
         vocab_size=vocabulary,
         n_embd=training.width,
@@ -200,13 +197,6 @@ def _gpt2(training: Training, vocabulary: int, positions: int) -> Any:
     with torch.random.fork_rng(devices=[]):  # transformers draws weights from the global generator
         torch.manual_seed(seed_of("language model"))
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-
-
-def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ValueError("language models need the package transformers: pip install 'fedleak[text]'") from error
 
 
 def _padded(sentences: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
@@ -232,7 +222,7 @@ class PublicPrior(Prior):
     def __init__(self, source: str | Path, words: Tokenizer) -> None:
         super().__init__()
         place = model_place(source)
-        transformers = _transformers()
+        transformers = import_transformers()
         self._own = load_tokenizer(source)
         self._words = words
         self._shared = self._own.backend.get_vocab() == words.backend.get_vocab()
@@ -251,8 +241,7 @@ class PublicPrior(Prior):
     def score(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
         ids, seen = _padded([self._start + self._read(s) for s in sentences], self._own.pad)
         ids, seen = ids[:, : self._longest], seen[:, : self._longest]
-        logits: Tensor = self._net(input_ids=ids, attention_mask=seen.long()).logits
-        return surprise(logits, ids, seen)
+        return surprise(_log(self._net, ids, seen), ids, seen)
 
     def _read(self, sentence: tuple[int, ...]) -> list[int]:
         inner = [i for i in sentence if i not in self._words.special]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from attacks import labels as labelling
 from attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from attacks.optimizers import adam
-from attacks.text.likeness import TOGETHER, Guess, Kind, Matcher, Way
+from attacks.text.likeness import TOGETHER, Guess, Kind, Matcher
 from attacks.text.moves import placed, propose, shuffles
 from attacks.text.prior import AUXILIARY, Prior, Training, load_prior
 from attacks.waves import Clock
@@ -96,11 +96,8 @@ class TextMatching(Attack):
     def traced(self, snapshots: int) -> "TextMatching":
         raise ValueError("a trace is of pictures, and this attack finds words: it has no trace")
 
-    def way(self, wave: Wave, known: Knowledge) -> Way:
-        """How gradients are compared: by products without forming them, formed, or through the client's whole chain."""
-        return self._matcher(wave, known).way
-
-    def _matcher(self, wave: Wave, known: Knowledge) -> Matcher:
+    def matcher(self, wave: Wave, known: Knowledge) -> Matcher:
+        """What compares gradients, by a way of its own choice."""
         return Matcher(wave, known, self.kind, self.l1, keys=self.published)
 
     def reconstruct(
@@ -168,7 +165,7 @@ class Scene:
     def __init__(self, attack: TextMatching, wave: Wave, known: Knowledge, restarts: int) -> None:
         assert isinstance(known.model, LanguageModel)
         self.model, self.known = known.model, known
-        self.matcher = attack._matcher(wave, known)
+        self.matcher = attack.matcher(wave, known)
         self.table = self.model.value(self.model.parts.word, wave.params).detach()
         if known.shape[0] > self.model.positions:
             raise ValueError(

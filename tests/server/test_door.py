@@ -277,8 +277,10 @@ BAD_TENSORS: dict[str, tuple[Tensor | Array, str]] = {
         Array("float32", (3,), "numpy.ndarray", npy(np.zeros(3, np.float32)).data[:-5]),
         f"{BIAS} cannot be decoded",
     ),
-    # written, never read: the door must refuse it
-    "pickle": (npy(np.array([Exploding()], dtype=object), allow_pickle=True), f"{BIAS} cannot be decoded"),
+    "pickle": (
+        npy(np.array([Exploding()], dtype=object), allow_pickle=True),  # written, never read: the door must refuse it
+        f"{BIAS} cannot be decoded",
+    ),
     "object header": (header("{'descr': '|O', 'fortran_order': False, 'shape': (3,), }"), f"{BIAS} cannot be decoded"),
     "unknown storage": (Array("float32", (3,), "pickle", b"cos\nsystem\n."), f"{BIAS} cannot be decoded"),
     "npz": (npz(), f"{BIAS} cannot be decoded"),

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
-from attacks.text.certificate import targets
 from attacks.text.dager import dager
 from attacks.text.spans import span
-from client.corpora import Text, cola, phrases
+from client.corpora import Text, cola, phrases, targets
 from client.losses import next_token
 from client.models import detached_params, floating_buffers
 from client.parts import Projection

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
-from attacks.text.certificate import TOLERANCE, Trial, targets, unprovable
+from attacks.text.certificate import TOLERANCE, Trial, unprovable
 from attacks.text.exact import _words, exact
-from client.corpora import Text, cola, phrases
+from client.corpora import Text, cola, phrases, targets
 from client.losses import next_token
 from client.models import detached_params, floating_buffers
 from client.rng import generator

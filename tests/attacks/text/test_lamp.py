@@ -380,9 +380,9 @@ def test_as_published_and_put_right_are_apart(make: Callable[..., Seen]) -> None
 
 def test_the_way_is_told(make: Callable[..., Seen]) -> None:
     wave, known, _ = make()
-    assert (lamp().way(wave, known), tag().way(wave, known)) == ("products", "formed")
+    assert (lamp().matcher(wave, known).way, tag().matcher(wave, known).way) == ("products", "formed")
     wave, known, _ = make(links=(local_sgd(0.1, steps=2),))
-    assert lamp().way(wave, known) == "chain"
+    assert lamp().matcher(wave, known).way == "chain"
 
 
 @pytest.mark.parametrize("settings", [{"draws": 0}, {"period": 0}, {"length": -1.0}, {"lm_weight": math.nan}])

@@ -18,7 +18,7 @@ from attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentenc
 from attacks.baselines import random_words
 from attacks.simulated import School, Simulator, View, flat
 from attacks.text import learning
-from attacks.text.learning import NEVER, Training, learning_to_invert, likeliest, matched_surprise, pseudo_sentences
+from attacks.text.learning import Training, learning_to_invert, likeliest, matched_surprise, pseudo_sentences
 from attacks.text_metrics import token_accuracy
 from client.corpora import Text, phrases
 from client.data import batch_of
@@ -236,7 +236,6 @@ def test_words_that_the_text_does_not_have_are_never_answered(said: Text) -> Non
     answers = torch.cat([r.x for r in run(SMALL, wave, known, 3) if r.x is not None])
     model = model_of(known)
     assert set(answers.unique().tolist()) <= set(known.auxiliary.x.unique().tolist()) | {model.pad}
-    assert -20 * known.shape[0] > NEVER, "no sum of other words' is as low"
 
 
 # ------------------------------------------------------------------------------------------------------------- it learns
