@@ -417,10 +417,13 @@ def _rearranged(trace: Trace | None, order: Tensor) -> Trace | None:
     return trace if trace is None else replace(trace, x=trace.x[:, order])
 
 
-def card(fed: Federation, planned: PlannedAttack, inferred: Inferred | None = None) -> str:
+def card(
+    fed: Federation, planned: PlannedAttack, inferred: Inferred | None = None, server: str = "honest server"
+) -> str:
     """The threat model in words; of a limit, what it is a limit of.
 
     Args:
+        server: what it does, in words.
         inferred: what the attacker read off the updates; None: it will be read off those of each wave.
     """
     images = _images(fed, planned)
@@ -436,7 +439,7 @@ def card(fed: Federation, planned: PlannedAttack, inferred: Inferred | None = No
     own = search.labels if isinstance(search, GradientMatching) else "restored"
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
     parts = [
-        "honest server",
+        server,
         f"labels {own if planned.labels == 'restored' else planned.labels}",
         f"chain {_known_chain(planned, links, inferred)}",
         *([NO_DERIVATIVE] if matching and planned.defense == "known" and _is_flat(fed) else []),

@@ -208,7 +208,7 @@ class Reconstruction:
         objective: the attack's own, at the end; restarts are chosen by it.
         iterations, seconds: spent; the seconds of a wave are shared equally among its observations.
         status: converged (ran its schedule to the end), out_of_budget (time ended it), diverged, not_applicable.
-        reason: why, where the status is not converged.
+        reason: why, where the status is not converged; else what is proven of it, or how it was found, where that is to be told.
         trace: of the restart that was chosen, from its start to this; None where none was asked for.
     """
 

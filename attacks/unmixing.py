@@ -37,14 +37,14 @@ MOST = 20  # distinct columns kept for each that is searched
 
 
 @dataclass(frozen=True)
-class _Layer:
+class FirstLayer:
     """The fully connected layer that the image itself goes into."""
 
     name: str
     relu: bool
 
     @classmethod
-    def of(cls, model: nn.Module) -> "_Layer":
+    def of(cls, model: nn.Module) -> "FirstLayer":
         """ValueError, with the layer that is in the way, where there is none."""
         leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
         leaves = [(name, m) for name, m in leaves if not isinstance(m, nn.Flatten | nn.Identity)]
@@ -70,7 +70,7 @@ class _Mixture:
     size: int
 
     @classmethod
-    def of(cls, update: Update, layer: _Layer, size: int) -> "_Mixture":
+    def of(cls, update: Update, layer: FirstLayer, size: int) -> "_Mixture":
         weight, bias = (-update[f"{layer.name}.{part}"].double() for part in ("weight", "bias"))
         return cls(weight, bias, size)
 
@@ -135,7 +135,7 @@ def _unmixed(
     """
     clock = Clock(time.perf_counter(), budget.seconds)
     try:
-        layer = _Layer.of(known.model)
+        layer = FirstLayer.of(known.model)
     except ValueError as error:
         return not_applicable(wave, str(error))
     if known.chain.local.steps > 1:
@@ -153,7 +153,7 @@ def _unmixed(
 def _inverted(
     update: Update,
     params: Params,
-    layer: _Layer,
+    layer: FirstLayer,
     known: Knowledge,
     rng: Generator,
     clock: Clock,
@@ -192,7 +192,7 @@ def _inverted(
     return answer(best, error, spent, "out_of_budget", words)
 
 
-def _labels(x: Tensor, signals: Tensor, params: Params, layer: _Layer, known: Knowledge) -> Tensor:
+def _labels(x: Tensor, signals: Tensor, params: Params, layer: FirstLayer, known: Knowledge) -> Tensor:
     """Labels (B,): of each image the one whose error signal in the first layer is nearest to that which was found (B, m)."""
     seen: list[Tensor] = []
 

@@ -21,10 +21,12 @@ from torch import Tensor
 from client.arrays import head
 from client.grading import batch_to_grade
 from client.grading import grade as grade_images
-from client.guard import Outbound, withheld
+from client.guard import WITHHELD, Outbound, inspected, kept_in, withheld
+from client.inspection import REASON
 from client.models import detached_params, floating_buffers
 from client.owner import Drawn, Guard, Own, Owner, Refused, State, Terms, digest_of, own_audit
 from client.protocol import Federation, federation
+from client.rng import generator
 from client.update import Params, Update
 
 STRAGGLED = 100  # error codes of our own: the client was too late by the scenario's wish
@@ -95,10 +97,20 @@ def train(message: Message, context: Context) -> Message:
             f"the server's weights {sorted(params)} are not the model's {sorted(expected)}, or their shapes"
         )
     buffers = message.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
+    told: list[str] = []
+    with kept_in(context.state) as met:
+        rows = fed.shards.rows_at(client, round)
+        rng = generator(fed.protocol.seed, "inspection", client, round)
+        why = inspected(fed.protocol.guard, fed, client, round, rows, (params, buffers), met, told.append, rng)
+    if why:  # nothing of a simulation is secret: the run records what the owner alone would be told
+        return Message(Error(WITHHELD, f"{REASON}: {why}"), reply_to=message)
     memory = context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict()
     update = fed.own_update(dict(params), buffers, client, round, memory)
     _remember(context, memory)
-    return _reply(message, fed, update, bool(buffers))
+    reply = _reply(message, fed, update, bool(buffers))
+    if told:
+        reply.content["guard"] = ConfigRecord({"found": told[0]})
+    return reply
 
 
 def _remember(context: Context, memory: dict[str, Tensor]) -> None:
@@ -169,10 +181,13 @@ def _answer_with_update(message: Message, context: Context, own: Own, state: Sta
     memory = dict(context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict())
     rows = own.draw(round)
     batch = own.owner.batch(rows)
-    update = own.compute(params, buffers, batch, memory)
-    reply = _reply(message, own, update, bool(buffers))  # before the audit, which uses the same model
     drawn = Drawn(context.run_id, tuple(rows), digest_of(batch))
     state.keep_drawn(round, drawn)  # whatever becomes of it, it is not computed again
+    if suspicious := _suspicious(own, params, buffers, round, rows, context.run_id, state):
+        state.note("withheld", run=context.run_id, round=round, cause=suspicious)
+        return withheld(message)
+    update = own.compute(params, buffers, batch, memory)
+    reply = _reply(message, own, update, bool(buffers))  # before the audit, which uses the same model
     with own.owner.allowing():  # an audit of the owner's own is found there
         objection = _objection(own, params, buffers, update, reply, rows)
     if objection:
@@ -182,6 +197,21 @@ def _answer_with_update(message: Message, context: Context, own: Own, state: Sta
     _remember(context, memory)  # of what is not sent nothing is remembered as sent
     state.note("sent", run=context.run_id, round=round, examples=len(rows))
     return reply
+
+
+def _suspicious(
+    own: Own, params: Params, buffers: Mapping[str, Tensor], round: int, rows: list[int], run: int, state: State
+) -> str:
+    """Why the owner's guard answers nothing to weights as these; empty without one, and where it only takes note."""
+    if own.owner.guard is None:
+        return ""
+
+    def note(words: str) -> None:
+        state.note("inspected", run=run, round=round, found=words)
+
+    with state.met(run) as met:
+        weights, chosen = (params, buffers), torch.tensor(rows)
+        return inspected(own.owner.guard.watch, own, own.owner.client, round, chosen, weights, met, note)
 
 
 def _objection(

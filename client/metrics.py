@@ -7,11 +7,16 @@ PSNR_CAP = 60.0  # an exact hit has no finite PSNR: means and clients' answers c
 
 
 def match(truth: Tensor, guess: Tensor) -> Tensor:
-    """Order (B,) that pairs guess[order[i]] with truth[i], one to one, at the least total squared error (Hungarian)."""
+    """Order (B,) that pairs guess[order[i]] with truth[i], one to one, at the least total squared error (Hungarian).
+
+    As many exact hits as there are come first: where other guesses are far off, the least total may part them.
+    """
     from scipy.optimize import linear_sum_assignment
 
-    cost = (truth.flatten(1)[:, None] - guess.flatten(1)[None]).square().mean(2)
-    return torch.from_numpy(linear_sum_assignment(cost.double().numpy())[1])
+    cost = (truth.flatten(1)[:, None] - guess.flatten(1)[None]).square().mean(2).double()
+    exact = cost <= 10 ** (-PSNR_CAP / 10)
+    cost = torch.where(exact, cost - len(cost) * cost.max(), cost)
+    return torch.from_numpy(linear_sum_assignment(cost.numpy())[1])
 
 
 def mse_of(truth: Tensor, guess: Tensor) -> Tensor:

@@ -29,15 +29,20 @@ def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (256,), activation: 
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
 
 
-def lenet(shape: Shape, classes: int) -> nn.Module:
-    """The LeNet of DLG (Zhu et al., 2019): sigmoids, strides, all weights and biases uniform in (-0.5, 0.5)."""
+def lenet(shape: Shape, classes: int, stride: int = 2) -> nn.Module:
+    """The LeNet of DLG (Zhu et al., 2019): sigmoids, all weights and biases uniform in (-0.5, 0.5).
+
+    Args:
+        stride: of the first two convolutions; 1: every pixel keeps its place.
+    """
+    _at_least_one("stride", stride)
     channels, height, width = shape
-    flat = 12 * -(-height // 4) * -(-width // 4)
+    flat = 12 * -(-height // stride**2) * -(-width // stride**2)
     model = nn.Sequential(
         OrderedDict(
-            conv1=nn.Conv2d(channels, 12, 5, stride=2, padding=2),
+            conv1=nn.Conv2d(channels, 12, 5, stride=stride, padding=2),
             act1=nn.Sigmoid(),
-            conv2=nn.Conv2d(12, 12, 5, stride=2, padding=2),
+            conv2=nn.Conv2d(12, 12, 5, stride=stride, padding=2),
             act2=nn.Sigmoid(),
             conv3=nn.Conv2d(12, 12, 5, padding=2),
             act3=nn.Sigmoid(),

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from client.components import Kind, SpecError, Table, allowing, build, call, check_arguments, conform, located
 from client.data import Dataset, Shards, batch_of, split
 from client.files import replacing
+from client.inspection import FIRST_NETWORK, Mode, Watch
 from client.losses import CROSS_ENTROPY
 from client.protocol import DATASET, MODEL, Federation, Protocol, build_model
 from client.rng import secret_generator
@@ -79,6 +80,7 @@ class Guard:
         audit: an attack that the client tries on its own update first; None: none.
         iterations, seconds: the most that it may spend.
         threshold: dB; an update is held back whose best reconstructed example has this PSNR, or more.
+        inspect, architecture, examples: what is done about suspicious weights, as client.inspection's Watch says.
     """
 
     max_norm: float | None = None
@@ -86,6 +88,9 @@ class Guard:
     iterations: int = 100
     seconds: float = 20.0
     threshold: float = 20.0
+    inspect: Mode = "off"
+    architecture: str | None = None
+    examples: bool = True
 
     def __post_init__(self) -> None:
         if self.max_norm is not None and not self.max_norm > 0:
@@ -94,6 +99,11 @@ class Guard:
             raise ValueError(f"iterations must be at least 1, got {self.iterations}")
         if not self.seconds > 0:
             raise ValueError(f"seconds must be above 0, got {self.seconds}")
+
+    @property
+    def watch(self) -> Watch:
+        """What is done about the weights that the server sends."""
+        return Watch(self.inspect, self.architecture, self.examples)
 
 
 @dataclass(frozen=True, eq=False)
@@ -424,6 +434,29 @@ class State:
         """Write the server's protocol down, for the owner's own account."""
         with replacing(self.folder / "protocol.json") as file:
             file.write(text.encode())
+
+    @contextmanager
+    def met(self, run: int) -> Iterator[Memory]:
+        """What an inspection remembers of the weights of one of the server's runs; what is changed in it is kept.
+
+        The network that was met first is that of all runs: an owner who agrees to another one deletes the file, or names it.
+        Weights are not compared between runs.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load, save
+
+        path, mine = self.folder / "inspected.safetensors", torch.tensor(list(str(run).encode()), dtype=torch.uint8)
+        try:
+            memory: Memory = load(path.read_bytes())
+        except FileNotFoundError:
+            memory = {}
+        except (OSError, SafetensorError) as error:
+            raise Damaged(f"{path} is damaged: {error}") from error
+        if not torch.equal(memory.pop("run", mine), mine):
+            memory = {k: t for k, t in memory.items() if k == FIRST_NETWORK}
+        yield memory
+        with replacing(path, durable=True) as file:
+            file.write(save({**{k: t.contiguous() for k, t in memory.items()}, "run": mine}))
 
     @property
     def log(self) -> Path:

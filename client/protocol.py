@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
 from client.data import Dataset, Shards, batch_of, split
 from client.datasets import wrong
+from client.inspection import Watch
 from client.losses import CROSS_ENTROPY, build_loss, is_mean, is_of_tokens, takes_probabilities
 from client.models import detached_params, floating_buffers, load_weights
 from client.rng import generator, seed_of
@@ -42,6 +43,7 @@ from client.update import (
 DATASET = Kind("a dataset", ("client.data", "client.datasets", "client.corpora"), Dataset, annotated=False)
 MODEL = Kind("a model", ("client.models", "client.text"), nn.Module, annotated=False)
 MODEL_DEFENSE = Kind("a defense of the model", ("defenses",), nn.Module)
+DISHONEST = Kind("a dishonest architecture", ("attacks.dishonest",), nn.Module)  # a malicious server's, as if agreed
 TRANSFORM = Kind("a link of a chain", ("defenses", "client.update"), Link)
 
 
@@ -102,6 +104,7 @@ class Protocol:
         stragglers: who misses rounds.
         secure_sum: whose updates the server sees only together; None: it sees each.
         loss: component table of what clients minimise.
+        guard: what every client does about the weights that it is sent.
     """
 
     seed: int
@@ -113,6 +116,7 @@ class Protocol:
     stragglers: Stragglers = field(default_factory=Stragglers)
     secure_sum: SecureSum | None = None
     loss: Table = field(default_factory=lambda: dict(CROSS_ENTROPY))
+    guard: Watch = field(default_factory=Watch)
 
     @classmethod
     def from_tables(cls, spec: Table) -> "Protocol":
@@ -132,7 +136,9 @@ class Protocol:
         stragglers = call(Stragglers, check_arguments(Stragglers, late, "[stragglers]"), "[stragglers]")
         together = _secure_sum(spec, numbers["clients"])
         loss = conform(spec.get("loss", CROSS_ENTROPY), dict, "[loss]")
-        parts = {"data": data, "model": model, "chain": chain, "loss": loss}
+        guard = conform(spec.get("guard", {}), dict, "[guard]")
+        watch = call(Watch, check_arguments(Watch, guard, "[guard]"), "[guard]")
+        parts = {"data": data, "model": model, "chain": chain, "loss": loss, "guard": watch}
         return cls(**numbers, **parts, stragglers=stragglers, secure_sum=together)
 
     @classmethod
@@ -151,7 +157,8 @@ class Protocol:
         together = {} if self.secure_sum is None else {"secure_sum": asdict(self.secure_sum)}
         late = {"probability": self.stragglers.probability}
         other = {} if self.loss == CROSS_ENTROPY else {"loss": self.loss}
-        return json.dumps({**tables, "chain": self.chain, "stragglers": late, **together, **other})
+        watched = {} if self.guard == Watch() else {"guard": asdict(self.guard)}
+        return json.dumps({**tables, "chain": self.chain, "stragglers": late, **together, **other, **watched})
 
     def misses(self, client: int, round: int) -> bool:
         """Whether a client's reply in a round never arrives."""
@@ -401,20 +408,22 @@ class Federation:
 def build_model(
     table: Table, where: str, offered: Mapping[str, Any], seed: int, beside: Sequence[str] = ()
 ) -> nn.Module:
-    """A network from its table, its initial weights drawn from the seed, with the defenses that the table names.
+    """A network from its table, its initial weights drawn from the seed, with the changes that the table names.
 
     Args:
         offered: of the dataset.
         beside: keys that may stand in the same table and are not the network's; for messages.
     """
-    own = {k: v for k, v in table.items() if k != "defense"}
+    changes = {"defense": MODEL_DEFENSE, "dishonest": DISHONEST}
+    own = {k: v for k, v in table.items() if k not in changes}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "model"))
         _refuse_other_examples(own, where, offered)
-        model: nn.Module = build(own, where, MODEL, offered, beside=(*beside, "defense"))
-        for i, defense in enumerate(conform(table.get("defense", []), list, f"{where}: defense"), 1):
-            place = f"{where}: defense #{i}"
-            model = build(conform(defense, dict, place), place, MODEL_DEFENSE, {**offered, "model": model})
+        model: nn.Module = build(own, where, MODEL, offered, beside=(*beside, *changes))
+        for key, kind in changes.items():
+            for i, change in enumerate(conform(table.get(key, []), list, f"{where}: {key}"), 1):
+                place = f"{where}: {key} #{i}"
+                model = build(conform(change, dict, place), place, kind, {**offered, "model": model})
     return model
 
 

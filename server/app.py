@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import Strategy
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from attacks.dishonest.aim import knowledge
 from client.components import SpecError, Table, call, check_arguments
 from client.data import batch_of
 from client.losses import hits, is_cross_entropy
@@ -25,8 +26,10 @@ from server.curious import CuriousStrategy, Tap
 from server.door import WEIGHT, Intake
 from server.grading import STARTED, Grader
 from server.ledger import Ledger, Seen
+from server.malicious import MaliciousStrategy
 from server.run import Run
-from server.tape import write_tensors
+from server.scenario import Scenario
+from server.tape import TapeError, write_tensors
 
 LOGITS = 2**24  # computed at once where a network is evaluated
 app = ServerApp()
@@ -63,8 +66,11 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     if start is not None:
         checkpoint.restore(inner, start.strategy)
     seen: list[Seen] = []
+    bent = _malicious(run, ledger, scenario, inner)
 
     def take(intake: Intake) -> None:
+        if bent is not None:
+            bent.note(intake)
         seen[:] = tap.put(intake)
 
     def over(round: int, arrays: ArrayRecord) -> None:
@@ -73,7 +79,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         tap.enter(round, seen)
 
     strategy = CuriousStrategy(
-        inner,
+        bent or inner,
         take,
         buffers,
         scenario.protocol.seed,
@@ -81,6 +87,8 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         protocol=scenario.protocol,
         strict=True,
     )
+    if bent is not None:
+        bent.clients = strategy.clients
     between: list[Callable[[], None]] = []
     finish: Callable[[], None] | None = None
     if ledger.deployed:
@@ -96,6 +104,20 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     if finish is not None:
         finish()
     write_tensors(run.model, {**trained, **strategy.buffers})
+
+
+def _malicious(run: Run, ledger: Ledger, scenario: Scenario, inner: Strategy) -> MaliciousStrategy | None:
+    """The scenario's malicious server round a strategy, remembering of earlier starts what is still on the tape."""
+    if not scenario.malice:
+        return None
+    bent = MaliciousStrategy(inner, scenario.malice, knowledge(scenario.federation), scenario.protocol)
+    for o in ledger.observations():
+        if o["status"] == "accepted" and o["digest"] and bent.remembers(o["round"], o["client"]):
+            try:
+                bent.remember(run.tape().read(o["round"], o["client"], o["digest"]))
+            except TapeError as error:
+                ledger.set_meta(malice=f"an earlier answer is lost to it: {error}")
+    return bent
 
 
 @dataclass

@@ -38,7 +38,7 @@ class Tap:
             self.tape.forget(intake.round, ())
         self.seconds[intake.round] = time.perf_counter() - started
         accepted = zip(intake.accepted, taped, strict=True)
-        seen = [Seen(a.client, "accepted", reason, a.examples, digest) for a, (digest, reason) in accepted]
+        seen = [Seen(a.client, "accepted", reason or a.note, a.examples, digest) for a, (digest, reason) in accepted]
         return [*intake.refused, *seen]
 
     def enter(self, round: int, seen: Sequence[Seen]) -> None:
@@ -56,8 +56,14 @@ class Tap:
             if lost or a.client not in kept:
                 yield None, lost if a.client in kept else ""
                 continue
+            of_sent, reason = of_round, ""
+            if (own := intake.sent.get(a.client)) is not None:
+                of_sent, reason = _attempt(partial(self.tape.write_round, intake.round, own, intake.buffers, a.client))
+            if of_sent is None:
+                yield None, reason
+                continue
             of_update, reason = _attempt(partial(self.tape.write_update, intake.round, a.client, a.update))
-            yield f"{of_round}:{of_update}" if of_update else None, reason
+            yield f"{of_sent}:{of_update}" if of_update else None, reason
 
     def _kept(self, intake: Intake) -> set[int]:
         """Whose updates go on the tape; in the first round one at least, for the replay check."""

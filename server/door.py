@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -40,17 +40,24 @@ class Accepted:
     update: Update
     examples: int
     buffers: Mapping[str, Tensor]
+    note: str = ""  # what the client's guard says of the weights that it was sent
 
 
 @dataclass(frozen=True, eq=False)
 class Intake:
-    """What the door saw in one round: what it sent, the accepted replies by client, and everyone else with a reason."""
+    """What the door saw in one round: what it sent, the accepted replies by client, and everyone else with a reason.
+
+    Args:
+        sent: by client, the weights of those who were sent others than params. Of a secure sum, by its first client, where
+            nobody in it was sent params.
+    """
 
     round: int
     params: Params
     buffers: Mapping[str, Tensor]
     accepted: tuple[Accepted, ...]
     refused: tuple[Seen, ...]
+    sent: Mapping[int, Params] = field(default_factory=dict)
 
 
 class Refused(ValueError):
@@ -92,6 +99,7 @@ class Door(Strategy):
         self.replies = replies
         self.protocol = protocol
         self._params: Params = {}
+        self._sent: dict[int, Params] = {}  # by client, where the wrapped strategy sends others
         self._asked: set[int] = set()  # node ids
         self._away: set[int] = set()  # clients
 
@@ -112,6 +120,7 @@ class Door(Strategy):
             if buffers:
                 message.content["buffers"] = buffers
         self._asked = {message.metadata.dst_node_id for message in messages}
+        self._sent = self._altered(messages, arrays)
         self._away = self._absent(grid)
         return messages
 
@@ -138,12 +147,14 @@ class Door(Strategy):
             message.content = RecordDict({"arrays": ArrayRecord(weights), "metrics": _metrics(message)})
             passed.append((reply, message))
         passed.sort(key=lambda pair: pair[0].client)
+        sent = self._sent
         if self.protocol is not None and self.protocol.secure_sum is not None:
+            sent = self._sent_to_groups(self.protocol, server_round, [reply.client for reply, _ in passed])
             passed, alone = self._summed(self.protocol, server_round, passed)
             rejected |= alone
         refused = (*rejected.values(), *self._missing(received))
         accepted = tuple(a for a, _ in passed)
-        self.record(Intake(server_round, self._params, dict(self.buffers), accepted, refused))
+        self.record(Intake(server_round, self._params, dict(self.buffers), accepted, refused, sent))
         metrics = _shared([_metrics(message) for _, message in passed])
         for (_, message), record in zip(passed, metrics, strict=True):
             message.content["metrics"] = record
@@ -184,18 +195,46 @@ class Door(Strategy):
         if len(records) != 1:
             raise Refused(f"expected one ArrayRecord of weights, got {sorted(records) or 'none'}")
         tensors = _tensors(next(iter(records.values())), self._params)
-        sign = 1 if self.replies == "updates" else -1
-        moved = {k: t + sign * self._params[k] for k, t in tensors.items()}  # weights of an update, or the reverse
-        for name, t in moved.items():
-            if not torch.isfinite(t).all():
+        sent = self._sent.get(client)
+        if self.replies == "updates":
+            update, weights = tensors, {k: t + self._params[k] for k, t in tensors.items()}
+        else:
+            update = {k: t - (sent or self._params)[k] for k, t in tensors.items()}
+            # weights go on as they came: theta + (weights - theta) would cost rounding
+            weights = tensors if sent is None else {k: t + self._params[k] for k, t in update.items()}
+        for name in tensors:
+            if not (torch.isfinite(update[name]).all() and torch.isfinite(weights[name]).all()):
                 raise Refused(f"{name} overflows the weights")
-        # weights go on as they came: theta + (weights - theta) would cost rounding
-        update, weights = (tensors, moved) if self.replies == "updates" else (moved, tensors)
         examples = _metrics(message).get(WEIGHT)
         if not isinstance(examples, int | float) or not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
             raise Refused(f"{WEIGHT} must be a whole number from 1 to {MOST_EXAMPLES}, got {examples!r}")
         returned = _tensors(buffers, self.buffers) if buffers is not None else {}
-        return Accepted(client, update, int(examples), returned), weights
+        said = message.content.config_records.get("guard", ConfigRecord()).get("found")
+        return Accepted(
+            client, update, int(examples), returned, f"guard: {said}" if isinstance(said, str) else ""
+        ), weights
+
+    def _altered(self, messages: Iterable[Message], arrays: ArrayRecord) -> dict[int, Params]:
+        """By client, the weights of the messages that carry others than the federation's."""
+        found = {}
+        for message in messages:
+            record = message.content.array_records.get("arrays", arrays)
+            # strategies hand the very record on: only of another one is anything to be compared
+            if record is arrays or record.keys() != arrays.keys():
+                continue
+            if any(record[name].data != arrays[name].data for name in arrays):
+                found[self._client(message.metadata.dst_node_id)] = dict(record.to_torch_state_dict())
+        return found
+
+    def _sent_to_groups(self, protocol: Protocol, round: int, present: Sequence[int]) -> dict[int, Params]:
+        """By first client, what a group was sent of which nobody got the federation's weights."""
+        found = {}
+        for group in protocol.groups(round):
+            members = [client for client in group if client in present]
+            told = [self._sent[client] for client in members if client in self._sent]
+            if told and len(told) == len(members):
+                found[members[0]] = told[0]
+        return found
 
     def _summed(
         self, protocol: Protocol, round: int, passed: list[tuple[Accepted, Message]]
@@ -222,7 +261,8 @@ class Door(Strategy):
         arrays = ArrayRecord({k: t + update[k] for k, t in self._params.items()})
         message = messages[0]
         message.content = RecordDict({"arrays": arrays, "metrics": MetricRecord({WEIGHT: sum(examples)})})
-        return Accepted(replies[0].client, update, sum(examples), buffers), message
+        note = "; ".join(filter(None, (reply.note for reply in replies)))
+        return Accepted(replies[0].client, update, sum(examples), buffers, note), message
 
     def _absent(self, grid: Grid) -> set[int]:
         """The protocol's clients that nobody could ask; of a federation whose nodes are not all known, none."""

@@ -78,6 +78,11 @@ ScoreRow = tuple[int, int, str, int, str, str, float | None]  # round, client, a
 ObservationStatus = Literal["accepted", "rejected", "missing"]
 
 
+def _sent(digest: str) -> str:
+    """The part of an observation's digest that is of the weights that were sent."""
+    return digest.rpartition(":")[0]
+
+
 def clean(words: object) -> str:
     """A client's words, for ledger, terminal and page: one line of some length, without control characters."""
     return "".join(c if c.isprintable() else " " for c in str(words)[: 2 * _WORDS])[:_WORDS].strip()
@@ -370,6 +375,7 @@ class Ledger:
         """Take the next wave: earliest round first, attacks in the plan's order; None when nothing is queued that may begin.
 
         Of an attack with memory the whole wave waits for the earlier rounds of its clients: it is packed as it was queued.
+        Those of a wave whom a malicious server sent other weights come after it: a wave shares its weights.
         """
         with self._transaction() as db:
             first = db.execute(
@@ -384,6 +390,7 @@ class Ledger:
                 " AND j.round = ? AND j.attack_id = ? AND j.wave = ? ORDER BY j.client",
                 tuple(first),
             ).fetchall()
+            jobs = [j for j in jobs if _sent(j["digest"]) == _sent(jobs[0]["digest"])]
             db.executemany(
                 "UPDATE jobs SET state = 'leased', attempts = attempts + 1 WHERE id = ?", [(j["id"],) for j in jobs]
             )

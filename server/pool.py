@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from attacks.base import Observation
 from attacks.replay import Replay, replay
 from client.update import WithMemory
+from server.children import die_with_parent
 from server.ledger import Lease, Ledger
 from server.run import Run
 from server.scenario import Scenario
@@ -163,7 +164,9 @@ class RayExecutor:
             command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", address, "--num-cpus", "0"]
             command += ["--num-gpus", "0", "--disable-usage-stats", "--block"]
             nowhere = subprocess.DEVNULL
-            self._node = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+            # a driver that loses its head is ended by Ray on the spot: nothing of ours is left to end the node
+            dying = die_with_parent if sys.platform == "linux" else None
+            self._node = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, preexec_fn=dying)
         deadline = time.monotonic() + JOINING
         while True:
             try:
@@ -220,7 +223,7 @@ def serve(
         while True:
             coming = follow()  # asked before leasing: a job that arrives in between is found in the next turn
             if not replayed:
-                replayed = _check_replay(run, ledger, scenario)
+                replayed = _check_replay(run, ledger, scenario, coming)
                 if ledger.meta().get("replay") == "mismatch" and not force:
                     tick()
                     return
@@ -241,7 +244,7 @@ def serve(
                 time.sleep(0.2)
 
 
-def _check_replay(run: Run, ledger: Ledger, scenario: Scenario) -> bool:
+def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) -> bool:
     """Compare one recomputed update with the tape's first that can be, before anything is attacked."""
     if ledger.deployed:
         ledger.set_meta(replay="unknown", replay_detail=NO_REPLAY)
@@ -251,6 +254,10 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario) -> bool:
         if not any(o["status"] == "accepted" and o["digest"] for o in ledger.observations()):
             return False
         words = "the chain has a memory, so only a client's first update can be recomputed, and none is on the tape"
+        if not _remembers(scenario):
+            if coming:  # of a later round whose clients all get the honest weights
+                return False
+            words = "of every sum on the tape a client was sent other weights than the tape keeps of it"
         ledger.set_meta(replay="unknown", replay_detail=words)
         return True
     try:
@@ -269,12 +276,18 @@ def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | No
     """
     met: set[int] = set()
     for o in ledger.observations():
-        taped = o["status"] == "accepted" and o["digest"]
+        taped = o["status"] == "accepted" and o["digest"] and not _mixed(scenario, o["round"], o["client"])
         if taped and (o["client"] not in met or not _remembers(scenario)):
             return o["round"], o["client"], o["digest"]
         if not scenario.protocol.misses(o["client"], o["round"]):  # else the client did not even start
             met.add(o["client"])
     return None
+
+
+def _mixed(scenario: Scenario, round: int, client: int) -> bool:
+    """Whether a secure sum is of updates at different weights, of which the tape has one's."""
+    members = scenario.protocol.members(client, round)
+    return any(len({aimed.aim.meets(round, c) for c in members}) > 1 for aimed in scenario.malice)
 
 
 def _remembers(scenario: Scenario) -> bool:

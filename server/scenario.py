@@ -13,10 +13,14 @@ from typing import Any, Literal
 import tomli_w
 
 from attacks import generators
+from attacks.dishonest import aim
+from attacks.dishonest.aim import Aimed
+from attacks.dishonest.base import MALICE
 from attacks.limits import known_noise
 from attacks.plan import IMAGE_BASELINES, LIMITS, TEXT_BASELINES, AttackPlan
 from client.components import SpecError, Table, call, check_arguments, conform, located
 from client.corpora import Text
+from client.inspection import fingerprint
 from client.losses import LOSS
 from client.protocol import DATASET, MODEL, Federation, Protocol
 from defenses.accounting import DELTA, Accountant, NoGuarantee
@@ -24,7 +28,7 @@ from server.tape import Keep
 
 _TOP = {
     "seed", "rounds", "clients", "data", "model", "loss", "chain", "stragglers", "secure_sum", "strategy", "attack", "audit",
-    "tape", "simulation", "privacy",
+    "tape", "simulation", "privacy", "server", "malice", "guard",
 }  # fmt: skip
 _PLAN = tuple(f.name for f in fields(AttackPlan) if f.name != "attacks")
 FEDAVG: Table = {"use": "flwr.serverapp.strategy:FedAvg"}
@@ -103,6 +107,7 @@ class Scenario:
     tape: TapeOptions = field(default_factory=TapeOptions)
     simulation: SimulationOptions = field(default_factory=SimulationOptions)
     privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
+    malice: tuple[Aimed, ...] = ()
     left_out: tuple[int, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -137,8 +142,12 @@ class Scenario:
             raise SpecError(f"unknown key {unknown[0]!r} (a scenario has: {', '.join(sorted(_TOP))}){hint}")
         tables = _located(tables)
         strategy = dict(conform(tables.get("strategy", FEDAVG), dict, "[strategy]"))
-        protocol = Protocol.from_tables({**tables, "chain": _with_proximal_term(tables.get("chain", []), strategy)})
+        malice = _malice(tables)
+        protocol = Protocol.from_tables(
+            {**_bent(tables, malice), "chain": _with_proximal_term(tables.get("chain", []), strategy)}
+        )
         federation = Federation(protocol).check()
+        aim.check(malice, federation)
         attacks = conform(tables.get("attack", []), list, "[[attack]]")
         audit = _table(tables, "audit", (*_PLAN, *_names(AuditOptions)))
         plan = AttackPlan.from_tables(
@@ -157,11 +166,53 @@ class Scenario:
         privacy = _options(PrivacyOptions, _table(tables, "privacy", _names(PrivacyOptions)), "[privacy]")
         if "privacy" in tables:
             _check_guarantee(federation)
-        return cls(tables, protocol, federation, plan, strategy, options, tape, simulation, privacy)
+        return cls(tables, protocol, federation, plan, strategy, options, tape, simulation, privacy, malice)
+
+    @property
+    def server(self) -> str:
+        """Who the server is, in words: they stand on every result."""
+        return f"malicious server: {'; '.join(map(str, self.malice))}" if self.malice else "honest server"
 
     def to_toml(self) -> str:
         """The scenario as it was run, settings applied."""
         return tomli_w.dumps(dict(self.tables))
+
+
+def _malice(tables: Table) -> tuple[Aimed, ...]:
+    """What a malicious server does; SpecError where the scenario does not call it that, or names nothing that it does."""
+    server = conform(tables.get("server", "honest"), Literal["honest", "malicious"], "server")
+    planned = conform(tables.get("malice", []), list, "[[malice]]")
+    if planned and server == "honest":
+        raise SpecError('[[malice]] is of a malicious server: say server = "malicious"')
+    if server == "malicious" and not planned:
+        raise SpecError(f'server = "malicious" needs a [[malice]]; use is one of {", ".join(MALICE.names())}')
+    rounds, clients = (conform(tables.get(key, 1), int, key) for key in ("rounds", "clients"))
+    return tuple(
+        Aimed.from_table(conform(t, dict, f"[[malice]] #{i}"), f"[[malice]] #{i}", rounds, clients)
+        for i, t in enumerate(planned, 1)
+    )
+
+
+def _bent(tables: Table, malice: Sequence[Aimed]) -> Table:
+    """The tables with the architectures that a malicious server passes off as the agreed one."""
+    model = tables.get("model")
+    if not isinstance(model, Mapping):
+        return tables  # told in its place
+    if "dishonest" in model:
+        raise SpecError(
+            '[model]: dishonest is a word of malicious servers: say server = "malicious" and name a [[malice]]'
+        )
+    changes = [aimed.malice.architecture for aimed in malice if aimed.malice.architecture is not None]
+    return _agreed({**tables, "model": {**model, "dishonest": changes}}, tables) if changes else tables
+
+
+def _agreed(bent: Table, honest: Table) -> Table:
+    """The tables with the honest network as the one that clients who inspect have agreed to, unless they name another."""
+    guard = bent.get("guard", {})
+    if not isinstance(guard, Mapping) or guard.get("inspect", "off") == "off" or "architecture" in guard:
+        return bent
+    model = Federation(Protocol.from_tables({**honest, "guard": {}})).model
+    return {**bent, "guard": {**guard, "architecture": fingerprint(model)}}
 
 
 def _company(federation: Federation) -> tuple[Sequence[str], Sequence[str]]:

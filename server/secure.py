@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from client.secure import WEIGHT, Record, content_of, read
+from server.wrapper import Wrapper
 
 SUMMED = 101  # error codes of our own: the client's update is in another reply
 NO_SUM = 102  # its group has none
@@ -49,7 +50,7 @@ class Asking(Protocol):
         """Four questions by member; is sent the answers that came; the third question trains. ValueError: no sum."""
 
 
-class SecureSum(Strategy):
+class SecureSum(Wrapper):
     """A strategy that wraps another one: `SecureSum(FedAvg(), PairwiseMasking(group=5, clip=0.1))`.
 
     The clients' mod is client.secure.secure_sum with the same protocol. The wrapped strategy sees the mean update of a group as
@@ -102,20 +103,6 @@ class SecureSum(Strategy):
         merged += [Message(Error(NO_SUM, few), reply_to=message) for message in self._left_out]
         self._groups, self._left_out = [], []  # a sum is as large as the model
         return self.inner.aggregate_train(server_round, merged)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """As the wrapped strategy does."""
-        return self.inner.configure_evaluate(server_round, arrays, config, grid)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """As the wrapped strategy does."""
-        return self.inner.aggregate_evaluate(server_round, replies)
-
-    def summary(self) -> None:
-        """The wrapped strategy's."""
-        self.inner.summary()
 
     def _questions(self) -> list[Message]:
         return [group.question(m) for group in self._groups for m in group.questions]

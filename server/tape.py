@@ -32,14 +32,16 @@ class TapeError(Exception):
 
 @dataclass(frozen=True)
 class Tape:
-    """A folder with one file of weights a round and one file of the update for each client kept."""
+    """A folder with one file of weights a round, one for each client that was sent others, one of each update kept."""
 
     folder: Path
 
-    def write_round(self, round: int, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str:
-        """Keep what the server sent in a round; returns its digest."""
+    def write_round(
+        self, round: int, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], client: int | None = None
+    ) -> str:
+        """Keep what the server sent in a round, to everyone or to one client alone; returns its digest."""
         named = {_PARAM + k: t for k, t in params.items()} | {_BUFFER + k: t for k, t in buffers.items()}
-        return write_tensors(self._round(round), named)
+        return write_tensors(self._round(round) if client is None else self._sent(round, client), named)
 
     def write_update(self, round: int, client: int, update: Mapping[str, Tensor]) -> str:
         """Keep what a client answered; returns its digest."""
@@ -53,7 +55,8 @@ class Tape:
         """
         of_round, _, of_update = (digest or "").rpartition(":")
         update = read_tensors(self._update(round, client), of_update or None)
-        sent = read_tensors(self._round(round), of_round or None)
+        own = self._sent(round, client)
+        sent = read_tensors(own if own.exists() else self._round(round), of_round or None)
         params = {k.removeprefix(_PARAM): t for k, t in sent.items() if k.startswith(_PARAM)}
         buffers = {k.removeprefix(_BUFFER): t for k, t in sent.items() if k.startswith(_BUFFER)}
         return Observation(round, client, params, update, buffers)
@@ -62,11 +65,15 @@ class Tape:
         """Delete the updates of some clients in a round, and the round's weights with the last of them."""
         for client in clients:
             self._update(round, client).unlink(missing_ok=True)
+            self._sent(round, client).unlink(missing_ok=True)
         if not any(self.folder.glob(f"round-{round:05d}-client-*")):
             self._round(round).unlink(missing_ok=True)
 
     def _round(self, round: int) -> Path:
         return self.folder / f"round-{round:05d}.safetensors"
+
+    def _sent(self, round: int, client: int) -> Path:
+        return self.folder / f"round-{round:05d}-sent-{client:05d}.safetensors"
 
     def _update(self, round: int, client: int) -> Path:
         return self.folder / f"round-{round:05d}-client-{client:05d}.safetensors"

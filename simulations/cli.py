@@ -31,7 +31,7 @@ from server.run import Busy, Run
 from server.scenario import Scenario, apply_setting
 from server.tape import TapeError
 from simulations import deploy_cli, events
-from simulations.standing import participation
+from simulations.standing import guarded, participation
 from simulations.view import Log, view_of
 
 RUNS = Path("runs")
@@ -505,8 +505,11 @@ def _tell(run: Run) -> None:
 
 
 def _lacking(ledger: Ledger) -> str:
-    """Who of a deployment's clients gave no update, and why; empty where all did."""
-    lacking = participation(ledger.observations()) if ledger.deployed else ""
+    """What clients' guards said, and who of a deployment's clients gave no update, and why; empty where all did in silence."""
+    seen = ledger.observations()
+    if not ledger.deployed:
+        return guarded(seen)
+    lacking = participation(seen)
     return lacking and f"{lacking} (in full: fedleak client-report CLIENT.toml, at the client)"
 
 

@@ -25,16 +25,26 @@ from client.text import LanguageModel
 from client.tokenizer import Tokenizer
 from client.update import Batch, Chain
 from server.analysis import Rate, clustered_interval
+from simulations.canaries import canary_world
 from simulations.doctor import environment
 from simulations.gaussian_world import bayes_fig4, gaussian_world
 from simulations.scenes import Scene, stage
 from simulations.sheets import IMAGE_METRICS, TEXT_METRICS, Cell, Sheet, Trial, World, matches
+from simulations.vigilance import guard_world
 
 PILOT = 3  # iterations from which an attack's duration is estimated
 DRAWS = 2000  # of the bootstrap of a ratio
 SUCCESS = 1e-3  # mean squared error below which an image counts as recovered
 RANDOM = 10  # answers of random words to each update, whose mean is the floor
 FEW = 2  # updates of sentences from which a duration is estimated: before its first step LAMP judges a thousand guesses
+
+WORLDS = {
+    "gaussian_world": gaussian_world,
+    "bayes_fig4": bayes_fig4,
+    "guard_world": guard_world,
+    "canary_world": canary_world,
+}
+UNTIMED = ("guard_world", "canary_world")  # what does not grow with n there is most of it
 
 Say = Callable[[str], None]
 
@@ -60,6 +70,7 @@ class Outcome:
     floor: Mapping[str, float]
     augmented: Tensor | None = None
     reasons: tuple[str, ...] = ()
+    isolated: tuple[int, ...] | None = None
 
     @property
     def psnr(self) -> Tensor:
@@ -79,8 +90,7 @@ def attack(trial: Trial, scene: Scene, seed: int, wave: int) -> Outcome:
     """Attack every update of a scene, then grade; a failed attack is counted, and graded as a grey image or as no words."""
     started = time.perf_counter()
     found: list[Reconstruction] = []
-    for first in range(0, len(scene.observations), wave):
-        part = slice(first, first + wave)
+    for part in _waves(scene, wave):
         found += _reconstruct(trial, trial.budget, scene, seed, part)
     seconds = time.perf_counter() - started
     failed = [r for r in found if r.x is None or not bool(torch.isfinite(r.x).all())]
@@ -94,7 +104,17 @@ def attack(trial: Trial, scene: Scene, seed: int, wave: int) -> Outcome:
         if scene.changed is not None and scene.words is None
         else None,
         reasons=tuple(sorted({r.reason for r in failed} - {""})),
+        isolated=scene.isolated,
     )
+
+
+def _waves(scene: Scene, most: int) -> Iterator[slice]:
+    """Parts of the updates, of at most so many; those that a dishonest server sent other weights for are apart."""
+    first, seen = 0, scene.observations
+    for i in range(1, len(seen) + 1):
+        if i == len(seen) or i - first == most or seen[i].params is not seen[first].params:
+            yield slice(first, i)
+            first = i
 
 
 def _scores(scene: Scene, found: Sequence[Reconstruction], truth: Sequence[Batch]) -> dict[str, Tensor]:
@@ -205,9 +225,9 @@ def estimate(trial: Trial, scene: Scene, seed: int, wave: int) -> float:
     seconds = []
     for iterations in (1, 1 + PILOT):
         started = time.perf_counter()
-        _reconstruct(trial, replace(trial.budget, iterations=iterations), scene, seed, slice(0, wave))
+        _reconstruct(trial, replace(trial.budget, iterations=iterations), scene, seed, next(_waves(scene, wave)))
         seconds.append(time.perf_counter() - started)
-    waves = -(-len(scene.observations) // wave)
+    waves = len(list(_waves(scene, wave)))
     return max(seconds[1] - seconds[0], 0.0) / PILOT * waves * trial.budget.iterations
 
 
@@ -280,6 +300,18 @@ def _exact(outcome: Outcome, _: Outcome | None) -> Interval:
     return rate.fraction, *rate.interval
 
 
+def _isolated(outcome: Outcome, _: Outcome | None) -> Interval:
+    """The example that a malice isolates, in its one-to-one pair: the others' places are not looked at."""
+    if outcome.isolated is None:
+        return None, None, None
+    return _mean(outcome.psnr.gather(1, torch.tensor(outcome.isolated)[:, None]))
+
+
+def _verbatim(outcome: Outcome, _: Outcome | None) -> Interval:
+    """Images, one by one, that were recovered verbatim."""
+    return _mean((outcome.psnr >= PSNR_CAP).double())
+
+
 def _iterations(outcome: Outcome, _: Outcome | None) -> Interval:
     """Mean iterations of the attacks that succeeded."""
     right = _succeeded(outcome)
@@ -327,12 +359,21 @@ MEASURES: Mapping[str, Measure] = {
     "mse": lambda outcome, _: _mean(outcome.mse),
     "success": _success,
     "exact": _exact,
+    "verbatim": _verbatim,
+    "isolated_psnr": _isolated,
     "iterations": _iterations,
     "success_gain": _success_gain,
     "iterations_saved": _iterations_saved,
     **{name: _scored(name) for name in TEXT_METRICS},
 }
-UNITS = {"psnr": "dB", "psnr_augmented": "dB", "best_psnr": "dB", "success_gain": "%", "iterations_saved": "%"}
+UNITS = {
+    "psnr": "dB",
+    "isolated_psnr": "dB",
+    "psnr_augmented": "dB",
+    "best_psnr": "dB",
+    "success_gain": "%",
+    "iterations_saved": "%",
+}
 UNITS |= dict.fromkeys(TEXT_METRICS, "%")
 
 
@@ -363,7 +404,7 @@ def figures(cell: Cell, trial: Trial, outcome: Outcome, others: Mapping[str, Out
 def _budget(trial: Trial, cell: Cell) -> str:
     """Ours in words, and what the paper spent where it is more or less."""
     ours = {
-        "n": cell.n * cell.images.batch_size,
+        "n": cell.n * (1 if cell.alone else cell.members * cell.images.batch_size),
         **{k: getattr(trial.budget, k) for k in ("iterations", "restarts")},
     }
     parts = []
@@ -399,13 +440,14 @@ def reproduce(sheet: Sheet, say: Say) -> Iterator[Row]:
 
 
 def _figures_of_world(world: World, seed: int, say: Say) -> list[Row]:
-    compute = {"gaussian_world": gaussian_world, "bayes_fig4": bayes_fig4}[world.name]
+    compute = WORLDS[world.name]
     seconds = []
-    for few in (8, 40):
+    for few in () if world.name in UNTIMED else (8, 40):
         started = time.perf_counter()
         compute(few, seed, world.iterations)
         seconds.append(time.perf_counter() - started)
-    say(f"{world.n} inputs; about {max(seconds[1] - seconds[0], 0.0) / 32 * world.n:.0f} s left")
+    about = f"; about {max(seconds[1] - seconds[0], 0.0) / 32 * world.n:.0f} s left" if seconds else ""
+    say(f"{world.n} inputs{about}")
     started = time.perf_counter()
     found = [row for row in compute(world.n, seed, world.iterations) if matches(row.cell, world.only)]
     if not found:

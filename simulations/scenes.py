@@ -1,7 +1,7 @@
 """Scenes: what a server sees of the clients of a sheet's cell, computed as the clients do, without Flower."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -24,10 +24,14 @@ from client.update import (
     Chain,
     Loss,
     OnUpdate,
+    Params,
+    Summed,
     Transform,
     UpdateFn,
+    average,
     gradient,
     local_sgd,
+    norm,
     per_example,
     trained_on,
 )
@@ -51,38 +55,105 @@ class Scene:
     clients: int = 1
     changed: tuple[Batch, ...] | None = None
     words: Tokenizer | None = None  # of sentences
+    isolated: tuple[int, ...] | None = (
+        None  # of each batch, the example that has the largest update at the weights sent
+    )
 
 
 def stage(cell: Cell, seed: int) -> Scene:
     """Compute the updates of a cell's n clients; SpecError where data or weights are missing."""
     dataset = _dataset(cell)
-    truth = choose(dataset, cell.images, cell.n)
+    together = cell.members * cell.images.batch_size
+    candidates = choose(dataset, replace(cell.images, batch_size=together), cell.n * (4 if cell.faintest else 1))
     model, note = _network(cell, dataset, seed)
     chain = Chain(_links(cell, dataset, model, cell.images.batch_size))
-    params, buffers = detached_params(model), floating_buffers(model)
-    bare = gradient(model, _loss(dataset), dataset.normalise)
-    client = chain(bare)
-    seen = tuple(
-        Observation(1, k, params, _detached(client(params, batch, generator(seed, "client", k, 1))), buffers)
-        for k, batch in enumerate(truth)
-    )
-    made = [trained_on(chain, bare, params, batch, generator(seed, "client", k, 1)) for k, batch in enumerate(truth)]
-    changed = tuple(batch for batch in made if batch is not None)
     known = Knowledge(
         model=model,
-        chain=chain,
+        chain=chain if cell.members == 1 else Chain((*chain.links, Summed(cell.members))),
         shape=dataset.shape,
         classes=dataset.classes,
-        batch_size=cell.images.batch_size,
+        batch_size=together,
         mean=dataset.mean,
         std=dataset.std,
-        auxiliary=_auxiliary(dataset, cell),
+        auxiliary=_auxiliary(dataset, cell, candidates),
         loss=_loss(dataset),
         text=Sentences() if isinstance(dataset, Text) else None,
     )
+    bare = gradient(model, known.loss, dataset.normalise)
+    clients = _Clients(cell, chain(bare), known, detached_params(model), seed)
+    candidates = choose(
+        dataset, replace(cell.images, batch_size=known.batch_size), cell.n * (4 if cell.faintest else 1)
+    )
+    truth = clients.faintest(candidates) if cell.faintest else candidates
+    isolated: tuple[int, ...] | None = None
+    if cell.alone or any("isolated_psnr" in trial.metrics for trial in cell.trials):
+        isolated = tuple(map(clients.isolated, range(cell.n), truth))
+    if cell.alone and isolated is not None:
+        truth = tuple(Batch(b.x[i : i + 1], b.y[i : i + 1]) for b, i in zip(truth, isolated, strict=True))
+        isolated = (0,) * cell.n
+        known = replace(known, chain=chain, batch_size=1)
+        clients = replace(clients, cell=replace(cell, malice=None, rounds=1, members=1))
+    seen = clients.observed(truth)
+    params = clients.honest
+    made = [trained_on(chain, bare, params, batch, generator(seed, "client", k, 1)) for k, batch in enumerate(truth)]
+    changed = tuple(batch for batch in made if batch is not None)
     turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)  # nobody may have an image more
     words = dataset.tokenizer if isinstance(dataset, Text) else None
-    return Scene(seen, truth, known, note, turns, changed or None, words)
+    return Scene(seen, truth, known, note, turns, changed or None, words, isolated)
+
+
+@dataclass(frozen=True, eq=False)
+class _Clients:
+    """A cell's clients, and what its server sends them."""
+
+    cell: Cell
+    client: UpdateFn
+    known: Knowledge
+    honest: Params
+    seed: int
+
+    def observed(self, truth: Sequence[Batch]) -> tuple[Observation, ...]:
+        """What the server sees of each; those that were sent equal weights share them, as one wave may."""
+        seen: list[Observation] = []
+        for k, batch in enumerate(truth):
+            found = self._observed(k, batch)
+            alike = bool(seen) and all(torch.equal(found.params[name], t) for name, t in seen[-1].params.items())
+            seen.append(replace(found, params=seen[-1].params) if alike else found)
+        return tuple(seen)
+
+    def faintest(self, candidates: Sequence[Batch]) -> tuple[Batch, ...]:
+        """The quarter of them whose update is smallest at the honest weights."""
+        rng = partial(generator, self.seed, "client")
+        sizes = torch.tensor([float(norm(self.client(self.honest, b, rng(k, 1)))) for k, b in enumerate(candidates)])
+        chosen = sizes.topk(len(candidates) // 4, largest=False).indices.sort().values
+        return tuple(candidates[k] for k in chosen.tolist())
+
+    def isolated(self, k: int, batch: Batch) -> int:
+        """Which example of a batch (of a group's first client) has the largest update at the weights sent."""
+        sent = self._observed(k, batch).params
+        size = len(batch.y) // self.cell.members
+        singles = [Batch(batch.x[i : i + 1], batch.y[i : i + 1]) for i in range(size)]
+        rng = partial(generator, self.seed, "client", k)
+        return max(range(size), key=lambda i: float(norm(self.client(sent, singles[i], rng(1)))))
+
+    def _observed(self, k: int, batch: Batch) -> Observation:
+        """What the server sees at last of its k-th client, or group of clients."""
+        cell, malice, buffers = self.cell, self.cell.build_malice(), floating_buffers(self.known.model)
+        parts = [Batch(*part) for part in zip(batch.x.chunk(cell.members), batch.y.chunk(cell.members), strict=True)]
+        seen: list[Observation] = []
+        for round in range(1, cell.rounds + 1):
+            sent = self.honest
+            if malice is not None:
+                arguments = {"known": self.known, "rng": generator(self.seed, "malice", k, round), "seen": seen}
+                sent = call(malice.craft, {"sent": self.honest, **arguments}, f"cell {cell.name}: malice")
+            told = [sent] if cell.members == 1 else [self.honest, *[sent] * (cell.members - 1)]
+            updates = [
+                _detached(self.client(params, part, generator(self.seed, "client", k * cell.members + i, round)))
+                for i, (params, part) in enumerate(zip(told, parts, strict=True))
+            ]
+            update = updates[0] if cell.members == 1 else average(updates, [1] * cell.members)
+            seen.append(Observation(round, k, told[0], update, buffers))
+        return replace(seen[-1], round=1)
 
 
 def _loss(dataset: Dataset) -> Loss:
@@ -98,14 +169,14 @@ def _detached(update: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k: t.detach() for k, t in update.items()}
 
 
-def _auxiliary(dataset: Dataset, cell: Cell) -> Batch:
+def _auxiliary(dataset: Dataset, cell: Cell, candidates: Sequence[Batch]) -> Batch:
     """Public images: the last of the training images; SpecError where some of them are attacked, or there are too few."""
     first, images = len(dataset.y) - cell.auxiliary, cell.images
     if first < 0:
         raise SpecError(
             f"cell {cell.name}: auxiliary {cell.auxiliary:,}, and {dataset.name} has {len(dataset.y):,} {_noun(dataset)}"
         )
-    attacked = [t.x for t in choose(dataset, images, cell.n)] if images.part == "train" else []
+    attacked = [t.x for t in candidates] if images.part == "train" else []
     public = batch_of(dataset.x, dataset.y, torch.arange(first, len(dataset.y)))
     own = {x.numpy().tobytes() for batch in attacked for x in batch}
     if both := sum(x.numpy().tobytes() in own for x in public.x) if own else 0:
@@ -163,7 +234,10 @@ def choose(dataset: Dataset, images: Images, n: int) -> tuple[Batch, ...]:
 
 def _network(cell: Cell, dataset: Dataset, seed: int) -> tuple[nn.Module, str]:
     """The cell's network in eval mode, and what is to be said of its training."""
-    model = build_model(cell.model, f"cell {cell.name}: model", dataset.offered, seed).eval()
+    table, malice = cell.model, cell.build_malice()
+    if malice is not None and malice.architecture is not None:
+        table = {**table, "dishonest": [malice.architecture]}
+    model = build_model(table, f"cell {cell.name}: model", dataset.offered, seed).eval()
     if cell.weights:
         where = f"cell {cell.name}: weights"
         folder = data_folder()
@@ -172,7 +246,7 @@ def _network(cell: Cell, dataset: Dataset, seed: int) -> tuple[nn.Module, str]:
         call(load_weights, {"model": model, "path": folder / cell.weights}, where)
     if cell.train is None:
         return model, ""
-    key = json.dumps([cell.model, cell.chain, asdict(cell.train), asdict(cell.images), seed])
+    key = json.dumps([table, cell.chain, asdict(cell.train), asdict(cell.images), seed])
     model.load_state_dict(_trained(key, partial(_train, model, cell, dataset, seed)))
     right = "words" if _loss(dataset) == next_token() else _noun(dataset)
     return model, f"{cell.train.steps} steps of training, {_accuracy(model, dataset):.0%} of the test {right} right"

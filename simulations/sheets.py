@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from attacks.auxiliary import Auxiliary
 from attacks.base import Attack, Budget
+from attacks.dishonest.base import MALICE, Malice
 from attacks.feedback import FeedbackBlending
 from attacks.matching import GradientMatching
 from attacks.text_metrics import ROUGE, SPECIAL
@@ -25,7 +26,7 @@ PAPERS = Path(__file__).parent / "papers"
 ATTACK = Kind("an attack", ("attacks", "simulations.ablations"), Attack)
 OFFERED = ("model", "shape", "classes", "batch_size", "normalise")  # to the links that ask for them
 IMAGE_METRICS = (
-    *("psnr", "psnr_augmented", "best_psnr", "mse", "success", "exact"),
+    *("psnr", "psnr_augmented", "best_psnr", "isolated_psnr", "mse", "success", "exact", "verbatim"),
     *("iterations", "success_gain", "iterations_saved"),
 )
 TEXT_METRICS = (*ROUGE, *(kind + SPECIAL for kind in ROUGE), "token_accuracy", "exact_sentence")
@@ -146,6 +147,13 @@ class Cell:
         weights: a checkpoint in the local data folder.
         heavy: only where --cells asks for it: hours on a few cores.
         auxiliary: training images, the last ones, that are the attacker's.
+        malice: what a dishonest server does to the weights that it sends (a component table); None: an honest one.
+        rounds: that often each client is asked, on the same examples; the malice sees its answers, the last one is attacked.
+        members: clients with batch_size images each, whose updates the server sees only as their mean; the malice is on all
+            but the first of them.
+        alone: attacked is, of each batch, the one example that the malice isolates (which has the largest update), by itself
+            and at honest weights: what isolating it is compared with.
+        faintest: attacked is, of four times as many updates, the quarter that is smallest at honest weights.
     """
 
     name: str
@@ -160,10 +168,23 @@ class Cell:
     heavy: bool = False
     clients: int = 1
     auxiliary: int = 200
+    malice: Table | None = None
+    rounds: int = 1
+    members: int = 1
+    alone: bool = False
+    faintest: bool = False
 
     def __post_init__(self) -> None:
-        if self.auxiliary < 1:
-            raise ValueError(f"auxiliary must be at least 1, got {self.auxiliary}")
+        for name in ("auxiliary", "rounds", "members"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def build_malice(self) -> Malice | None:
+        """The malice itself; SpecError says what is wrong with its table."""
+        if self.malice is None:
+            return None
+        found: Malice = build(self.malice, f"cell {self.name}: malice", MALICE)
+        return found
 
 
 @dataclass(frozen=True)
@@ -171,12 +192,12 @@ class World:
     """A sheet that needs no images.
 
     Args:
-        name: of its function in simulations.gaussian_world.
-        n, iterations: inputs, and evaluations of the gradient for each.
+        name: of its function in simulations.gaussian_world, vigilance or canaries.
+        n, iterations: inputs, and evaluations of the gradient for each; or what the function says of them.
         only: a pattern that the cells' names match.
     """
 
-    name: Literal["gaussian_world", "bayes_fig4"]
+    name: Literal["gaussian_world", "bayes_fig4", "guard_world", "canary_world"]
     n: int
     iterations: int
     only: str = "*"
@@ -211,8 +232,9 @@ def load(name: str) -> Sheet:
 
 
 def parse(name: str, tables: Mapping[str, Any]) -> Sheet:
-    """A sheet from parsed TOML; a cell has its own n, wave, data, model, chain, weights, train, auxiliary, or the sheet's."""
+    """A sheet from parsed TOML; where a cell says nothing of n, wave, data, model, chain ... it has the sheet's."""
     shared = {"n", "clients", "wave", "data", "model", "chain", "weights", "train", "auxiliary"}
+    shared |= {"malice", "rounds", "members", "alone", "faintest"}
     _refuse(tables, {"title", "note", "seed", "cell", "world"} | shared, "the sheet")
     head = {key: conform(tables.get(key, ""), str, key) for key in ("title", "note")}
     seed = conform(tables.get("seed", 0), int, "seed")
@@ -255,9 +277,13 @@ def _cell(table: Mapping[str, Any], where: str) -> Cell:
         train=None if training is None else _options(Training, training, f"{where}: train"),
         clients=conform(table.get("clients", 1), int, f"{where}: clients"),
         heavy=conform(table.get("heavy", False), bool, f"{where}: heavy"),
+        malice=conform(table.get("malice"), dict | None, f"{where}: malice"),
+        **{key: conform(table.get(key, 1), int, f"{where}: {key}") for key in ("rounds", "members")},
+        **{key: conform(table.get(key, False), bool, f"{where}: {key}") for key in ("alone", "faintest")},
         auxiliary=conform(table.get("auxiliary", 200), int, f"{where}: auxiliary"),
     )
     cell: Cell = call(Cell, made, where)
+    cell.build_malice()
     return cell
 
 

@@ -153,7 +153,7 @@ def check_deployable(scenario: Scenario) -> None:
 
 def cards(scenario: Scenario, plan: AttackPlan, mode: str = "simulation") -> dict[str, str]:
     """The knowledge card of each attack of a plan; in a deployment it says who graded."""
-    found = {planned.name: card(scenario.federation, planned) for planned in plan.attacks}
+    found = {planned.name: card(scenario.federation, planned, server=scenario.server) for planned in plan.attacks}
     if mode != DEPLOYMENT:
         return found
     assumed = "; assumed of the clients, each of whom does what its own file says"

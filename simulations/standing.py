@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
+from client.inspection import ALARM, REASON
 from server.analysis import OF_IMAGES, is_attack, is_baseline, measure_of
 from server.dashboard.overview import still_to_come
 from server.ledger import Ledger, Progress, ScoreRow
@@ -283,6 +284,18 @@ def participation(seen: Sequence[Observed]) -> str:
     ]
     more = [f"and {len(reasons) - MOST_CLIENTS} more reasons"] if len(reasons) > MOST_CLIENTS else []
     return "; ".join([f"{len(seen) - reasons.total()} of {len(seen)} updates came in", *told, *more])
+
+
+def guarded(seen: Sequence[Observed]) -> str:
+    """In how many rounds the clients' guards alarmed or withheld an update, and the first such; empty where none did."""
+    told = [o for o in seen if ALARM in o["reason"] or o["reason"].startswith(REASON)]
+    if not told:
+        return ""
+    first = told[0]
+    return (
+        f"clients' guards alarmed {len(told)} times in {len({o['round'] for o in told})} rounds; first client {first['client']} in "
+        f"round {first['round']}: {_short(first['reason'])}"
+    )
 
 
 def _short(reason: str) -> str:

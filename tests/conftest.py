@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import HealthCheck, settings
 
 from attacks.audit import card
@@ -57,6 +58,15 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def identity() -> Iterator[None]:
+    """Outside a run, Flower's messages need to know who writes them."""
+    before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    yield
+    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before
 
 
 @pytest.fixture

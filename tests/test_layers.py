@@ -21,7 +21,9 @@ FLOWER = {
         "server/door.py",
         "server/census.py",
         "server/grading.py",
+        "server/malicious.py",
         "server/secure.py",
+        "server/wrapper.py",
     ),
 }
 LEAN = ("client", "defenses", "attacks")  # need torch alone

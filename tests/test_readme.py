@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from attacks.dishonest.base import MALICE
 from attacks.metrics import BACKBONES, image_metrics, lpips_metric
 from attacks.plan import ATTACK
 from client.components import Kind
@@ -28,7 +29,36 @@ def first_cells() -> list[str]:
 @pytest.mark.parametrize("kind", [ATTACK, DATASET, LOSS, MODEL, TRANSFORM], ids=lambda k: k.noun)
 def test_the_tables_name_every_component_and_no_other(kind: Kind) -> None:
     module = tuple(f"{p}." if p in ("attacks", "defenses") else f"{p}:" for p in kind.packages)
-    assert sorted(c for c in first_cells() if c.startswith(module)) == kind.names()
+    malices = MALICE.names()  # in a table of their own
+    assert sorted(c for c in first_cells() if c.startswith(module) and c not in malices) == kind.names()
+
+
+def test_every_malice_is_in_the_table_and_no_other() -> None:
+    decoders = set(ATTACK.names())
+    named = {c for c in first_cells() if c.startswith("attacks.dishonest.")}
+    assert sorted(named - decoders) == MALICE.names()
+
+
+def test_the_threat_models_figures_are_the_kept_ones() -> None:
+    def kept(sheet: str, cell: str, metric: str) -> float:
+        rows = json.loads((ROOT / f"simulations/papers/results/{sheet}.json").read_text())["rows"]
+        (value,) = {row["here"] for row in rows if (row["cell"], row["metric"]) == (cell, metric)}
+        return float(value)
+
+    for cell in ("trap weights", "honest weights"):
+        assert f"{100 * kept('trap_weights', cell, 'verbatim'):.1f} %" in README
+    assert f"{100 * kept('imprint', 'N=64, K=256', 'verbatim'):.1f} % verbatim" in README
+    assert kept("guard", "all networks", "false_alarms") == 0
+    for cell, told in (("sigma 0.5", "9.92"), ("sigma 1", "4.40"), ("sigma 3", "1.25")):
+        assert told in README and abs(kept("canary", cell, "epsilon") - float(told)) < 0.006
+    four = [kept_by("learning_to_invert", f"{chain} B=4") for chain in ("none", "sign", "prune", "gauss")]
+    assert "; ".join(f"{value:.4f}".removeprefix("0") for value in four) in README
+
+
+def kept_by(attack: str, cell: str) -> float:
+    rows = json.loads((ROOT / "simulations/papers/results/lti_lenet.json").read_text())["rows"]
+    (value,) = [row["here"] for row in rows if (row["cell"], row["attack"], row["metric"]) == (cell, attack, "mse")]
+    return float(value)
 
 
 def test_the_metrics_are_named() -> None:

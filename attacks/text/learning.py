@@ -171,22 +171,59 @@ def _surprises(logits: Tensor, truth: Tensor) -> Tensor:
     return torch.stack(each, 1)
 
 
+@dataclass(frozen=True)
+class Course:
+    """How a training went.
+
+    Args:
+        error: mean surprise of a held-out sentence's word in nats.
+        steps: that it took; planned: those that it might have; interrupted: whether the clock ended it.
+    """
+
+    error: float
+    steps: int
+    planned: int
+    interrupted: bool
+
+    @classmethod
+    def of(cls, pupil: Pupil) -> "Course":
+        """A training that has ended."""
+        return cls(pupil.lowest, pupil.step, pupil.planned, not pupil.done)
+
+    @classmethod
+    def kept(cls, numbers: Tensor) -> "Course":
+        """From what `numbers` wrote."""
+        error, steps, planned, interrupted = numbers.tolist()
+        return cls(error, int(steps), int(planned), bool(interrupted))
+
+    @property
+    def numbers(self) -> Tensor:
+        """As it lies on the shelf."""
+        return torch.tensor([self.error, self.steps, self.planned, self.interrupted], dtype=torch.float64)
+
+    def answer(self, x: Tensor, seconds: float) -> Reconstruction:
+        """What was learned, applied."""
+        if not self.interrupted:
+            return Reconstruction(x, None, self.error, self.steps, seconds, "converged")
+        reason = f"{self.steps} of {self.planned} steps of training when its seconds were over"
+        return Reconstruction(x, None, self.error, self.steps, seconds, "out_of_budget", reason)
+
+    def diverged(self, reason: str) -> Reconstruction:
+        """Of an update that cannot be read."""
+        return Reconstruction(None, None, self.error, self.steps, 0.0, "diverged", reason)
+
+
 @dataclass(frozen=True, eq=False)
 class Inverter:
     """A trained network.
 
     Args:
         vocabulary: (words,) the ids that it tells apart.
-        error: mean surprise of a held-out sentence's word in nats.
-        steps: that it took; planned: those that it might have; interrupted: whether the clock ended it.
     """
 
     network: Network
     vocabulary: Tensor
-    error: float
-    steps: int
-    planned: int
-    interrupted: bool
+    course: Course
 
     def answer(self, row: Tensor, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
         """What it makes of one hashed update (columns,), with lengths (B,) where they are given."""
@@ -194,18 +231,10 @@ class Inverter:
         with torch.no_grad():
             logits = self.network(row[None])[0]
         if not bool(logits.isfinite().all()):
-            reason = "the update is not finite, or too large to be read"
-            return Reconstruction(None, None, self.error, self.steps, 0.0, "diverged", reason)
+            return self.course.diverged("the update is not finite, or too large to be read")
         log = logits.new_full((*logits.shape[:2], model.vocabulary), NEVER)
         log[..., self.vocabulary] = logits.log_softmax(-1)
-        x = likeliest(log, model, lengths)
-        reason = ""
-        if self.interrupted:
-            reason = f"{self.steps} of {self.planned} steps of training when its seconds were over"
-        spent = time.perf_counter() - started
-        return Reconstruction(
-            x, None, self.error, self.steps, spent, "out_of_budget" if reason else "converged", reason
-        )
+        return self.course.answer(likeliest(log, model, lengths), time.perf_counter() - started)
 
 
 def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tensor:
@@ -268,8 +297,7 @@ class Training:
         kept = self.school.shelf.get(f"inverter-{self.name}", lambda: self._train(clock))
         network = self._network(kept["w mean"], kept["w deviation"])
         network.load_state_dict({k: kept[f"w {k}"] for k in network.state_dict()})
-        error, steps, planned, interrupted = kept["numbers"].tolist()
-        return Inverter(network, self.vocabulary, error, int(steps), int(planned), bool(interrupted))
+        return Inverter(network, self.vocabulary, Course.kept(kept["numbers"]))
 
     def _network(self, mean: Tensor, deviation: Tensor) -> Network:
         """Untrained, as torch initialises it."""
@@ -294,8 +322,7 @@ class Training:
                 pupil.look(self._error(network, held))
         if not pupil.done:
             pupil.look(self._error(network, held))
-        numbers = torch.tensor([pupil.lowest, pupil.step, planned, not pupil.done], dtype=torch.float64)
-        return {**pupil.best, "numbers": numbers}
+        return {**pupil.best, "numbers": Course.of(pupil).numbers}
 
     def _statistics(self, lessons: Lessons, sigma: float) -> tuple[Tensor, Tensor]:
         """Mean and deviation (columns,) of rows, as they will be with their noise."""

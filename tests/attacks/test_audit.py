@@ -16,10 +16,18 @@ from torch import Generator, Tensor
 import client.data
 from attacks import metrics
 from attacks.audit import NO_DERIVATIVE, WHOLE_BATCH, Auditor, Row, card, invert_own
-from attacks.base import Attack, Budget, Knowledge, Reconstruction, Remembering, Wave
+from attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Remembering, Wave
+from attacks.dishonest.aim import knowledge
+from attacks.dishonest.base import Malice
+from attacks.dishonest.carry import carried_input
+from attacks.dishonest.fishing import class_fishing
+from attacks.dishonest.imprint import imprint
+from attacks.dishonest.separate import separate_models
+from attacks.dishonest.trap import trap_weights
 from attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
 from client.data import Shards
 from client.protocol import Federation
+from client.rng import generator
 from client.update import Batch, OnUpdate, Update
 
 Make = Callable[..., Any]
@@ -87,8 +95,52 @@ SMALL: dict[str, dict[str, int]] = {  # an attack that trains first trains littl
 }
 
 
-# those of text: test_text_audit.py, text/test_contract.py
-OF_IMAGES = [use for use in ATTACK.names() if not use.startswith(TEXT_ATTACKS) and not use.endswith(":random_words")]
+# those of text: test_text_audit.py, text/test_contract.py; decoders of a malicious server's weights: below
+OF_IMAGES = [
+    use
+    for use in ATTACK.names()
+    if not use.startswith((TEXT_ATTACKS, "attacks.dishonest.")) and not use.endswith(":random_words")
+]
+DECODED: dict[str, Malice | None] = {  # by decoder, the malice whose answers it reads
+    "attacks.dishonest.carry:read_carried": carried_input(),
+    "attacks.dishonest.fishing:lone_example": class_fishing(),
+    "attacks.dishonest.imprint:read_imprint": imprint(bins=8),
+    "attacks.dishonest.inconsistency:lone_target": None,
+    "attacks.dishonest.separate:separated": separate_models(count=1),
+    "attacks.dishonest.trap:read_rows": trap_weights(),
+}
+
+
+def bent(use: str, make_federation: Make) -> tuple[Federation, Wave]:
+    """A federation under a malice, and what its first client (or group of two) answers."""
+    malice = DECODED[use]
+    changes = [malice.architecture] if malice is not None and malice.architecture is not None else []
+    together = {"secure_sum": {"group": 2}, "clients": 2} if malice is None else {}
+    fed: Federation = make_federation(model={**MLP, "dishonest": changes}, **together)
+    params, buffers = fed.initial()
+    if isinstance(malice, class_fishing):
+        malice = class_fishing(int(fed.batch_at(0, 1).y[0]))
+    if malice is not None:
+        params = malice.craft(params, knowledge(fed), generator("malice"))
+    return fed, Wave.stack([Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)])
+
+
+def test_every_decoder_is_held_to_the_truths_order_of_events() -> None:
+    assert sorted(DECODED) == [use for use in ATTACK.names() if use.startswith("attacks.dishonest.")]
+
+
+@pytest.mark.parametrize("use", DECODED)
+def test_no_decoder_touches_private_data(use: str, make_federation: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed, wave = bent(use, make_federation)
+    plan = planned(use)
+    with guarded(monkeypatch, type(plan.build())) as events:
+        (audited,) = Auditor(fed).audit(plan, wave)
+    begin, end = events.index("attack begins"), events.index("attack ends")
+    assert "asked" not in events[:begin], "the truth was fetched before the attack"
+    assert events[begin + 1] == "attack ends"
+    assert "truth" in events[end:]
+    assert audited.reconstruction.x is not None, audited.reconstruction.reason
+    assert all(isinstance(value, float) for value in rows_of(audited.rows, plan.name, "psnr"))
 
 
 @pytest.mark.parametrize("use", OF_IMAGES)

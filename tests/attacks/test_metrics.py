@@ -97,6 +97,13 @@ def test_the_pairing_is_the_best_of_all(batch: int, seed: int) -> None:
     assert float(mse(truth, guess[order]).sum()) == pytest.approx(best, abs=1e-6)
 
 
+def test_an_exact_hit_is_no_other_images_guess() -> None:
+    """Grey levels 1/2 and 0, guessed as 1/2 and 1: the least total, 1/4 + 1/4 < 0 + 1, would part the hit."""
+    truth, guess = (torch.tensor(v).view(2, 1, 1, 1) for v in ([0.5, 0.0], [0.5, 1.0]))
+    assert match(truth, guess).tolist() == [0, 1]
+    assert match(truth, guess + torch.tensor([0.01, 0.0]).view(2, 1, 1, 1)).tolist() == [1, 0]
+
+
 def test_a_shuffled_batch_is_put_in_order() -> None:
     truth, shuffle = images(0, 20, 3, 4, 4), torch.randperm(20, generator=torch.Generator().manual_seed(1))
     assert torch.equal(truth[shuffle][match(truth, truth[shuffle])], truth)

@@ -6,7 +6,7 @@ with warnings.catch_warnings():  # typer asks click for names that Click 9 will 
     warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
     import flwr.clientapp  # noqa: F401
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +14,12 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 from client.app import STRAGGLED, app
 from client.protocol import Federation, Protocol, federation
+
+pytestmark = pytest.mark.usefixtures("identity")
 
 NODE = 0xFEDCBA9876543210
 DATA = {"use": "client.data:mnist5k", "batch_size": 4, "auxiliary": 64}
@@ -26,15 +27,6 @@ MLP = {"use": "client.models:mlp", "hidden": [8]}
 BATCHNORM = {"use": "client.models:convnet", "width": 1, "norm": "batch", "mode": "train"}
 SGD = {"use": "client.update:local_sgd", "rate": 0.1}
 NOISY = [SGD, {"use": "defenses.noise:gaussian", "sigma": 0.01}]
-
-
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    """Outside a run, Flower's messages need to know who writes them."""
-    before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    yield
-    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before
 
 
 def protocol(**changes: Any) -> Protocol:

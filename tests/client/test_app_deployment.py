@@ -9,7 +9,7 @@ with warnings.catch_warnings():  # typer asks click for names that Click 9 will 
 import io
 import json
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,18 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 from client import app as module
 from client.app import FAILED, NOT_GRADED, REFUSED, app
 from client.components import SpecError
-from client.guard import REASON, WITHHELD
+from client.guard import WITHHELD
+from client.inspection import REASON
 from client.metrics import match, psnr_of
 from client.owner import Owner, State
 from client.protocol import Federation, Protocol
+
+pytestmark = pytest.mark.usefixtures("identity")
 
 NODE = 0xFEDCBA9876543210
 DATA = {"use": "client.data:mnist5k", "batch_size": 4, "auxiliary": 64}
@@ -39,15 +41,6 @@ SGD = {"use": "client.update:local_sgd", "rate": 0.1}
 GAUSSIAN = {"use": "defenses.noise:gaussian", "sigma": 0.01}
 AGREED = {**DATA, "sampling": "agreed"}
 Write = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    """Outside a run, Flower's messages need to know who writes them."""
-    before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    yield
-    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before
 
 
 @pytest.fixture

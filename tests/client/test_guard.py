@@ -7,28 +7,20 @@ with warnings.catch_warnings():  # typer asks click for names that Click 9 will 
     import flwr.clientapp  # noqa: F401
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 from client.guard import REASON, WITHHELD, Outbound, guard
 from client.mods import Mod
 from client.update import Params, Update
 
+pytestmark = pytest.mark.usefixtures("identity")
+
 SENT = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([0.5])}
-
-
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    yield
-    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before
 
 
 def behind(mod: Mod, reply: dict[str, Tensor], **more: ArrayRecord | MetricRecord) -> Message:

@@ -119,7 +119,7 @@ def test_mlp_is_its_formula(activation: Any, function: Any) -> None:
         ({"use": "client.models:mlp", "hidden": [2.5]}, r"hidden\[0\] must be a whole number, got 2.5"),
         ({"use": "client.models:mlp", "activation": "gelu"}, "activation must be one of 'relu', 'sigmoid', 'tanh'"),
         ({"use": "client.models:convnet", "norm": "layer"}, "norm must be one of 'batch', 'group', 'none', got 'layer"),
-        ({"use": "client.models:lenet", "shape": [1, 2, 3]}, r"lenet\(\) has no argument 'shape' \(it has: none\)"),
+        ({"use": "client.models:lenet", "shape": [1, 2, 3]}, r"lenet\(\) has no argument 'shape' \(it has: stride\)"),
     ],
 )
 def test_bad_arguments_are_told(table: dict[str, Any], message: str) -> None:

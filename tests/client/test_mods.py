@@ -6,7 +6,7 @@ with warnings.catch_warnings():  # typer asks click for names that Click 9 will 
     warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
     import flwr.clientapp  # noqa: F401
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.supercore.task_identity import TaskIdentity
 from torch import Generator, Tensor
 
 from client.mods import Mod, as_mod
@@ -24,6 +23,8 @@ from client.update import Batch, Link, OnUpdate, Params, Update, UpdateFn, chain
 from defenses.clip import clip
 from defenses.noise import gaussian
 from defenses.sign import sign
+
+pytestmark = pytest.mark.usefixtures("identity")
 
 THETA = {
     "weight": torch.tensor([[1.0, -2.0], [0.5, 4.0]]),
@@ -36,15 +37,6 @@ TRAINED = {
     "num_batches_tracked": torch.tensor(9),
 }
 # the update is 3 in one weight and 4 in one bias: its norm is 5
-
-
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    """Outside a run, Flower's messages need to know who writes them."""
-    before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    yield
-    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before
 
 
 def travel(message: Message) -> Message:

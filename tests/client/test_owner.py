@@ -73,7 +73,11 @@ MISTAKES = [
     ({"grading": {"precision": 0.0}}, "[grading]: precision must be above 0 dB, got 0.0"),
     ({"grading": {"queries": 0}}, "[grading]: queries must be at least 1, got 0"),
     ({"guard": {"max_norm": -1.0}}, "[guard]: max_norm must be above 0, got -1.0"),
-    ({"guard": {"norm": 1.0}}, "[guard]: unknown key 'norm' (it has: max_norm, audit, iterations, seconds, threshold)"),
+    (
+        {"guard": {"norm": 1.0}},
+        "[guard]: unknown key 'norm' (it has: max_norm, audit, iterations, seconds, threshold, inspect, architecture, "
+        "examples)",
+    ),
     ({"allow": "mine"}, "allow must be a list, each a text, got 'mine'"),
 ]
 

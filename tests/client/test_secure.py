@@ -6,7 +6,7 @@ with warnings.catch_warnings():  # typer asks click for names that Click 9 will 
     warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
     import flwr.clientapp  # noqa: F401
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.supercore.task_identity import TaskIdentity
 
 from client.components import SpecError
 from client.mods import as_mod
@@ -24,6 +23,8 @@ from client.protocol import Federation, Protocol
 from client.secure import ARRAYS, RECORD, content_of, read, secure_sum
 from defenses.clip import clip
 from defenses.secure_sum import PairwiseMasking, Record, Sum
+
+pytestmark = pytest.mark.usefixtures("identity")
 
 THETA = {
     "weight": torch.tensor([[1.0, -2.0], [0.5, 4.0]]),
@@ -33,15 +34,6 @@ THETA = {
 TERMS = PairwiseMasking(group=3, clip=8.0, threshold=2)
 CLIENTS = (5, 6, 7)
 Train = Callable[[Message, Context], RecordDict | Error]
-
-
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    """Outside a run, Flower's messages need to know who writes them."""
-    before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    yield
-    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before
 
 
 def travel(message: Message) -> Message:

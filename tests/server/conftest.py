@@ -9,7 +9,7 @@ with warnings.catch_warnings():  # typer asks click for names that Click 9 will 
     import flwr.serverapp
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.supercore.run import Run as FlowerRun
-from flwr.supercore.task_identity import TaskIdentity
 
 from attacks.audit import card
 from client.app import app as client_app
@@ -113,12 +112,8 @@ class MemoryGrid(flwr.serverapp.Grid):
 
 
 @pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    """Outside a run, Flower's messages need to know who writes them."""
-    before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    yield
-    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before
+def named(identity: None) -> None:
+    """Here every test writes messages."""
 
 
 def tables(**changes: Any) -> Tables:

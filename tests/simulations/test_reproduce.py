@@ -110,7 +110,7 @@ def test_sheets_say_what_the_papers_say() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sede": 1}, "the sheet has no key 'sede' (it has: auxiliary, cell, chain, clients"),
+        ({"sede": 1}, "the sheet has no key 'sede' (it has: alone, auxiliary, cell, chain, clients"),
         ({"cell": {"atack": []}}, "[[cell]] #1 has no key 'atack'"),
         ({"cell": {"attack": []}}, "[[cell]] #1 mlp: no [[cell.attack]]"),
         ({"cell": {"attack": [{**ANALYTIC, "tv": 1.0}]}}, "attack #1: attack analytic: analytic() has no argument 'tv'"),

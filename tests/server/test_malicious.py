@@ -1,0 +1,270 @@
+"""A malicious server in a real federation: who gets what, what the tape keeps of it, what is averaged, what it wins."""
+
+import warnings
+
+import client  # noqa: F401  (mends torchvision before anything can import it)
+
+with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
+    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
+    import flwr.clientapp  # noqa: F401
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attacks.audit import card
+from attacks.dishonest.aim import knowledge
+from attacks.dishonest.fishing import fished
+from attacks.plan import PlannedAttack
+from client.components import SpecError
+from client.update import Params, average
+from server.pool import LocalExecutor, serve
+from server.run import Run
+from server.scenario import Scenario
+from server.tape import read_tensors
+from simulations.inmemory import train
+from simulations.simulate import cards
+from simulations.standing import guarded
+
+FISHING = {"use": "attacks.dishonest.fishing:class_fishing", "target": 3}
+LONE = {"use": "attacks.dishonest.fishing:lone_example", "iterations": 40}
+DEAD = {"use": "attacks.dishonest.inconsistency:dead_layer", "all_but": [0]}
+IG = "inverting_gradients"
+TARGET = {"use": "attacks.dishonest.inconsistency:lone_target", "iterations": 300}
+
+
+def begun(folder: Path, scenario: Scenario) -> Run:
+    run = Run.create(folder, scenario)
+    with run.ledger() as ledger:
+        ledger.add_attacks(scenario.plan, cards(scenario, scenario.plan))
+    return run
+
+
+def bent(make: Callable[..., Scenario], *malice: dict[str, Any], **changes: Any) -> Scenario:
+    return make(**{"rounds": 3, "server": "malicious", "malice": list(malice), "attack": [LONE], **changes})
+
+
+def sent(run: Run, round: int, whose: int) -> Params:
+    return run.tape().read(round, whose).params
+
+
+@pytest.fixture(scope="module")
+def fishing(make_scenario: Callable[..., Scenario], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Client 1 is fished in round 2 of three; trained, not yet attacked; not to be changed."""
+    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
+    run = begun(tmp_path_factory.mktemp("runs") / "fishing", scenario)
+    train(run)
+    return run
+
+
+def test_only_those_who_are_met_get_other_weights_and_the_tape_keeps_what_each_got(fishing: Run) -> None:
+    with fishing.ledger() as ledger:
+        digests = {(o["round"], o["client"]): o["digest"].split(":")[0] for o in ledger.observations()}
+    assert len({digests[2, c] for c in (0, 2)}) == 1 and digests[2, 1] != digests[2, 0]
+    assert all(len({digests[r, c] for c in range(3)}) == 1 for r in (1, 3))
+    rows = {c: sent(fishing, 2, c)["3.weight"].flatten(1).any(1).nonzero().flatten().tolist() for c in range(3)}
+    assert rows == {0: list(range(10)), 1: [3], 2: list(range(10))}
+    first = {k: t for k, t in sent(fishing, 2, 1).items() if not k.startswith("3.")}
+    assert all(torch.equal(t, sent(fishing, 2, 0)[k]) for k, t in first.items())
+
+
+def test_the_client_answered_to_what_it_was_sent(fishing: Run) -> None:
+    scenario = fishing.scenario()
+    seen = fishing.tape().read(2, 1)
+    own = scenario.federation.client_update(seen.params, seen.buffers, 1, 2)
+    torch.testing.assert_close(dict(seen.update), {k: t.detach() for k, t in own.items()}, rtol=1e-5, atol=1e-7)
+    labels = scenario.federation.batch_at(1, 2).y
+    assert fished(seen, knowledge(scenario.federation)) == pytest.approx(int((labels == 3).sum()), abs=1e-3)
+
+
+@pytest.mark.parametrize("aggregate", [False, True])
+def test_what_altered_clients_answer_is_averaged_only_if_it_is_asked_for(
+    make_scenario: Callable[..., Scenario], tmp_path: Path, aggregate: bool
+) -> None:
+    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2], "aggregate": aggregate})
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    counted = [0, 1, 2] if aggregate else [0, 2]
+    mean = average([run.tape().read(2, c).update for c in counted], [1] * len(counted))
+    before, after = sent(run, 2, 0), sent(run, 3, 0)
+    torch.testing.assert_close(after, {k: t + mean[k] for k, t in before.items()}, rtol=1e-5, atol=1e-6)
+
+
+def test_a_round_in_which_everybody_is_met_leaves_the_model_as_it_is(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    run = begun(tmp_path / "run", bent(make_scenario, {**FISHING, "rounds": [1, 2]}))
+    train(run)
+    start = run.scenario().federation.initial()[0]
+    torch.testing.assert_close(sent(run, 3, 0), start)
+    assert not torch.equal(read_tensors(run.model)["3.weight"], start["3.weight"])
+
+
+def test_the_audit_attacks_each_at_the_weights_it_was_sent_and_says_whose_server_it_is(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        assert ledger.meta()["replay"] == "ok"
+        progress = ledger.progress()
+        assert (progress.queued, progress.failed) == (0, 0)
+        found = {(r["round"], r["client"]): r["status"] for r in ledger.scores() if r["attack"] == "lone_example"}
+        (knowledge_card,) = [a["knowledge"] for a in ledger.attacks() if a["name"] == "lone_example"]
+    fishy = bool((scenario.federation.batch_at(1, 2).y == 3).any())
+    assert found.pop((2, 1)) == ("converged" if fishy else "not_applicable")
+    assert set(found.values()) == {"not_applicable"}  # at honest weights nothing is isolated
+    assert "malicious server: class_fishing(target=3) to client 1 in round 2" in knowledge_card
+    honest = make_scenario()
+    assert "honest server" in card(honest.federation, PlannedAttack("x", {"use": "attacks.matching:dlg"}))
+
+
+def test_it_remembers_its_answers_over_a_restart(make_scenario: Callable[..., Scenario], tmp_path: Path) -> None:
+    """Classes are tried in turn, whoever starts the server anew in between."""
+    whole = {"use": "attacks.dishonest.fishing:class_fishing", "clients": [0]}
+    rows = {}
+    for stop in (4, 2):
+        scenario = bent(make_scenario, whole, rounds=4, data={"use": "client.data:mnist5k", "batch_size": 4})
+        run = begun(tmp_path / str(stop), scenario)
+        if stop < 4:
+            run = stopped(run, scenario, stop)
+        train(run)
+        rows[stop] = [int(sent(run, r, 0)["3.weight"].flatten(1).any(1).nonzero()[0]) for r in range(1, 5)]
+    assert rows[2] == rows[4]
+    assert len(set(rows[4])) > 1
+
+
+def stopped(run: Run, scenario: Scenario, rounds: int) -> Run:
+    """A run whose server ended after some rounds, as a kill between two leaves it."""
+    import server.app as app
+
+    class Killed(Exception):
+        pass
+
+    record = app._Record.__call__
+
+    def kill(self: Any, counted: int, arrays: Any) -> Any:
+        found = record(self, counted, arrays)
+        if self.done + counted == rounds:
+            raise Killed
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app._Record, "__call__", kill)
+        with pytest.raises(Killed):
+            train(run)
+    return run
+
+
+def test_inconsistent_weights_take_a_secure_sum_apart(make_scenario: Callable[..., Scenario], tmp_path: Path) -> None:
+    tables = {
+        "rounds": 1,
+        "secure_sum": {"group": 3},
+        "model": {"use": "client.models:lenet"},
+        "data": {"use": "client.data:mnist5k", "batch_size": 1, "auxiliary": 200},
+        "attack": [TARGET, {"use": "attacks.matching:inverting_gradients", "iterations": 300}],
+    }
+    honest = begun(tmp_path / "honest", make_scenario(**tables))
+    dishonest = begun(tmp_path / "dishonest", bent(make_scenario, DEAD, **tables))
+    psnr: dict[Run, dict[str, list[float]]] = {}
+    for run in (honest, dishonest):
+        train(run)
+        serve(run, LocalExecutor())
+        with run.ledger() as ledger:
+            rows = [r for r in ledger.scores() if r["metric"] == "psnr"]
+            psnr[run] = {name: [r["value"] for r in rows if r["attack"] == name] for name in ("lone_target", IG)}
+            replayed = ledger.meta()
+        assert replayed["replay"] == ("ok" if run is honest else "unknown")
+    assert "was sent other weights than the tape keeps" in replayed["replay_detail"]
+    assert len(psnr[dishonest]["lone_target"]) == 3
+    assert psnr[dishonest]["lone_target"][0] > max(psnr[honest][IG]) + 1  # the first image is the target's
+
+
+def test_a_secure_sum_of_equal_crafted_weights_is_one_larger_batch(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    """The query is drawn: were it each client's own, nothing would add up."""
+    scenario = bent(
+        make_scenario,
+        {"use": "attacks.dishonest.imprint:imprint"},
+        rounds=2,
+        secure_sum={"group": 3},
+        model={"use": "client.models:mlp", "hidden": []},
+        data={"use": "client.data:mnist5k", "batch_size": 4, "auxiliary": 500},
+        attack=[{"use": "attacks.dishonest.imprint:read_imprint"}],
+    )
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        assert ledger.meta()["replay"] == "ok"
+        exact = [r["value"] > 100 for r in ledger.scores() if r["metric"] == "psnr" and r["attack"] == "read_imprint"]
+    # of twelve images over 63 bins, (1 - 1/64)^11 = .84 are alone in theirs
+    assert sum(exact) >= 0.5 * len(exact) and len(exact) >= 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"server": "honest"}, '[[malice]] is of a malicious server: say server = "malicious"'),
+        ({"malice": []}, 'server = "malicious" needs a [[malice]]; use is one of attacks.dishonest.'),
+        ({"server": "evil"}, "server must be one of 'honest', 'malicious', got 'evil'"),
+        ({"malice": [{"use": "attacks.dishonest.fishing:fly_fishing"}]}, "[[malice]] #1: "),
+        ({"malice": [{**FISHING, "target": 10}]}, "[[malice]] #1: attacks.dishonest.fishing:class_fishing: target must be"),
+        ({"malice": [{**FISHING, "clients": [3]}]}, "[[malice]] #1: clients must lie in 0..2, got 3"),
+        ({"malice": [{**FISHING, "rounds": [0]}]}, "[[malice]] #1: rounds must lie in 1..3, got 0"),
+        ({"malice": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave nobody whom it meets"),
+        ({"malice": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: it meets the same client"),
+        ({"malice": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "a [secure_sum] hides that"),
+        ({"malice": [DEAD], "model": {"use": "client.models:mlp", "hidden": []}}, "no layer with a bias"),
+        ({"model": {"use": "client.models:mlp", "dishonest": []}}, "dishonest is a word of malicious servers"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_carried_out_is_refused(
+    make_scenario: Callable[..., Scenario], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError) as told:
+        make_scenario(**{"rounds": 3, "server": "malicious", "malice": [FISHING], **changes})
+    assert message in str(told.value)
+
+
+# ------------------------------------------------------------------------------------------------- clients that notice
+
+
+@pytest.mark.parametrize("mode", ["log", "warn", "refuse"])
+def test_a_client_that_notices_says_so_or_withholds_and_the_run_goes_on(
+    make_scenario: Callable[..., Scenario], tmp_path: Path, mode: str
+) -> None:
+    """Fished in the second round: the classifier's rows are gone, which no honest round does."""
+    scenario = bent(
+        make_scenario,
+        {**FISHING, "clients": [1], "rounds": [2]},
+        guard={"inspect": mode},
+        data={"use": "client.data:mnist5k", "batch_size": 16, "auxiliary": 200},
+    )
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    with run.ledger() as ledger:
+        seen = {(o["round"], o["client"]): (o["status"], o["reason"]) for o in ledger.observations()}
+        words = guarded(ledger.observations())
+        assert ledger.meta().get("malice") is None
+    assert len(seen) == 9
+    status, reason = seen.pop((2, 1))
+    if mode == "refuse":
+        assert (status, reason.split(":")[0]) == ("missing", "withheld by the client's guard")
+    else:
+        assert status == "accepted" and reason.startswith("guard: round 2: alarm, suspicion ")
+    assert {status for status, _ in seen.values()} == {"accepted"}
+    assert all(("suspicion" in reason) == (mode == "log") and "alarm" not in reason for _, reason in seen.values())
+    assert words.startswith("clients' guards alarmed 1 times in 1 rounds; first client 1 in round 2: ")
+
+
+def test_without_a_guard_nothing_is_said(fishing: Run) -> None:
+    with fishing.ledger() as ledger:
+        assert {o["reason"] for o in ledger.observations()} == {""}
+        assert guarded(ledger.observations()) == ""
