@@ -1,6 +1,5 @@
 """Child processes that end with us: in a session of their own, told when we die, and swept at the end."""
 
-import ctypes
 import os
 import signal
 import socket
@@ -10,8 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from server.children import die_with_parent
+
 MARK = "FEDLEAK_LAUNCH"  # in the environment of everything that one launch started, grandchildren too
-_PR_SET_PDEATHSIG = 1
 
 
 def start(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -24,12 +24,8 @@ def start(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subproce
             stderr=subprocess.STDOUT,
             env=dict(env),
             start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent if sys.platform == "linux" else None,
         )
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def end(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:

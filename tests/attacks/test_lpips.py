@@ -1,5 +1,6 @@
 """LPIPS by AlexNet and by VGG16, the papers' variant, and backbones that torchvision has downloaded."""
 
+import urllib.request
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,7 @@ def test_a_download_that_fails_is_told_and_leaves_the_metric_out(
     monkeypatch.setenv("FEDLEAK_LPIPS", "download")
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # the process' first one keeps its proxies for all later ones
     with pytest.warns(UserWarning, match="lpips_alex is unavailable: https://.*was not downloaded"):
         assert lpips_weights("alex") is None
     assert lpips_weights("alex") is None, "and is not asked for again"
