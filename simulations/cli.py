@@ -27,6 +27,7 @@ from client.owner import Owner
 from server.analysis import Line, Scores, best_so_far, is_attack, round_table
 from server.dashboard.reading import state_of, tables_of
 from server.ledger import Ledger, LedgerError
+from server.misdeeds import misdeeds
 from server.run import Busy, Run
 from server.scenario import Scenario, apply_setting
 from server.tape import TapeError
@@ -486,6 +487,8 @@ def _tell(run: Run) -> None:
         if "replay_detail" in meta:
             style = "yellow" if meta["replay"] != "ok" else None
             console.print(f"replay check: {meta['replay_detail']}", style=style, markup=False, highlight=False)
+        for name, words in (misdeeds(run.scenario(), scores, ledger) if tables_of(run).get("malice") else {}).items():
+            console.print(f"malicious server, {name}: {words}", markup=False, highlight=False, soft_wrap=True)
         for words in filter(None, (_lacking(ledger), _graded(ledger))):
             console.print(words, markup=False, highlight=False, soft_wrap=True)
         if progress.failed:

@@ -88,6 +88,7 @@ def _content(reading: Reading) -> dict[str, Any]:
         "facts": facts(reading.tables),
         "verdict": analysis.verdict(scores, ledger),
         "notices": overview.notices(reading),
+        "misdeeds": overview.misdeeds(reading),
         "limit": overview.limit(reading),
         "privacy": overview.privacy(reading),
         "certificate": certificate,

@@ -246,7 +246,8 @@ def _network(cell: Cell, dataset: Dataset, seed: int) -> tuple[nn.Module, str]:
         call(load_weights, {"model": model, "path": folder / cell.weights}, where)
     if cell.train is None:
         return model, ""
-    key = json.dumps([table, cell.chain, asdict(cell.train), asdict(cell.images), seed])
+    defended = cell.chain if cell.train.defended else []
+    key = json.dumps([table, defended, asdict(cell.train), asdict(cell.images), seed])
     model.load_state_dict(_trained(key, partial(_train, model, cell, dataset, seed)))
     right = "words" if _loss(dataset) == next_token() else _noun(dataset)
     return model, f"{cell.train.steps} steps of training, {_accuracy(model, dataset):.0%} of the test {right} right"

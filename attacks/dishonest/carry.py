@@ -1,12 +1,6 @@
 """Networks that carry the input to the classifier, whose weight gradient then holds it (Geiping et al., 2020, appendix A).
 
-For one example dL/dW = d f^T and dL/db = d, so d^T dL/dW / |d|^2 is the classifier's input f. For several, a classifier of
-zeros predicts the same p = softmax(b) for every image: with k_c examples of class c,
-
-    dL/dW = sum over the present classes of k_c / B (p - e_c) f_c^T,     dL/db = p - k / B,
-
-which gives the counts k, and by a pseudo-inverse each class's mean input f_c: the image itself where k_c = 1. The vectors p - e_c
-are independent as long as a class is absent (if a weighted sum of them is zero, the weights are a multiple of p).
+How that is read, for one example and for several: reading.py.
 
 Three ways in which f has the image in it: convolutions that are identities (parameters alone), the image beside the features,
 and reversible blocks (both an architecture).
@@ -23,14 +17,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from attacks.dishonest.base import Malice
-from attacks.dishonest.reading import on_grid, snapped, unread
+from attacks.dishonest.base import Malice, zeroed
+from attacks.dishonest.reading import Read, check_readable, on_grid, snapped, unread
 from client.components import Table
 from client.models import Shape, last_linear
 from client.update import Batch, Params, Update, relative_error
 
 PROVEN = 1e-4  # relative error of the update that the images give, below which they are those of the client
-COUNTED = 0.1  # examples of a class, off a whole number of them
 REACH = 2.0  # of a sigmoid's or tanh's input: beyond, rounding of its output weighs more
 
 
@@ -130,7 +123,7 @@ class carried_input(Malice):
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         if not isinstance(known.model, Carried):
             raise ValueError("the classifier does not read the image (architecture attacks.dishonest.carry:carried)")
-        return _zeroed(dict(sent), known, self.zero)
+        return zeroed(dict(sent), known, self.zero)
 
 
 @dataclass(frozen=True)
@@ -153,7 +146,7 @@ class reversible_blocks(Malice):
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         if not isinstance(known.model, Reversible):
             raise ValueError("the network has no reversible blocks (architecture attacks.dishonest.carry:reversible)")
-        return _zeroed(dict(sent), known, self.zero)
+        return zeroed(dict(sent), known, self.zero)
 
 
 @dataclass(frozen=True)
@@ -173,7 +166,7 @@ class identity_convolutions(Malice):
             gain = (end - start) / (high - low)
             made |= _identity(name, conv, sent, gain, start - gain * low)
             low, high = (_forward(activation, torch.full((colours,), v).double()) for v in (start, end))
-        return _zeroed(made, known, self.zero)
+        return zeroed(made, known, self.zero)
 
 
 def _identity(name: str, conv: nn.Conv2d, sent: Params, gain: Tensor, bias: Tensor) -> Params:
@@ -183,12 +176,6 @@ def _identity(name: str, conv: nn.Conv2d, sent: Params, gain: Tensor, bias: Tens
     weight[range(colours), range(colours), middle, middle] = gain.to(weight)
     offset[:colours] = bias.to(offset)
     return {f"{name}.weight": weight, f"{name}.bias": offset}
-
-
-def _zeroed(made: Params, known: Knowledge, zero: bool) -> Params:
-    layer = last_linear(known.model)
-    ours = {k: torch.zeros_like(t) for k, t in made.items() if k in (f"{layer}.weight", f"{layer}.bias")}
-    return {**made, **ours} if zero else made
 
 
 def _stages(model: nn.Module, colours: int) -> Iterator[tuple[str, nn.Conv2d, nn.Module]]:
@@ -262,20 +249,10 @@ class read_carried(Attack):
 
 def _check(known: Knowledge, params: Params) -> None:
     """ValueError where nothing was carried, or cannot be told apart."""
-    layer = last_linear(known.model)
-    if f"{layer}.bias" not in params:
-        raise ValueError(f"the classifier {layer!r} has no bias: the length of what it reads cannot be told")
-    if known.chain.local.steps > 1:
-        raise ValueError(
-            f"inputs are read off one gradient, and the clients take {known.chain.local.steps} local steps"
-        )
     if not isinstance(known.model, Carried | Reversible):
         for name, conv, _ in _stages(known.model, known.shape[0]):
             _taps(name, conv, params, known.shape[0])
-    if known.batch_size > 1 and bool(params[f"{layer}.weight"].any()):
-        raise ValueError(
-            f"{known.batch_size} examples are taken apart by a classifier of zeros, which {layer!r} was not sent as"
-        )
+    check_readable(known, params)
 
 
 def _taps(name: str, conv: nn.Conv2d, params: Params, colours: int) -> tuple[Tensor, Tensor]:
@@ -288,17 +265,12 @@ def _taps(name: str, conv: nn.Conv2d, params: Params, colours: int) -> tuple[Ten
 
 
 def _carried(update: Update, params: Params, known: Knowledge) -> Reconstruction:
-    started, layer = time.perf_counter(), last_linear(known.model)
-    weight, bias = (-update[f"{layer}.{part}"].double() for part in ("weight", "bias"))
-    if not bool(torch.isfinite(weight).all() and torch.isfinite(bias).all()):
-        return unread("the update is not finite", started)
-    if not bool(bias.any()):
-        return unread(f"the gradient of {layer!r} is zero: the loss has nothing to say of this batch", started)
+    started = time.perf_counter()
     try:
-        inputs, y, single = _inputs(weight, bias, params[f"{layer}.bias"].double(), known)
+        read = Read.off(update, params, known)
     except ValueError as error:
         return unread(str(error), started)
-    fed = _image(inputs, params, known).view(-1, *known.shape)
+    fed, y = _image(read.inputs, params, known).view(-1, *known.shape), read.y
     if not bool(torch.isfinite(fed).all()):
         return unread("what the classifier read is no image of this network's", started)
     x = known.pixels(fed)
@@ -306,32 +278,9 @@ def _carried(update: Update, params: Params, known: Knowledge) -> Reconstruction
     x = torch.where(exact[:, None, None, None], snapped(x), x.float()).clamp(0, 1)
     if not bool(exact.all()):
         off = relative_error(known.forward(params, Batch(x, y), None), update)
-    proven = int((single & (exact | (off < PROVEN))).sum())
+    proven = int((read.single & (exact | (off < PROVEN))).sum())
     words = f"{proven} of {known.batch_size} images proven exact (on the 8-bit grid, or by the update that they give)"
     return Reconstruction(x, y, 1 - proven / known.batch_size, 1, time.perf_counter() - started, "converged", words)
-
-
-def _inputs(weight: Tensor, bias: Tensor, sent: Tensor, known: Knowledge) -> tuple[Tensor, Tensor, Tensor]:
-    """The classifier's inputs (B, n), labels (B,) and whether each is its label's only one (B,).
-
-    From the classifier's gradient up to scale, and the bias that was sent.
-    """
-    if known.batch_size == 1:
-        y = bias.argmin()[None]
-        return (bias @ weight)[None] / bias.square().sum(), y, torch.tensor([True])
-    weight, bias = weight / known.scale, bias / known.scale
-    predicted = sent.softmax(0)
-    counts = known.batch_size * (predicted - bias)
-    k = counts.round().long()
-    if float((counts - k).abs().max()) > COUNTED or bool((k < 0).any()) or int(k.sum()) != known.batch_size:
-        raise ValueError("the classifier's bias gradient gives no whole numbers of examples: a defense has touched it")
-    present = k.nonzero().flatten()
-    if len(present) == known.classes:
-        raise ValueError(f"all {known.classes} classes are in the batch: one of its means is a mixture of the others'")
-    columns = (predicted[:, None] - F.one_hot(present, known.classes).T) * k[present] / known.batch_size
-    means = torch.linalg.pinv(columns) @ weight
-    each = k[present]
-    return means.repeat_interleave(each, 0), present.repeat_interleave(each), (each == 1).repeat_interleave(each)
 
 
 def _image(inputs: Tensor, params: Params, known: Knowledge) -> Tensor:

@@ -1,4 +1,13 @@
-"""Images that rows of a fully connected layer hold: weight gradient over bias gradient, and which of them are exact."""
+"""What rows of a fully connected layer hold: weight gradient over bias gradient, which images are exact, what a classifier read.
+
+For one example dL/dW = d f^T and dL/db = d, so d^T dL/dW / |d|^2 is the classifier's input f. For several, a classifier of
+zeros predicts the same p = softmax(b) for every image: with k_c examples of class c,
+
+    dL/dW = sum over the present classes of k_c / B (p - e_c) f_c^T,     dL/db = p - k / B,
+
+which gives the counts k, and by a pseudo-inverse each class's mean input f_c: the image itself where k_c = 1. The vectors p - e_c
+are independent as long as a class is absent (if a weighted sum of them is zero, the weights are a multiple of p).
+"""
 
 import time
 from dataclasses import dataclass
@@ -10,9 +19,11 @@ from torch.nn import functional as F
 from attacks import labels as labelling
 from attacks.base import Knowledge, Reconstruction, Wave
 from attacks.dishonest.base import mean_fill
-from client.update import Update
+from client.models import last_linear
+from client.update import Params, Update
 
 FAINT = 1e-6  # of the largest bias gradient: what rounding leaves of a bin without images
+COUNTED = 0.1  # examples of a class, off a whole number of them
 ON_GRID = 0.1  # grey values, root mean square from whole ones: 0.29 where they have nothing to do with the grid
 
 
@@ -44,7 +55,7 @@ class Rows:
         """Why nothing is to be read from them; empty where something is."""
         if not bool(torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all()):
             return "the update is not finite"
-        return "" if bool(self.bias.any()) else f"the gradient of {self.layer!r} is zero: no image turned a row on"
+        return "" if bool(self.bias.any()) else f"the gradient of {self.layer!r} is zero: it says nothing of this batch"
 
     def differences(self) -> "Rows":
         """Of neighbours, behind the last of which there is none."""
@@ -59,6 +70,68 @@ class Rows:
         fed = self.weight[told][order] / self.bias[told][order, None]
         found = known.pixels(fed.view(-1, *known.shape))
         return found[torch.isfinite(found).flatten(1).all(1)]
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """What the classifier was fed.
+
+    Args:
+        inputs: (B, n) float64; of examples of one label, their mean.
+        y: (B,) labels.
+        single: (B,) whether it is its label's only one.
+        gain: (B,) by how much noise on the update's entries is larger on the inputs.
+    """
+
+    inputs: Tensor
+    y: Tensor
+    single: Tensor
+    gain: Tensor
+
+    @classmethod
+    def off(cls, update: Update, params: Params, known: Knowledge) -> "Read":
+        """From one update; ValueError says why nothing is to be read."""
+        layer = last_linear(known.model)
+        rows = Rows.of(update, layer)
+        if rows.reason:
+            raise ValueError(rows.reason)
+        weight, bias = rows.weight, rows.bias
+        if known.batch_size == 1:
+            told, y = bias[None] / bias.square().sum(), bias.argmin()[None]
+            return cls(told @ weight, y, torch.tensor([True]), told.norm(dim=1))
+        predicted = params[f"{layer}.bias"].double().softmax(0)
+        k = _counted(predicted - bias / known.scale, known)
+        present = k.nonzero().flatten()
+        columns = (predicted[:, None] - F.one_hot(present, known.classes).T) * k[present] / known.batch_size
+        told, each = torch.linalg.pinv(columns) / known.scale, k[present]
+        ours = [t.repeat_interleave(each, 0) for t in (told @ weight, present, each == 1, told.norm(dim=1))]
+        return cls(*ours)
+
+
+def _counted(parts: Tensor, known: Knowledge) -> Tensor:
+    """How many examples of each class there are, (classes,), from their parts of the batch."""
+    counts = known.batch_size * parts
+    k = counts.round().long()
+    if float((counts - k).abs().max()) > COUNTED or bool((k < 0).any()) or int(k.sum()) != known.batch_size:
+        raise ValueError("the classifier's bias gradient gives no whole numbers of examples: a defense has touched it")
+    if int((k > 0).sum()) == known.classes:
+        raise ValueError(f"all {known.classes} classes are in the batch: one of its means is a mixture of the others'")
+    return k
+
+
+def check_readable(known: Knowledge, params: Params) -> None:
+    """ValueError where what the classifier was fed cannot be told from its gradient."""
+    layer = last_linear(known.model)
+    if f"{layer}.bias" not in params:
+        raise ValueError(f"the classifier {layer!r} has no bias: the length of what it reads cannot be told")
+    if known.chain.local.steps > 1:
+        raise ValueError(
+            f"inputs are read off one gradient, and the clients take {known.chain.local.steps} local steps"
+        )
+    if known.batch_size > 1 and bool(params[f"{layer}.weight"].any()):
+        raise ValueError(
+            f"{known.batch_size} examples are taken apart by a classifier of zeros, which {layer!r} was not sent as"
+        )
 
 
 def on_grid(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from server.dashboard import words
 from server.dashboard.reading import Reading
 from server.dashboard.words import LABELS, RATES, percent, rounded
 from server.ledger import EMPTY
+from server.misdeeds import misdeeds as found
 from server.scenario import Scenario
 
 REASONS = 40  # rows of a table of reasons
@@ -36,6 +37,7 @@ def overview(reading: Reading) -> dict[str, Any]:
         "state": reading.state,
         "verdict": _verdict(reading),
         "notices": [{"words": told, "command": command} for told, command in notices(reading)],
+        "misdeeds": [{"name": name, "words": told} for name, told in misdeeds(reading).items()],
         "training": training(reading),
         "progress": progress(reading),
         **figure(reading),
@@ -169,6 +171,15 @@ def _data(reading: Reading) -> Iterator[Notice]:
     perceptual = any(metric.startswith("lpips_") for metric in reading.metrics)
     if reading.metrics and not perceptual and len(shape) == 3 and min(shape[1:]) >= LPIPS_PIXELS:
         yield "LPIPS: unavailable (no backbone weights).", ""
+
+
+def misdeeds(reading: Reading) -> dict[str, str]:
+    """What a malicious server sent, won, was noticed for and cost; empty where it is honest."""
+    try:
+        scenario = reading.scenario
+    except SpecError:  # which the notices tell
+        return {}
+    return found(scenario, reading.scores, reading.ledger)
 
 
 # ------------------------------------------------------------------------------------------------------------ figures

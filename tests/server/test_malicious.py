@@ -21,11 +21,16 @@ from attacks.dishonest.fishing import fished
 from attacks.plan import PlannedAttack
 from client.components import SpecError
 from client.update import Params, average
+from server.analysis import Scores
+from server.dashboard.overview import overview
+from server.dashboard.reading import Reading
+from server.misdeeds import misdeeds
 from server.pool import LocalExecutor, serve
 from server.run import Run
 from server.scenario import Scenario
 from server.tape import read_tensors
 from simulations.inmemory import train
+from simulations.report import write_report
 from simulations.simulate import cards
 from simulations.standing import guarded
 
@@ -206,6 +211,46 @@ def test_a_secure_sum_of_equal_crafted_weights_is_one_larger_batch(
         exact = [r["value"] > 100 for r in ledger.scores() if r["metric"] == "psnr" and r["attack"] == "read_imprint"]
     # of twelve images over 63 bins, (1 - 1/64)^11 = .84 are alone in theirs
     assert sum(exact) >= 0.5 * len(exact) and len(exact) >= 12
+
+
+def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    """One client of three meets trap weights in the second and third of three rounds; of the other seven messages nothing."""
+    scenario = bent(
+        make_scenario,
+        {"use": "attacks.dishonest.trap:trap_weights", "clients": [1], "rounds": [2, 3]},
+        guard={"inspect": "log"},
+        model={"use": "client.models:mlp", "hidden": [200]},
+        data={"use": "client.data:mnist5k", "batch_size": 8, "auxiliary": 200},
+        attack=[{"use": "attacks.dishonest.trap:read_rows"}],
+    )
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    with run.ledger() as ledger:
+        assert misdeeds(scenario, Scores.read(ledger), ledger)["recovered"] == "no image has been graded"
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        told = misdeeds(scenario, Scores.read(ledger), ledger)
+        rows = [r for r in ledger.scores("psnr") if r["attack"] == "read_rows" and r["value"] is not None]
+        exact = [r for r in rows if r["client"] == 1 and r["round"] > 1 and r["value"] > 60]
+        accuracy = [r["accuracy"] for r in ledger.rounds()]
+    assert told["sent"].endswith("trap_weights() to client 1 in rounds 2, 3: 2 messages in 2 rounds")
+    others = [r["value"] > 60 for r in rows if r not in exact and (r["client"] != 1 or r["round"] == 1)]
+    assert exact and told["recovered"] == (
+        f"of the images behind altered weights {len(exact)} of 16 over 60 dB, the first after 1 such round (round 2); "
+        f"of all others {sum(others)} of 56 over 60 dB"
+    )
+    assert told["noticed"].startswith("guards alarmed at 2 of 2 altered messages and 0 of 7 honest ones; suspicion ")
+    moved = 100 * (accuracy[3] - accuracy[1]) / 2, 100 * (accuracy[1] - accuracy[0])
+    assert told["cost"] == (
+        "answers to altered weights (2 updates of 9) were left out of the average; test accuracy moved by "
+        f"{moved[0]:+.1f} points a round in those rounds, {moved[1]:+.1f} points a round in the others"
+    )
+    with Reading(run).now() as reading:
+        page, report = overview(reading), write_report(run).read_text()
+    assert {d["name"]: d["words"] for d in page["misdeeds"]} == told
+    assert "The malicious server" in report and "altered messages and 0 of 7 honest ones" in report
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,7 @@ function overviewView(o, { state }) {
     el("p", { class: `verdict ${VERDICTS[o.verdict.word] || ""}` }, o.verdict.sentence),
     el("ul.notices", o.notices.map(notice)),
     progressStrip(o),
+    o.misdeeds.length > 0 && section("The malicious server", misdeeds(o.misdeeds)),
     section("Leakage and accuracy over rounds", overRounds(o, state, change), el("p.small", lines(o)), el("p.small", o.privacy.words)),
     section("Numbers", numbers || empty("No attack has given a score yet; they appear here by themselves.")),
     section("Success over thresholds", o.success.length ? successFigure(o) : empty(noScore(o.ungraded))),
@@ -297,6 +298,8 @@ function overviewView(o, { state }) {
       opening("Scenario", o.scenario), o.environment && opening("Environment", JSON.stringify(o.environment, null, 2))),
   ];
 }
+
+const misdeeds = all => el("dl", all.map(({ name, words }) => [el("dt", name), el("dd", words)]));
 
 const lines = ({ cap, limit }) => "Solid: means over examples with their 95 % band (clustered by client). "
   + "Dotted: the worst case for a client. "
