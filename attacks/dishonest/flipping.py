@@ -2,6 +2,8 @@
 
 Appendix A of Inverting Gradients (Geiping et al., NeurIPS 2020): an image that the network has learned sends hardly any
 gradient; one that it takes for another class a large one. Any attack by matching inverts it, knowing the weights that were sent.
+Of one example without noise nothing is won: a cosine, and a ratio of gradients, do not change with its size. Noise drowns the
+small one alone.
 """
 
 from collections.abc import Sequence
