@@ -49,6 +49,15 @@ def test_the_threat_models_figures_are_the_kept_ones() -> None:
         assert f"{100 * kept('trap_weights', cell, 'verbatim'):.1f} %" in README
     assert f"{100 * kept('imprint', 'N=64, K=256', 'verbatim'):.1f} % verbatim" in README
     assert kept("guard", "all networks", "false_alarms") == 0
+    rows = json.loads((ROOT / "simulations/papers/results/guard.json").read_text())["rows"]
+    seen = [row for row in rows if row["metric"] == "detected"]
+    assert {row["here"] for row in seen} == {1}
+    assert {row["attack"] for row in seen} == {name.rpartition(":")[2] for name in MALICE.names()}
+    for cell in ("lenet, honest", "lenet, optimised", "lenet, batches of 8, distinct labels"):
+        assert f"{kept('optimised_parameters', cell, 'psnr'):.1f}" in README
+    for noise in ("no noise", "noise .01"):
+        flipped, honest = (kept("label_flipping_noise", f"{how}, {noise}", "psnr") for how in ("flipped", "honest"))
+        assert f"{flipped - honest:.1f} dB" in README
     for cell, told in (("sigma 0.5", "9.92"), ("sigma 1", "4.40"), ("sigma 3", "1.25")):
         assert told in README and abs(kept("canary", cell, "epsilon") - float(told)) < 0.006
     four = [kept_by("learning_to_invert", f"{chain} B=4") for chain in ("none", "sign", "prune", "gauss")]
