@@ -22,6 +22,7 @@ from attacks.dishonest.base import Malice
 from attacks.dishonest.carry import carried_input
 from attacks.dishonest.fishing import class_fishing
 from attacks.dishonest.imprint import imprint
+from attacks.dishonest.optimised import optimised_features
 from attacks.dishonest.separate import separate_models
 from attacks.dishonest.trap import trap_weights
 from attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
@@ -106,6 +107,7 @@ DECODED: dict[str, Malice | None] = {  # by decoder, the malice whose answers it
     "attacks.dishonest.fishing:lone_example": class_fishing(),
     "attacks.dishonest.imprint:read_imprint": imprint(bins=8),
     "attacks.dishonest.inconsistency:lone_target": None,
+    "attacks.dishonest.optimised:read_features": optimised_features(),
     "attacks.dishonest.separate:separated": separate_models(count=1),
     "attacks.dishonest.trap:read_rows": trap_weights(),
 }
@@ -116,7 +118,8 @@ def bent(use: str, make_federation: Make) -> tuple[Federation, Wave]:
     malice = DECODED[use]
     changes = [malice.architecture] if malice is not None and malice.architecture is not None else []
     together = {"secure_sum": {"group": 2}, "clients": 2} if malice is None else {}
-    fed: Federation = make_federation(model={**MLP, "dishonest": changes}, **together)
+    data = {"auxiliary": 200}  # optimised_features fits what is public
+    fed: Federation = make_federation(model={**MLP, "dishonest": changes}, data=data, **together)
     params, buffers = fed.initial()
     if isinstance(malice, class_fishing):
         malice = class_fishing(int(fed.batch_at(0, 1).y[0]))
