@@ -275,7 +275,7 @@ def reproduce(options: argparse.Namespace) -> int:
     from simulations import reproduce as reproduction
     from simulations.sheets import load, restrict
 
-    sheet = restrict(load(options.name), options.n, options.budget, options.cells)
+    sheet = restrict(load(options.name), options.n, options.budget, options.cells, options.attacks)
     started, rows = time.monotonic(), []
     with reproduction.Teller(sheet.name, Console(stderr=True)) as tell:
         for row in reproduction.reproduce(sheet, tell):
@@ -727,6 +727,9 @@ def _of_many(commands: _Commands) -> None:
     again.add_argument("--n", type=int, metavar="N", help="updates attacked in each cell, instead of the sheet's")
     again.add_argument("--budget", type=int, metavar="N", help="iterations of every attack, instead of the sheet's")
     again.add_argument("--cells", metavar="PATTERN", help="only these: a part of their name, or with * and ?")
+    again.add_argument(
+        "--attacks", metavar="PATTERN", help="only these in each cell: a part of their name, or with * and ?"
+    )
     again.add_argument("--json", action="store_true", help="one object a line instead of a table")
     again.add_argument("--output", "-o", type=Path, metavar="FILE", help="keep the figures too, with seed and versions")
     measured = commands.add(bench, with_run=False)

@@ -317,15 +317,17 @@ def _trial(table: Mapping[str, Any], where: str) -> Trial:
     return trial
 
 
-def restrict(sheet: Sheet, n: int | None, budget: int | None, cells: str | None) -> Sheet:
-    """A sheet with another n, other iterations, or only the cells whose name matches a pattern (a part, or with * and ?).
+def restrict(sheet: Sheet, n: int | None, budget: int | None, cells: str | None, attacks: str | None = None) -> Sheet:
+    """A sheet with another n, other iterations, or only cells and attacks whose names match (a part, or with * and ?).
 
-    Without a pattern: all cells but the heavy ones.
+    Without a pattern: all cells but the heavy ones, and all attacks. What a chosen attack is measured against comes along.
     """
     for option, value in (("--n", n), ("--budget", budget)):
         if value is not None and value < 1:
             raise SpecError(f"{option} must be at least 1, got {value}")
     if sheet.world is not None:
+        if attacks is not None:
+            raise SpecError(f"--attacks: {sheet.name} compares no attacks; choose with --cells")
         world = replace(
             sheet.world, n=n or sheet.world.n, iterations=budget or sheet.world.iterations, only=cells or "*"
         )
@@ -344,7 +346,15 @@ def restrict(sheet: Sheet, n: int | None, budget: int | None, cells: str | None)
             return trial
         return replace(trial, budget=replace(trial.budget, iterations=budget))
 
-    changed = [replace(c, n=n or c.n, trials=tuple(spend(t) for t in c.trials)) for c in chosen]
+    def kept(cell: Cell) -> list[Trial]:
+        names = {t.name for t in cell.trials if attacks is None or matches(t.name, attacks)}
+        names |= {t.against for t in cell.trials if t.name in names}
+        return [t for t in cell.trials if t.name in names]
+
+    changed = [replace(c, n=n or c.n, trials=tuple(spend(t) for t in kept(c))) for c in chosen if kept(c)]
+    if not changed:
+        known = ", ".join(dict.fromkeys(t.name for c in chosen for t in c.trials))
+        raise SpecError(f"no attack of {sheet.name} matches {attacks!r}; it has: {known}")
     return replace(sheet, cells=tuple(changed))
 
 

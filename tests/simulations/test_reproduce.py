@@ -141,9 +141,20 @@ def test_restricting_changes_n_iterations_and_cells_and_nothing_else() -> None:
         ((0, None, None), "--n must be at"),
         ((None, 0, None), "--budget"),
         ((1, 1, "vgg"), "'vgg'; it"),
+        ((1, 1, None, "tag"), "'tag'; it has: "),
     ):
         with pytest.raises(SpecError, match=message):
             restrict(whole, *arguments)
+
+
+def test_an_attack_that_is_chosen_brings_what_it_is_measured_against() -> None:
+    lamp, blending = load("lamp_table1"), load("feedback_blending")
+    short, *_ = restrict(lamp, None, None, "short", "lamp*").cells
+    assert [t.name for t in short.trials] == ["lamp_cos"]
+    first, *_ = restrict(blending, None, None, None, "idlg-half").cells
+    assert [t.name for t in first.trials] == ["idlg", "idlg-half"]
+    with pytest.raises(SpecError, match="compares no attacks"):
+        restrict(load("gaussian_world"), None, None, None, "map")
 
 
 def test_heavy_cells_run_only_when_they_are_named() -> None:
