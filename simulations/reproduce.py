@@ -36,7 +36,7 @@ PILOT = 3  # iterations from which an attack's duration is estimated
 DRAWS = 2000  # of the bootstrap of a ratio
 SUCCESS = 1e-3  # mean squared error below which an image counts as recovered
 RANDOM = 10  # answers of random words to each update, whose mean is the floor
-FEW = 2  # updates of sentences from which a duration is estimated: before its first step LAMP judges a thousand guesses
+FEW = 1  # updates of sentences from which a duration is estimated: before its first step LAMP judges a thousand guesses
 
 WORLDS = {
     "gaussian_world": gaussian_world,
@@ -218,17 +218,20 @@ def check(cell: Cell, scene: Scene) -> None:
 
 
 def estimate(trial: Trial, scene: Scene, seed: int, wave: int) -> float:
-    """Seconds that an attack will take, from a few iterations on its first wave, less what its first one costs."""
+    """Seconds that an attack will take, from a few iterations on its first wave, without what is prepared once for all."""
     if trial.budget.iterations <= 2 * PILOT:
         return 0.0
     wave = min(wave, FEW) if scene.words is not None else wave
+    # LAMP moves words once a period, which costs as much as the iterations between
+    pilot = min(getattr(trial.build(), "period", PILOT), trial.budget.iterations // 2)
     seconds = []
-    for iterations in (1, 1 + PILOT):
+    for iterations in (1, 1, 1 + pilot):  # the first prepares what the others find: a language model, simulated updates
         started = time.perf_counter()
         _reconstruct(trial, replace(trial.budget, iterations=iterations), scene, seed, next(_waves(scene, wave)))
         seconds.append(time.perf_counter() - started)
     waves = len(list(_waves(scene, wave)))
-    return max(seconds[1] - seconds[0], 0.0) / PILOT * waves * trial.budget.iterations
+    each = max(seconds[2] - seconds[1], 0.0) / pilot
+    return waves * (seconds[1] + each * (trial.budget.iterations - 1))
 
 
 # --------------------------------------------------------------------------------------------------------- the figures

@@ -332,6 +332,23 @@ def test_an_estimate_grows_with_the_budget() -> None:
     assert estimate(trial, scene, 0, 4) > 0
 
 
+def test_an_estimate_counts_what_every_wave_costs_and_not_what_is_prepared_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a clock that stands still but for 100 s of preparation, 5 s a wave and 2 s an iteration: 3 waves of 50."""
+    clock, prepared = [0.0], set[str]()
+
+    def spend(trial: Trial, budget: Any, *_: Any) -> None:
+        clock[0] += 5 + 2 * budget.iterations + (0 if trial.name in prepared else 100)
+        prepared.add(trial.name)
+
+    monkeypatch.setattr(reproduce, "_reconstruct", spend)
+    monkeypatch.setattr(reproduce.time, "perf_counter", lambda: clock[0])
+    matching = {"name": "ig", "use": "attacks.matching:inverting_gradients", "iterations": 50}
+    cell = only(sheet(cell={"attack": [matching], "model": {"use": "client.models:lenet"}}, n=3))
+    assert estimate(cell.trials[0], stage(cell, 0), 0, 1) == 3 * (5 + 2 * 50)
+
+
 def outcome(mse: list[float], iterations: list[float]) -> Outcome:
     errors = torch.tensor(mse, dtype=torch.float64)[:, None]
     scores = {"psnr": -10 * errors.log10(), "mse": errors}
@@ -759,4 +776,4 @@ def test_an_estimate_of_text_looks_at_few_sentences() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reproduce, "_reconstruct", watched)
         assert estimate(cell.trials[0], scene, 0, 16) > 0
-    assert seen == [reproduce.FEW, reproduce.FEW]
+    assert seen == 3 * [reproduce.FEW]
