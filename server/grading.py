@@ -54,18 +54,24 @@ class Grader:
     Args:
         clients: by node id, which client it is.
         timeout: seconds that clients have to answer, and at the end the attack service to be done.
-        grace: see GRACE.
+        grace: default GRACE.
     """
 
     def __init__(
-        self, run: Run, ledger: Ledger, grid: Grid, clients: Mapping[int, int], timeout: float, grace: float = GRACE
+        self,
+        run: Run,
+        ledger: Ledger,
+        grid: Grid,
+        clients: Mapping[int, int],
+        timeout: float,
+        grace: float | None = None,
     ) -> None:
         self.run = run
         self.ledger = ledger
         self.grid = grid
         self.clients = clients
         self.timeout = timeout
-        self.grace = grace
+        self.grace = GRACE if grace is None else grace
         self._silent: set[int] = (
             set()
         )  # who let a question pass: another wait for each of its rounds would stall everybody

@@ -173,7 +173,8 @@ class RayExecutor:
                 self._ray.init(address=address, **quiet)
                 return
             except ConnectionError as error:
-                if time.monotonic() > deadline:
+                refused = self._node is not None and self._node.poll() is not None  # of another token, or version
+                if refused or time.monotonic() > deadline:
                     raise ConnectionError(f"no Ray cluster answers at RAY_ADDRESS = {address}: {error}") from error
                 time.sleep(1.0)
 

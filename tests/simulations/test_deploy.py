@@ -278,6 +278,12 @@ def small(shape, classes):
 
 
 @pytest.fixture
+def unattacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for an attack service: none is started."""
+    monkeypatch.setattr("server.grading.GRACE", 0.0)
+
+
+@pytest.fixture
 def foreign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Deployment]:
     """A deployment whose scenario names a model of the user's own, which no owner has allowed."""
     (tmp_path / "mynets.py").write_text(OWN_NETS)
@@ -323,6 +329,7 @@ def test_where_every_client_refuses_the_run_has_failed_and_says_why(foreign: Dep
             assert f"The training failed: {why}." in [words for words, _ in notices(reading)]
 
 
+@pytest.mark.usefixtures("unattacked")
 def test_an_owner_who_lets_the_code_be_loaded_takes_part_and_the_others_are_told_of(foreign: Deployment) -> None:
     path = owners(foreign)[1]
     path.write_text(path.read_text().replace("allow = []", 'allow = ["mynets"]'))
@@ -351,6 +358,7 @@ class Told(View):
         self.said.append(words)
 
 
+@pytest.mark.usefixtures("unattacked")
 def test_a_client_that_is_away_has_a_row_that_says_so(made: Deployment, tmp_path: Path) -> None:
     """Two of three are there: the third is missing in each round, whoever was asked."""
     run = create_run(made.scenario(), tmp_path / "run", mode="deployment")

@@ -330,8 +330,11 @@ def complete(run: Run, rounds: int, clients: int) -> None:
 @pytest.fixture
 def cluster(deployment: Deployment) -> Iterator[Local]:
     """A Ray head and a worker, by the commands of docker-compose.yml."""
+    hasty = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # for which a worker looks for its head, not for a minute
     with Local(deployment, "a-run", with_ray=True) as local:
         for name in ("ray-head", "ray-worker"):
+            service = local.services[name]
+            local.services[name] = replace(service, environment={**dict(service.environment), **hasty})
             local.begin(name)
         wait_for(lambda: processes.listens(local.place.ray[1]), 60, "the head")
         yield local
