@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from client.components import Kind, SpecError, Table, allowing, build, call, check_arguments, conform, located
-from client.data import Dataset, Shards, batch_of, split
+from client.data import Dataset, Shards, batch_of, may_download, split
 from client.files import replacing
 from client.inspection import FIRST_NETWORK, Mode, Watch
 from client.losses import CROSS_ENTROPY
@@ -296,9 +296,10 @@ class Own(Federation):
 
     @cached_property
     def model(self) -> nn.Module:
-        """The network that the server names, if it is small enough to be held and of a place that the owner allows."""
+        """The network that the server names, if it is small enough to be held, and here, of a place that the owner allows."""
         table = dict(self.protocol.model)
         offered = self.shards.dataset.offered
+        allowed = may_download.set(False)  # a server names what a client has, and makes it fetch nothing
         try:
             mode = conform(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
             with self.owner.allowing():
@@ -313,6 +314,8 @@ class Own(Federation):
                 )
         except SpecError as error:
             raise Refused(str(error)) from error
+        finally:
+            may_download.reset(allowed)
 
     def _check_size(self, table: Table, offered: Mapping[str, Any]) -> None:
         with torch.device("meta"):  # shapes alone, before any memory is taken

