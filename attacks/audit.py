@@ -112,7 +112,7 @@ class Auditor:
     def knowledge(
         self, planned: PlannedAttack, members: int | None = None, inferred: Inferred | None = None
     ) -> Knowledge:
-        """The threat model of a planned attack; its card stands beside every score.
+        """The threat model of a planned attack.
 
         Args:
             members: clients in what is seen, under a secure sum; default: a whole group.
@@ -134,7 +134,6 @@ class Auditor:
             mean=dataset.mean,
             std=dataset.std,
             auxiliary=self.images(planned),
-            card=card(fed, planned, inferred),
             loss=fed.loss,
             text=Sentences() if isinstance(dataset, Text) else None,
         )

@@ -84,7 +84,6 @@ class Knowledge:
         mean, std: the per-channel normalisation in front of the model; empty where the examples are no images.
         labels: (K, B) int64 where the attacker is given them, else None: it restores them.
         auxiliary: public examples of the same distribution, else None.
-        card: the threat model in words; it stands beside every score.
         loss: what the clients minimise: a mean over the batch.
         text: None of images.
     """
@@ -98,7 +97,6 @@ class Knowledge:
     std: tuple[float, ...]
     labels: Tensor | None = None
     auxiliary: Batch | None = None
-    card: str = ""
     loss: Loss = F.cross_entropy
     text: Sentences | None = None
 

@@ -49,7 +49,8 @@ def empirical_epsilon(found: Tensor, dimension: int, delta: float, equal: bool =
 
     Args:
         equal: their variance is taken to be 1/d, as it is behind a Gaussian mechanism, and only the mean is measured; else
-            both are, as in the paper: at a small delta that adds an upward bias of a few percent at hundreds of canaries.
+            both are, as in the paper: at a small delta an upward bias, the larger the smaller epsilon is (of 128 canaries 16 %
+            at epsilon 10, 74 % at 1.27).
 
     Raises:
         ValueError: fewer than two canaries, or cosines that are not finite.

@@ -203,7 +203,7 @@ def _suspicious(
     own: Own, params: Params, buffers: Mapping[str, Tensor], round: int, rows: list[int], run: int, state: State
 ) -> str:
     """Why the owner's guard answers nothing to weights as these; empty without one, and where it only takes note."""
-    if own.owner.guard is None:
+    if own.owner.guard is None or own.owner.guard.watch.inspect == "off":
         return ""
 
     def note(words: str) -> None:

@@ -33,6 +33,13 @@ PARALLEL = 0.9999  # cosine of two rows that are one
 LARGEST = 1e6  # a score that has no bound, or is no number, stops here
 REASON = "withheld by the client's guard"  # the same whatever the cause
 ALARM = "alarm, suspicion"
+
+
+def alarmed(reason: str) -> bool:
+    """Whether a guard's words, as a server records them, tell of an alarm or of an update that was withheld."""
+    return ALARM in reason or reason.startswith(REASON)
+
+
 Mode = Literal["off", "log", "warn", "refuse"]
 
 # By detector the score at which it alarms: above what honest rounds of networks and seeds gave that no figure is reported of.

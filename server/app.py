@@ -86,6 +86,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         census(grid, scenario.protocol.clients, scenario.simulation.round_timeout if ledger.deployed else None),
         protocol=scenario.protocol,
         strict=True,
+        counts=None if bent is None else bent.counts,
     )
     if bent is not None:
         bent.clients = strategy.clients
@@ -110,13 +111,17 @@ def _malicious(run: Run, ledger: Ledger, scenario: Scenario, inner: Strategy) ->
     """The scenario's malicious server round a strategy, remembering of earlier starts what is still on the tape."""
     if not scenario.malice:
         return None
-    bent = MaliciousStrategy(inner, scenario.malice, knowledge(scenario.federation), scenario.protocol)
+
+    def trouble(words: str) -> None:
+        ledger.set_meta(malice=words)
+
+    bent = MaliciousStrategy(inner, scenario.malice, knowledge(scenario.federation), scenario.protocol, trouble=trouble)
     for o in ledger.observations():
         if o["status"] == "accepted" and o["digest"] and bent.remembers(o["round"], o["client"]):
             try:
                 bent.remember(run.tape().read(o["round"], o["client"], o["digest"]))
             except TapeError as error:
-                ledger.set_meta(malice=f"an earlier answer is lost to it: {error}")
+                trouble(f"an earlier answer is lost to it: {error}")
     return bent
 
 

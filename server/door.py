@@ -77,6 +77,8 @@ class Door(Strategy):
         protocol: of a simulation; where it has a [secure_sum], the door stands in for it: neither the tap nor the wrapped
             strategy sees more of a group than the mean of its updates, as the reply of its first client.
         strict: nodes that are not in clients take no part.
+        counts: whether the wrapped strategy averages what a client answers in a round: its buffers no more than its weights; None:
+            it does.
     """
 
     def __init__(
@@ -89,9 +91,11 @@ class Door(Strategy):
         replies: Literal["updates", "weights"] = "updates",
         protocol: Protocol | None = None,
         strict: bool = False,
+        counts: Callable[[int, int], bool] | None = None,
     ) -> None:
         self.inner = inner
         self.strict = strict
+        self.counts = counts or (lambda round, client: True)
         self.record = record
         self.buffers = dict(buffers or {})
         self.seed = seed
@@ -158,7 +162,7 @@ class Door(Strategy):
         metrics = _shared([_metrics(message) for _, message in passed])
         for (_, message), record in zip(passed, metrics, strict=True):
             message.content["metrics"] = record
-        self._average_buffers(accepted)
+        self._average_buffers([a for a in accepted if self.counts(server_round, a.client)])
         arrays, aggregated = self.inner.aggregate_train(server_round, [m for _, m in passed])
         return self._as_sent(arrays), aggregated
 
@@ -283,7 +287,7 @@ class Door(Strategy):
             Seen(client, "missing", reason) for client, reason in sorted([*absent, *((c, AWAY) for c in self._away)])
         ]
 
-    def _average_buffers(self, accepted: tuple[Accepted, ...]) -> None:
+    def _average_buffers(self, accepted: Sequence[Accepted]) -> None:
         returned = [a for a in accepted if a.buffers]
         total = sum(a.examples for a in returned)
         for k in self.buffers if returned else ():

@@ -3,7 +3,7 @@
 It stands between the door and the wrapped strategy, so that what was really sent is what the door remembers and the tape keeps.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -30,6 +30,7 @@ class MaliciousStrategy(Wrapper):
         known: what the server knows: the network and public examples.
         protocol: whose updates are seen only together.
         clients: node id -> client number: the door's own, which grows.
+        trouble: told of what could not be crafted; those clients get honest weights.
         seen: by client, what it answered, as far as a malice asks for it.
     """
 
@@ -38,6 +39,7 @@ class MaliciousStrategy(Wrapper):
     known: Knowledge
     protocol: Protocol
     clients: Mapping[int, int] = field(default_factory=dict)
+    trouble: Callable[[str], None] = lambda words: None
     seen: dict[int, list[Observation]] = field(default_factory=dict)
     _altered: set[int] = field(default_factory=set)  # clients, in this round
 
@@ -51,7 +53,11 @@ class MaliciousStrategy(Wrapper):
         for message in messages:
             client = self.clients[message.metadata.dst_node_id]
             if (met := self.met(server_round, client)) is not None:
-                sent = self._crafted(met, server_round, client, honest)
+                try:
+                    sent = self._crafted(met, server_round, client, honest)
+                except ValueError as error:  # it was tried on the first weights, and depends on these
+                    self.trouble(f"round {server_round}, client {client}: honest weights were sent: {error}")
+                    continue
                 # a record of its own: the strategy's messages share one
                 message.content = RecordDict({**message.content, "arrays": ArrayRecord(sent)})
                 self._altered.add(client)
@@ -87,10 +93,10 @@ class MaliciousStrategy(Wrapper):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """As the wrapped strategy does, without the answers that are to be left out."""
-        kept = [m for m in replies if self._counts(server_round, self.clients[m.metadata.src_node_id])]
+        kept = [m for m in replies if self.counts(server_round, self.clients[m.metadata.src_node_id])]
         return self.inner.aggregate_train(server_round, kept) if kept else (None, None)
 
-    def _counts(self, round: int, client: int) -> bool:
+    def counts(self, round: int, client: int) -> bool:
         """Whether an answer (under a secure sum, its group's) is averaged."""
         altered = [c for c in self.protocol.members(client, round) if c in self._altered]
         return all(met.aim.aggregate for c in altered if (met := self.met(round, c)) is not None)

@@ -1,11 +1,12 @@
 """What a malicious server's run shows, side by side: what it sent, what that won, who noticed, what it cost the federation."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
 from attacks.metrics import PSNR_CAP
-from client.inspection import ALARM, REASON
+from client.inspection import alarmed
 from server.analysis import Scores, is_attack
 from server.ledger import Ledger
 from server.scenario import Scenario
@@ -18,22 +19,24 @@ def misdeeds(scenario: Scenario, scores: Scores, ledger: Ledger) -> dict[str, st
     """By heading, a sentence each; empty where the server is honest."""
     if not scenario.malice:
         return {}
-    seen = ledger.observations()
-    met = {(o["round"], o["client"]) for o in seen if _meets(scenario, o["round"], o["client"])}
+    seen = [o for o in ledger.observations() if o["status"] == "accepted" or alarmed(o["reason"])]
+    members = {(o["round"], o["client"]): _met(scenario, o["round"], o["client"]) for o in seen}
+    met = {key for key, altered in members.items() if altered}
     rounds = sorted({r for r, _ in met})
-    sent = f"{'; '.join(map(str, scenario.malice))}: {_many(len(met), 'message')} in {_many(len(rounds), 'round')}"
+    sent = f"{_many(sum(map(len, members.values())), 'message')} answered in {_many(len(rounds), 'round')}"
+    trouble = ledger.meta().get("malice")
     return {
-        "sent": sent,
+        "sent": "; ".join([f"{'; '.join(map(str, scenario.malice))}: {sent}", *([trouble] if trouble else [])]),
         "recovered": _recovered(_best(scores), met, rounds),
-        "noticed": _noticed(seen, met),
+        "noticed": _noticed(scenario, seen, met),
         "cost": _cost(scenario, ledger, seen, met, rounds),
     }
 
 
-def _meets(scenario: Scenario, round: int, client: int) -> bool:
-    """Whether what the server sees of a client is of other weights: of a secure sum, one member's are enough."""
+def _met(scenario: Scenario, round: int, client: int) -> list[int]:
+    """Of the clients behind what the server sees (of a secure sum several), those who were sent other weights."""
     members = scenario.protocol.members(client, round) or (client,)
-    return any(aimed.aim.meets(round, c) for aimed in scenario.malice for c in members)
+    return [c for c in members if any(aimed.aim.meets(round, c) for aimed in scenario.malice)]
 
 
 def _best(scores: Scores) -> dict[tuple[int, int, int], float]:
@@ -70,28 +73,33 @@ def _exact(values: Iterable[float]) -> str:
     return f"{exact} of {len(found)} over {PSNR_CAP:g} dB{nearest}"
 
 
-def _noticed(seen: Sequence[Row], met: set[Key]) -> str:
-    """Alarms among the messages that were altered, and among the others; the suspicions where clients tell them."""
-    alarms = {(o["round"], o["client"]) for o in seen if ALARM in o["reason"] or o["reason"].startswith(REASON)}
+def _noticed(scenario: Scenario, seen: Sequence[Row], met: set[Key]) -> str:
+    """Alarms among the answers to altered messages, and among the others; the suspicions where clients tell them.
+
+    Of a secure sum the members' words stand together: it is seen whether one of them alarmed, and not which.
+    """
+    alarms = {(o["round"], o["client"]) for o in seen if alarmed(o["reason"])}
     honest = {(o["round"], o["client"]) for o in seen} - met
-    if not any("suspicion" in o["reason"] or o["reason"].startswith(REASON) for o in seen):
+    if scenario.protocol.guard.inspect == "off" and not any(
+        "suspicion" in o["reason"] or alarmed(o["reason"]) for o in seen
+    ):
         return (
             "no client's guard has said anything (clients inspect what they are sent where [guard] inspect is not off)"
         )
+    answer = "message" if scenario.protocol.secure_sum is None else "sum"
     words = (
-        f"guards alarmed at {len(alarms & met)} of {len(met)} altered messages and {len(alarms & honest)} of {len(honest)} "
-        "honest ones"
+        f"guards alarmed at {len(alarms & met)} of {_many(len(met), f'altered {answer}')} and {len(alarms & honest)} of "
+        f"{len(honest)} honest ones"
     )
-    scores = [_suspicion(o["reason"]) for o in seen if (o["round"], o["client"]) in met]
-    told = [s for s in scores if s is not None]
+    told = [s for o in seen if (o["round"], o["client"]) in met for s in _suspicions(o["reason"])]
     return (
         f"{words}; suspicion {min(told):.3g} to {max(told):.3g} at the altered ones (alarm above 1)" if told else words
     )
 
 
-def _suspicion(reason: str) -> float | None:
-    _, found, rest = reason.partition("suspicion ")
-    return float(rest.split()[0].rstrip(":;")) if found else None
+def _suspicions(reason: str) -> list[float]:
+    """The numbers in clients' words, whatever else these say."""
+    return [float(number) for number in re.findall(r"suspicion (\d{1,9}(?:\.\d{1,9})?(?:e[+-]?\d{1,2})?)\b", reason)]
 
 
 def _cost(scenario: Scenario, ledger: Ledger, seen: Sequence[Row], met: set[Key], rounds: Sequence[int]) -> str:

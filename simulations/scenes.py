@@ -81,9 +81,6 @@ def stage(cell: Cell, seed: int) -> Scene:
     )
     bare = gradient(model, known.loss, dataset.normalise)
     clients = _Clients(cell, chain(bare), known, detached_params(model), seed)
-    candidates = choose(
-        dataset, replace(cell.images, batch_size=known.batch_size), cell.n * (4 if cell.faintest else 1)
-    )
     truth = clients.faintest(candidates) if cell.faintest else candidates
     isolated: tuple[int, ...] | None = None
     if cell.alone or any("isolated_psnr" in trial.metrics for trial in cell.trials):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
-from client.inspection import ALARM, REASON
+from client.inspection import alarmed
 from server.analysis import OF_IMAGES, is_attack, is_baseline, measure_of
 from server.dashboard.overview import still_to_come
 from server.ledger import Ledger, Progress, ScoreRow
@@ -288,7 +288,7 @@ def participation(seen: Sequence[Observed]) -> str:
 
 def guarded(seen: Sequence[Observed]) -> str:
     """In how many rounds the clients' guards alarmed or withheld an update, and the first such; empty where none did."""
-    told = [o for o in seen if ALARM in o["reason"] or o["reason"].startswith(REASON)]
+    told = [o for o in seen if alarmed(o["reason"])]
     if not told:
         return ""
     first = told[0]

@@ -1,5 +1,6 @@
 """Whom and when a malice meets: the part of a malicious server's plan that a scenario says."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -77,14 +78,14 @@ def _listed(noun: str, numbers: Sequence[int]) -> str:
 
 
 def knowledge(fed: Federation) -> Knowledge:
-    """What a server knows of its federation when it crafts weights."""
-    dataset = fed.shards.dataset
+    """What a server knows of its federation when it crafts weights: of what it will see, under a secure sum a group's."""
+    dataset, members = fed.shards.dataset, len(fed.protocol.groups(1)[0])
     return Knowledge(
         model=fed.model,
-        chain=fed.chain,
+        chain=fed.as_seen(fed.chain, members),
         shape=dataset.shape,
         classes=dataset.classes,
-        batch_size=fed.shards.batch_size,
+        batch_size=members * fed.shards.batch_size,
         mean=dataset.mean,
         std=dataset.std,
         auxiliary=fed.shards.auxiliary_batch(),
@@ -100,6 +101,12 @@ def check(plan: Sequence[Aimed], fed: Federation) -> None:
         where = f"[[malice]] #{i}: {aimed.table['use']}"
         if aimed.malice.remembers and fed.protocol.secure_sum is not None:
             raise SpecError(f"{where}: it asks what each client answered, and a [secure_sum] hides that")
+        if aimed.malice.remembers and (whose := _moving(aimed.aim, fed)):
+            raise SpecError(
+                f"{where}: it searches from round to round in a batch that stays the same, and client {whose[0]} draws its batches "
+                f"of {fed.shards.batch_size} from {len(fed.shards.indices[whose[0]])} examples: give it one round, or clients "
+                "that hold one batch each"
+            )
         call(aimed.malice.craft, {"sent": params, "known": known, "rng": generator("a malice is tried")}, where)
         for j, other in enumerate(plan[: i - 1], 1):
             if _both(other.aim, aimed.aim, fed.protocol):
@@ -107,6 +114,14 @@ def check(plan: Sequence[Aimed], fed: Federation) -> None:
                     f"{where}: it meets the same client in the same round as #{j}, and what one of them crafts the other "
                     "would undo: give them rounds or clients of their own"
                 )
+
+
+def _moving(aim: Aim, fed: Federation) -> list[int]:
+    """The clients whom it meets more than once, and with another batch each time."""
+    times = Counter(
+        c for r in range(1, fed.protocol.rounds + 1) for c in range(fed.protocol.clients) if aim.meets(r, c)
+    )
+    return [c for c, n in times.items() if n > 1 and len(fed.shards.indices[c]) > fed.shards.batch_size]
 
 
 def _both(one: Aim, other: Aim, protocol: Protocol) -> bool:

@@ -65,6 +65,15 @@ def trimmed(seen: Observation, model: nn.Module) -> Observation:
     return Observation(seen.round, seen.client, params, update)
 
 
+def in_parts(known: Knowledge) -> str:
+    """Why an update is not one gradient of the whole batch; empty where it is."""
+    if known.chain.local.steps > 1:
+        return f"it reads one gradient of the batch, and the clients take {known.chain.local.steps} local steps"
+    if known.chain.slice_of(known.batch_size) < known.batch_size:
+        return "it reads one gradient of the batch, and the batch is trained on in parts"
+    return ""
+
+
 def zeroed(made: Params, known: Knowledge, zero: bool = True) -> Params:
     """With a classifier of zeros, if it is to be: what it reads of a batch can then be told apart (reading.py)."""
     layer = last_linear(known.model)

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from torch.func import functional_call
 
 from attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from attacks.dishonest.base import Isolating, Malice, trial_batch
+from attacks.dishonest.base import Isolating, Malice, in_parts, trial_batch
 from client.models import last_linear
 from client.update import Chain, OnUpdate, Params, Update, one_by_one
 
@@ -175,10 +175,8 @@ class lone_example(Isolating):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        if known.chain.local.steps > 1:
-            return not_applicable(
-                wave, "after a local step the weights are no longer those that fish: one step is needed"
-            )
+        if reason := in_parts(known):
+            return not_applicable(wave, reason)
         try:
             row = _row(wave.params, known)
         except ValueError as error:
@@ -186,8 +184,17 @@ class lone_example(Isolating):
         counts = [
             fished(Observation(wave.round, c, wave.params, wave.alone(k)), known) for k, c in enumerate(wave.clients)
         ]
-        if not any(math.isfinite(count) and count > ALONE for count in counts):
-            return not_applicable(wave, f"no example of class {row} was fished")
+        caught = [k for k, count in enumerate(counts) if math.isfinite(count) and count > ALONE]
+        found = dict(enumerate(not_applicable(wave, f"no example of class {row} was fished")))
+        if caught:
+            told = [_said(counts[k]) for k in caught]
+            inverted = self._inverted(wave.of(caught), row, known, budget, [streams[k] for k in caught], told)
+            found |= dict(zip(caught, inverted, strict=True))
+        return [found[k] for k in range(len(wave))]
+
+    def _inverted(
+        self, wave: Wave, row: int, known: Knowledge, budget: Budget, streams: Sequence[Stream], words: Sequence[str]
+    ) -> list[Reconstruction]:
         links = list(known.chain.links)
         links.insert(sum(map(one_by_one, links)), _Share(known.batch_size))
         rest = _OneRow(last_linear(known.model), row)
@@ -199,7 +206,7 @@ class lone_example(Isolating):
         )
         update = {k: torch.stack([rest.apply(wave.alone(i), None)[k] for i in range(len(wave))]) for k in wave.update}
         fair = replace(wave, params=_without_threshold(wave.params, known, row), update=update)
-        return self.handed_on(fair, alone, known, budget, streams, [_said(count) for count in counts])
+        return self.handed_on(fair, alone, known, budget, streams, words)
 
 
 def _said(count: float) -> str:

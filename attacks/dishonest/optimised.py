@@ -131,7 +131,8 @@ def _told(known: Knowledge, params: Params) -> float:
 
 
 def _plain(module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv2d) and module.groups == 1 and module.dilation == (1, 1)
+    whole = isinstance(module, nn.Conv2d) and not isinstance(module.padding, str)
+    return whole and isinstance(module, nn.Conv2d) and module.groups == 1 and module.dilation == (1, 1)
 
 
 def _window(conv: nn.Conv2d, axis: int) -> slice:

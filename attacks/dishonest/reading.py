@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from attacks import labels as labelling
 from attacks.base import Knowledge, Reconstruction, Wave
-from attacks.dishonest.base import mean_fill
+from attacks.dishonest.base import in_parts, mean_fill
 from client.models import last_linear
 from client.update import Params, Update
 
@@ -124,10 +124,8 @@ def check_readable(known: Knowledge, params: Params) -> None:
     layer = last_linear(known.model)
     if f"{layer}.bias" not in params:
         raise ValueError(f"the classifier {layer!r} has no bias: the length of what it reads cannot be told")
-    if known.chain.local.steps > 1:
-        raise ValueError(
-            f"inputs are read off one gradient, and the clients take {known.chain.local.steps} local steps"
-        )
+    if reason := in_parts(known):
+        raise ValueError(reason)
     if known.batch_size > 1 and bool(params[f"{layer}.weight"].any()):
         raise ValueError(
             f"{known.batch_size} examples are taken apart by a classifier of zeros, which {layer!r} was not sent as"

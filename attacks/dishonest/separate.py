@@ -66,7 +66,7 @@ def _obstacle(known: Knowledge) -> str:
         return "the network is one for all examples (architecture attacks.dishonest.separate:separate)"
     if any(map(one_by_one, known.chain.links)):
         return "the chain takes examples one by one: each comes first in its batch, so that one sub-network sees all of them"
-    if known.chain.parts > 1 or known.chain.slice_of(known.batch_size) < known.batch_size:
+    if known.chain.slice_of(known.batch_size) < known.batch_size:
         return "a batch is trained on in parts, whose examples meet the same sub-networks"
     return ""
 

@@ -24,6 +24,8 @@ from client.update import Params, average
 from server.analysis import Scores
 from server.dashboard.overview import overview
 from server.dashboard.reading import Reading
+from server.ledger import Seen
+from server.malicious import MaliciousStrategy
 from server.misdeeds import misdeeds
 from server.pool import LocalExecutor, serve
 from server.run import Run
@@ -38,6 +40,7 @@ FISHING = {"use": "attacks.dishonest.fishing:class_fishing", "target": 3}
 LONE = {"use": "attacks.dishonest.fishing:lone_example", "iterations": 40}
 DEAD = {"use": "attacks.dishonest.inconsistency:dead_layer", "all_but": [0]}
 IG = "inverting_gradients"
+ONE_BATCH = {"use": "client.data:mnist5k", "batch_size": 1200, "auxiliary": 400}  # all that each of three clients holds
 TARGET = {"use": "attacks.dishonest.inconsistency:lone_target", "iterations": 300}
 
 
@@ -134,7 +137,7 @@ def test_it_remembers_its_answers_over_a_restart(make_scenario: Callable[..., Sc
     whole = {"use": "attacks.dishonest.fishing:class_fishing", "clients": [0]}
     rows = {}
     for stop in (4, 2):
-        scenario = bent(make_scenario, whole, rounds=4, data={"use": "client.data:mnist5k", "batch_size": 4})
+        scenario = bent(make_scenario, whole, rounds=4, data=ONE_BATCH)
         run = begun(tmp_path / str(stop), scenario)
         if stop < 4:
             run = stopped(run, scenario, stop)
@@ -235,7 +238,7 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
         rows = [r for r in ledger.scores("psnr") if r["attack"] == "read_rows" and r["value"] is not None]
         exact = [r for r in rows if r["client"] == 1 and r["round"] > 1 and r["value"] > 60]
         accuracy = [r["accuracy"] for r in ledger.rounds()]
-    assert told["sent"].endswith("trap_weights() to client 1 in rounds 2, 3: 2 messages in 2 rounds")
+    assert told["sent"].endswith("trap_weights() to client 1 in rounds 2, 3: 2 messages answered in 2 rounds")
     others = [r["value"] > 60 for r in rows if r not in exact and (r["client"] != 1 or r["round"] == 1)]
     assert exact and told["recovered"] == (
         f"of the images behind altered weights {len(exact)} of 16 over 60 dB, the first after 1 such round (round 2); "
@@ -253,6 +256,85 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
     assert "The malicious server" in report and "altered messages and 0 of 7 honest ones" in report
 
 
+def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    """Dead weights for two of a group of three: one sum, and whoever of the three alarms."""
+    tables = {"secure_sum": {"group": 3}, "rounds": 1, "guard": {"inspect": "warn"}}
+    scenario = bent(make_scenario, DEAD, model={"use": "client.models:lenet"}, attack=[TARGET], **tables)
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    with run.ledger() as ledger:
+        told = misdeeds(scenario, Scores.read(ledger), ledger)
+    assert told["sent"].endswith("to all clients but client 0 in every round: 2 messages answered in 1 round")
+    assert told["noticed"].startswith("guards alarmed at 1 of 1 altered sum and 0 of 0 honest ones; suspicion ")
+
+
+@pytest.mark.parametrize(
+    ("words", "noticed"),
+    [
+        ("", "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
+        ("suspicion abc", "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
+        ("suspicion 1e999999 suspicion " + "9" * 5000, "guards alarmed at 0 of 2 altered"),
+        ("guard: alarm, suspicion 2.5: x; suspicion 0.5", "2 of 2 altered messages and 0 of 7 honest ones; suspicion 0.5 to 2.5"),
+    ],
+)  # fmt: skip
+def test_a_clients_words_are_read_whatever_they_say(
+    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path, words: str, noticed: str
+) -> None:
+    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2, 3]}, guard={"inspect": "warn"})
+    run = begun(tmp_path / "run", scenario)
+    with run.ledger() as ledger:
+        for r in (1, 2, 3):
+            seen = [Seen(c, "accepted", words if c == 1 and r > 1 else "", 2, None) for c in range(3)]
+            ledger.record_intake(r, seen, None)
+        assert noticed in misdeeds(scenario, Scores.read(ledger), ledger)["noticed"]
+
+
+def test_nobody_is_said_to_have_inspected_where_nobody_does(
+    make_scenario: Callable[..., Scenario], fishing: Run
+) -> None:
+    with fishing.ledger() as ledger:
+        told = misdeeds(fishing.scenario(), Scores.read(ledger), ledger)
+    assert told["noticed"].startswith("no client's guard has said anything")
+
+
+def test_statistics_met_at_altered_weights_are_left_out_with_the_answers(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    """BatchNorm in train mode: two runs that differ in what an altered client met end with the same model and statistics."""
+    found = []
+    for target in (3, 5):
+        scenario = bent(
+            make_scenario,
+            {**FISHING, "target": target, "clients": [1], "rounds": [1]},
+            rounds=1,
+            model={"use": "client.models:convnet", "width": 4, "mode": "train"},
+        )
+        run = begun(tmp_path / str(target), scenario)
+        train(run)
+        found.append(read_tensors(run.model))
+    assert any("running_mean" in name for name in found[0])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and_told(
+    make_scenario: Callable[..., Scenario], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
+    run = begun(tmp_path / "run", scenario)
+
+    def fail(*_: object, **__: object) -> Params:
+        raise ValueError("no such luck")
+
+    monkeypatch.setattr(MaliciousStrategy, "_crafted", fail)
+    train(run)
+    assert all(torch.equal(t, sent(run, 2, 0)[k]) for k, t in sent(run, 2, 1).items())
+    with run.ledger() as ledger:
+        told = misdeeds(scenario, Scores.read(ledger), ledger)["sent"]
+    assert told.endswith("; round 2, client 1: honest weights were sent: no such luck")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -266,6 +348,7 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
         ({"malice": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave nobody whom it meets"),
         ({"malice": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: it meets the same client"),
         ({"malice": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "a [secure_sum] hides that"),
+        ({"malice": [{"use": FISHING["use"]}]}, "client 0 draws its batches of 2 from "),
         ({"malice": [DEAD], "model": {"use": "client.models:mlp", "hidden": []}}, "no layer with a bias"),
         ({"model": {"use": "client.models:mlp", "dishonest": []}}, "dishonest is a word of malicious servers"),
     ],

@@ -1,5 +1,6 @@
 """Fishing leaves one example of a batch its gradient, and the rest none: by a class, or by a threshold that is halved."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from attacks.dishonest.fishing import class_fishing, feature_fishing, fished, lo
 from client.components import SpecError
 from client.models import detached_params, last_linear, mlp
 from client.rng import generator
-from client.update import Batch, Chain, Params, Update, chain, gradient, local_sgd, per_example
+from client.update import Batch, Chain, Params, Summed, Update, chain, gradient, local_sgd, per_example
 from defenses.clip import clip
 
 SHAPE, CLASSES, SIZE = (1, 5, 5), 6, 8
@@ -107,6 +108,25 @@ def test_what_cannot_be_fished_is_refused_in_words() -> None:
     (seen,) = meet(class_fishing(target=1), threat, batch, 1)
     (found,) = lone_example().reconstruct(Wave.stack([seen]), threat, Budget(1), [partial(generator, "a")])
     assert found.reason == "no example of class 1 was fished"
-    several = known(chain(local_sgd(0.1, steps=2)))
-    (found,) = lone_example().reconstruct(Wave.stack([seen]), several, Budget(1), [partial(generator, "a")])
-    assert "one step is needed" in found.reason
+    local, group = local_sgd(0.1), Chain((clip(1.0), local_sgd(0.1), Summed(2)))
+    for links, words in (
+        (chain(local_sgd(0.1, steps=2)), "the clients take 2 local steps"),
+        (chain(replace(local, batch_size=2)), "the batch is trained on in parts"),
+        (group, "the batch is trained on in parts"),
+    ):
+        (found,) = lone_example().reconstruct(Wave.stack([seen]), known(links), Budget(1), [partial(generator, "a")])
+        assert found.status == "not_applicable" and words in found.reason
+
+
+def test_what_is_said_of_one_client_does_not_depend_on_who_else_is_in_the_wave() -> None:
+    threat, streams = known(), [partial(generator, "a"), partial(generator, "b")]
+    malice = class_fishing(target=2)
+    (caught,), (spared,) = (meet(malice, threat, examples([label] + [0] * (SIZE - 1)), 1) for label in (2, 0))
+    attack, budget = lone_example(), Budget(3)
+    (alone,) = attack.reconstruct(Wave.stack([spared]), threat, budget, streams[:1])
+    beside, other = attack.reconstruct(Wave.stack([spared, caught]), threat, budget, streams)
+    assert (beside.status, beside.reason) == (alone.status, alone.reason) == ("not_applicable", alone.reason)
+    assert other.x is not None and other.reason.startswith("one example is isolated")
+    (by_itself,) = attack.reconstruct(Wave.stack([caught]), threat, budget, streams[1:])
+    assert by_itself.x is not None
+    torch.testing.assert_close(other.x, by_itself.x)

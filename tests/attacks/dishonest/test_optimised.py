@@ -96,6 +96,9 @@ def test_what_it_cannot_do_is_said() -> None:
         crafted(few)
     with pytest.raises(ValueError, match="no layer before the classifier .* could be optimised"):
         crafted(flat)
+    padded = nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten(), nn.Linear(256, CLASSES))
+    with pytest.raises(ValueError, match="no layer before the classifier .* could be optimised"):
+        crafted(knowledge(padded))
     found = attacked(few, detached_params(few.model), Batch(pictures(1, 3), torch.tensor([1])))
     assert found.status == "not_applicable" and "there are 3" in found.reason
     steps = knowledge(lenet(SHAPE, CLASSES), links=chain(local_sgd(0.1, steps=2)))
