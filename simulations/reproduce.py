@@ -30,7 +30,7 @@ from simulations.doctor import environment
 from simulations.gaussian_world import bayes_fig4, gaussian_world
 from simulations.scenes import Scene, stage
 from simulations.sheets import IMAGE_METRICS, TEXT_METRICS, Cell, Sheet, Trial, World, matches
-from simulations.vigilance import guard_world
+from simulations.vigilance import guard_world, patient_world
 
 PILOT = 3  # iterations from which an attack's duration is estimated
 DRAWS = 2000  # of the bootstrap of a ratio
@@ -42,9 +42,10 @@ WORLDS = {
     "gaussian_world": gaussian_world,
     "bayes_fig4": bayes_fig4,
     "guard_world": guard_world,
+    "patient_world": patient_world,
     "canary_world": canary_world,
 }
-UNTIMED = ("guard_world", "canary_world")  # what does not grow with n there is most of it
+UNTIMED = ("guard_world", "patient_world", "canary_world")  # what does not grow with n there is most of it
 
 Say = Callable[[str], None]
 

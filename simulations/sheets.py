@@ -197,7 +197,7 @@ class World:
         only: a pattern that the cells' names match.
     """
 
-    name: Literal["gaussian_world", "bayes_fig4", "guard_world", "canary_world"]
+    name: Literal["gaussian_world", "bayes_fig4", "guard_world", "patient_world", "canary_world"]
     n: int
     iterations: int
     only: str = "*"

@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Generator, Tensor
+
 from attacks.dishonest.aim import knowledge
 from attacks.dishonest.base import MALICE, Malice
 from client.components import Table, build
-from client.inspection import Bench, Findings, fingerprint, inspect, probe_of
+from client.inspection import Bench, Findings, Watch, fingerprint, inspect, probe_of
 from client.protocol import Federation, Protocol
 from client.rng import generator
 from client.update import Params, average
@@ -91,11 +93,20 @@ class Moment:
 
     def findings(self, params: Params | None = None, agreed: str = "") -> Findings:
         """Of the weights that came, or of others in their place."""
+        given = self.params if params is None else params
+        return inspect(self.bench, given, self.previous, agreed=agreed, rng=self.rng)
+
+    @property
+    def bench(self) -> Bench:
+        """What the client tries weights on."""
         fed = self.federation
         probe = probe_of(fed.shards, self.client, fed.shards.rows_at(self.client, self.round))
-        bench = Bench(fed.model, probe, fed.loss, fed.shards.dataset.normalise)
-        rng = generator(fed.protocol.seed, "inspection", self.client, self.round)
-        return inspect(bench, self.params if params is None else params, self.previous, agreed=agreed, rng=rng)
+        return Bench(fed.model, probe, fed.loss, fed.shards.dataset.normalise)
+
+    @property
+    def rng(self) -> Generator:
+        """The inspection's."""
+        return generator(self.federation.protocol.seed, "inspection", self.client, self.round)
 
     def crafted(self, malice: Malice) -> Params:
         """What a dishonest server sends in their place; ValueError where the network does not have what it needs."""
@@ -156,6 +167,42 @@ def attempts(malice: Malice, setting: Setting, rounds: int, seed: int) -> list[A
     return [Attempt(m.previous is None, m.findings(sent, normal), m.findings(sent)) for m, sent in met]
 
 
+def patient(malice: Malice, setting: Setting, rounds: int, seed: int) -> list[Findings]:
+    """A malice that one client meets in every round from its first on, so that it remembers crafted weights; none as above."""
+    watch, memory = Watch("log", fingerprint(setting.federation(seed).model)), dict[str, Tensor]()
+    found: list[Findings] = []
+    for met in honest(setting.federation(seed, malice.architecture), rounds):
+        moment = replace(met, client=0)
+        try:
+            params = moment.crafted(malice)
+        except ValueError:
+            if found:
+                raise
+            return []
+        found.append(watch.findings(moment.bench, params, moment.round, memory, moment.rng))
+    return found
+
+
+def patient_world(
+    n: int = 1, seed: int = 0, iterations: int = 6, networks: Mapping[str, Sequence[Setting]] = NETWORKS
+) -> list[Row]:
+    """How often every malice there is gets detected by a client who never met honest weights.
+
+    Args:
+        n: settings of each network, the middle one first.
+        iterations: rounds, the first among them.
+    """
+    rows = []
+    for use in MALICE.names():
+        for name, settings in {**networks, **OTHERS}.items():
+            middle = len(settings) // 2
+            chosen = [settings[(middle + i) % len(settings)] for i in range(min(n, len(settings)))]
+            found = [f for i, setting in enumerate(chosen) for f in patient(_named(use), setting, iterations, seed + i)]
+            if found:
+                rows.append(_rate(name, use.rpartition(":")[2], "detected", [bool(f.alarms) for f in found]))
+    return rows
+
+
 def guard_world(
     n: int = 200, seed: int = 0, iterations: int = 6, networks: Mapping[str, Sequence[Setting]] = NETWORKS
 ) -> list[Row]:
@@ -179,7 +226,7 @@ def guard_world(
 
 
 def _of_malice(use: str, networks: Mapping[str, Sequence[Setting]], rounds: int, seed: int) -> list[Row]:
-    malice: Malice = build({"use": use, **ARGUMENTS.get(use, {})}, "malice", MALICE)
+    malice = _named(use)
     short, rows = use.rpartition(":")[2], []
     for name, settings in networks.items():
         made = attempts(malice, settings[len(settings) // 2], rounds, seed)
@@ -196,6 +243,11 @@ def _of_malice(use: str, networks: Mapping[str, Sequence[Setting]], rounds: int,
     if not rows:
         raise RuntimeError(f"{use} applies to none of {', '.join(networks)}: add a network that has what it needs")
     return rows
+
+
+def _named(use: str) -> Malice:
+    found: Malice = build({"use": use, **ARGUMENTS.get(use, {})}, "malice", MALICE)
+    return found
 
 
 def _rate(cell: str, malice: str, metric: str, hits: Sequence[bool], reference: float | None = None) -> Row:

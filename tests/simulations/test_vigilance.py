@@ -23,6 +23,7 @@ from simulations.vigilance import (
     guard_world,
     honest,
     inspected_rounds,
+    patient,
 )
 
 SMALL = {name: NETWORKS[name] for name in ("mlp, MNIST",)}
@@ -51,6 +52,14 @@ def test_every_malice_is_seen_by_a_client_that_knows_the_network_and_the_last_ro
     short = use.rpartition(":")[2]
     assert bool(first.agreed.alarms) == (short not in ONLY_LATER)
     assert bool(later.alone.alarms) == (short not in ONLY_NETWORK)
+
+
+@pytest.mark.parametrize(("use", "seen"), [("class_fishing", True), ("label_flipping", False)])
+def test_who_never_met_honest_weights_misses_what_only_a_comparison_shows(use: str, seen: bool) -> None:
+    """What raised no alarm is what the next round is compared with."""
+    (name,) = (name for name in MALICE.names() if name.endswith(f":{use}"))
+    found = patient(of(name), SMALL["mlp, MNIST"][1], 3, 5)
+    assert [bool(f.alarms) for f in found] == [seen] * 3
 
 
 def test_honest_rounds_of_the_networks_at_hand_raise_no_alarm() -> None:
