@@ -326,6 +326,8 @@ def conform(value: Any, hint: Any, where: str) -> Any:
             return float(value)
     elif origin in (tuple, list, Sequence) and isinstance(value, list | tuple):
         return tuple(conform(item, inner[0], f"{where}[{i}]") for i, item in enumerate(value))
+    elif origin is Mapping and isinstance(value, Mapping):
+        return {key: conform(item, inner[1], f"{where}: {key}") for key, item in value.items()}
     elif (
         origin is None
         and isinstance(hint, type)
@@ -344,6 +346,8 @@ def _spell(hint: Any) -> str:
         return " or ".join(_spell(i) for i in inner if i is not type(None))
     if origin in (tuple, list, Sequence):
         return f"a list, each {_spell(inner[0])}"
+    if origin is Mapping:
+        return "a table"
     names = {
         int: "a whole number",
         float: "a number",

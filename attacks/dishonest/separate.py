@@ -6,16 +6,16 @@ rate divided by the batch size. Examples are told apart by their place in the ba
 """
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
-from attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from attacks.dishonest.base import Malice, mean_fill
-from attacks.plan import ATTACK
-from client.components import Table, build
+from attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from attacks.dishonest.base import Isolating, Malice, mean_fill
+from client.components import Table
 from client.losses import is_cross_entropy
 from client.rng import generator
 from client.update import Batch, Chain, Params, one_by_one, relative_error
@@ -75,17 +75,17 @@ def _obstacle(known: Knowledge) -> str:
 
 
 @dataclass(frozen=True)
-class PartByPart(Attack):
+class separated(Isolating):
     """Any attack, on the part of each sub-network by itself, at B = 1.
 
     Links of the chain that weigh the entries of an update by all of them (clipping, sparsification) are inverted as if they
     had acted on the part alone. Proven are images that give their part of the update as none at 60 dB from them does.
 
     Args:
-        attack: on a part, with the whole budget's iterations.
+        attack: the component table of that attack, which has the whole budget's iterations on each part.
     """
 
-    attack: Attack
+    attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "attacks.analytic:analytic"})
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -95,23 +95,14 @@ class PartByPart(Attack):
         assert isinstance(known.model, Separate)
         count = min(known.batch_size, len(known.model.models))
         share = None if budget.seconds is None else budget.seconds / count
-        parts = []
+        inner, parts = self.inner, []
         for i in range(count):
             part, knowledge = _part(wave, known, i)
             own = [_own(stream, i) for stream in streams]
-            found = self.attack.reconstruct(part, knowledge, replace(budget, seconds=share), own)
+            found = inner.reconstruct(part, knowledge, replace(budget, seconds=share), own)
             proven = [_proven(f, part.params, part.alone(k), knowledge) for k, f in enumerate(found)]
             parts.append(list(zip(found, proven, strict=True)))
         return [_together([part[k] for part in parts], known) for k in range(len(wave))]
-
-
-def separated(
-    attack: str | dict = "attacks.analytic:analytic",  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
-) -> PartByPart:
-    """An attack on single examples, part by part; attack: its name, or a table {use = "attacks.matching:idlg", ...}."""
-    inner = build({"use": attack} if isinstance(attack, str) else attack, "attack", ATTACK)
-    assert isinstance(inner, Attack)
-    return PartByPart(inner)
 
 
 def _own(stream: Stream, part: int) -> Stream:

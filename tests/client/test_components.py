@@ -1,6 +1,6 @@
 """Component tables: what may be named, what is checked, and what the author of a wrong table is told."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import pytest
@@ -165,6 +165,8 @@ def test_a_callable_that_takes_anything_is_checked_by_its_named_arguments() -> N
         ("iid", Literal["iid", "shards"], "iid"),
         (object, Any, object),
         ({"a": 1}, dict, {"a": 1}),
+        ({"use": "x", "n": 1}, Mapping[str, Any], {"use": "x", "n": 1}),
+        ({"a": 1}, Mapping[str, float], {"a": 1.0}),
     ],
 )
 def test_values_that_fit(value: Any, hint: Any, result: Any) -> None:
@@ -189,6 +191,8 @@ def test_values_that_fit(value: Any, hint: Any, result: Any) -> None:
         (1, Literal[True], "must be one of True, got 1"),
         ([], Literal["iid"], "must be one of 'iid', got []"),
         ([], dict, "must be a table, got []"),
+        ("x", Mapping[str, Any], "must be a table, got 'x'"),
+        ({"a": "b"}, Mapping[str, int], ": a must be a whole number, got 'b'"),
         ("f", Callable[[int], int], "got 'f'"),
     ],
 )

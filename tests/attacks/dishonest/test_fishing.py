@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from attacks.base import Budget, Knowledge, Observation, Wave
-from attacks.dishonest.base import Malice
+from attacks.dishonest.base import Isolating, Malice
 from attacks.dishonest.fishing import class_fishing, feature_fishing, fished, lone_example
+from attacks.matching import dlg
+from attacks.plan import PlannedAttack
 from client.components import SpecError
 from client.models import detached_params, last_linear, mlp
 from client.rng import generator
@@ -130,3 +132,14 @@ def test_what_is_said_of_one_client_does_not_depend_on_who_else_is_in_the_wave()
     (by_itself,) = attack.reconstruct(Wave.stack([caught]), threat, budget, streams[1:])
     assert by_itself.x is not None
     torch.testing.assert_close(other.x, by_itself.x)
+
+
+def test_the_attack_that_inverts_it_is_named_by_a_table_of_a_scenario() -> None:
+    table = {"use": "attacks.matching:dlg", "restarts": 2}
+    for use in ("fishing:lone_example", "inconsistency:lone_target", "separate:separated"):
+        made = PlannedAttack(
+            "a", {"use": f"attacks.dishonest.{use}", "attack": {"use": "attacks.matching:dlg"}}
+        ).build()
+        assert isinstance(made, Isolating) and made.inner == dlg()
+    with pytest.raises(SpecError, match="unknown argument|restarts"):
+        PlannedAttack("a", {"use": "attacks.dishonest.fishing:lone_example", "attack": table}).build()

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
 from attacks.dishonest.base import MALICE
-from attacks.dishonest.separate import PartByPart, Separate, separate, separate_models, separated
+from attacks.dishonest.separate import Separate, separate, separate_models, separated
 from attacks.metrics import psnr
 from client.components import SpecError, build
 from client.models import convnet, detached_params, lenet, mlp
@@ -38,7 +38,7 @@ def knowledge(model: nn.Module, size: int, links: Chain | None = None) -> Knowle
     return Knowledge(model, links or chain(local_sgd(0.1)), SHAPE, CLASSES, size, MEAN, STD)
 
 
-def attacked(known: Knowledge, batch: Batch, how: PartByPart, params: Params | None = None) -> Reconstruction:
+def attacked(known: Knowledge, batch: Batch, how: separated, params: Params | None = None) -> Reconstruction:
     params = params or detached_params(known.model)
     update = known.chain(gradient(known.model, normalise=known.normalise))(params, batch, None)
     wave = Wave.stack([Observation(1, 0, params, update)])
@@ -103,7 +103,7 @@ def test_buffers_of_each_network_are_its_own_and_what_any_image_gives_proves_non
     update = known.chain(gradient(model, normalise=known.normalise))(params, batch, None)
     buffers = {k: b for k, b in model.named_buffers() if b.is_floating_point()}
     wave = Wave.stack([Observation(1, 0, params, update, buffers)])
-    how = separated("attacks.matching:inverting_gradients")
+    how = separated({"use": "attacks.matching:inverting_gradients"})
     (found,) = how.reconstruct(wave, known, Budget(2), [partial(generator, "separate")])
     assert found.x is not None and found.x.shape == (2, 1, 9, 9)
     assert "0 of 2 images proven exact" in found.reason
@@ -166,4 +166,4 @@ def test_bad_arguments_are_told() -> None:
     with pytest.raises(ValueError, match="count must be at least 1, got 0"):
         separate(mlp(SHAPE, CLASSES), 0)
     with pytest.raises(SpecError, match=r"attack: nothing is called 'attacks.matching:no'"):
-        separated("attacks.matching:no")
+        separated({"use": "attacks.matching:no"})
