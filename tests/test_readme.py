@@ -58,8 +58,24 @@ def test_the_threat_models_figures_are_the_kept_ones() -> None:
     for noise in ("no noise", "noise .01"):
         flipped, honest = (kept("label_flipping_noise", f"{how}, {noise}", "psnr") for how in ("flipped", "honest"))
         assert f"{flipped - honest:.1f} dB" in README
-    for cell, told in (("sigma 0.5", "9.92"), ("sigma 1", "4.40"), ("sigma 3", "1.25")):
+    for cell, told, measured in (
+        ("sigma 0.5", "9.92", "11.62"),
+        ("sigma 1", "4.40", "5.64"),
+        ("sigma 3", "1.25", "2.21"),
+    ):
         assert told in README and abs(kept("canary", cell, "epsilon") - float(told)) < 0.006
+        assert measured in README and abs(kept("canary", cell, "epsilon_measured_variance") - float(measured)) < 0.006
+    for sheet, cells in {
+        "fishing": ("class", "class, alone", "feature", "feature, alone"),
+        "inconsistency": ("inconsistent", "alone", "honest"),
+    }.items():
+        for cell in cells:
+            assert f"{kept(sheet, cell, 'isolated_psnr'):.1f}" in README
+    assert all(
+        f"{kept('label_flipping', cell, 'psnr'):.1f} dB" in README
+        or f"against {kept('label_flipping', cell, 'psnr'):.1f}" in README
+        for cell in ("honest", "flipped")
+    )
     four = [kept_by("learning_to_invert", f"{chain} B=4") for chain in ("none", "sign", "prune", "gauss")]
     assert "; ".join(f"{value:.4f}".removeprefix("0") for value in four) in README
 
