@@ -53,6 +53,12 @@ def test_the_threat_models_figures_are_the_kept_ones() -> None:
     seen = [row for row in rows if row["metric"] == "detected"]
     assert {row["here"] for row in seen} == {1}
     assert {row["attack"] for row in seen} == {name.rpartition(":")[2] for name in MALICE.names()}
+    patient = json.loads((ROOT / "simulations/papers/results/guard_patient.json").read_text())["rows"]
+    assert {row["here"] for row in patient} == {0, 1}
+    missed = {(row["attack"], row["cell"]) for row in patient if row["here"] == 0}
+    assert {cell for attack, cell in missed if attack == "optimised_features"} == {"mlp, MNIST"}
+    assert {attack for attack, _ in missed} == {"label_flipping", "optimised_features"}
+    assert {row["attack"] for row in patient} == {row["attack"] for row in seen}
     for cell in ("lenet, honest", "lenet, optimised", "lenet, batches of 8, distinct labels"):
         assert f"{kept('optimised_parameters', cell, 'psnr'):.1f}" in README
     for noise in ("no noise", "noise .01"):
