@@ -86,6 +86,17 @@ def test_the_threat_models_figures_are_the_kept_ones() -> None:
     assert "; ".join(f"{value:.4f}".removeprefix("0") for value in four) in README
 
 
+def test_lamps_figures_are_the_kept_ones() -> None:
+    def told(sheet: str, ending: str) -> str:
+        rows = json.loads((ROOT / f"simulations/papers/results/{sheet}.json").read_text())["rows"]
+        kept = {row["metric"]: row["here"] for row in rows}
+        return ", ".join(f"{kept[name + ending]:.1f}" for name in ("rouge1", "rouge2", "rougeL"))
+
+    (line,) = (line for line in README.splitlines() if line.startswith("| LAMP (cosine"))
+    figures = [told("lamp_table1", ""), told("lamp_table1", "_special"), told("lamp_table1_dlg", "")]
+    assert line.endswith(f"| {'; '.join(figures)} % |")
+
+
 def kept_by(attack: str, cell: str) -> float:
     rows = json.loads((ROOT / "simulations/papers/results/lti_lenet.json").read_text())["rows"]
     (value,) = [row["here"] for row in rows if (row["cell"], row["attack"], row["metric"]) == (cell, attack, "mse")]
