@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -219,7 +220,9 @@ def _raised(error: Exception) -> str:
 def resolve(table: Table, where: str, kind: Kind) -> Callable[..., Any]:
     """The function or class that a table's `use` names."""
     name = table.get("use")
-    choices = f"{kind.noun} is one of {', '.join(kind.names())}"
+    near = get_close_matches(str(name), kind.names(), 1, 0.8)
+    meant = f"did you mean {near[0]!r}? " if near and near[0] != name else ""
+    choices = f"{meant}{kind.noun} is one of {', '.join(kind.names())}"
     if not isinstance(name, str) or name.count(":") != 1:
         raise SpecError(f'{where}: needs use = "module:name", got {name!r}; {choices}')
     module = name.split(":")[0]

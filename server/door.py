@@ -265,7 +265,7 @@ class Door(Strategy):
         arrays = ArrayRecord({k: t + update[k] for k, t in self._params.items()})
         message = messages[0]
         message.content = RecordDict({"arrays": arrays, "metrics": MetricRecord({WEIGHT: sum(examples)})})
-        note = "; ".join(filter(None, (reply.note for reply in replies)))
+        note = "; ".join(f"client {reply.client}: {reply.note}" for reply in replies if reply.note)
         return Accepted(replies[0].client, update, sum(examples), buffers, note), message
 
     def _absent(self, grid: Grid) -> set[int]:

@@ -11,6 +11,7 @@ from server.analysis import Scores, is_attack
 from server.ledger import Ledger
 from server.scenario import Scenario
 
+MOST_WORDS = 240  # letters of what a client says that are told
 Key = tuple[int, int]  # round, client
 Row = Any  # of the ledger: by name
 
@@ -69,7 +70,7 @@ def _exact(values: Iterable[float]) -> str:
     if not found:
         return "none was graded"
     exact = sum(v > PSNR_CAP for v in found)
-    nearest = "" if exact else f"; the best {max(found):.1f} dB"
+    nearest = f" ({100 * exact / len(found):.0f} %)" if exact else f", the best {max(found):.1f} dB"
     return f"{exact} of {len(found)} over {PSNR_CAP:g} dB{nearest}"
 
 
@@ -92,9 +93,26 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], met: set[Key]) -> str:
         f"{len(honest)} honest ones"
     )
     told = [s for o in seen if (o["round"], o["client"]) in met for s in _suspicions(o["reason"])]
-    return (
-        f"{words}; suspicion {min(told):.3g} to {max(told):.3g} at the altered ones (alarm above 1)" if told else words
-    )
+    spread = " to ".join(dict.fromkeys(f"{s:.3g}" for s in (min(told), max(told)))) if told else ""
+    words += f"; suspicion {spread} at the altered ones (alarm above 1)" if told else ""
+    first = first_alarm(seen)
+    return f"{words}; {first}" if first else words
+
+
+def first_alarm(seen: Sequence[Row]) -> str:
+    """When whose guard alarmed first, and what it said, on one line; empty where none did."""
+    told = next((o for o in seen if alarmed(o["reason"])), None)
+    if told is None:
+        return ""
+    words = shortened(told["reason"])
+    whose = "" if words.startswith("client ") else f"client {told['client']}: "  # a sum says who of it spoke
+    return f"first in round {told['round']}: {whose}{words}"
+
+
+def shortened(reason: str) -> str:
+    """A client's words, on one line."""
+    words = " ".join(reason.split())
+    return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."
 
 
 def _suspicions(reason: str) -> list[float]:
@@ -112,7 +130,7 @@ def _cost(scenario: Scenario, ledger: Ledger, seen: Sequence[Row], met: set[Key]
     both = (("in those rounds", True), ("in the others", False))
     moved = [(which, [step for r, step in steps.items() if (r in rounds) is own]) for which, own in both]
     parts = [f"{mean(part):+.1f} points a round {which}" for which, part in moved if part]
-    return f"{words}; test accuracy moved by {', '.join(parts)}" if parts else words
+    return f"{words}; test accuracy moved by {', '.join(parts)} (early rounds move it most)" if parts else words
 
 
 def _many(n: int, noun: str) -> str:

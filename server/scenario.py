@@ -158,6 +158,7 @@ class Scenario:
             *_company(federation),
         )
         _check_secure_sum(protocol, strategy, plan)
+        aim.check_readers(malice, plan.attacks, protocol.secure_sum is not None)
         options = _options(AuditOptions, {k: v for k, v in audit.items() if k not in _PLAN}, "[audit]")
         tape = _options(TapeOptions, _table(tables, "tape", _names(TapeOptions)), "[tape]")
         simulation = _options(

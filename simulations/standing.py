@@ -11,13 +11,14 @@ from client.inspection import alarmed
 from server.analysis import OF_IMAGES, is_attack, is_baseline, measure_of
 from server.dashboard.overview import still_to_come
 from server.ledger import Ledger, Progress, ScoreRow
+from server.misdeeds import first_alarm, shortened
 from server.scenario import Scenario
 
 EVERY = 1.0  # seconds between looks at the ledger
 IDLE = (
     0.1  # part of the time for which the attacks may have waited for rounds, before their pace says nothing of the end
 )
-MOST_CLIENTS, MOST_WORDS = 5, 240  # that are told of in a sentence, and letters of what each says
+MOST_CLIENTS = 5  # that are told of in a sentence
 Clock = Callable[[], float]  # seconds since whenever
 
 
@@ -268,7 +269,7 @@ def absences(round: int, seen: Sequence[Observed]) -> str:
     lacking = [o for o in seen if o["status"] != "accepted"]
     if not lacking:
         return ""
-    told = [f"client {o['client']}: {_short(o['reason'])}" for o in lacking[:MOST_CLIENTS]]
+    told = [f"client {o['client']}: {shortened(o['reason'])}" for o in lacking[:MOST_CLIENTS]]
     more = [f"and {len(lacking) - MOST_CLIENTS} more"] if len(lacking) > MOST_CLIENTS else []
     return "; ".join([f"round {round}: {len(seen) - len(lacking)} of {len(seen)} clients", *told, *more])
 
@@ -279,7 +280,7 @@ def participation(seen: Sequence[Observed]) -> str:
     if not reasons:
         return ""
     told = [
-        f"client {client} {status} in {times} round{'s' if times > 1 else ''}: {_short(reason)}"
+        f"client {client} {status} in {times} round{'s' if times > 1 else ''}: {shortened(reason)}"
         for (client, status, reason), times in reasons.most_common(MOST_CLIENTS)
     ]
     more = [f"and {len(reasons) - MOST_CLIENTS} more reasons"] if len(reasons) > MOST_CLIENTS else []
@@ -291,14 +292,5 @@ def guarded(seen: Sequence[Observed]) -> str:
     told = [o for o in seen if alarmed(o["reason"])]
     if not told:
         return ""
-    first = told[0]
-    return (
-        f"clients' guards alarmed {len(told)} times in {len({o['round'] for o in told})} rounds; first client {first['client']} in "
-        f"round {first['round']}: {_short(first['reason'])}"
-    )
-
-
-def _short(reason: str) -> str:
-    """A client's words, on one line."""
-    words = " ".join(reason.split())
-    return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."
+    rounds = len({o["round"] for o in told})
+    return f"clients' guards alarmed {len(told)} times in {rounds} rounds; {first_alarm(told)}"

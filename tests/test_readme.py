@@ -13,6 +13,7 @@ from attacks.plan import ATTACK
 from client.components import Kind
 from client.losses import LOSS
 from client.protocol import DATASET, MODEL, TRANSFORM
+from server.scenario import Scenario
 from simulations.cli import _parser
 from simulations.sweep import Row, Sweep, summary
 
@@ -97,6 +98,20 @@ def test_lamps_figures_are_the_kept_ones() -> None:
     assert line.endswith(f"| {'; '.join(figures)} % |")
 
 
+def test_exact_attacks_are_told_as_they_were_measured() -> None:
+    rows = [
+        row
+        for name in ("dager", "dager_batches_of_4")
+        for row in json.loads((ROOT / f"simulations/papers/results/{name}.json").read_text())["rows"]
+        if row["metric"] == "exact_sentence" and row["cell"].startswith("cola")
+    ]
+    assert {row["here"] for row in rows} == {100}
+    (line,) = (line for line in README.splitlines() if line.startswith("| DAGER on MiniLM"))
+    told = {row["cell"].removeprefix("cola, MiniLM, "): row["n"] for row in rows}
+    n = [told[f"B={size}"] for size in (1, 2, 4)]
+    assert line.endswith(f"| all of {n[0]}, {n[1]}, {n[2]}; all of {told['B=1, embeddings shared']} |")
+
+
 def kept_by(attack: str, cell: str) -> float:
     rows = json.loads((ROOT / "simulations/papers/results/lti_lenet.json").read_text())["rows"]
     (value,) = [row["here"] for row in rows if (row["cell"], row["attack"], row["metric"]) == (cell, attack, "mse")]
@@ -123,6 +138,17 @@ def test_the_example_runs_and_is_exact(capsys: pytest.CaptureFixture[str]) -> No
     exec(compile(example, "README.md", "exec"), {})  # the README's own text
     (value,) = (float(v) for v in re.findall(r"[\d.]+", capsys.readouterr().out))
     assert value > 100
+
+
+def test_the_malicious_example_is_a_scenario_that_holds_together() -> None:
+    (example,) = re.findall(r"```toml\n(server = .*?)```", README, re.DOTALL)
+    tables = {"rounds": 2, "clients": 2, "model": {"use": "client.models:mlp"}, "data": {"use": "client.data:mnist5k"}}
+    chosen = Scenario.from_tables(
+        {**tables, "chain": [{"use": "client.update:local_sgd", "rate": 0.1}], **tomllib.loads(example)}
+    )
+    assert (
+        chosen.server.startswith("malicious server: class_fishing") and chosen.plan.attacks[0].budget.iterations == 400
+    )
 
 
 def test_the_make_targets_exist() -> None:

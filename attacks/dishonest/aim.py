@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from attacks.base import Knowledge
-from attacks.dishonest.base import MALICE, Malice
-from attacks.plan import describe
+from attacks.dishonest.base import MALICE, Isolating, Malice
+from attacks.dishonest.inconsistency import lone_target
+from attacks.plan import ATTACK, PlannedAttack, describe
 from client.components import SpecError, Table, build, call, check_arguments
 from client.protocol import Federation, Protocol
 from client.rng import generator
@@ -114,6 +115,21 @@ def check(plan: Sequence[Aimed], fed: Federation) -> None:
                     f"{where}: it meets the same client in the same round as #{j}, and what one of them crafts the other "
                     "would undo: give them rounds or clients of their own"
                 )
+
+
+def check_readers(plan: Sequence[Aimed], attacks: Sequence[PlannedAttack], summed: bool) -> None:
+    """SpecError where an attack reads what only another malice would bring, or a secure sum that is none."""
+    sent = {str(aimed.table["use"]).rpartition(":")[2] for aimed in plan}
+    for planned in attacks:
+        made = planned.build() if planned.table["use"] in ATTACK.names() else None
+        if not isinstance(made, Isolating):
+            continue
+        if not sent & set(made.reads):
+            raise SpecError(
+                f"[[attack]] {planned.name}: it reads {' or '.join(made.reads)}, and no [[malice]] here is one"
+            )
+        if isinstance(made, lone_target) and not summed:
+            raise SpecError(f"[[attack]] {planned.name}: it takes a secure sum apart: say [secure_sum], group = N")
 
 
 def _moving(aim: Aim, fed: Federation) -> list[int]:

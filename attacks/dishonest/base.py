@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -100,6 +100,7 @@ class Isolating(Attack):
     """
 
     attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "attacks.matching:inverting_gradients"})
+    reads: ClassVar[tuple[str, ...]] = ()  # the malices, by name, of which one must be in the plan
 
     def __post_init__(self) -> None:
         _ = self.inner  # an attack that does not exist is told at once

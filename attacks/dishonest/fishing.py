@@ -8,6 +8,7 @@ leaves the one that the row likes least.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -171,6 +172,8 @@ class _OneRow(OnUpdate):
 @dataclass(frozen=True)
 class lone_example(Isolating):
     """The example that fishing has isolated, inverted by another attack as if it were alone; it knows the whole chain."""
+
+    reads: ClassVar[tuple[str, ...]] = ("class_fishing", "feature_fishing")
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

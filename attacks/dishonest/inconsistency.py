@@ -6,6 +6,7 @@ behind it only the bias has one. The sum is then the target's update, and no cry
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Generator, nn
 
@@ -57,6 +58,8 @@ class lone_target(Isolating):
 
     Where the chain adds noise, that of the whole group is in it.
     """
+
+    reads: ClassVar[tuple[str, ...]] = ("dead_layer",)
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -8,7 +8,7 @@ rate divided by the batch size. Examples are told apart by their place in the ba
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -86,6 +86,7 @@ class separated(Isolating):
     """
 
     attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "attacks.analytic:analytic"})
+    reads: ClassVar[tuple[str, ...]] = ("separate_models",)
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

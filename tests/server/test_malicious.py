@@ -177,7 +177,7 @@ def test_inconsistent_weights_take_a_secure_sum_apart(make_scenario: Callable[..
         "data": {"use": "client.data:mnist5k", "batch_size": 1, "auxiliary": 200},
         "attack": [TARGET, {"use": "attacks.matching:inverting_gradients", "iterations": 300}],
     }
-    honest = begun(tmp_path / "honest", make_scenario(**tables))
+    honest = begun(tmp_path / "honest", make_scenario(**tables | {"attack": tables["attack"][1:]}))  # type: ignore[index]
     dishonest = begun(tmp_path / "dishonest", bent(make_scenario, DEAD, **tables))
     psnr: dict[Run, dict[str, list[float]]] = {}
     for run in (honest, dishonest):
@@ -241,14 +241,15 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
     assert told["sent"].endswith("trap_weights() to client 1 in rounds 2, 3: 2 messages answered in 2 rounds")
     others = [r["value"] > 60 for r in rows if r not in exact and (r["client"] != 1 or r["round"] == 1)]
     assert exact and told["recovered"] == (
-        f"of the images behind altered weights {len(exact)} of 16 over 60 dB, the first after 1 such round (round 2); "
-        f"of all others {sum(others)} of 56 over 60 dB"
+        f"of the images behind altered weights {len(exact)} of 16 over 60 dB ({100 * len(exact) / 16:.0f} %), the first "
+        f"after 1 such round (round 2); of all others {sum(others)} of 56 over 60 dB ({100 * sum(others) / 56:.0f} %)"
     )
     assert told["noticed"].startswith("guards alarmed at 2 of 2 altered messages and 0 of 7 honest ones; suspicion ")
     moved = 100 * (accuracy[3] - accuracy[1]) / 2, 100 * (accuracy[1] - accuracy[0])
     assert told["cost"] == (
         "answers to altered weights (2 updates of 9) were left out of the average; test accuracy moved by "
-        f"{moved[0]:+.1f} points a round in those rounds, {moved[1]:+.1f} points a round in the others"
+        f"{moved[0]:+.1f} points a round in those rounds, {moved[1]:+.1f} points a round in the others "
+        "(early rounds move it most)"
     )
     with Reading(run).now() as reading:
         page, report = overview(reading), write_report(run).read_text()
@@ -268,6 +269,8 @@ def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
         told = misdeeds(scenario, Scores.read(ledger), ledger)
     assert told["sent"].endswith("to all clients but client 0 in every round: 2 messages answered in 1 round")
     assert told["noticed"].startswith("guards alarmed at 1 of 1 altered sum and 0 of 0 honest ones; suspicion ")
+    first = told["noticed"].partition("; first in round 1: ")[2]
+    assert first.startswith(("client 1: ", "client 2: ")), "whose guard it was, not whose name the sum bears"
 
 
 @pytest.mark.parametrize(
@@ -348,6 +351,9 @@ def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and
         ({"malice": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave nobody whom it meets"),
         ({"malice": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: it meets the same client"),
         ({"malice": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "a [secure_sum] hides that"),
+        ({"malice": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it reads class_fishing or feature_fishing, and no [[malice]] here is"),
+        ({"malice": [DEAD], "attack": [TARGET]}, "lone_target: it takes a secure sum apart: say "),
+        ({"malice": [{"use": "attacks.dishonest.fishing:clas_fishing"}]}, "did you mean 'attacks.dishonest.fishing:c"),
         ({"malice": [{"use": FISHING["use"]}]}, "client 0 draws its batches of 2 from "),
         ({"malice": [DEAD], "model": {"use": "client.models:mlp", "hidden": []}}, "no layer with a bias"),
         ({"model": {"use": "client.models:mlp", "dishonest": []}}, "dishonest is a word of malicious servers"),
@@ -389,7 +395,7 @@ def test_a_client_that_notices_says_so_or_withholds_and_the_run_goes_on(
         assert status == "accepted" and reason.startswith("guard: round 2: alarm, suspicion ")
     assert {status for status, _ in seen.values()} == {"accepted"}
     assert all(("suspicion" in reason) == (mode == "log") and "alarm" not in reason for _, reason in seen.values())
-    assert words.startswith("clients' guards alarmed 1 times in 1 rounds; first client 1 in round 2: ")
+    assert words.startswith("clients' guards alarmed 1 times in 1 rounds; first in round 2: client 1: ")
 
 
 def test_without_a_guard_nothing_is_said(fishing: Run) -> None:
