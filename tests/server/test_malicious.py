@@ -353,7 +353,7 @@ def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and
         ({"malice": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "a [secure_sum] hides that"),
         ({"malice": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it reads class_fishing or feature_fishing, and no [[malice]] here is"),
         ({"malice": [DEAD], "attack": [TARGET]}, "lone_target: it takes a secure sum apart: say "),
-        ({"malice": [{"use": "attacks.dishonest.fishing:clas_fishing"}]}, "did you mean 'attacks.dishonest.fishing:c"),
+        ({"malice": [{"use": "attacks.dishonest.trap:trap_weight"}]}, "did you mean 'attacks.dishonest.trap:trap_w"),
         ({"malice": [{"use": FISHING["use"]}]}, "client 0 draws its batches of 2 from "),
         ({"malice": [DEAD], "model": {"use": "client.models:mlp", "hidden": []}}, "no layer with a bias"),
         ({"model": {"use": "client.models:mlp", "dishonest": []}}, "dishonest is a word of malicious servers"),
