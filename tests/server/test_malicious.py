@@ -351,7 +351,7 @@ def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and
         ({"malice": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave nobody whom it meets"),
         ({"malice": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: it meets the same client"),
         ({"malice": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "a [secure_sum] hides that"),
-        ({"malice": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it reads class_fishing or feature_fishing, and no [[malice]] here is"),
+        ({"malice": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it reads class_fishing or feature_fishing, and"),
         ({"malice": [DEAD], "attack": [TARGET]}, "lone_target: it takes a secure sum apart"),
         ({"malice": [{"use": "attacks.dishonest.trap:trap_weight"}]}, "did you mean 'attacks.dish"),
         ({"malice": [{"use": FISHING["use"]}]}, "client 0 draws its batches of 2 from "),
