@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks import hashing, learning_to_invert
-from attacks.audit import Auditor
+from attacks.audit import Auditor, card
 from attacks.auxiliary import Auxiliary, check_apart, cosine_matrix, pseudo_images
 from attacks.base import Budget, Knowledge, Observation, Wave
 from attacks.hashing import Sketch
@@ -516,9 +516,8 @@ def test_the_knowledge_card_and_the_knowledge_have_the_chosen_images(make_federa
     assert known.auxiliary is not None
     assert len(known.auxiliary.x) == 50
     assert set(known.auxiliary.y[:40].tolist()) == {0, 1}
-    assert (
-        "40 auxiliary images, 100% of them of classes 0, 1 alone and 10 pseudo-images, normal in the cosine"
-        in known.card
+    assert "40 auxiliary images, 100% of them of classes 0, 1 alone and 10 pseudo-images, normal in the cosine" in card(
+        fed, planned
     )
     assert PlannedAttack.from_json(planned.to_json()) == planned
     assert "auxiliary" not in PlannedAttack("x", {"use": "attacks.ridge:ridge_inversion"}).to_json(), "old keys stay"
