@@ -220,9 +220,7 @@ def _raised(error: Exception) -> str:
 def resolve(table: Table, where: str, kind: Kind) -> Callable[..., Any]:
     """The function or class that a table's `use` names."""
     name = table.get("use")
-    near = get_close_matches(str(name), kind.names(), 1, 0.8)
-    meant = f"did you mean {near[0]!r}? " if near and near[0] != name else ""
-    choices = f"{meant}{kind.noun} is one of {', '.join(kind.names())}"
+    choices = f"{_meant(str(name), kind)}{kind.noun} is one of {', '.join(kind.names())}"
     if not isinstance(name, str) or name.count(":") != 1:
         raise SpecError(f'{where}: needs use = "module:name", got {name!r}; {choices}')
     module = name.split(":")[0]
@@ -240,6 +238,13 @@ def resolve(table: Table, where: str, kind: Kind) -> Callable[..., Any]:
     if not outside and not kind.admits(target, module):
         raise SpecError(f"{where}: {name!r} is not {kind.noun}; {choices}")
     return typing.cast(Callable[..., Any], target)
+
+
+def _meant(name: str, kind: Kind) -> str:
+    """The component whose own name is nearly this one's."""
+    short = {known.rpartition(":")[2]: known for known in kind.names()}
+    near = get_close_matches(name.rpartition(":")[2], short, 1, 0.8)
+    return f"did you mean {short[near[0]]!r}? " if near and short[near[0]] != name else ""
 
 
 def _permission(module: str) -> str:
