@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from attacks import labels as labelling
 from attacks.analytic import analytic
-from attacks.audit import Auditor
+from attacks.audit import Auditor, card
 from attacks.base import Budget, Observation, Wave
 from attacks.gradients import Factors, gradients, trained
 from attacks.limits import BLOCKS, bayes_limit, trace_bound
@@ -267,7 +267,7 @@ def test_the_attacker_matches_the_loss_that_it_knows(own: None, make_federation:
     wrong = replace(known, loss=cross_entropy(0.5))
     (other,) = attack.continued(wave, wrong, Budget(1), streams, batch.x[None])
     assert right.objective < 1e-4 and other.objective > 10 * max(right.objective, 1e-6)
-    assert f"loss {loss['use'].split(':')[1]}() known" in known.card
+    assert f"loss {loss['use'].split(':')[1]}() known" in card(fed, planned("attacks.matching:inverting_gradients"))
 
 
 def test_labels_are_not_read_off_another_loss(make_federation: MakeFederation) -> None:
@@ -280,8 +280,8 @@ def test_labels_are_not_read_off_another_loss(make_federation: MakeFederation) -
     assert told.reconstruction.status == "not_applicable" and 'labels = "given"' in told.reconstruction.reason
     (found,) = auditor.audit(planned("attacks.matching:idlg", iterations=2, labels="given"), wave)
     assert found.reconstruction.status != "not_applicable"
-    assert "loss mean_squared_error() known" in known.card
-    assert "loss" not in Auditor(make_federation()).knowledge(planned("attacks.matching:idlg")).card
+    assert "loss mean_squared_error() known" in card(fed, planned("attacks.matching:idlg"))
+    assert "loss" not in card(make_federation(), planned("attacks.matching:idlg"))
 
 
 def test_optimised_labels_need_a_loss_of_probabilities(own: None, make_federation: MakeFederation) -> None:
