@@ -416,14 +416,11 @@ def _rearranged(trace: Trace | None, order: Tensor) -> Trace | None:
     return trace if trace is None else replace(trace, x=trace.x[:, order])
 
 
-def card(
-    fed: Federation, planned: PlannedAttack, inferred: Inferred | None = None, server: str = "honest server"
-) -> str:
+def card(fed: Federation, planned: PlannedAttack, server: str = "honest server") -> str:
     """The threat model in words; of a limit, what it is a limit of.
 
     Args:
         server: what it does, in words.
-        inferred: what the attacker read off the updates; None: it will be read off those of each wave.
     """
     images = _images(fed, planned)
     if planned.is_baseline:
@@ -440,7 +437,7 @@ def card(
     parts = [
         server,
         f"labels {own if planned.labels == 'restored' else planned.labels}",
-        f"chain {_known_chain(planned, links, inferred)}",
+        f"chain {_known_chain(planned, links)}",
         *([NO_DERIVATIVE] if matching and planned.defense == "known" and _is_flat(fed) else []),
         *([] if is_cross_entropy(fed.loss) else [f"loss {describe(fed.protocol.loss)} known"]),
         batch,
@@ -462,9 +459,9 @@ def _images(fed: Federation, planned: PlannedAttack) -> str:
     return f"{chosen.size or len(fed.shards.auxiliary)} {chosen}"
 
 
-def _known_chain(planned: PlannedAttack, links: str, inferred: Inferred | None) -> str:
+def _known_chain(planned: PlannedAttack, links: str) -> str:
     if planned.defense == "inferred":
-        return f"inferred: {inferred or 'from the updates of each wave'} (the true one: {links})"
+        return f"inferred: from the updates of each wave (the true one: {links})"
     return f"{planned.defense}: {links}"
 
 

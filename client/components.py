@@ -220,23 +220,26 @@ def _raised(error: Exception) -> str:
 def resolve(table: Table, where: str, kind: Kind) -> Callable[..., Any]:
     """The function or class that a table's `use` names."""
     name = table.get("use")
-    choices = f"{_meant(str(name), kind)}{kind.noun} is one of {', '.join(kind.names())}"
+
+    def choices() -> str:
+        return f"{_meant(str(name), kind)}{kind.noun} is one of {', '.join(kind.names())}"
+
     if not isinstance(name, str) or name.count(":") != 1:
-        raise SpecError(f'{where}: needs use = "module:name", got {name!r}; {choices}')
+        raise SpecError(f'{where}: needs use = "module:name", got {name!r}; {choices()}')
     module = name.split(":")[0]
     outside = _is_in(module, allowed())
     if not outside and not _is_in(module, kind.packages):
-        raise SpecError(f"{where}: use = {name!r} is not allowed here; {choices}{_permission(module)}")
+        raise SpecError(f"{where}: use = {name!r} is not allowed here; {choices()}{_permission(module)}")
     if outside:
         _importable()
     try:
         target = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(f"{where}: nothing is called {name!r}{_found(module, error, outside)}; {choices}") from error
+        raise SpecError(f"{where}: nothing is called {name!r}{_found(module, error, outside)}; {choices()}") from error
     if outside and not kind.admits_outside(target):
         raise SpecError(f"{where}: {name!r} is not {kind.noun}: {_expected(kind, module)}")
     if not outside and not kind.admits(target, module):
-        raise SpecError(f"{where}: {name!r} is not {kind.noun}; {choices}")
+        raise SpecError(f"{where}: {name!r} is not {kind.noun}; {choices()}")
     return typing.cast(Callable[..., Any], target)
 
 

@@ -77,7 +77,7 @@ def _exact(values: Iterable[float]) -> str:
 def _noticed(scenario: Scenario, seen: Sequence[Row], met: set[Key]) -> str:
     """Alarms among the answers to altered messages, and among the others; the suspicions where clients tell them.
 
-    Of a secure sum the members' words stand together: it is seen whether one of them alarmed, and not which.
+    Of a secure sum the members' words stand together: a sum counts as alarmed at where one of them alarmed.
     """
     alarms = {(o["round"], o["client"]) for o in seen if alarmed(o["reason"])}
     honest = {(o["round"], o["client"]) for o in seen} - met
@@ -95,17 +95,21 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], met: set[Key]) -> str:
     told = [s for o in seen if (o["round"], o["client"]) in met for s in _suspicions(o["reason"])]
     spread = " to ".join(dict.fromkeys(f"{s:.3g}" for s in (min(told), max(told)))) if told else ""
     words += f"; suspicion {spread} at the altered ones (alarm above 1)" if told else ""
-    first = first_alarm(seen)
+    first = first_alarm(seen, scenario.protocol.secure_sum is not None)
     return f"{words}; {first}" if first else words
 
 
-def first_alarm(seen: Sequence[Row]) -> str:
-    """When whose guard alarmed first, and what it said, on one line; empty where none did."""
+def first_alarm(seen: Sequence[Row], named: bool) -> str:
+    """When whose guard alarmed first, and what it said, on one line; empty where none did.
+
+    Args:
+        named: the words may name their client, as the door makes them in a sum; else they are a client's own, and may lie.
+    """
     told = next((o for o in seen if alarmed(o["reason"])), None)
     if told is None:
         return ""
     words = shortened(told["reason"])
-    whose = "" if words.startswith("client ") else f"client {told['client']}: "  # a sum says who of it spoke
+    whose = "" if named and words.startswith("client ") else f"client {told['client']}: "
     return f"first in round {told['round']}: {whose}{words}"
 
 

@@ -351,7 +351,7 @@ def restrict(sheet: Sheet, n: int | None, budget: int | None, cells: str | None,
         names |= {t.against for t in cell.trials if t.name in names}
         return [t for t in cell.trials if t.name in names]
 
-    changed = [replace(c, n=n or c.n, trials=tuple(spend(t) for t in kept(c))) for c in chosen if kept(c)]
+    changed = [replace(c, n=n or c.n, trials=tuple(spend(t) for t in trials)) for c in chosen if (trials := kept(c))]
     if not changed:
         known = ", ".join(dict.fromkeys(t.name for c in chosen for t in c.trials))
         raise SpecError(f"no attack of {sheet.name} matches {attacks!r}; it has: {known}")

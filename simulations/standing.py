@@ -288,9 +288,9 @@ def participation(seen: Sequence[Observed]) -> str:
 
 
 def guarded(seen: Sequence[Observed]) -> str:
-    """In how many rounds the clients' guards alarmed or withheld an update, and the first such; empty where none did."""
+    """In how many rounds of a simulation guards alarmed or withheld an update, and the first such; empty where none did."""
     told = [o for o in seen if alarmed(o["reason"])]
     if not told:
         return ""
     rounds = len({o["round"] for o in told})
-    return f"clients' guards alarmed {len(told)} times in {rounds} rounds; {first_alarm(told)}"
+    return f"clients' guards alarmed {len(told)} times in {rounds} rounds; {first_alarm(told, named=True)}"

@@ -124,7 +124,7 @@ def check_readers(plan: Sequence[Aimed], attacks: Sequence[PlannedAttack], summe
         made = planned.build() if planned.table["use"] in ATTACK.names() else None
         if not isinstance(made, Isolating):
             continue
-        if not sent & set(made.reads):
+        if made.reads and not sent & set(made.reads):
             raise SpecError(
                 f"[[attack]] {planned.name}: it reads {' or '.join(made.reads)}, and no [[malice]] here is one"
             )

@@ -100,7 +100,7 @@ class Isolating(Attack):
     """
 
     attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "attacks.matching:inverting_gradients"})
-    reads: ClassVar[tuple[str, ...]] = ()  # the malices, by name, of which one must be in the plan
+    reads: ClassVar[tuple[str, ...]] = ()  # the malices, by name, of which one must be in the plan; none: any
 
     def __post_init__(self) -> None:
         _ = self.inner  # an attack that does not exist is told at once

@@ -131,8 +131,9 @@ def _told(known: Knowledge, params: Params) -> float:
 
 
 def _plain(module: nn.Module) -> bool:
-    whole = isinstance(module, nn.Conv2d) and not isinstance(module.padding, str)
-    return whole and isinstance(module, nn.Conv2d) and module.groups == 1 and module.dilation == (1, 1)
+    if not isinstance(module, nn.Conv2d) or isinstance(module.padding, str):
+        return False
+    return module.groups == 1 and module.dilation == (1, 1)
 
 
 def _window(conv: nn.Conv2d, axis: int) -> slice:

@@ -314,7 +314,7 @@ def test_the_card_says_what_was_inferred_and_what_was_true(make_federation: Any,
     auditor, plan = Auditor(fed), planned(defense="inferred")
     assert f"chain inferred: from the updates of each wave {true}" in card(fed, plan)
     inferred = auditor.inferred(observe(fed, (0, 1)))
-    assert f"chain inferred: sign(scale~0.5) from 2 updates {true}" in card(fed, plan, inferred)
+    assert str(inferred) == "sign(scale~0.5) from 2 updates"
     known = auditor.knowledge(plan, inferred=inferred)
     assert not any(isinstance(link, sign) for link in known.chain.links), "the attacker holds a link of its own"
     with pytest.raises(ValueError, match="attack: a defense is inferred from updates"):

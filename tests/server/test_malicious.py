@@ -279,6 +279,7 @@ def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
         ("", "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
         ("suspicion abc", "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
         ("suspicion 1e999999 suspicion " + "9" * 5000, "guards alarmed at 0 of 2 altered"),
+        ("client 2: alarm, suspicion 2", "; first in round 2: client 1: client 2: alarm, suspicion 2"),
         ("guard: alarm, suspicion 2.5: x; suspicion 0.5", "2 of 2 altered messages and 0 of 7 honest ones; suspicion 0.5 to 2.5"),
     ],
 )  # fmt: skip
