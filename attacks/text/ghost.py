@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -136,6 +138,21 @@ class Seen:
         squares = torch.stack([self.squares[name] for name in names], 1)[owners]
         return Table(torch.cat(inner, 1), squares, torch.cat(own, 1))
 
+    def apart(self, parts: Mapping[str, Part], owners: Tensor, l1: float) -> Tensor:
+        """|seen - expected|^2 + l1 |seen - expected|_1 (P,), over all tensors.
+
+        A large gradient is formed by itself, and forgotten with its difference: only the slopes by its factors are kept.
+        """
+        found = []
+        for name, part in parts.items():
+            seen = self.gradient[name]
+            if isinstance(part, Factors):
+                found.append(_Apart.apply(*part, seen, owners, l1))  # type: ignore[no-untyped-call]
+            else:
+                difference = (formed(part, seen.shape[1:]) - seen[owners]).flatten(1)
+                found.append(difference.square().sum(1) + l1 * difference.abs().sum(1))
+        return torch.stack(found).sum(0)
+
     def _stacked(self, names: tuple[str, ...]) -> Tensor:
         if names not in self._stacks:
             self._stacks[names] = torch.stack([self.gradient[name].flatten(1) for name in names], 1)
@@ -159,6 +176,32 @@ class Seen:
         inner = (torch.cat(pieces) * part.input).flatten(1).sum(1)
         signals, inputs = (t @ t.mT for t in part)
         return inner, (signals * inputs).flatten(1).sum(1)
+
+
+class _Apart(Function):
+    """Squares and l1 times magnitudes (P,) of the difference of products by rows from matrices (K, out, in)."""
+
+    @staticmethod
+    def forward(ctx: Any, signal: Tensor, input: Tensor, seen: Tensor, owners: Tensor, l1: float) -> Tensor:
+        by_signal, by_input, found = torch.empty_like(signal), torch.empty_like(input), []
+        apart, signs = torch.empty_like(seen[0]), torch.empty_like(seen[0])
+        for p, owner in enumerate(owners.tolist()):
+            # few passes over matrices that stay in the cache: they are what this costs
+            torch.mm(signal[p].T, input[p], out=apart).sub_(seen[owner])
+            torch.sign(apart, out=signs)
+            flat = apart.view(-1)
+            found.append(torch.dot(flat, flat) + l1 * torch.dot(flat, signs.view(-1)))
+            half = torch.add(apart, signs, alpha=l1 / 2, out=signs)
+            by_signal[p] = 2 * torch.mm(half, input[p].T).T
+            by_input[p] = 2 * torch.mm(signal[p], half)
+        ctx.save_for_backward(by_signal, by_input)
+        return torch.stack(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor | None, ...]:
+        by_signal, by_input = ctx.saved_tensors
+        return by_value[:, None, None] * by_signal, by_value[:, None, None] * by_input, None, None, None
 
 
 def _tensor(part: Part) -> Tensor:

@@ -1,7 +1,7 @@
 """How like an update a guess of sentences is: LAMP's cosine, DLG's squares, TAG's squares and magnitudes.
 
-By ghost products where they decide it, by formed gradients where single entries count, and through the client's whole chain
-where the update is more than one gradient.
+By ghost products where they decide it, by gradients formed one at a time where magnitudes count, by gradients formed together
+where only some entries do, and through the client's whole chain where the update is more than one gradient.
 """
 
 from dataclasses import dataclass, replace
@@ -20,10 +20,10 @@ from client.text import LanguageModel
 from client.update import Batch, Params, Update, UpdateFn, local_sgd, mean_of, transparent
 
 TOGETHER = 32  # problems in one pass, whose graph is held until it is differentiated
-FEW = 4  # of those whose gradients are formed
+FEW = 4  # of those whose gradients are formed together
 TINY = 1e-20
 Kind = Literal["cosine", "squared", "l2_l1"]
-Way = Literal["products", "formed", "chain"]
+Way = Literal["products", "streamed", "formed", "chain"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Likeness:
     def by_products(self) -> bool:
         """Whether inner products decide it."""
         return self.kind != "l2_l1" and not self.visible and not self.signed
+
+    @property
+    def by_differences(self) -> bool:
+        """Whether it is a sum over all entries' differences."""
+        return self.kind == "l2_l1" and not self.visible and not self.signed
 
     def of_table(self, table: Table) -> Tensor:
         """Distances (P,) by the products of every tensor."""
@@ -108,8 +113,8 @@ class Matcher:
         keys: count the gradients of keys' biases, which are zero but for rounding, as the published code does.
 
     Attributes:
-        way: products (no large gradient is formed), formed (one pass, gradients formed), or chain (the client's whole chain,
-            by vmap: several local steps, clipping, examples one by one).
+        way: products (no large gradient is formed), streamed (one pass, each formed and forgotten), formed (one pass, all
+            formed), or chain (the client's whole chain, by vmap: several local steps, clipping, examples one by one).
 
     Raises:
         ValueError: the model cannot be matched, or nothing that can be compared was sent.
@@ -143,7 +148,9 @@ class Matcher:
         whole = chain.parts == 1 and chain.slice_of(size) == size
         if not (plain and whole and chain.local.steps == 1 and is_mean(self.known.loss, self.known.classes)):
             return "chain"
-        return "products" if self.likeness.by_products else "formed"
+        if self.likeness.by_products:
+            return "products"
+        return "streamed" if self.likeness.by_differences else "formed"
 
     def value(self, guess: Guess) -> Tensor:
         """Distances (P,)."""
@@ -158,7 +165,7 @@ class Matcher:
 
     @property
     def _together(self) -> int:
-        return TOGETHER if self.way == "products" else FEW
+        return TOGETHER if self.way in ("products", "streamed") else FEW
 
     def _value(self, guess: Guess) -> Tensor:
         if self.way != "chain":
@@ -196,6 +203,8 @@ class Matcher:
         with torch.set_grad_enabled(differentiable):
             if self.likeness.by_products:
                 return self.likeness.of_table(self.seen.table(found, owners))
+            if self.likeness.by_differences:
+                return self.seen.apart(found, owners, self.likeness.l1)
             whole = {name: formed(part, self.params[name].shape) for name, part in found.items()}
             seen = {name: self.seen.gradient[name][owners] for name in whole}
             distances: Tensor = vmap(self.likeness.of)(seen, whole)

@@ -138,7 +138,7 @@ def test_value_and_slopes_are_those_of_the_plain_loop(
     guess = guess_of(model, batches, [0, 0, 1])
     matcher = Matcher(wave, known, kind)
     values, slopes, _ = matcher.value_and_slopes(guess)
-    assert matcher.way == ("formed" if kind == "l2_l1" else "products")
+    assert matcher.way == ("streamed" if kind == "l2_l1" else "products")
     expected, by_x = plain(model, known, wave, guess, matcher.names, kind)
     assert torch.allclose(values, expected, rtol=1e-5, atol=1e-10)
     assert torch.allclose(slopes, by_x, rtol=1e-5, atol=1e-5 * float(by_x.abs().max()))
@@ -235,7 +235,8 @@ def test_a_keys_bias_has_a_gradient_of_rounding_and_counts_only_as_published(wor
 
 WAYS: list[tuple[tuple[Transform, ...], int, Kind, Way]] = [
     ((local_sgd(RATE),), 2, "cosine", "products"),
-    ((local_sgd(RATE),), 2, "l2_l1", "formed"),
+    ((local_sgd(RATE),), 2, "l2_l1", "streamed"),
+    ((local_sgd(RATE), prune(0.3)), 1, "l2_l1", "formed"),
     ((gaussian(0.01), local_sgd(RATE)), 2, "squared", "products"),
     ((local_sgd(RATE), prune(0.3)), 1, "cosine", "formed"),
     ((local_sgd(RATE), mask(0.5)), 1, "squared", "chain"),
