@@ -34,10 +34,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")]
 
 HOSTILE = "<img src=x onerror=window.harmed=1><b>bold</b>"
-WAIT = 5_000  # ms: a page is told within 2 s, on a machine that has other things to do
+WAIT = 60_000  # ms: what a page shows within 2 s may take long on a machine that has other things to do
 LOST = "ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE"
 
 MakeRun = Callable[..., Run]
+expect.set_options(timeout=WAIT)
 
 
 # ------------------------------------------------------------------------------------------------ runs, server, browser
@@ -105,7 +106,7 @@ class Watched:
 def watched(chromium: Any, request: pytest.FixtureRequest) -> Iterator[Watched]:
     """A fresh page; in the end its console must be empty, and nothing may have been asked of elsewhere."""
     context = chromium.new_context(viewport={"width": request.param, "height": 900}, reduced_motion="reduce")
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(WAIT)
     found = Watched(context.new_page())
     found.page.on("console", lambda message: found.told.append(f"{message.type}: {message.text}"))
     found.page.on("pageerror", lambda error: found.told.append(f"error: {error}"))
@@ -326,12 +327,12 @@ def test_rows_appear_without_reload(
         for decibel in (21.5, 33.5):
             written = time.monotonic()
             attack_once(training, decibel)
-            expect(page.get_by_role("region", name="All rounds together")).to_contain_text(f"{decibel}", timeout=WAIT)
+            expect(page.get_by_role("region", name="All rounds together")).to_contain_text(f"{decibel}")
             seconds.append(time.monotonic() - written)
         record_property("seconds_until_shown", seconds)
         with training.ledger() as ledger:
             ledger.record_round(3, 0.55, 1.0, 1.0, 0.0)
-        expect(page.locator(".strip")).to_contain_text("round 3 of 20 · accuracy 55", timeout=WAIT)
+        expect(page.locator(".strip")).to_contain_text("round 3 of 20 · accuracy 55")
         assert page.evaluate("window.same"), "the page was not loaded again"
         expect(page.locator("details").first).to_have_attribute("open", "")
         expect(page.get_by_text("Scenario", exact=True)).to_be_focused()
@@ -347,7 +348,7 @@ def test_what_stands_on_the_page_keeps_its_place_while_rows_arrive(watched: Watc
         page.wait_for_function("scrollY > 200")
         before, scrolled = page.evaluate(places), page.evaluate("scrollY")
         attack_once(training, 40.5)
-        expect(page.get_by_role("region", name="All rounds together")).to_contain_text("40.5", timeout=WAIT)
+        expect(page.get_by_role("region", name="All rounds together")).to_contain_text("40.5")
         assert page.evaluate(places) == before
         assert page.evaluate("scrollY") == scrolled
 
@@ -357,11 +358,11 @@ def test_new_rounds_and_runs_appear_everywhere(watched: Watched, training: Run, 
         page = watched.open(f"{address}/run/working/gallery")
         expect(page.get_by_text("Nothing has been reconstructed yet")).to_be_visible()
         attack_once(training, 20.5)
-        expect(page.locator(".gallery .card")).to_have_count(4, timeout=WAIT)
+        expect(page.locator(".gallery .card")).to_have_count(4)
         page.get_by_role("link", name="fedleak").click()
         expect(page.locator(".run")).to_have_count(1)
         shutil.copytree(folder / "first", training.folder.parent / "another")
-        expect(page.locator(".run")).to_have_count(2, timeout=WAIT)
+        expect(page.locator(".run")).to_have_count(2)
         page.get_by_role("link", name="another").click()
         expect(page.locator(".verdict")).to_be_visible()
 
@@ -370,12 +371,12 @@ def test_a_lost_connection_is_told_and_taken_up_again(watched: Watched, training
     with serving(training.folder.parent) as address:
         page = watched.open(f"{address}/run/working")
         expect(page.locator("#live")).to_have_text("live")
-    expect(page.locator("#live")).to_have_text("connection lost, trying again", timeout=WAIT)
+    expect(page.locator("#live")).to_have_text("connection lost, trying again")
     attack_once(training, 25.5)
     expect(page.locator(".verdict")).to_be_visible()
     with serving(training.folder.parent, port=int(address.rsplit(":", 1)[1])):
-        expect(page.get_by_role("region", name="All rounds together")).to_contain_text("25.5", timeout=4 * WAIT)
-        expect(page.locator("#live")).to_have_text("live", timeout=WAIT)
+        expect(page.get_by_role("region", name="All rounds together")).to_contain_text("25.5")
+        expect(page.locator("#live")).to_have_text("live")
     watched.told[:] = [words for words in watched.told if not re.search(LOST, words)]
 
 
@@ -385,7 +386,7 @@ def test_a_run_that_is_gone_is_said_to_be(watched: Watched, folder: Path, tmp_pa
         page = watched.open(f"{address}/run/passing")
         expect(page.locator(".verdict")).to_be_visible()
         shutil.rmtree(tmp_path / "runs" / "passing")
-        expect(page.locator("h1")).to_have_text("Not found", timeout=WAIT)
+        expect(page.locator("h1")).to_have_text("Not found")
         expect(page.locator("main")).to_contain_text("It may have been deleted or moved")
         page.get_by_role("link", name="All runs").click()
         expect(page.locator("main")).to_contain_text("fedleak run simulations/quickstart.toml")
