@@ -1,4 +1,4 @@
-"""What matching sentences costs: a candidate of LAMP and a step of its cosine, against a plain loop over sentences."""
+"""What matching sentences costs: a candidate of LAMP, a step of its cosine and of TAG, against a plain loop over sentences."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from attacks.base import Knowledge, Observation, Sentences, Wave
-from attacks.text.likeness import Guess, Matcher
+from attacks.text.likeness import Guess, Kind, Matcher
 from client.models import detached_params
 from client.rng import generator
 from client.text import LanguageModel, encoder
@@ -21,6 +21,8 @@ from simulations.benchmarks.figures import Figure, Progress, Report, interleaved
 
 MINILM = "minilm"
 CANDIDATE, STEP = "a candidate, scored among others", "a cosine step, among other sentences"
+TAG_STEP = "a step of TAG, among other sentences"
+L1 = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +60,9 @@ class Problem:
             seen.append(Observation(1, k, self.params, {name: t.detach() for name, t in update.items()}))
         return Wave.stack(seen)
 
-    @cached_property
-    def matcher(self) -> Matcher:
+    def matcher(self, kind: Kind) -> Matcher:
         known = Knowledge(self.model, chain(local_sgd(1.0)), (self.length,), 2, 1, (), (), text=Sentences())
-        return Matcher(self.wave, known, "cosine")
+        return Matcher(self.wave, known, kind, L1)
 
     def guess(self, count: int, owners: Tensor) -> Guess:
         """So many random guesses at some of the sentences."""
@@ -79,20 +80,26 @@ class Problem:
 
 
 class Plain:
-    """The published loop: one sentence after the other, all gradients formed, their cosines tensor by tensor.
+    """The published loop: one sentence after the other, all gradients formed, their distances tensor by tensor.
 
     Keys' biases are left out of it, too: their cosine is that of rounding, and no two ways to compute it agree.
+
+    Args:
+        kind: cosine, or l2_l1.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.model, self.params = problem.model, problem.params
-        self.leaves = {k: problem.params[k].clone().requires_grad_() for k in problem.matcher.names}
+    def __init__(self, problem: Problem, kind: Kind) -> None:
+        self.model, self.params, self.kind = problem.model, problem.params, kind
+        self.leaves = {k: problem.params[k].clone().requires_grad_() for k in problem.matcher(kind).names}
         self.seen = {k: -problem.wave.update[k] for k in self.leaves}
 
     def distance(self, x: Tensor, y: Tensor, owner: int, slopes: bool) -> Tensor:
         """Of one guess x (1, L, width)."""
         value = F.cross_entropy(functional_call(self.model, self.params | self.leaves, (x,)), y)
         found = torch.autograd.grad(value, list(self.leaves.values()), create_graph=slopes, materialize_grads=True)
+        if self.kind == "l2_l1":
+            apart = [self.seen[k][owner] - g for k, g in zip(self.leaves, found, strict=True)]
+            return torch.stack([t.square().sum() + L1 * t.abs().sum() for t in apart]).sum()
         terms = [
             1 - (g * self.seen[k][owner]).sum() / (g.norm() * self.seen[k][owner].norm()).clamp_min(1e-20)
             for k, g in zip(self.leaves, found, strict=True)
@@ -121,11 +128,11 @@ def text(
     candidates: int = 64,
     repetitions: int = 5,
 ) -> Report:
-    """Both costs in CPU milliseconds, ours and the plain loop's in turns; on MiniLM-L6 where no other model is given."""
+    """The costs in CPU milliseconds, ours and the plain loop's in turns; on MiniLM-L6 where no other model is given."""
     settings: dict[str, object] = dict(
         sentences=f"{length} tokens, words at random, word embeddings frozen, float32, one update each",
         candidate=f"the mean of {candidates} of one sentence", step=f"the mean of {sentences} sentences together",
-        plain="one after the other, every gradient formed, cosines tensor by tensor; of as few as take a second",
+        plain="one after the other, every gradient formed, distances tensor by tensor; of as few as take a second",
         threads=1, seed=0, repetitions=repetitions, clock="CPU milliseconds, medians of interleaved repetitions",
     )  # fmt: skip
     if model is None:
@@ -135,22 +142,25 @@ def text(
             return Report((Figure(CANDIDATE, None, "ms", note=str(error)),), settings)
     with one_thread():
         problem = Problem(model, length, sentences, candidates)
-        plain = Plain(problem)
-        few = {"candidate": _first(problem.proposed, 8), "step": _first(problem.together, 4)}
-        counts = {"candidate": candidates, "step": sentences, "plain candidate": 8, "plain step": 4}
-        counts = {k: min(n, counts[k.split()[-1]]) for k, n in counts.items()}
-        works: Mapping[str, Callable[[], object]] = {
-            "candidate": lambda: problem.matcher.value(problem.proposed),
-            "plain candidate": lambda: plain.values(few["candidate"]),
-            "step": lambda: problem.matcher.value_and_slopes(problem.together),
-            "plain step": lambda: plain.slopes(few["step"]),
+        matcher, plain = problem.matcher("cosine"), Plain(problem, "cosine")
+        tag, plain_tag = problem.matcher("l2_l1"), Plain(problem, "l2_l1")
+        proposed, together = problem.proposed, problem.together
+        few, fewer = _first(proposed, 8), _first(together, 4)
+        works: Mapping[str, tuple[int, Callable[[], object]]] = {
+            "candidate": (len(proposed.x), lambda: matcher.value(proposed)),
+            "plain candidate": (len(few.x), lambda: plain.values(few)),
+            "step": (len(together.x), lambda: matcher.value_and_slopes(together)),
+            "plain step": (len(fewer.x), lambda: plain.slopes(fewer)),
+            "tag": (len(together.x), lambda: tag.value_and_slopes(together)),
+            "plain tag": (len(fewer.x), lambda: plain_tag.slopes(fewer)),
         }
-        spent = interleaved(works, repetitions, progress)
-    each = {name: 1000 * median(times) / counts[name] for name, times in spent.items()}
+        spent = interleaved({name: work for name, (_, work) in works.items()}, repetitions, progress)
+    each = {name: 1000 * median(times) / works[name][0] for name, times in spent.items()}
     return Report(
         (
             *_figures(CANDIDATE, each["candidate"], each["plain candidate"], 25.0, 3.5),
             *_figures(STEP, each["step"], each["plain step"], 45.0, 5.0),
+            *_figures(TAG_STEP, each["tag"], each["plain tag"]),
         ),
         settings,
     )
@@ -168,7 +178,9 @@ def _first(guess: Guess, count: int) -> Guess:
     return Guess(*(t[:count] for t in guess))
 
 
-def _figures(name: str, ours: float, plain: float, at_most: float, ratio: float) -> list[Figure]:
+def _figures(
+    name: str, ours: float, plain: float, at_most: float | None = None, ratio: float | None = None
+) -> list[Figure]:
     note = f"{ours:.1f} ms against {plain:.1f}"
     return [
         Figure(name, ours, "ms", at_most=at_most),

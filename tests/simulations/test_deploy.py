@@ -604,7 +604,7 @@ def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(tmp_path: Path
     )
     deployment = Deployment.open(folder)
     command = [sys.executable, "-m", "simulations.cli", "deploy", "up", str(folder), "--local"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     assert "the services are being ended" in done.stderr and " of 3 clients" not in done.stderr, "all took part"
     assert "graded by the clients, to 0.5 dB" in done.stdout and "labels are graded by no client" in done.stdout

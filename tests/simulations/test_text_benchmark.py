@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from attacks.text.likeness import Kind
 from client.text import LanguageModel, tiny_bert
 from client.tokenizer import wordpiece
 from simulations.benchmarks.__main__ import BENCHMARKS
@@ -21,20 +22,21 @@ def model() -> LanguageModel:
         return tiny_bert((8,), words, "classification", 2, freeze=("words",))
 
 
-def test_the_plain_loop_and_ours_compute_the_same(model: LanguageModel) -> None:
+@pytest.mark.parametrize("kind", ["cosine", "l2_l1"])
+def test_the_plain_loop_and_ours_compute_the_same(model: LanguageModel, kind: Kind) -> None:
     problem = Problem(model, 8, 3, 5)
-    plain = Plain(problem)
-    ours, slopes, _ = problem.matcher.value_and_slopes(problem.together)
+    plain, matcher = Plain(problem, kind), problem.matcher(kind)
+    ours, slopes, _ = matcher.value_and_slopes(problem.together)
     assert torch.allclose(ours, plain.values(problem.together), atol=1e-5)
     assert torch.allclose(slopes, plain.slopes(problem.together), atol=1e-5 * float(slopes.abs().max()))
-    assert torch.allclose(problem.matcher.value(problem.proposed), plain.values(problem.proposed), atol=1e-5)
+    assert torch.allclose(matcher.value(problem.proposed), plain.values(problem.proposed), atol=1e-5)
 
 
-def test_four_figures_with_their_ratios(model: LanguageModel) -> None:
+def test_six_figures_with_their_ratios(model: LanguageModel) -> None:
     told: list[tuple[int, int]] = []
     report = text(lambda *step: told.append(step), model, 8, sentences=3, candidates=5, repetitions=1)
-    assert told == [(i, 8) for i in range(1, 9)]
-    for ours, ratio in (report.figures[:2], report.figures[2:]):
+    assert told == [(i, 12) for i in range(1, 13)]
+    for ours, ratio in zip(report.figures[::2], report.figures[1::2], strict=True):
         assert ours.value is not None and ratio.value is not None
         first, second = (float(part) for part in ratio.note.replace(" ms", "").split(" against "))
         assert ours.value == pytest.approx(first, abs=0.06)
