@@ -222,17 +222,19 @@ def estimate(trial: Trial, scene: Scene, seed: int, wave: int) -> float:
     """Seconds that an attack will take, from a few iterations on its first wave, without what is prepared once for all."""
     if trial.budget.iterations <= 2 * PILOT:
         return 0.0
-    wave = min(wave, FEW) if scene.words is not None else wave
-    # LAMP moves words once a period, which costs as much as the iterations between
-    pilot = min(getattr(trial.build(), "period", PILOT), trial.budget.iterations // 2)
+    # LAMP moves words once a period, which costs as much as the iterations between; what is trained, is for whole waves
+    period = getattr(trial.build(), "period", None)
+    wave = wave if period is None else min(wave, FEW)
+    pilot = min(period or PILOT, trial.budget.iterations // 2)
     seconds = []
-    for iterations in (1, 1, 1 + pilot):  # the first prepares what the others find: a language model, simulated updates
+    # the first prepares what the others find: a language model, simulated updates; no budget twice, as training is kept
+    for iterations in (1, 2, 2 + pilot):
         started = time.perf_counter()
         _reconstruct(trial, replace(trial.budget, iterations=iterations), scene, seed, next(_waves(scene, wave)))
         seconds.append(time.perf_counter() - started)
     waves = len(list(_waves(scene, wave)))
     each = max(seconds[2] - seconds[1], 0.0) / pilot
-    return waves * (seconds[1] + each * (trial.budget.iterations - 1))
+    return waves * (seconds[1] + each * (trial.budget.iterations - 2))
 
 
 # --------------------------------------------------------------------------------------------------------- the figures

@@ -349,6 +349,25 @@ def test_an_estimate_counts_what_every_wave_costs_and_not_what_is_prepared_once(
     assert estimate(cell.trials[0], stage(cell, 0), 0, 1) == 3 * (5 + 2 * 50)
 
 
+def test_an_estimate_of_what_is_trained_counts_its_lessons_and_is_of_whole_waves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each budget's training is kept: 40 s of lessons, then 2 s an iteration, and nothing where it was trained before."""
+    clock, trained = [0.0], set[int]()
+
+    def spend(trial: Trial, budget: Any, scene: Any, seed: int, part: slice) -> None:
+        assert part == slice(0, 6)
+        if budget.iterations not in trained:
+            clock[0] += 40 + 2 * budget.iterations
+        trained.add(budget.iterations)
+
+    monkeypatch.setattr(reproduce, "_reconstruct", spend)
+    monkeypatch.setattr(reproduce.time, "perf_counter", lambda: clock[0])
+    rows = {"name": "rows", "use": "attacks.text.rows:learned_rows", "iterations": 50, "metrics": ["rouge1"]}
+    cell = only(sentences(cell={"attack": [rows]}, n=6))
+    assert estimate(cell.trials[0], stage(cell, 0), 0, 6) == 40 + 2 * 50
+
+
 def outcome(mse: list[float], iterations: list[float]) -> Outcome:
     errors = torch.tensor(mse, dtype=torch.float64)[:, None]
     scores = {"psnr": -10 * errors.log10(), "mse": errors}
