@@ -103,6 +103,13 @@ def test_lamps_figures_are_the_kept_ones() -> None:
     assert line.endswith(f"| {'; '.join(figures)} % |")
 
 
+def test_what_learned_rows_reads_under_defenses_is_told() -> None:
+    rows = json.loads((ROOT / "simulations/papers/results/lti_text_defended.json").read_text())["rows"]
+    kept = {row["cell"]: row["here"] for row in rows if row["metric"] == "token_accuracy"}
+    (line,) = (line for line in README.splitlines() if line.startswith("| these words under sign"))
+    assert line.endswith(f"| {'; '.join(f'{kept[cell]:.1f}' for cell in ('sign', 'prune .99', 'noise .01'))} % |")
+
+
 def test_exact_attacks_are_told_as_they_were_measured() -> None:
     rows = [
         row
