@@ -147,7 +147,7 @@ class Seen:
         for name, part in parts.items():
             seen = self.gradient[name]
             if isinstance(part, Factors):
-                found.append(_Apart.apply(*part, seen, owners, l1))  # type: ignore[no-untyped-call]
+                found.append(_Apart.apply(*part, seen, owners, l1, torch.is_grad_enabled()))  # type: ignore[no-untyped-call]
             else:
                 difference = (formed(part, seen.shape[1:]) - seen[owners]).flatten(1)
                 found.append(difference.square().sum(1) + l1 * difference.abs().sum(1))
@@ -182,8 +182,10 @@ class _Apart(Function):
     """Squares and l1 times magnitudes (P,) of the difference of products by rows from matrices (K, out, in)."""
 
     @staticmethod
-    def forward(ctx: Any, signal: Tensor, input: Tensor, seen: Tensor, owners: Tensor, l1: float) -> Tensor:
-        by_signal, by_input, found = torch.empty_like(signal), torch.empty_like(input), []
+    def forward(
+        ctx: Any, signal: Tensor, input: Tensor, seen: Tensor, owners: Tensor, l1: float, slopes: bool
+    ) -> Tensor:
+        found, by_signal, by_input = [], torch.empty_like(signal), torch.empty_like(input)
         apart, signs = torch.empty_like(seen[0]), torch.empty_like(seen[0])
         for p, owner in enumerate(owners.tolist()):
             # few passes over matrices that stay in the cache: they are what this costs
@@ -191,9 +193,10 @@ class _Apart(Function):
             torch.sign(apart, out=signs)
             flat = apart.view(-1)
             found.append(torch.dot(flat, flat) + l1 * torch.dot(flat, signs.view(-1)))
-            half = torch.add(apart, signs, alpha=l1 / 2, out=signs)
-            by_signal[p] = 2 * torch.mm(half, input[p].T).T
-            by_input[p] = 2 * torch.mm(signal[p], half)
+            if slopes:
+                half = torch.add(apart, signs, alpha=l1 / 2, out=signs)
+                by_signal[p] = 2 * torch.mm(half, input[p].T).T
+                by_input[p] = 2 * torch.mm(signal[p], half)
         ctx.save_for_backward(by_signal, by_input)
         return torch.stack(found)
 
@@ -201,7 +204,7 @@ class _Apart(Function):
     @once_differentiable
     def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor | None, ...]:
         by_signal, by_input = ctx.saved_tensors
-        return by_value[:, None, None] * by_signal, by_value[:, None, None] * by_input, None, None, None
+        return by_value[:, None, None] * by_signal, by_value[:, None, None] * by_input, None, None, None, None
 
 
 def _tensor(part: Part) -> Tensor:
