@@ -33,6 +33,7 @@ from simulations.sheets import IMAGE_METRICS, TEXT_METRICS, Cell, Sheet, Trial, 
 from simulations.vigilance import guard_world, patient_world
 
 PILOT = 3  # iterations from which an attack's duration is estimated
+SILENCE = 60.0  # seconds between two words on how far an attack is
 DRAWS = 2000  # of the bootstrap of a ratio
 SUCCESS = 1e-3  # mean squared error below which an image counts as recovered
 RANDOM = 10  # answers of random words to each update, whose mean is the floor
@@ -87,12 +88,19 @@ class Outcome:
         return next(iter(self.scores.values())).numel()
 
 
-def attack(trial: Trial, scene: Scene, seed: int, wave: int) -> Outcome:
-    """Attack every update of a scene, then grade; a failed attack is counted, and graded as a grey image or as no words."""
+def attack(
+    trial: Trial, scene: Scene, seed: int, wave: int, done: Callable[[int], None] = lambda count: None
+) -> Outcome:
+    """Attack every update of a scene, then grade; a failed attack is counted, and graded as a grey image or as no words.
+
+    Args:
+        done: is told after each wave how many updates have been attacked.
+    """
     started = time.perf_counter()
     found: list[Reconstruction] = []
     for part in _waves(scene, wave):
         found += _reconstruct(trial, trial.budget, scene, seed, part)
+        done(part.stop)
     seconds = time.perf_counter() - started
     failed = [r for r in found if r.x is None or not bool(torch.isfinite(r.x).all())]
     return Outcome(
@@ -439,10 +447,26 @@ def reproduce(sheet: Sheet, say: Say) -> Iterator[Row]:
         expected += [estimate(trial, scenes[cell.name], sheet.seed, cell.wave) for trial in cell.trials]
     outcomes: dict[str, dict[str, Outcome]] = {}
     for i, (cell, trial) in enumerate(jobs):
-        say(f"{i + 1} of {len(jobs)}: {cell.name}, {trial.name}; about {sum(expected[i:]):.0f} s left")
+        job, scene = f"{i + 1} of {len(jobs)}: {cell.name}, {trial.name}", scenes[cell.name]
+        say(f"{job}; about {sum(expected[i:]):.0f} s left")
         of_cell = outcomes.setdefault(cell.name, {})
-        of_cell[trial.name] = attack(trial, scenes[cell.name], sheet.seed, cell.wave)
+        after = _teller(say, job, len(scene.observations), sum(expected[i + 1 :]))
+        of_cell[trial.name] = attack(trial, scene, sheet.seed, cell.wave, after)
         yield from figures(cell, trial, of_cell[trial.name], of_cell, scenes[cell.name].note)
+
+
+def _teller(say: Say, job: str, updates: int, later: float) -> Callable[[int], None]:
+    """Says every SILENCE seconds how far an attack is, and what it will take at the pace that it has."""
+    started = told = time.perf_counter()
+
+    def done(count: int) -> None:
+        nonlocal told
+        now = time.perf_counter()
+        if count < updates and now - told >= SILENCE:
+            told, left = now, (now - started) / count * (updates - count) + later
+            say(f"{job}: {count} of {updates} updates; about {left:.0f} s left")
+
+    return done
 
 
 def _figures_of_world(world: World, seed: int, say: Say) -> list[Row]:

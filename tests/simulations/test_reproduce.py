@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from attacks.base import Reconstruction
 from attacks.metrics import PSNR_CAP
 from client.components import SpecError
 from client.corpora import phrases
@@ -366,6 +367,22 @@ def test_an_estimate_of_what_is_trained_counts_its_lessons_and_is_of_whole_waves
     rows = {"name": "rows", "use": "attacks.text.rows:learned_rows", "iterations": 50, "metrics": ["rouge1"]}
     cell = only(sentences(cell={"attack": [rows]}, n=6))
     assert estimate(cell.trials[0], stage(cell, 0), 0, 6) == 40 + 2 * 50
+
+
+def test_a_long_attack_says_how_far_it_is_at_its_own_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that stands still but for 50 s an update: two of five are told, each a minute or more after the word before."""
+    clock, said = [0.0], list[str]()
+
+    def spend(*_: Any) -> list[Reconstruction]:
+        clock[0] += 50
+        return [Reconstruction(None, None, 0.0, 1, 0.0, "failed", "")]
+
+    monkeypatch.setattr(reproduce, "_reconstruct", spend)
+    monkeypatch.setattr(reproduce.time, "perf_counter", lambda: clock[0])
+    list(run(sheet(n=5, wave=1), said.append))
+    job = "1 of 1: mlp, analytic"
+    told = [f"{job}: 2 of 5 updates; about 150 s left", f"{job}: 4 of 5 updates; about 50 s left"]
+    assert said == ["preparing mlp, 1 of 1 cells", f"{job}; about 0 s left", *told]
 
 
 def outcome(mse: list[float], iterations: list[float]) -> Outcome:
