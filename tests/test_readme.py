@@ -103,6 +103,14 @@ def test_lamps_figures_are_the_kept_ones() -> None:
     assert line.endswith(f"| {'; '.join(figures)} % |")
 
 
+def test_what_matching_sentences_costs_is_told() -> None:
+    figures = json.loads((ROOT / "simulations/benchmarks/results/text.json").read_text())["figures"]
+    pairs = zip(figures[::2], figures[1::2], strict=True)
+    (line,) = (line for line in README.splitlines() if line.startswith("| matching sentences on MiniLM-L6"))
+    told = "; ".join(f"{ours['value']:.1f} ms, {ratio['value']:.1f} times" for ours, ratio in pairs)
+    assert line.endswith(f"| {told} |")
+
+
 def test_what_learned_rows_reads_under_defenses_is_told() -> None:
     rows = json.loads((ROOT / "simulations/papers/results/lti_text_defended.json").read_text())["rows"]
     kept = {row["cell"]: row["here"] for row in rows if row["metric"] == "token_accuracy"}
