@@ -380,7 +380,7 @@ def test_as_published_and_put_right_are_apart(make: Callable[..., Seen]) -> None
 
 def test_the_way_is_told(make: Callable[..., Seen]) -> None:
     wave, known, _ = make()
-    assert (lamp().matcher(wave, known).way, tag().matcher(wave, known).way) == ("products", "formed")
+    assert (lamp().matcher(wave, known).way, tag().matcher(wave, known).way) == ("products", "streamed")
     wave, known, _ = make(links=(local_sgd(0.1, steps=2),))
     assert lamp().matcher(wave, known).way == "chain"
 
