@@ -87,6 +87,17 @@ def test_the_threat_models_figures_are_the_kept_ones() -> None:
     assert "; ".join(f"{value:.4f}".removeprefix("0") for value in four) in README
 
 
+def test_what_learns_is_told_beside_what_matches() -> None:
+    told = []
+    for chain in ("sign", "prune", "gauss"):
+        path = ROOT / f"simulations/papers/results/lti_lenet_{chain}_all_attacks.json"
+        kept = {row["attack"]: row["here"] for row in json.loads(path.read_text())["rows"] if row["metric"] == "mse"}
+        each = (kept[name] for name in ("learning_to_invert", "ig", "gi_gip"))
+        told.append(", ".join(f"{value:.4f}".removeprefix("0") for value in each))
+    (line,) = (line for line in README.splitlines() if line.startswith("| 64 of these images under sign"))
+    assert line.endswith(f"| {'; '.join(told)} |")
+
+
 def test_lamps_figures_are_the_kept_ones() -> None:
     def told(sheet: str, ending: str) -> str:
         rows = json.loads((ROOT / f"simulations/papers/results/{sheet}.json").read_text())["rows"]
