@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,22 @@ def test_what_learns_is_told_beside_what_matches() -> None:
         told.append(", ".join(f"{value:.4f}".removeprefix("0") for value in each))
     (line,) = (line for line in README.splitlines() if line.startswith("| 64 of these images under sign"))
     assert line.endswith(f"| {'; '.join(told)} |")
+
+
+def test_what_auxiliary_images_are_worth_is_told() -> None:
+    def told(sheets: Sequence[str], chosen: Sequence[str]) -> str:
+        paths = [ROOT / f"simulations/papers/results/{sheet}.json" for sheet in sheets]
+        rows = [row for path in paths for row in json.loads(path.read_text())["rows"] if row["metric"] == "mse"]
+        kept = {row["cell" if row["attack"] == "ridge" else "attack"]: row["here"] for row in rows}
+        return "; ".join(f"{kept[name]:.4f}".removeprefix("0") for name in chosen)
+
+    chains = ("none", "sign", "prune", "gauss")
+    resnet = told([f"lti_resnet20_{chain}" for chain in chains], [f"{chain} B=1" for chain in chains])
+    both = ("lti_auxiliary", "lti_auxiliary_beta_1")
+    sizes = told(both, [f"{size} images" for size in (500, 1000, 2500, 5000, 10000)])
+    shares = told(both, [f"beta {beta}" for beta in ("0", "0.01", "0.1", "0.5", "1")])
+    for figures in (resnet, sizes, shares):
+        assert f" | {figures} |\n" in README
 
 
 def test_lamps_figures_are_the_kept_ones() -> None:
