@@ -108,10 +108,11 @@ def test_what_auxiliary_images_are_worth_is_told() -> None:
 
     chains = ("none", "sign", "prune", "gauss")
     resnet = told([f"lti_resnet20_{chain}" for chain in chains], [f"{chain} B=1" for chain in chains])
+    four = told([f"lti_resnet20_{chain}_4" for chain in chains], [f"{chain} B=4" for chain in chains])
     both = ("lti_auxiliary", "lti_auxiliary_beta_1")
     sizes = told(both, [f"{size} images" for size in (500, 1000, 2500, 5000, 10000)])
     shares = told(both, [f"beta {beta}" for beta in ("0", "0.01", "0.1", "0.5", "1")])
-    for figures in (resnet, sizes, shares):
+    for figures in (resnet, four, sizes, shares):
         assert f" | {figures} |\n" in README
 
 
