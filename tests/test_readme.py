@@ -147,7 +147,12 @@ def test_what_learned_rows_reads_under_defenses_is_told() -> None:
         return {row["cell"]: row["here"] for row in rows if row["metric"] == "token_accuracy"}
 
     told = {**kept("lti_text_defended"), **kept("lti_text_prune_tag"), **kept("lti_text_noise_tag")}
-    cells = ("sign", "prune .99", "noise .01", *(f"{chain}, frequencies and TAG" for chain in ("prune .99", "noise .01")))
+    cells = (
+        "sign",
+        "prune .99",
+        "noise .01",
+        *(f"{chain}, frequencies and TAG" for chain in ("prune .99", "noise .01")),
+    )
     figures = [f"{told[cell]:.1f}" for cell in cells]
     (line,) = (line for line in README.splitlines() if line.startswith("| these words under sign"))
     assert line.endswith(f"| {'; '.join(figures)} % |")
