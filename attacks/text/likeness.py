@@ -42,14 +42,11 @@ class Likeness:
     signed: Literal["", "hinge", "tanh"] = ""
 
     @property
-    def by_products(self) -> bool:
-        """Whether inner products decide it."""
-        return self.kind != "l2_l1" and not self.visible and not self.signed
-
-    @property
-    def by_differences(self) -> bool:
-        """Whether it is a sum over all entries' differences."""
-        return self.kind == "l2_l1" and not self.visible and not self.signed
+    def way(self) -> Way:
+        """The cheapest way to it where the update is one gradient."""
+        if self.visible or self.signed:
+            return "formed"
+        return "streamed" if self.kind == "l2_l1" else "products"
 
     def of_table(self, table: Table) -> Tensor:
         """Distances (P,) by the products of every tensor."""
@@ -148,9 +145,7 @@ class Matcher:
         whole = chain.parts == 1 and chain.slice_of(size) == size
         if not (plain and whole and chain.local.steps == 1 and is_mean(self.known.loss, self.known.classes)):
             return "chain"
-        if self.likeness.by_products:
-            return "products"
-        return "streamed" if self.likeness.by_differences else "formed"
+        return self.likeness.way
 
     def value(self, guess: Guess) -> Tensor:
         """Distances (P,)."""
@@ -201,9 +196,9 @@ class Matcher:
         x, y, mask, owners = guess
         found = gradients(self.model, self.params, x, y, mask, self.known.loss, self.names, differentiable)
         with torch.set_grad_enabled(differentiable):
-            if self.likeness.by_products:
+            if self.way == "products":
                 return self.likeness.of_table(self.seen.table(found, owners))
-            if self.likeness.by_differences:
+            if self.way == "streamed":
                 return self.seen.apart(found, owners, self.likeness.l1)
             whole = {name: formed(part, self.params[name].shape) for name, part in found.items()}
             seen = {name: self.seen.gradient[name][owners] for name in whole}

@@ -243,7 +243,7 @@ WAYS: list[tuple[tuple[Transform, ...], int, Kind, Way]] = [
     ((local_sgd(RATE),), 2, "cosine", "products"),
     ((local_sgd(RATE),), 2, "l2_l1", "streamed"),
     ((local_sgd(RATE), prune(0.3)), 1, "l2_l1", "formed"),
-    ((gaussian(0.001), local_sgd(RATE)), 2, "squared", "products"),
+    ((gaussian(0.01), local_sgd(RATE)), 2, "squared", "products"),
     ((local_sgd(RATE), prune(0.3)), 1, "cosine", "formed"),
     ((local_sgd(RATE), mask(0.5)), 1, "squared", "chain"),
     ((local_sgd(RATE), mask(0.5, seed=1)), 1, "squared", "chain"),
