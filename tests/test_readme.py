@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,12 @@ from simulations.sweep import Row, Sweep, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+
+
+def rows_of(sheet: str) -> list[dict[str, Any]]:
+    """The kept figures of a paper's sheet."""
+    rows: list[dict[str, Any]] = json.loads((ROOT / f"simulations/papers/results/{sheet}.json").read_text())["rows"]
+    return rows
 
 
 def first_cells() -> list[str]:
@@ -43,7 +50,7 @@ def test_every_malice_is_in_the_table_and_no_other() -> None:
 
 def test_the_threat_models_figures_are_the_kept_ones() -> None:
     def kept(sheet: str, cell: str, metric: str) -> float:
-        rows = json.loads((ROOT / f"simulations/papers/results/{sheet}.json").read_text())["rows"]
+        rows = rows_of(sheet)
         (value,) = {row["here"] for row in rows if (row["cell"], row["metric"]) == (cell, metric)}
         return float(value)
 
@@ -51,11 +58,11 @@ def test_the_threat_models_figures_are_the_kept_ones() -> None:
         assert f"{100 * kept('trap_weights', cell, 'verbatim'):.1f} %" in README
     assert f"{100 * kept('imprint', 'N=64, K=256', 'verbatim'):.1f} % verbatim" in README
     assert kept("guard", "all networks", "false_alarms") == 0
-    rows = json.loads((ROOT / "simulations/papers/results/guard.json").read_text())["rows"]
+    rows = rows_of("guard")
     seen = [row for row in rows if row["metric"] == "detected"]
     assert {row["here"] for row in seen} == {1}
     assert {row["attack"] for row in seen} == {name.rpartition(":")[2] for name in MALICE.names()}
-    patient = json.loads((ROOT / "simulations/papers/results/guard_patient.json").read_text())["rows"]
+    patient = rows_of("guard_patient")
     assert {row["here"] for row in patient} == {0, 1}
     missed = {(row["attack"], row["cell"]) for row in patient if row["here"] == 0}
     assert {cell for attack, cell in missed if attack == "optimised_features"} == {"mlp, MNIST"}
@@ -91,8 +98,8 @@ def test_the_threat_models_figures_are_the_kept_ones() -> None:
 def test_what_learns_is_told_beside_what_matches() -> None:
     told = []
     for chain in ("sign", "prune", "gauss"):
-        path = ROOT / f"simulations/papers/results/lti_lenet_{chain}_all_attacks.json"
-        kept = {row["attack"]: row["here"] for row in json.loads(path.read_text())["rows"] if row["metric"] == "mse"}
+        rows = rows_of(f"lti_lenet_{chain}_all_attacks")
+        kept = {row["attack"]: row["here"] for row in rows if row["metric"] == "mse"}
         each = (kept[name] for name in ("learning_to_invert", "ig", "gi_gip"))
         told.append(", ".join(f"{value:.4f}".removeprefix("0") for value in each))
     (line,) = (line for line in README.splitlines() if line.startswith("| 64 of these images under sign"))
@@ -101,8 +108,7 @@ def test_what_learns_is_told_beside_what_matches() -> None:
 
 def test_what_auxiliary_images_are_worth_is_told() -> None:
     def told(sheets: Sequence[str], chosen: Sequence[str]) -> str:
-        paths = [ROOT / f"simulations/papers/results/{sheet}.json" for sheet in sheets]
-        rows = [row for path in paths for row in json.loads(path.read_text())["rows"] if row["metric"] == "mse"]
+        rows = [row for sheet in sheets for row in rows_of(sheet) if row["metric"] == "mse"]
         kept = {row["cell" if row["attack"] == "ridge" else "attack"]: row["here"] for row in rows}
         return "; ".join(f"{kept[name]:.4f}".removeprefix("0") for name in chosen)
 
@@ -118,7 +124,7 @@ def test_what_auxiliary_images_are_worth_is_told() -> None:
 
 def test_lamps_figures_are_the_kept_ones() -> None:
     def told(sheet: str, ending: str) -> str:
-        rows = json.loads((ROOT / f"simulations/papers/results/{sheet}.json").read_text())["rows"]
+        rows = rows_of(sheet)
         kept = {row["metric"]: row["here"] for row in rows}
         return ", ".join(f"{kept[name + ending]:.1f}" for name in ("rouge1", "rouge2", "rougeL"))
 
@@ -126,7 +132,7 @@ def test_lamps_figures_are_the_kept_ones() -> None:
     both = [told(sheet, ending) for sheet in ("lamp_table1", "lamp_table1_tag") for ending in ("", "_special")]
     figures = [*both, told("lamp_table1_dlg", "")]
     assert line.endswith(f"| {'; '.join(figures)} % |")
-    rows = json.loads((ROOT / "simulations/papers/results/lamp_table4.json").read_text())["rows"]
+    rows = rows_of("lamp_table4")
     parts = {row["attack"]: row["here"] for row in rows if row["metric"] == "rouge2"}
     (line,) = (line for line in README.splitlines() if line.startswith("| ROUGE-2 of LAMP"))
     figures = [f"{parts[name]:.1f}" for name in ("lamp_cos", "no_lm", "no_discrete", "no_length")]
@@ -143,7 +149,7 @@ def test_what_matching_sentences_costs_is_told() -> None:
 
 def test_what_learned_rows_reads_under_defenses_is_told() -> None:
     def kept(sheet: str) -> dict[str, float]:
-        rows = json.loads((ROOT / f"simulations/papers/results/{sheet}.json").read_text())["rows"]
+        rows = rows_of(sheet)
         return {row["cell"]: row["here"] for row in rows if row["metric"] == "token_accuracy"}
 
     told = {**kept("lti_text_defended"), **kept("lti_text_prune_tag"), **kept("lti_text_noise_tag")}
@@ -162,7 +168,7 @@ def test_exact_attacks_are_told_as_they_were_measured() -> None:
     rows = [
         row
         for name in ("dager", "dager_batches_of_4")
-        for row in json.loads((ROOT / f"simulations/papers/results/{name}.json").read_text())["rows"]
+        for row in rows_of(name)
         if row["metric"] == "exact_sentence" and row["cell"].startswith("cola")
     ]
     assert {row["here"] for row in rows} == {100}
@@ -173,7 +179,7 @@ def test_exact_attacks_are_told_as_they_were_measured() -> None:
 
 
 def kept_by(attack: str, cell: str) -> float:
-    rows = json.loads((ROOT / "simulations/papers/results/lti_lenet.json").read_text())["rows"]
+    rows = rows_of("lti_lenet")
     (value,) = [row["here"] for row in rows if (row["cell"], row["attack"], row["metric"]) == (cell, attack, "mse")]
     return float(value)
 
