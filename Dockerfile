@@ -17,7 +17,7 @@ ENV PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 
-RUN groupadd --gid 10001 fedleak && useradd --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin fedleak
+RUN groupadd --gid 10001 fedgauge && useradd --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin fedgauge
 
 WORKDIR /app
 COPY constraints.txt ./
@@ -32,4 +32,4 @@ RUN pip install -c constraints.txt . && rm -rf /app
 
 WORKDIR /deployment
 USER 10001:10001
-CMD ["fedleak", "--help"]
+CMD ["fedgauge", "--help"]

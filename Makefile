@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: install
-	$(BIN)/fedleak run simulations/quickstart.toml
+	$(BIN)/fedgauge run simulations/quickstart.toml
 
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -24,10 +24,10 @@ lint: install
 	$(BIN)/mypy
 
 bench: install
-	$(BIN)/python -m simulations.benchmarks
+	$(BIN)/python -m fedgauge.simulations.benchmarks
 
 pictures: install
-	$(BIN)/python -m simulations.pictures "$$(ls -d runs/*-quickstart | tail -1)"
+	$(BIN)/python -m fedgauge.simulations.reports.screenshots "$$(ls -d runs/*-quickstart | tail -1)"
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

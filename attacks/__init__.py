@@ -1,3 +1,3 @@
 """What inverts a client, and grades the result: attacks need torch and the client package alone."""
 
-import client  # noqa: F401  (mends torchvision before anything can import it)
+import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from client.update import Batch, Chain, Loss, Params, Randomised, Update, UpdateFn, gradient
+from fedgauge.client.update import Batch, Chain, Loss, Params, Randomised, Update, UpdateFn, gradient
 
 Stream = Callable[..., Generator]  # stream("start", restart): a generator of its own for one purpose of one observation
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
@@ -77,7 +77,7 @@ class Knowledge:
     """The threat model: all that an attack may use besides the observation.
 
     Args:
-        model: the network, with the buffers that the server sent; of text, a client.text:LanguageModel.
+        model: the network, with the buffers that the server sent; of text, a fedgauge.client.models.language:LanguageModel.
         chain: the clients' chain as the attacker believes it to be.
         shape: (C, H, W) of an image, (L,) of a sentence.
         classes, batch_size: as agreed in the federation.

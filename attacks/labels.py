@@ -15,10 +15,10 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
-from attacks.base import Knowledge, Wave
-from client.losses import is_cross_entropy
-from client.models import last_linear
-from client.update import Batch, Params, Update
+from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.client.models.losses import is_cross_entropy
+from fedgauge.client.models.vision import last_linear
+from fedgauge.client.update import Batch, Params, Update
 
 Method = Callable[[Update, Params, Knowledge, "Dummies | None"], Tensor]
 
@@ -45,7 +45,7 @@ def restore(wave: Wave, known: Knowledge, method: str = "auto") -> Tensor:
     if not is_cross_entropy(known.loss):
         raise ValueError(
             "labels are read off softmax - one-hot, the derivative of the plain cross-entropy, and [loss] names another loss: "
-            'hand them to the attacker (labels = "given"), or let it find them (attacks.matching:dlg)'
+            'hand them to the attacker (labels = "given"), or let it find them (dlg)'
         )
     dummies = Dummies(wave.params, known)
     labels = [METHODS[method](wave.alone(k), wave.params, known, dummies) for k in range(len(wave))]
@@ -53,7 +53,7 @@ def restore(wave: Wave, known: Knowledge, method: str = "auto") -> Tensor:
 
 
 def auto(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
-    """The method that was measured best (simulations/benchmarks/labels.py) for what the chain and the update show.
+    """The method that was measured best (simulations/benchmarks/label_restoration.py) for what the chain and the update show.
 
     iDLG for one example; LLG without a whole bias gradient of real magnitudes; iLRG where every example is seen once,
     and of a sum of clients that trained apart, whose mean is no model that any of them had; else the FedAvg average where its

@@ -21,9 +21,9 @@ import torch
 from torch import Generator, Tensor
 from torch.func import functional_call, jvp, vmap
 
-from attacks.base import Knowledge
-from client.losses import is_cross_entropy, slope
-from client.update import (
+from fedgauge.attacks.base import Knowledge
+from fedgauge.client.models.losses import is_cross_entropy, slope
+from fedgauge.client.update import (
     Batch,
     Chain,
     Conditional,

@@ -8,15 +8,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attacks.auxiliary import Auxiliary
-from attacks.base import Attack, Budget, Remembering
-from client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
+from fedgauge.attacks.base import Attack, Budget, Remembering
+from fedgauge.attacks.learned.auxiliary import Auxiliary
+from fedgauge.client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
 
-ATTACK = Kind("an attack", ("attacks",), Attack)
+# groups of the registry
+IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS = "fedgauge.attacks", "fedgauge.text_attacks", "fedgauge.decoders"
+ATTACK = Kind("an attack", (IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS, "fedgauge.baselines"), Attack)
 IMAGE_BASELINES = ("mean_image", "random_image")
 TEXT_BASELINES = ("random_words",)
 BASELINES = IMAGE_BASELINES + TEXT_BASELINES
-TEXT_ATTACKS = "attacks.text."
 LIMITS = ("bayes_limit",)  # no attacks: what none can beat, computed beside them
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 # what an [[attack]] table says beside its component's arguments
@@ -35,7 +36,7 @@ class PlannedAttack:
         defense: known (the attacker inverts the whole chain), unknown (it assumes bare local training) or inferred (it
             inverts what it reads off the updates).
         trace: about so many snapshots are kept of each reconstruction on its way; 0: none.
-        auxiliary: which of the auxiliary images it has (the arguments of attacks.auxiliary's Auxiliary); None: all of them.
+        auxiliary: which of the auxiliary images it has (the arguments of fedgauge.attacks.learned.auxiliary's Auxiliary); None: all of them.
         lengths: of sentences: not told, or given by the threat model.
     """
 
@@ -55,7 +56,7 @@ class PlannedAttack:
         budget = call(Budget, check_arguments(Budget, spent, where), where)
         component = {k: v for k, v in table.items() if k not in _OWN}
         attack = build(component, where, ATTACK, beside=_OWN)
-        name = conform(table.get("name", str(component["use"]).split(":")[1]), str, f"{where}: name")
+        name = conform(table.get("name", str(component["use"]).split(":")[-1]), str, f"{where}: name")
         if not name or not name.replace("_", "").replace("-", "").isalnum():
             raise SpecError(f"{where}: name must be letters, digits, - and _, got {name!r}")
         if name in LIMITS:
@@ -162,8 +163,8 @@ class AttackPlan:
             SpecError: naming table, value and what is allowed.
         """
         planned = [_attack(table, f"[[attack]] #{i}") for i, table in enumerate(tables, 1)]
-        planned += [PlannedAttack(n, {"use": f"attacks.baselines:{n}"}, Budget(1)) for n in baselines]
-        planned += [PlannedAttack(n, {"use": f"attacks.limits:{n}"}, Budget(1)) for n in limits]
+        planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in baselines]
+        planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits]
         for i, p in enumerate(planned[: len(tables)], 1):
             _check_kind(p, tuple(baselines) == TEXT_BASELINES, f"[[attack]] #{i}")
         names = [p.name for p in planned]
@@ -196,7 +197,7 @@ def _attack(table: Table, where: str) -> PlannedAttack:
     """An attack that a scenario asks for: no baseline, nor anything that its name would pass for one."""
     planned = PlannedAttack.from_table(table, where)
     use = str(planned.table["use"])
-    if use.startswith("attacks.baselines:"):
+    if use in BASELINES:
         raise SpecError(f"{where}: {use} is a baseline: baselines always run; leave it out")
     if planned.is_baseline:
         raise SpecError(
@@ -206,9 +207,10 @@ def _attack(table: Table, where: str) -> PlannedAttack:
 
 
 def _check_kind(planned: PlannedAttack, text: bool, where: str) -> None:
-    """Refuse an attack of fedleak's own on what it is not made for; of a user's own nothing is known."""
+    """Refuse a registered attack on what it is not made for; of a user's module nothing is known."""
     use = str(planned.table["use"])
-    if use.startswith("attacks.") and use.startswith(TEXT_ATTACKS) != text:
+    groups = {entry.group for entry in ATTACK.entries() if entry.name == use}
+    if groups and (TEXT_ATTACKS in groups) != text:
         found, wanted = ("images", "sentences") if text else ("sentences", "images")
         raise SpecError(f"{where}: {use} reconstructs {found}, and [data] holds {wanted}")
     if planned.lengths == "given" and not text:
@@ -227,4 +229,4 @@ def describe(value: Any) -> str:
         for k, v in value.items()
         if k not in ("use", "each")
     )
-    return f"{'each ' if value.get('each') else ''}{str(value['use']).split(':')[1]}({arguments})"
+    return f"{'each ' if value.get('each') else ''}{str(value['use']).split(':')[-1]}({arguments})"

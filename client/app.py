@@ -18,16 +18,16 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from client.arrays import head
-from client.grading import batch_to_grade
-from client.grading import grade as grade_images
-from client.guard import WITHHELD, Outbound, inspected, kept_in, withheld
-from client.inspection import REASON
-from client.models import detached_params, floating_buffers
-from client.owner import Drawn, Guard, Own, Owner, Refused, State, Terms, digest_of, own_audit
-from client.protocol import Federation, federation
-from client.rng import generator
-from client.update import Params, Update
+from fedgauge.client.arrays import head
+from fedgauge.client.deployment.grading import batch_to_grade
+from fedgauge.client.deployment.grading import grade as grade_images
+from fedgauge.client.deployment.guard import WITHHELD, Outbound, inspected, kept_in, withheld
+from fedgauge.client.deployment.owner import Drawn, Guard, Own, Owner, Refused, State, Terms, digest_of, own_audit
+from fedgauge.client.inspection import REASON
+from fedgauge.client.models.vision import detached_params, floating_buffers
+from fedgauge.client.protocol import Federation, federation
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Params, Update
 
 STRAGGLED = 100  # error codes of our own: the client was too late by the scenario's wish
 REFUSED = 110  # it does not do what the server asks for, and says why
@@ -62,7 +62,7 @@ def _private(handler: Handler) -> Handler:
         except Refused as reason:
             return Message(Error(REFUSED, str(reason)), reply_to=message)
         except Exception:  # Flower would send its words to the server
-            logging.getLogger("fedleak").exception("fedleak: a question of the server's was not answered")
+            logging.getLogger("fedgauge").exception("fedgauge: a question of the server's was not answered")
             return Message(Error(FAILED, _TOLD), reply_to=message)
 
     return told

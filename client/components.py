@@ -1,11 +1,10 @@
-"""A component is a table with `use` (a dotted name) and its arguments: resolve it, check it, build it.
+"""A component is a table with `use` (its name) and its arguments: find it, check it, build it.
 
-Errors speak to the author of the table: they name the place, the value and what is allowed. Code outside fedleak's packages
-is loaded only where whoever runs this process has allowed its package; which are allowed stands in the environment, so that
-child processes (Flower's, Ray's, the attack service) keep to the same list.
+Errors speak to the author of the table: they name the place, the value and what is allowed. A name is a short one of the
+registry, or module:name in a package that whoever runs this process has allowed. What is allowed stands in the environment,
+so that child processes (Flower's, Ray's, the attack service) keep to the same list.
 """
 
-import importlib
 import inspect
 import os
 import pkgutil
@@ -20,55 +19,53 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from fedgauge.client import registry
+from fedgauge.client.registry import ALLOW, OWN, PLUG_INS, Entry, allowed, is_in
+
 Table = Mapping[str, Any]  # what TOML or JSON gives: values of mixed type, checked here
-ALLOW = "FEDLEAK_ALLOW"  # packages outside fedleak's from which components may be named, with commas between
-ALLOW_PATH = "FEDLEAK_ALLOW_PATH"  # folders, besides Python's own path, in which they are looked for
+ALLOW_PATH = "FEDGAUGE_ALLOW_PATH"  # folders, besides Python's own path, in which allowed packages are looked for
 _Types = tuple[type, ...]
-OURS = frozenset({"client", "defenses", "attacks", "server", "simulations"})
+# the packages that components were named by before they had short names, and the short names that are not the old ones' end
+_FORMER = ("client", "defenses", "attacks", "server", "simulations")
+_RENAMED = {"attacks.text.lamp:dlg": "dlg_text", "attacks.text.learning:learning_to_invert": "learning_to_invert_text"}
 
 
 class SpecError(ValueError):
-    """A mistake in a scenario or protocol, told in a sentence that its author can act on."""
+    """A mistake in a scenario or protocol, explained in a sentence that its author can act on."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of component: where it may be named from, and what it must be.
+    """One kind of component: where the registry lists it, and what it must be.
 
     Args:
         noun: for messages, e.g. "a defense".
-        packages: modules or packages that hold components of this kind.
+        groups: of the registry, e.g. "fedgauge.links".
         type: a class counts if it derives from this type, a function if its return annotation says it returns one.
-        annotated: whether that is asked of a function in an allowed package of a user's, too; else what it returns is
+        annotated: whether that is asked of a function in a user's package, too; else what it returns is
             looked at when it was called.
         outside: types that count for a class or function in such a package; default: this type.
+        narrow: the groups hold other components as well, which the type tells apart.
     """
 
     noun: str
-    packages: tuple[str, ...]
+    groups: tuple[str, ...]
     type: type
     annotated: bool = True
     outside: _Types = ()
+    narrow: bool = False
 
-    def admits(self, target: Any, module: str) -> bool:
-        """Whether an object written in a module is a component of this kind."""
-        # an imported name (client.data:os) is not a component of the module it was imported into
-        if getattr(target, "__module__", "") != module or inspect.isabstract(target):
-            return False
-        name = getattr(target, "__name__", "_")
-        if name.startswith("_") or not name.islower():  # scenarios write lower case; engines (GradientMatching) do not
-            return False
+    def admits(self, target: Any) -> bool:
+        """Whether a registered object of fedgauge's own is a component of this kind."""
         if inspect.isclass(target):
-            return issubclass(target, self.type) and target is not self.type
-        if not inspect.isfunction(target):
-            return False
-        returned = typing.get_type_hints(target).get("return")
+            return issubclass(target, self.type) and target is not self.type and not inspect.isabstract(target)
+        returned = typing.get_type_hints(target).get("return") if inspect.isfunction(target) else None
         return inspect.isclass(returned) and issubclass(returned, self.type)
 
-    def admits_outside(self, target: Any) -> bool:
-        """Whether an object in an allowed package of a user's is, or may turn out to be, a component of this kind."""
-        # what that package has only imported (mine:os.system) was written elsewhere
-        if not _is_in(str(getattr(target, "__module__", "")), allowed()) or inspect.isabstract(target):
+    def admits_outside(self, target: Any, packages: tuple[str, ...]) -> bool:
+        """Whether an object of a user's packages is, or may turn out to be, a component of this kind."""
+        # what a package has only imported (mine:os.system) was written elsewhere
+        if not is_in(str(getattr(target, "__module__", "")), packages) or inspect.isabstract(target):
             return False
         if inspect.isclass(target):
             return issubclass(target, self.outside or self.type) and target is not self.type
@@ -79,48 +76,49 @@ class Kind:
             return not self.annotated
         return inspect.isclass(returned) and issubclass(returned, self.outside or self.type)
 
+    def entries(self) -> list[Entry]:
+        """Every registered component of this kind, fedgauge's own first."""
+        found = [entry for group in self.groups for entry in registry.entries(group)]
+        return [e for e in found if self._holds(e)] if self.narrow else found
+
     def names(self) -> list[str]:
-        """Every component of this kind that is fedleak's own, as `use` names it."""
-        found: list[str] = []
-        for package in self.packages:
-            path = getattr(importlib.import_module(package), "__path__", [])
-            for source in [package, *(m.name for m in pkgutil.walk_packages(path, f"{package}."))]:
-                written = vars(importlib.import_module(source)).items()
-                found += [f"{source}:{name}" for name, value in written if self.admits(value, source)]
-        return sorted(found)
+        """The short names of this kind, in order."""
+        return sorted({entry.name for entry in self.entries()})
+
+    def _holds(self, entry: Entry) -> bool:
+        if not entry.own:
+            return True  # looked at when it is named
+        return self.admits(pkgutil.resolve_name(entry.value))
 
 
 # ---------------------------------------------------------------------------------------------- packages of a user's own
 
 
-def allowed() -> tuple[str, ...]:
-    """The packages outside fedleak's from which components may be named in this process."""
-    return tuple(name for name in os.environ.get(ALLOW, "").split(",") if name)
-
-
-def allow(names: Iterable[str], folders: Iterable[Path] = ()) -> None:
+def allow(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = True) -> None:
     """Let components be named from these packages, and no others, in this process and those that it starts.
 
     Args:
         names: as Python imports them: "mynets", "mynets.small".
         folders: where they are looked for, after Python's own path.
+        plug_ins: whether components that other installed packages register may be named although they are not listed here.
 
     Raises:
-        SpecError: one is no package's name, or is fedleak's own.
+        SpecError: one is no package's name, or is fedgauge's own.
     """
     names = list(dict.fromkeys(names))
     for name in names:
         _check_package(name)
     os.environ[ALLOW] = ",".join(names)
     os.environ[ALLOW_PATH] = os.pathsep.join(dict.fromkeys(str(folder.resolve()) for folder in folders))
+    os.environ[PLUG_INS] = "all" if plug_ins else "allowed"
 
 
 @contextmanager
-def allowing(names: Iterable[str], folders: Iterable[Path] = ()) -> Iterator[None]:
+def allowing(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = True) -> Iterator[None]:
     """`allow` for as long as this lasts: a client's owner lets these packages be loaded, whatever else was allowed before."""
-    before, path = {key: os.environ.get(key) for key in (ALLOW, ALLOW_PATH)}, list(sys.path)
+    before, path = {key: os.environ.get(key) for key in (ALLOW, ALLOW_PATH, PLUG_INS)}, list(sys.path)
     try:
-        allow(names, folders)
+        allow(names, folders, plug_ins)
         yield
     finally:
         sys.path[:] = path
@@ -135,12 +133,8 @@ def _check_package(name: str) -> None:
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         raise SpecError(f"--allow takes a package's name as Python imports it, mynets or mynets.small, got {name!r}")
-    if parts[0] in OURS:
-        raise SpecError(f"--allow {name}: that is a name of fedleak's own packages; give yours another one")
-
-
-def _is_in(module: str, packages: Sequence[str]) -> bool:
-    return any(module == p or module.startswith(p + ".") for p in packages)
+    if parts[0] == OWN:
+        raise SpecError(f"--allow {name}: that is fedgauge's own package; its components have short names")
 
 
 def _importable() -> None:
@@ -158,7 +152,7 @@ def located(table: Table, kind: Kind, base: Path) -> dict[str, Any]:
     try:
         target = resolve(table, "", kind)
         hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except (SpecError, NameError):  # told in its place, where the component is built
+    except (SpecError, NameError):  # reported in its place, where the component is built
         return dict(table)
     paths = {name for name, hint in hints.items() if hint is Path or Path in typing.get_args(hint)}
     return {k: str(base.absolute() / v) if k in paths and isinstance(v, str) else v for k, v in table.items()}
@@ -193,11 +187,10 @@ def build(
 
 def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
     """Call with checked arguments; a refusal by the target names the table, a user's own failure its line, too."""
-    outside = _is_in(str(getattr(target, "__module__", "")), allowed())
     try:
         return target(**arguments)
     except Exception as error:
-        if outside:  # which raises what it likes
+        if is_in(str(getattr(target, "__module__", "")), _users()):  # which raises what it likes
             raise SpecError(f"{where}: {_raised(error)}") from error
         if isinstance(
             error, ValueError | RuntimeError | FileNotFoundError
@@ -206,12 +199,18 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
         raise
 
 
+def _users() -> tuple[str, ...]:
+    """Packages of users: those allowed, and those that register plug-ins."""
+    return (*allowed(), *registry.plug_in_packages())
+
+
 def _raised(error: Exception) -> str:
     """An exception with its type, and where in a user's package it came from."""
+    users = _users()
     own = [
         f"{frame.f_code.co_filename}, line {line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if _is_in(frame.f_globals.get("__name__", ""), allowed())
+        if is_in(frame.f_globals.get("__name__", ""), users)
     ]
     place = f" ({own[-1]})" if own else ""
     return f"{type(error).__name__}: {error}{place}"
@@ -220,51 +219,93 @@ def _raised(error: Exception) -> str:
 def resolve(table: Table, where: str, kind: Kind) -> Callable[..., Any]:
     """The function or class that a table's `use` names."""
     name = table.get("use")
+    if not isinstance(name, str) or not name:
+        raise SpecError(f'{where}: needs use = "name", got {name!r}; {_choices(kind)}')
+    return _of_package(name, where, kind) if ":" in name else _registered(name, where, kind)
 
-    def choices() -> str:
-        return f"{_meant(str(name), kind)}{kind.noun} is one of {', '.join(kind.names())}"
 
-    if not isinstance(name, str) or name.count(":") != 1:
-        raise SpecError(f'{where}: needs use = "module:name", got {name!r}; {choices()}')
-    module = name.split(":")[0]
-    outside = _is_in(module, allowed())
-    if not outside and not _is_in(module, kind.packages):
-        raise SpecError(f"{where}: use = {name!r} is not allowed here; {choices()}{_permission(module)}")
-    if outside:
-        _importable()
+def package_of(table: Table, kind: Kind) -> str:
+    """The top-level package that holds the component a table names; "" where nothing does."""
+    name = str(table.get("use", ""))
+    modules = [name.partition(":")[0]] if ":" in name else [e.module for e in kind.entries() if e.name == name]
+    return modules[0].split(".")[0] if modules else ""
+
+
+def is_own(table: Table, kind: Kind) -> bool:
+    """Whether the component that a table names is fedgauge's own."""
+    return package_of(table, kind) == OWN
+
+
+def _registered(name: str, where: str, kind: Kind) -> Callable[..., Any]:
+    """The component of a short name."""
+    found = [entry for entry in kind.entries() if entry.name == name]
+    own = [entry for entry in found if entry.own]  # nobody takes a name from fedgauge
+    if not found:
+        raise SpecError(f"{where}: {_meant(name, kind)}nothing is called {name!r}; {_choices(kind)}")
+    if not own and len(found) > 1:
+        packages = " and ".join(sorted(entry.package for entry in found))
+        raise SpecError(f"{where}: {name!r} is registered by {packages}: uninstall all but one of them")
+    entry = (own or found)[0]
     try:
-        target = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(f"{where}: nothing is called {name!r}{_found(module, error, outside)}; {choices()}") from error
-    if outside and not kind.admits_outside(target):
-        raise SpecError(f"{where}: {name!r} is not {kind.noun}: {_expected(kind, module)}")
-    if not outside and not kind.admits(target, module):
-        raise SpecError(f"{where}: {name!r} is not {kind.noun}; {choices()}")
+        target = pkgutil.resolve_name(entry.value)
+    except Exception as error:  # a plug-in may raise anything while it is imported
+        if entry.own:
+            raise
+        raise SpecError(f"{where}: {name!r} cannot be imported from {entry.package}: {_raised(error)}") from error
+    if not entry.own and not kind.admits_outside(target, (entry.module.split(".")[0],)):
+        raise SpecError(f"{where}: {name!r} of {entry.package} is not {kind.noun}: {_expected(kind, entry.module)}")
     return typing.cast(Callable[..., Any], target)
 
 
+def _of_package(name: str, where: str, kind: Kind) -> Callable[..., Any]:
+    """The object that module:name is, in a package that is allowed."""
+    module = name.split(":")[0]
+    if name.count(":") != 1:
+        raise SpecError(f'{where}: use is a short name, or "module:name" of a package that is allowed, got {name!r}')
+    if not is_in(module, allowed()):
+        raise SpecError(f"{where}: {_replaced(name, kind) or _forbidden(name, kind)}")
+    _importable()
+    try:
+        target = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(f"{where}: nothing is called {name!r}{_found(module, error)}; {_choices(kind)}") from error
+    if not kind.admits_outside(target, allowed()):
+        raise SpecError(f"{where}: {name!r} is not {kind.noun}: {_expected(kind, module)}")
+    return typing.cast(Callable[..., Any], target)
+
+
+def _choices(kind: Kind) -> str:
+    return f"{kind.noun} is one of {', '.join(kind.names())}"
+
+
 def _meant(name: str, kind: Kind) -> str:
-    """The component whose own name is nearly this one's."""
-    short = {known.rpartition(":")[2]: known for known in kind.names()}
-    near = get_close_matches(name.rpartition(":")[2], short, 1, 0.8)
-    return f"did you mean {short[near[0]]!r}? " if near and short[near[0]] != name else ""
+    """The short name that is nearly this one."""
+    near = get_close_matches(name.rpartition(":")[2], kind.names(), 1, 0.8)
+    return f"did you mean {near[0]!r}? " if near and near[0] != name else ""
 
 
-def _permission(module: str) -> str:
-    """What would have to be said for a module to be loaded; nothing of names that are fedleak's or nobody's."""
-    package = module.split(".")[0]
-    if package in OURS or not package.isidentifier():
+def _replaced(name: str, kind: Kind) -> str:
+    """What says today what an old, dotted name of fedgauge's own said; nothing where there is no such component."""
+    module, _, last = name.partition(":")
+    short = _RENAMED.get(name, last)
+    if module.split(".")[0] not in (*_FORMER, OWN) or short not in kind.names():
         return ""
-    return (
-        f". To load code of your own from there, say --allow {package} on the command line, or {ALLOW}={package} "
-        f'(a client\'s owner: allow = ["{package}"] in the file of the client)'
-    )
+    return f"components have short names now: use = {short!r} in place of {name!r}"
 
 
-def _found(module: str, error: Exception, outside: bool) -> str:
+def _forbidden(name: str, kind: Kind) -> str:
+    package = name.split(".")[0].split(":")[0]
+    permission = ""
+    if package.isidentifier() and package != OWN:
+        permission = (
+            f". To load code of your own from there, say --allow {package} on the command line, or {ALLOW}={package} "
+            f'(a client\'s owner: allow = ["{package}"] in the file of the client)'
+        )
+    return f"use = {name!r} is not allowed here; {_meant(name, kind)}{_choices(kind)}{permission}"
+
+
+def _found(module: str, error: Exception) -> str:
     """Why a name of a user's package was not found: where that package was read, or where it was looked for."""
-    if not outside:
-        return ""
     read = getattr(sys.modules.get(module), "__file__", None)
     folders = os.environ.get(ALLOW_PATH, "") or "Python's own path"
     return f" ({error}; {f'{module} was read from {read}' if read else f'looked for in {folders}'})"

@@ -15,9 +15,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, vmap
 
-from client.data import Shards, batch_of
-from client.rng import secret_generator
-from client.update import Batch, Loss, Memory, Params, drawing, gradient
+from fedgauge.client.data.images import Shards, batch_of
+from fedgauge.client.rng import secret_generator
+from fedgauge.client.update import Batch, Loss, Memory, Params, drawing, gradient
 
 PROBE = 32  # own examples on which weights are tried
 MOST_ROWS = 1024  # of a matrix that are compared with each other: of more, some are drawn

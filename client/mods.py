@@ -6,8 +6,8 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import Generator, Tensor
 
-from client.rng import secret_generator
-from client.update import Chain, OnUpdate, Transform
+from fedgauge.client.rng import secret_generator
+from fedgauge.client.update import Chain, OnUpdate, Transform
 
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 

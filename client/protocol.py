@@ -11,14 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
-from client.data import Dataset, Shards, batch_of, split
-from client.datasets import wrong
-from client.inspection import Watch
-from client.losses import CROSS_ENTROPY, build_loss, is_mean, is_of_tokens, takes_probabilities
-from client.models import detached_params, floating_buffers, load_weights
-from client.rng import generator, seed_of
-from client.update import (
+from fedgauge.client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
+from fedgauge.client.data.images import Dataset, Shards, batch_of, split
+from fedgauge.client.data.own_images import wrong
+from fedgauge.client.inspection import Watch
+from fedgauge.client.models.losses import CROSS_ENTROPY, build_loss, is_mean, is_of_tokens, takes_probabilities
+from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
+from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.update import (
     Batch,
     Chain,
     Link,
@@ -40,11 +40,11 @@ from client.update import (
     transparent,
 )
 
-DATASET = Kind("a dataset", ("client.data", "client.datasets", "client.corpora"), Dataset, annotated=False)
-MODEL = Kind("a model", ("client.models", "client.text"), nn.Module, annotated=False)
-MODEL_DEFENSE = Kind("a defense of the model", ("defenses",), nn.Module)
-DISHONEST = Kind("a dishonest architecture", ("attacks.dishonest",), nn.Module)  # a malicious server's, as if agreed
-TRANSFORM = Kind("a link of a chain", ("defenses", "client.update"), Link)
+DATASET = Kind("a dataset", ("fedgauge.datasets",), Dataset, annotated=False)
+MODEL = Kind("a model", ("fedgauge.models",), nn.Module, annotated=False)
+MODEL_DEFENSE = Kind("a defense of the model", ("fedgauge.model_defenses",), nn.Module)
+DISHONEST = Kind("an architecture of a malicious server", ("fedgauge.architectures",), nn.Module)  # a malicious server's, as if agreed
+TRANSFORM = Kind("a link of a chain", ("fedgauge.links",), Link)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Federation:
         of_tokens = self.shards.dataset.y.dim() > 1
         if is_of_tokens(loss) != of_tokens:
             kind = "predicts each next token" if of_tokens else "has one label an example"
-            other = "client.losses:next_token" if of_tokens else "client.losses:cross_entropy"
+            other = "next_token" if of_tokens else "cross_entropy"
             raise SpecError(
                 f'[loss]: {self.protocol.loss["use"]} does not fit [data], which {kind}: use = "{other}" does'
             )
@@ -431,9 +431,13 @@ def _refuse_other_examples(table: Table, where: str, offered: Mapping[str, Any])
     """A model of words asks for the tokenizer that only text comes with, and no model of images does."""
     asks = "tokenizer" in inspect.signature(resolve(table, where, MODEL)).parameters
     if asks and "tokenizer" not in offered:
-        raise SpecError(f"{where}: {table['use']} reads text, and [data] is images: name a model of client.models")
+        raise SpecError(
+            f"{where}: {table['use']} reads text, and [data] is images: name a model of fedgauge.client.models.vision"
+        )
     if not asks and "tokenizer" in offered:
-        raise SpecError(f"{where}: {table['use']} reads images, and [data] is text: name a model of client.text")
+        raise SpecError(
+            f"{where}: {table['use']} reads images, and [data] is text: name a model of fedgauge.client.models.language"
+        )
 
 
 @lru_cache(maxsize=2)  # a simulation's client process serves many clients of one federation
@@ -455,4 +459,4 @@ def _secure_sum(spec: Table, clients: int) -> SecureSum | None:
 
 
 def _is_local(table: Table) -> bool:
-    return table.get("use") == "client.update:local_sgd"
+    return table.get("use") == "local_sgd"

@@ -17,15 +17,15 @@ from typing import Literal
 
 from torch import nn
 
-from client.protocol import Federation
-from client.update import Chain, OnBatch, OnUpdate, Transform, WithMemory, local_sgd, per_example
-from defenses.ats import ats
-from defenses.clip import clip
-from defenses.dp_sgd import dp_sgd
-from defenses.mask import mask
-from defenses.noise import gaussian, identity, laplace
-from defenses.prune import prune
-from defenses.sign import sign
+from fedgauge.client.protocol import Federation
+from fedgauge.client.update import Chain, OnBatch, OnUpdate, Transform, WithMemory, local_sgd, per_example
+from fedgauge.defenses.ats import ats
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.dp_sgd import dp_sgd
+from fedgauge.defenses.mask import mask
+from fedgauge.defenses.noise import gaussian, identity, laplace
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
 
 DELTA = 1e-5
 _WHY_NOT: Mapping[type, str] = {

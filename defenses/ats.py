@@ -14,8 +14,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from client.update import Batch, Conditional, Link, OnBatch
-from defenses.noise import identity
+from fedgauge.client.update import Batch, Conditional, Link, OnBatch
+from fedgauge.defenses.noise import identity
 
 Policy = tuple[int, ...]
 

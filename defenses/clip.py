@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Generator
 
-from client.update import OnUpdate, Update, norm
+from fedgauge.client.update import OnUpdate, Update, norm
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,16 @@ from typing import ClassVar
 
 from torch import Generator
 
-from client.update import Batch, Chain, Conditional, Link, Params, Transform, Update, UpdateFn, per_example
-from defenses.clip import clip
-from defenses.noise import gaussian
+from fedgauge.client.update import Batch, Chain, Conditional, Link, Params, Transform, Update, UpdateFn, per_example
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.noise import gaussian
 
 
 @dataclass(frozen=True)
 class dp_sgd(Link):
     """Clip each example's gradient to max_norm (> 0), average, add noise; it stands before `local_sgd`.
 
-    `defenses.accounting` gives the (epsilon, delta) of it.
+    `fedgauge.defenses.accounting` gives the (epsilon, delta) of it.
 
     Args:
         noise_multiplier: the noise's standard deviation is noise_multiplier * max_norm / batch_size (>= 0).

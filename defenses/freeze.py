@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Generator, nn
 
-from client.update import Conditional, OnUpdate, Update
+from fedgauge.client.update import Conditional, OnUpdate, Update
 
 
 @dataclass(frozen=True)

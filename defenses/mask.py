@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from client.rng import seed_of
-from client.update import Conditional, Link, OnUpdate, Update
+from fedgauge.client.rng import seed_of
+from fedgauge.client.update import Conditional, Link, OnUpdate, Update
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator
 
-from client.update import Conditional, Link, OnUpdate, Update, UpdateFn
+from fedgauge.client.update import Conditional, Link, OnUpdate, Update, UpdateFn
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from client.text import LanguageModel
-from client.update import Randomised
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.update import Randomised
 
 
 def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str | None = None) -> nn.Module:

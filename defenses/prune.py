@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from client.update import Conditional, OnUpdate, Update
+from fedgauge.client.update import Conditional, OnUpdate, Update
 
 
 @dataclass(frozen=True)

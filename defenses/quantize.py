@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from client.update import Conditional, Link, OnUpdate, Update
-from defenses.noise import identity
+from fedgauge.client.update import Conditional, Link, OnUpdate, Update
+from fedgauge.defenses.noise import identity
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from client.protocol import check_threshold
+from fedgauge.client.protocol import check_threshold
 
 PRIME = 2**521 - 1  # a Mersenne prime, above every 256-bit secret
 SHARE = 66  # bytes of a number below it
@@ -406,7 +406,7 @@ def _agreed(key: bytes, other: bytes, info: bytes) -> bytes:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
     common = X25519PrivateKey.from_private_bytes(key).exchange(X25519PublicKey.from_public_bytes(other))
-    return HKDF(SHA256(), SECRET, salt=None, info=b"fedleak secure sum " + info).derive(common)
+    return HKDF(SHA256(), SECRET, salt=None, info=b"fedgauge secure sum " + info).derive(common)
 
 
 def _pair(key: bytes, other: bytes, session: bytes) -> bytes:

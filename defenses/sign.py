@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Generator
 
-from client.update import Conditional, Link, OnUpdate, Update
+from fedgauge.client.update import Conditional, Link, OnUpdate, Update
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from client.text import LanguageModel
-from client.update import Batch, Conditional, Link, Params, Update, UpdateFn, untracked
-from defenses.noise import identity
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.update import Batch, Conditional, Link, Params, Update, UpdateFn, untracked
+from fedgauge.defenses.noise import identity
 
 OFFSET = 0.1  # the published code's: a feature of zero has a score
 CHUNK = 64  # backward passes of one example that are carried out together

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from client.update import Conditional, Link, OnUpdate, Update, WithMemory
+from fedgauge.client.update import Conditional, Link, OnUpdate, Update, WithMemory
 
 
 @dataclass(frozen=True)

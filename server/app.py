@@ -5,9 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import flwr.serverapp.strategy
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
@@ -15,23 +13,24 @@ from flwr.serverapp.strategy import Strategy
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from attacks.dishonest.aim import knowledge
-from client.components import SpecError, Table, call, check_arguments
-from client.data import batch_of
-from client.losses import hits, is_cross_entropy
-from client.protocol import Federation
-from server import checkpoint
-from server.census import Latecomers, census
-from server.curious import CuriousStrategy, Tap
-from server.door import WEIGHT, Intake
-from server.grading import STARTED, Grader
-from server.ledger import Ledger, Seen
-from server.malicious import MaliciousStrategy
-from server.run import Run
-from server.scenario import Scenario
-from server.tape import TapeError, write_tensors
+from fedgauge.attacks.malicious.targeting import knowledge
+from fedgauge.client.components import Kind, SpecError, Table, call, check_arguments, resolve
+from fedgauge.client.data.images import batch_of
+from fedgauge.client.models.losses import hits, is_cross_entropy
+from fedgauge.client.protocol import Federation
+from fedgauge.server.store import checkpoint
+from fedgauge.server.store.ledger import Ledger, Seen
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import TapeError, write_tensors
+from fedgauge.server.strategy.client_grading import STARTED, Grader
+from fedgauge.server.strategy.curious import CuriousStrategy, Tap
+from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
+from fedgauge.server.strategy.node_discovery import Latecomers, census
+from fedgauge.server.strategy.validator import WEIGHT, Intake
 
 LOGITS = 2**24  # computed at once where a network is evaluated
+STRATEGY = Kind("a strategy", ("fedgauge.strategies",), Strategy)
 app = ServerApp()
 
 
@@ -183,7 +182,7 @@ def evaluate(fed: Federation, params: dict[str, torch.Tensor], chunk: int = 500)
 
 
 def build_strategy(table: Table, clients: int, least: int | None = None) -> Strategy:
-    """The stock strategy that [strategy] names.
+    """The strategy that [strategy] names.
 
     Where the table is silent: every client trains, from one on, and nobody evaluates (the server does, on held-out data).
 
@@ -193,11 +192,7 @@ def build_strategy(table: Table, clients: int, least: int | None = None) -> Stra
     Raises:
         SpecError: an unknown strategy or argument, or a value that a simulation cannot honour.
     """
-    stock = stock_strategies()
-    use = table.get("use")
-    if use not in stock:
-        raise SpecError(f"[strategy]: use = {use!r} is not a strategy; choose one of {', '.join(stock)}")
-    target: Any = getattr(flwr.serverapp.strategy, str(use).split(":")[1])
+    target = resolve(table, "[strategy]", STRATEGY)
     known = inspect.signature(target).parameters
     waits = {"min_train_nodes": 1, "min_available_nodes": least or clients}
     defaults = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0, **waits}
@@ -216,17 +211,3 @@ def build_strategy(table: Table, clients: int, least: int | None = None) -> Stra
     strategy = call(target, checked, "[strategy]")
     assert isinstance(strategy, Strategy)
     return strategy
-
-
-def stock_strategies() -> list[str]:
-    """Flower's strategies that average weights and wrap no other strategy, as [strategy] use names them.
-
-    Not QFedAvg: it weighs clients by a training loss, which they would have to report beside the update.
-    """
-    found = []
-    others = {"strategy", "train_loss_key"}  # arguments of the wrappers and of QFedAvg
-    for name, target in sorted(vars(flwr.serverapp.strategy).items()):
-        concrete = inspect.isclass(target) and issubclass(target, Strategy) and not inspect.isabstract(target)
-        if concrete and not others & inspect.signature(target).parameters.keys() and "Xgb" not in name:
-            found.append(f"flwr.serverapp.strategy:{name}")
-    return found

@@ -1,3 +1,3 @@
 """What runs a simulation and explains it: the command line, the launcher of Flower, the report, the scenarios."""
 
-import client  # noqa: F401  (mends torchvision before anything can import it)
+import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)

@@ -1,6 +1,6 @@
 """What every test stands on: one thread, no network, a cache of its own, and small real federations."""
 
-import client  # isort: skip  # mends torchvision before anything can import it
+import fedgauge.client  # isort: skip  # mends torchvision before anything can import it
 
 import os
 import tempfile
@@ -13,16 +13,16 @@ import torch
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import HealthCheck, settings
 
-from attacks.audit import card
-from attacks.base import Observation, Wave
-from client.data import data_folder
-from client.protocol import Federation, Protocol
-from server.ledger import Seen
-from server.pool import LocalExecutor, serve
-from server.run import Run
-from server.scenario import Scenario
+from fedgauge.attacks.base import Observation, Wave
+from fedgauge.attacks.grading.audit import card
+from fedgauge.client.local_data import data_folder
+from fedgauge.client.protocol import Federation, Protocol
+from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
 
-assert client  # the import is the point
+assert fedgauge.client  # the import is the point
 # a shared machine may take any time over an example, and over making one
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -30,13 +30,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a hub call without network would retry for
 
 _cache = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
-LOCAL_SGD = {"use": "client.update:local_sgd", "rate": 0.1}
+LOCAL_SGD = {"use": "local_sgd", "rate": 0.1}
 MakeFederation = Callable[..., Federation]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # a partition that an older version of the code left in the user's cache would hide a mistake in today's
-    config.stash[_cache] = tempfile.TemporaryDirectory(prefix="fedleak-tests-")
+    config.stash[_cache] = tempfile.TemporaryDirectory(prefix="fedgauge-tests-")
     os.environ["XDG_CACHE_HOME"] = config.stash[_cache].name
     # datasets sorts with an argument that pyarrow 25 renames; it does so in flwr-datasets' shard partitioner
     config.addinivalue_line("filterwarnings", "ignore:Specifying null_placement in SortOptions:FutureWarning")
@@ -74,7 +74,7 @@ def local_data() -> Path:
     """The folder of local data; a test that asks for it is skipped where there is none."""
     folder = data_folder()
     if folder is None:
-        pytest.skip("needs local data: set FEDLEAK_DATA, or put shared/data beside the project")
+        pytest.skip("needs local data: set FEDGAUGE_DATA, or put shared/data beside the project")
     return folder
 
 
@@ -85,7 +85,7 @@ def local_file(local_data: Path) -> Callable[[str], Path]:
     def find(pattern: str) -> Path:
         found = sorted(local_data.glob(pattern))
         if not found:
-            pytest.skip(f"needs {pattern} in the local data folder (FEDLEAK_DATA)")
+            pytest.skip(f"needs {pattern} in the local data folder (FEDGAUGE_DATA)")
         return found[0]
 
     return find
@@ -96,7 +96,7 @@ def no_local_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty folder in the place of local data."""
     folder = tmp_path / "no-data"
     folder.mkdir()
-    monkeypatch.setenv("FEDLEAK_DATA", str(folder))
+    monkeypatch.setenv("FEDGAUGE_DATA", str(folder))
     return folder
 
 
@@ -109,8 +109,8 @@ def tables() -> Callable[..., dict[str, Any]]:
             "seed": 0,
             "rounds": 3,
             "clients": 2,
-            "data": {"use": "client.data:mnist5k"},
-            "model": {"use": "client.models:lenet"},
+            "data": {"use": "mnist5k"},
+            "model": {"use": "lenet"},
             "chain": [LOCAL_SGD],
         }
         for key, value in changes.items():
@@ -123,7 +123,7 @@ def tables() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def make_federation(tables: Callable[..., dict[str, Any]]) -> MakeFederation:
-    """Builds the small federation, with changed tables: `make_federation(model={"use": "client.models:mlp"})`."""
+    """Builds the small federation, with changed tables: `make_federation(model={"use": "mlp"})`."""
 
     def make(**changes: Any) -> Federation:
         return Federation(Protocol.from_tables(tables(**changes)))
@@ -156,12 +156,12 @@ def make_scenario() -> Callable[..., Scenario]:
             "seed": 1,
             "rounds": 2,
             "clients": 3,
-            "data": {"use": "client.data:mnist5k", "batch_size": 2, "auxiliary": 200},
-            "model": {"use": "client.models:mlp", "hidden": [32]},
+            "data": {"use": "mnist5k", "batch_size": 2, "auxiliary": 200},
+            "model": {"use": "mlp", "hidden": [32]},
             "chain": [LOCAL_SGD],
             "attack": [
-                {"use": "attacks.matching:inverting_gradients", "iterations": 60},
-                {"use": "attacks.analytic:analytic"},  # does not apply to two examples an update
+                {"use": "inverting_gradients", "iterations": 60},
+                {"use": "analytic"},  # does not apply to two examples an update
             ],
             "audit": {"executor": "local"},
         }

@@ -13,17 +13,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("client", "defenses", "attacks", "server", "simulations")
 FLOWER = {
-    *("client/app.py", "client/guard.py", "client/mods.py", "client/secure.py"),
+    *("client/app.py", "client/deployment/guard.py", "client/mods.py", "client/deployment/secure_sum_mod.py"),
     *(
         "server/app.py",
-        "server/checkpoint.py",
-        "server/curious.py",
-        "server/door.py",
-        "server/census.py",
-        "server/grading.py",
-        "server/malicious.py",
-        "server/secure.py",
-        "server/wrapper.py",
+        "server/store/checkpoint.py",
+        "server/strategy/curious.py",
+        "server/strategy/validator.py",
+        "server/strategy/node_discovery.py",
+        "server/strategy/client_grading.py",
+        "server/strategy/malicious_strategy.py",
+        "server/strategy/secure_aggregation.py",
+        "server/strategy/wrapper.py",
     ),
 }
 LEAN = ("client", "defenses", "attacks")  # need torch alone
@@ -96,8 +96,8 @@ def outside(top: set[str], allowed: set[str]) -> list[Import]:
 def test_the_reader_sees_every_file_and_both_kinds_of_import() -> None:
     assert {i.package for i in ALL} == set(OURS)
     assert len(sources()) > 40
-    assert Import("client/data.py", 0, "numpy", True) in {Import(i.file, 0, i.module, i.eager) for i in ALL}
-    assert Import("client/data.py", 0, "datasets", False) in {Import(i.file, 0, i.module, i.eager) for i in ALL}
+    assert Import("client/data/images.py", 0, "numpy", True) in {Import(i.file, 0, i.module, i.eager) for i in ALL}
+    assert Import("client/data/images.py", 0, "datasets", False) in {Import(i.file, 0, i.module, i.eager) for i in ALL}
 
 
 @pytest.mark.parametrize("package", OURS)
@@ -113,7 +113,7 @@ def test_attacks_and_defenses_do_not_know_each_other() -> None:
 
 def test_the_server_asks_defenses_only_what_they_promise() -> None:
     found = {i.module for i in ALL if i.package == "server" and i.top == "defenses"}
-    assert found == {"defenses.accounting"}
+    assert found == {"fedgauge.defenses.accounting"}
 
 
 def test_only_the_faces_to_flower_import_flower() -> None:
@@ -122,11 +122,11 @@ def test_only_the_faces_to_flower_import_flower() -> None:
 
 
 def test_only_the_pool_imports_ray() -> None:
-    assert outside({"ray"}, {"server/pool.py"}) == []
+    assert outside({"ray"}, {"server/pool/executors.py"}) == []
 
 
 def test_only_the_ledger_imports_sqlite() -> None:
-    assert outside({"sqlite3"}, {"server/ledger.py"}) == []
+    assert outside({"sqlite3"}, {"server/store/ledger.py"}) == []
 
 
 def test_only_the_dashboard_imports_a_web_framework() -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from attacks.dishonest.base import MALICE
-from attacks.metrics import BACKBONES, image_metrics, lpips_metric
-from attacks.plan import ATTACK
-from client.components import Kind
-from client.losses import LOSS
-from client.protocol import DATASET, MODEL, TRANSFORM
-from server.scenario import Scenario
-from simulations.cli import _parser
-from simulations.sweep import Row, Sweep, summary
+from fedgauge.attacks.grading.image_metrics import BACKBONES, image_metrics, lpips_metric
+from fedgauge.attacks.malicious.server_attack import MALICE
+from fedgauge.attacks.plan import ATTACK
+from fedgauge.client.components import Kind
+from fedgauge.client.models.losses import LOSS
+from fedgauge.client.protocol import DATASET, MODEL, TRANSFORM
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.cli.main import _parser
+from fedgauge.simulations.experiments.sweep import Row, Sweep, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -44,7 +44,7 @@ def test_the_tables_name_every_component_and_no_other(kind: Kind) -> None:
 
 def test_every_malice_is_in_the_table_and_no_other() -> None:
     decoders = set(ATTACK.names())
-    named = {c for c in first_cells() if c.startswith("attacks.dishonest.")}
+    named = {c for c in first_cells() if c.startswith("fedgauge.attacks.malicious.")}
     assert sorted(named - decoders) == MALICE.names()
 
 
@@ -195,7 +195,7 @@ def test_the_metrics_are_named() -> None:
 
 def test_every_command_is_in_the_table_and_exists() -> None:
     commands = set(_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr,arg-type]  # argparse has no public list
-    named = {c.split()[1] for c in first_cells() if c.startswith("fedleak ")}
+    named = {c.split()[1] for c in first_cells() if c.startswith("fedgauge ")}
     assert named == commands
 
 
@@ -208,10 +208,8 @@ def test_the_example_runs_and_is_exact(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_malicious_example_is_a_scenario_that_holds_together() -> None:
     (example,) = re.findall(r"```toml\n(server = .*?)```", README, re.DOTALL)
-    tables = {"rounds": 2, "clients": 2, "model": {"use": "client.models:mlp"}, "data": {"use": "client.data:mnist5k"}}
-    chosen = Scenario.from_tables(
-        {**tables, "chain": [{"use": "client.update:local_sgd", "rate": 0.1}], **tomllib.loads(example)}
-    )
+    tables = {"rounds": 2, "clients": 2, "model": {"use": "mlp"}, "data": {"use": "mnist5k"}}
+    chosen = Scenario.from_tables({**tables, "chain": [{"use": "local_sgd", "rate": 0.1}], **tomllib.loads(example)})
     assert (
         chosen.server.startswith("malicious server: class_fishing") and chosen.plan.attacks[0].budget.iterations == 400
     )

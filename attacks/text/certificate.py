@@ -8,11 +8,11 @@ from itertools import islice, permutations, product
 import torch
 from torch import Tensor
 
-from attacks.base import Knowledge, Reconstruction, Wave
-from attacks.text.inside import inputs, owner
-from client.corpora import targets
-from client.text import LanguageModel
-from client.update import Batch, Chain, Params, Update, gradient, norm, relative_error
+from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
+from fedgauge.attacks.text.layer_inputs import inputs, owner
+from fedgauge.client.data.corpora import targets
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.update import Batch, Chain, Params, Update, gradient, norm, relative_error
 
 TOLERANCE = 1e-5  # relative, a hundred roundings of float32; two words of an untrained network exchanged are 6e-4
 MOST_ORDERS = 24  # of labels or of sentences that are tried: a batch of four stands in so many

@@ -17,16 +17,16 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
-from attacks.text.certificate import TOLERANCE, Trial, wrong_model
-from attacks.text.endings import finish
-from attacks.text.inside import inputs, owner
-from attacks.text.spans import LOOSEST, Span, span
-from attacks.waves import Clock
-from client.parts import Layer, Projection
-from client.text import LanguageModel
-from client.tokenizer import framed
-from client.update import Batch
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.text.certificate import TOLERANCE, Trial, wrong_model
+from fedgauge.attacks.text.last_words import finish
+from fedgauge.attacks.text.layer_inputs import inputs, owner
+from fedgauge.attacks.text.spans import LOOSEST, Span, span
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.language_parts import Layer, Projection
+from fedgauge.client.models.tokenizer import framed
+from fedgauge.client.update import Batch
 
 Maps = Literal["query", "attention"]
 CHUNK = 256  # words that are tried at once

@@ -7,8 +7,8 @@ Zhu et al., "Deep Leakage from Gradients" (2019), in the form in which LAMP comp
 from pathlib import Path
 from typing import Literal
 
-from attacks.text.prior import AUXILIARY, Training
-from attacks.text.search import Discrete, TextMatching, staircase
+from fedgauge.attacks.text.language_prior import AUXILIARY, Training
+from fedgauge.attacks.text.text_matching import Discrete, TextMatching, staircase
 
 Loss = Literal["cosine", "l2_l1"]
 WEIGHTS = {
@@ -68,7 +68,7 @@ def lamp(
         discrete: words are moved every period iterations, at the end alone, or never.
         candidates: orders proposed each time.
         known_tokens: words are of those alone whose embeddings have a gradient; where it is shared.
-        published: as the published code, without what is put right here (attacks.text.search).
+        published: as the published code, without what is put right here (fedgauge.attacks.text.text_matching).
     """
     lengths, surprise = WEIGHTS[loss]
     return TextMatching(

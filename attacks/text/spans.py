@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from client.parts import Projection
+from fedgauge.client.models.language_parts import Projection
 
 LOOSEST = 0.2  # a threshold above which nearly every vector would pass, and the span says nothing
 

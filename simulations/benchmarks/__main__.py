@@ -1,4 +1,4 @@
-"""`python -m simulations.benchmarks [NAME ...]`: measure, print, and keep the figures beside this file."""
+"""`python -m fedgauge.simulations.benchmarks [NAME ...]`: measure, print, and keep the figures beside this file."""
 
 import argparse
 import json
@@ -12,18 +12,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from simulations.benchmarks.engine import engine
-from simulations.benchmarks.figures import Progress, Report
-from simulations.benchmarks.intercept import intercept
-from simulations.benchmarks.labels import labels
-from simulations.benchmarks.learning import learning
-from simulations.benchmarks.load import load
-from simulations.benchmarks.memory import memory, memory_of_flower
-from simulations.benchmarks.page import page
-from simulations.benchmarks.quality import quality
-from simulations.benchmarks.success import success
-from simulations.benchmarks.text import text
-from simulations.doctor import environment
+from fedgauge.simulations.benchmarks.engine import engine
+from fedgauge.simulations.benchmarks.intercept import intercept
+from fedgauge.simulations.benchmarks.label_restoration import labels
+from fedgauge.simulations.benchmarks.learned_inversion import learning
+from fedgauge.simulations.benchmarks.many_clients import load
+from fedgauge.simulations.benchmarks.memory_growth import memory, memory_of_flower
+from fedgauge.simulations.benchmarks.page_speed import page
+from fedgauge.simulations.benchmarks.quality import quality
+from fedgauge.simulations.benchmarks.reporting import Progress, Report
+from fedgauge.simulations.benchmarks.success import success
+from fedgauge.simulations.benchmarks.text_matching_cost import text
+from fedgauge.simulations.checks.doctor import environment
 
 Benchmark = Callable[[Progress], Report]
 FLOWER = "memory-flower"  # minutes, and many processes: only when asked for
@@ -78,7 +78,7 @@ def main(
     arguments: Sequence[str] | None = None, benchmarks: Mapping[str, Benchmark] = BENCHMARKS, results: Path = RESULTS
 ) -> int:
     """Run benchmarks by name; returns 1 when a target is missed."""
-    parser = argparse.ArgumentParser(prog="python -m simulations.benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fedgauge.simulations.benchmarks", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(benchmarks)}; default: all but {FLOWER}"
     )
@@ -128,7 +128,7 @@ def readme(results: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "# Benchmark results",
         "",
-        "Written by `python -m simulations.benchmarks` (`make bench`); versions and settings in full in the JSON files.",
+        "Written by `python -m fedgauge.simulations.benchmarks` (`make bench`); versions and settings in full in the JSON files.",
     ]
     for result in results:
         machine, packages = result["environment"], result["environment"]["packages"]

@@ -9,18 +9,18 @@ from statistics import mean, median
 import torch
 from torch import Tensor, nn
 
-from attacks.base import Budget, Knowledge, Observation, Stream, Wave
-from attacks.compiled import missing
-from attacks.matching import GradientMatching, Step, inverting_gradients
-from attacks.memory import Places
-from attacks.metrics import PSNR_CAP, psnr
-from attacks.problems import Problems
-from client.data import mnist5k
-from client.models import convnet, detached_params, lenet, mlp, resnet20
-from client.rng import generator
-from client.update import Batch, chain, local_sgd
-from simulations.benchmarks.figures import Figure, Progress, Report, interleaved, one_thread
-from simulations.benchmarks.published import invert
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
+from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.grading.image_metrics import PSNR_CAP, psnr
+from fedgauge.attacks.matching.compiled_step import missing
+from fedgauge.attacks.matching.gradient_matching import GradientMatching, Step, inverting_gradients
+from fedgauge.attacks.matching.problems import Problems
+from fedgauge.client.data.images import mnist5k
+from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, chain, local_sgd
+from fedgauge.simulations.benchmarks.published import invert
+from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report, interleaved, one_thread
 
 RATE = 0.1  # of the client's local steps
 TV = 0.1

@@ -11,16 +11,16 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from client.components import Table
-from server.curious import Tap
-from server.door import Intake
-from server.scenario import Scenario
-from simulations.benchmarks.figures import Figure, Progress, Report, one_thread
-from simulations.inmemory import InMemory, flower
-from simulations.simulate import new_run
+from fedgauge.client.components import Table
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.strategy.curious import Tap
+from fedgauge.server.strategy.validator import Intake
+from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report, one_thread
+from fedgauge.simulations.run.in_memory import InMemory, flower
+from fedgauge.simulations.run.simulate import new_run
 
-WIDE: Table = {"use": "client.models:mlp", "hidden": [3000, 2900]}  # 11.1 M parameters on a digit
-LENET: Table = {"use": "client.models:lenet"}
+WIDE: Table = {"use": "mlp", "hidden": [3000, 2900]}  # 11.1 M parameters on a digit
+LENET: Table = {"use": "lenet"}
 
 
 @dataclass
@@ -47,15 +47,15 @@ class Case:
 
     def scenario(self) -> Scenario:
         """Its scenario: FedAvg on mnist5k, attacked in every round."""
-        local = {"use": "client.update:local_sgd", "rate": 0.05, "steps": self.steps, "batch_size": self.batch}
+        local = {"use": "local_sgd", "rate": 0.05, "steps": self.steps, "batch_size": self.batch}
         return Scenario.from_tables(
             {
                 "rounds": 10_000,
                 "clients": self.clients,
-                "data": {"use": "client.data:mnist5k", "batch_size": self.batch * self.steps},
+                "data": {"use": "mnist5k", "batch_size": self.batch * self.steps},
                 "model": self.model,
                 "chain": [local],
-                "attack": [{"use": "attacks.matching:inverting_gradients"}],
+                "attack": [{"use": "inverting_gradients"}],
             }
         )
 
@@ -74,7 +74,7 @@ def intercept(
 ) -> Report:
     """The tap's milliseconds a round for small updates, its part of a round for large ones."""
     repeat = {small: rounds, **dict.fromkeys(large, large_rounds)}
-    with TemporaryDirectory(prefix="fedleak-") as folder, one_thread(), flower():
+    with TemporaryDirectory(prefix="fedgauge-") as folder, one_thread(), flower():
         spent = _measure(repeat, Path(folder), progress)
     figures = [
         Figure(f"{small.name}: tap", 1e3 * median(s.tap_wall for s in spent[small]), "ms a round", at_most=50.0),

@@ -7,16 +7,17 @@ from statistics import mean, median
 import torch
 from torch import nn
 
-from attacks.analytic import analytic
-from attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
-from attacks.labels import restore
-from attacks.matching import inverting_gradients
-from attacks.metrics import PSNR_CAP, psnr
-from client.data import Dataset, batch_of, cifar10, data_folder, mnist5k
-from client.models import convnet, detached_params, lenet, mlp, resnet20
-from client.rng import generator
-from client.update import Batch, chain, local_sgd
-from simulations.benchmarks.figures import Figure, Progress, Report, one_thread
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.exact.analytic import analytic
+from fedgauge.attacks.grading.image_metrics import PSNR_CAP, psnr
+from fedgauge.attacks.labels import restore
+from fedgauge.attacks.matching.gradient_matching import inverting_gradients
+from fedgauge.client.data.images import Dataset, batch_of, cifar10, mnist5k
+from fedgauge.client.local_data import data_folder
+from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, chain, local_sgd
+from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report, one_thread
 
 RATE = 0.1
 SEED = 0
@@ -53,7 +54,7 @@ def quality(progress: Progress, images: int = 8, iterations: int = 500, labels: 
 def _inverting_gradients(dataset: Dataset, images: int, iterations: int) -> list[Figure]:
     name = f"Inverting Gradients, lenet, {iterations} iterations"
     if dataset.name != "cifar10":
-        reason = "skipped: needs cifar10-train-*.npz and cifar10-test-*.npz in the local data folder (FEDLEAK_DATA)"
+        reason = "skipped: needs cifar10-train-*.npz and cifar10-test-*.npz in the local data folder (FEDGAUGE_DATA)"
         return [Figure(f"{name}: mean PSNR", None, "dB", at_least=16.5, note=reason)]
     values = _psnr(inverting_gradients(TV), _untrained(lenet, dataset), dataset, images, iterations)
     return [

@@ -5,14 +5,15 @@ from statistics import median
 
 import torch
 
-from attacks.base import Budget, Knowledge, Observation, Wave
-from attacks.matching import GradientMatching, dlg, idlg
-from attacks.metrics import PSNR_CAP, mse, psnr
-from client.data import Dataset, batch_of, cifar100, data_folder, mnist5k
-from client.models import detached_params, lenet
-from client.rng import generator
-from client.update import Batch, chain, local_sgd
-from simulations.benchmarks.figures import Figure, Progress, Report, one_thread
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.grading.image_metrics import PSNR_CAP, mse, psnr
+from fedgauge.attacks.matching.gradient_matching import GradientMatching, dlg, idlg
+from fedgauge.client.data.images import Dataset, batch_of, cifar100, mnist5k
+from fedgauge.client.local_data import data_folder
+from fedgauge.client.models.vision import detached_params, lenet
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, chain, local_sgd
+from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report, one_thread
 
 EVALUATIONS = 300 * 20  # of the published loops: 300 steps of L-BFGS, each of up to 20 evaluations
 SUCCESS = 1e-3  # mean squared error, as the papers' images look
@@ -29,7 +30,7 @@ def success(progress: Progress, digits: int = 64, colours: int = 6, evaluations:
             figures += _measured(dataset, count, attack, evaluations)
             progress(done + 1, len(works))
     if not _local_cifar100():
-        reason = "skipped: needs cifar100-train-*.npz and cifar100-test-*.npz in the local data folder (FEDLEAK_DATA)"
+        reason = "skipped: needs cifar100-train-*.npz and cifar100-test-*.npz in the local data folder (FEDGAUGE_DATA)"
         figures.append(Figure("cifar100: successes", None, "%", at_least=95.0, note=reason))
     settings = dict(
         network="lenet, untrained", images="first test images, one an update", success=f"MSE < {SUCCESS:g}", seed=0,

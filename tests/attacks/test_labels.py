@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from attacks.base import Knowledge, Observation, Wave
-from attacks.labels import METHODS, assignments, auto, fedavg, grad_inversion, idlg, ilrg, llg, restore
-from attacks.metrics import label_accuracy
-from client.data import Dataset, batch_of, mnist5k
-from client.models import convnet, detached_params, lenet, mlp
-from client.rng import generator
-from client.update import Batch, Chain, Params, Update, chain, gradient, local_sgd, per_example
-from defenses.clip import clip
-from defenses.mask import mask
-from defenses.noise import gaussian
-from defenses.prune import prune
-from defenses.sign import sign
-from simulations.benchmarks.labels import labels as labels_benchmark
+from fedgauge.attacks.base import Knowledge, Observation, Wave
+from fedgauge.attacks.grading.image_metrics import label_accuracy
+from fedgauge.attacks.labels import METHODS, assignments, auto, fedavg, grad_inversion, idlg, ilrg, llg, restore
+from fedgauge.client.data.images import Dataset, batch_of, mnist5k
+from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Params, Update, chain, gradient, local_sgd, per_example
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.mask import mask
+from fedgauge.defenses.noise import gaussian
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
+from fedgauge.simulations.benchmarks.label_restoration import labels as labels_benchmark
 
 SHAPE = (1, 28, 28)
 SEVERAL = ("auto", "grad_inversion", "llg", "ilrg", "fedavg")

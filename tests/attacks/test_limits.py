@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from sklearn.covariance import LedoitWolf
 from torch import Generator, Tensor, nn
 
-from attacks import limits
-from attacks.audit import WHOLE_BATCH, Auditor, card
-from attacks.limits import (
+from fedgauge.attacks import limits
+from fedgauge.attacks.grading.audit import WHOLE_BATCH, Auditor, card
+from fedgauge.attacks.limits import (
     GaussianPrior,
     bayes_limit,
     block_traces,
@@ -29,19 +29,19 @@ from attacks.limits import (
     trace_bound,
     van_trees,
 )
-from attacks.plan import PlannedAttack
-from client.models import detached_params, mlp
-from client.protocol import Federation
-from client.rng import generator
-from client.update import Batch, Chain, Conditional, Params, Update, chain, gradient, local_sgd, per_example
-from defenses.clip import clip
-from defenses.mask import mask
-from defenses.noise import gaussian, identity, laplace
-from defenses.prune import prune
-from defenses.sign import sign
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.models.vision import detached_params, mlp
+from fedgauge.client.protocol import Federation
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Conditional, Params, Update, chain, gradient, local_sgd, per_example
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.mask import mask
+from fedgauge.defenses.noise import gaussian, identity, laplace
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
 
 Make = Callable[..., Any]
-LIMIT = PlannedAttack("bayes_limit", {"use": "attacks.limits:bayes_limit"})
+LIMIT = PlannedAttack("bayes_limit", {"use": "bayes_limit"})
 
 
 def seeded(*purpose: int | str) -> Generator:
@@ -414,8 +414,8 @@ def test_draws_have_the_priors_moments() -> None:
 # --------------------------------------------------------------------------------------------------------------- in a run
 
 NOISY: list[dict[str, Any]] = [
-    {"use": "defenses.noise:gaussian", "sigma": 0.1},
-    {"use": "client.update:local_sgd", "rate": 0.1},
+    {"use": "gaussian", "sigma": 0.1},
+    {"use": "local_sgd", "rate": 0.1},
 ]
 
 
@@ -429,7 +429,7 @@ def noisy(sigma: float) -> list[dict[str, Any]]:
 
 
 def test_more_noise_raises_the_limit_up_to_the_priors_variance(make_federation: Make) -> None:
-    model = {"use": "client.models:mlp", "hidden": [16], "activation": "tanh"}
+    model = {"use": "mlp", "hidden": [16], "activation": "tanh"}
     prior = Auditor(make_federation()).prior
     found = [limit_of(make_federation(model=model, chain=noisy(s)), prior) for s in (1e-4, 1e-2, 1.0, 1e6)]
     assert found == sorted(found)
@@ -441,7 +441,7 @@ def test_more_noise_raises_the_limit_up_to_the_priors_variance(make_federation: 
 def test_the_whole_form_and_the_trace_form_agree_as_far_as_jensen_lets_them(
     make_federation: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fed = make_federation(model={"use": "client.models:mlp", "hidden": [4], "activation": "tanh"}, chain=noisy(0.1))
+    fed = make_federation(model={"use": "mlp", "hidden": [4], "activation": "tanh"}, chain=noisy(0.1))
     by_trace = limit_of(fed)
     monkeypatch.setattr(limits, "FULL", 784)
     monkeypatch.setattr(limits, "DRAWS", 2)
@@ -450,9 +450,9 @@ def test_the_whole_form_and_the_trace_form_agree_as_far_as_jensen_lets_them(
 
 
 @pytest.mark.parametrize("model", [
-    {"use": "client.models:lenet"},
-    {"use": "client.models:convnet", "width": 1, "norm": "group"},
-    {"use": "client.models:convnet", "width": 1, "mode": "train"},
+    {"use": "lenet"},
+    {"use": "convnet", "width": 1, "norm": "group"},
+    {"use": "convnet", "width": 1, "mode": "train"},
 ])  # fmt: skip
 def test_every_kind_of_network_has_one(model: dict[str, Any], make_federation: Make) -> None:
     fed = make_federation(model=model, data={"batch_size": 2, "auxiliary": 50}, chain=NOISY)
@@ -466,7 +466,7 @@ def test_every_kind_of_network_has_one(model: dict[str, Any], make_federation: M
 def test_draws_that_follow_the_errors_average_as_uniform_ones_do(
     batch_size: int, make_federation: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = {"use": "client.models:mlp", "hidden": [8]}
+    model = {"use": "mlp", "hidden": [8]}
     fed = make_federation(model=model, data={"batch_size": batch_size, "auxiliary": 60}, chain=NOISY)
     known = Auditor(fed).knowledge(LIMIT)
     params = {k: 30 * t for k, t in fed.initial()[0].items()}  # sure of itself: its errors are nearly all or nothing
@@ -491,7 +491,7 @@ def test_where_there_is_no_limit_it_says_why(make_federation: Make) -> None:
     fed = make_federation(chain=[NOISY[1]])
     with pytest.raises(ValueError, match="no noise of a known density"):
         limit_of(fed)
-    fed = make_federation(model={"use": "client.models:mlp", "hidden": [4]}, chain=NOISY)
+    fed = make_federation(model={"use": "mlp", "hidden": [4]}, chain=NOISY)
     auditor = Auditor(fed)
     known, params = auditor.knowledge(LIMIT), fed.initial()[0]
     with pytest.raises(ValueError, match="needs auxiliary images"):
@@ -502,7 +502,7 @@ def test_where_there_is_no_limit_it_says_why(make_federation: Make) -> None:
 
 
 def test_an_audit_gives_one_row_a_client_and_asks_for_no_truth(make_federation: Make, observe: Make) -> None:
-    fed = make_federation(model={"use": "client.models:mlp", "hidden": [4]}, data={"batch_size": 2}, chain=NOISY)
+    fed = make_federation(model={"use": "mlp", "hidden": [4]}, data={"batch_size": 2}, chain=NOISY)
 
     def forbidden(client: int, round: int) -> Batch:
         raise AssertionError("a limit needs no truth")

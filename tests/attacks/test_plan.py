@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from attacks.base import Budget
-from attacks.plan import ATTACK, LIMITS, AttackPlan, PlannedAttack, attack_names, describe
-from client.components import SpecError
+from fedgauge.attacks.base import Budget
+from fedgauge.attacks.plan import ATTACK, LIMITS, AttackPlan, PlannedAttack, attack_names, describe
+from fedgauge.client.components import SpecError
 
-IG = {"use": "attacks.matching:inverting_gradients"}
-IDLG = {"use": "attacks.matching:idlg"}
-FB = {"use": "attacks.feedback:feedback_blending"}
+IG = {"use": "inverting_gradients"}
+IDLG = {"use": "idlg"}
+FB = {"use": "feedback_blending"}
 
 
 def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
@@ -21,8 +21,8 @@ def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"use": "attacks.matching:ig"}, "nothing is called 'attacks.matching:ig'; an attack is one of attacks.adaptive"),
-        ({"use": "server.pool:Pool"}, "use = 'server.pool:Pool' is not allowed here; an attack is one of"),
+        ({"use": "ig"}, "nothing is called 'ig'; an attack is one of fedgauge.attacks.matching.adaptive"),
+        ({"use": "fedgauge.server.pool.executors:Pool"}, "use = 'fedgauge.server.pool.executors:Pool' is not allowed here; an attack is one of"),
         ({}, 'needs use = "module:name", got None'),
         ({**IG, "tvv": 0.1}, "inverting_gradients() has no argument 'tvv' (it has: tv, rate, "),
         ({**IG, "itertions": 3}, ", name, iterations, restarts, seconds, labels, lengths, defense, trace, auxiliary)"),
@@ -39,15 +39,15 @@ def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
         ({**IG, "trace": -4}, "trace must be at least 2 snapshots, the first and the last, got -4"),
         ({**IG, "trace": 3.0}, "trace must be a whole number, got 3.0"),
         ({**IG, "trace": True}, "trace must be a whole number, got True"),
-        ({"use": "attacks.analytic:analytic", "trace": 3}, "analytic does not iterate: it has no trace"),
+        ({"use": "analytic", "trace": 3}, "analytic does not iterate: it has no trace"),
         ({**IG, "name": ""}, "name must be letters, digits, - and _, got ''"),
         ({**IG, "name": "a/../b"}, "name must be letters, digits, - and _, got 'a/../b'"),
         ({**IG, "name": 3}, "name must be a text, got 3"),
         ({**IG, "name": "bayes_limit"}, "name 'bayes_limit' is the limit's own; give the attack another one"),
         ({**IG, "name": "a" * 65}, "name must be at most 64 characters, got 65"),
-        ({**FB, "attack": "attacks.matching:ig"}, "#2: attack: nothing is called 'attacks.matching:ig'; an attack by gradient"),
-        ({**FB, "attack": "attacks.analytic:analytic"}, "#2: attack: use = 'attacks.analytic:analytic' is not allowed here; "),
-        ({**FB, "attack": FB["use"]}, "is not allowed here; an attack by gradient matching is one of attacks.matching:bayes"),
+        ({**FB, "attack": "ig"}, "#2: attack: nothing is called 'ig'; an attack by gradient"),
+        ({**FB, "attack": "analytic"}, "#2: attack: use = 'analytic' is not allowed here; "),
+        ({**FB, "attack": FB["use"]}, "is not allowed here; an attack by gradient matching is one of bayes"),
         ({**FB, "attack": {"fit": 1}}, '#2: attack: needs use = "module:name", got None; an attack by gradient matching'),
         ({**FB, "attack": {**IDLG, "fitt": 1}}, "#2: attack: idlg() has no argument 'fitt' (it has: fit, enough, double)"),
         ({**FB, "attack": {**IDLG, "fit": "x"}}, "#2: attack: fit must be a number, got 'x'"),
@@ -62,7 +62,7 @@ def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
 )  # fmt: skip
 def test_a_mistake_in_an_attack_table_is_told(table: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as told:
-        plan({"use": "attacks.analytic:analytic"}, table)
+        plan({"use": "analytic"}, table)
     assert str(told.value).startswith("[[attack]] #2")
     assert message in str(told.value)
 
@@ -101,10 +101,10 @@ def test_baselines_are_always_there_once() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"use": "attacks.baselines:random_image", "name": "luck"}, "attacks.baselines:random_image is a baseline"),
+        ({"use": "random_image", "name": "luck"}, "random_image is a baseline"),
         (
-            {"use": "attacks.baselines:random_image"},
-            "attacks.baselines:random_image is a baseline: baselines always run",
+            {"use": "random_image"},
+            "random_image is a baseline: baselines always run",
         ),
         ({**IG, "name": "mean_image"}, "name 'mean_image' is a baseline's, which always runs; give the attack another"),
     ],
@@ -120,8 +120,8 @@ def test_limits_are_added_where_the_chain_has_them() -> None:
     assert [p.name for p in found.attacks] == ["inverting_gradients", "mean_image", "random_image", "bayes_limit"]
     assert [p.is_limit for p in found.attacks] == [False, False, False, True]
     assert PlannedAttack.from_json(found.attacks[3].to_json()) == found.attacks[3]
-    with pytest.raises(SpecError, match="'attacks.limits:bayes_limit' is not an attack"):
-        plan({"use": "attacks.limits:bayes_limit"})
+    with pytest.raises(SpecError, match="'bayes_limit' is not an attack"):
+        plan({"use": "bayes_limit"})
 
 
 def test_two_attacks_of_one_name_are_refused() -> None:
@@ -174,10 +174,10 @@ def test_an_attack_with_memory_says_so() -> None:
 
 def test_a_table_on_one_line() -> None:
     assert describe({**FB, "attack": {**IDLG, "fit": 0.1}}) == "feedback_blending(attack=idlg(fit=0.1))"
-    assert describe({**FB, "attack": "attacks.matching:idlg"}) == "feedback_blending(attack=attacks.matching:idlg)"
-    assert describe({"use": "defenses.clip:clip", "max_norm": 1.0}) == "clip(max_norm=1.0)"
-    assert describe({"use": "attacks.analytic:analytic"}) == "analytic()"
-    assert describe({"use": "defenses.clip:clip", "each": True, "max_norm": 1.0}) == "each clip(max_norm=1.0)"
+    assert describe({**FB, "attack": "idlg"}) == "feedback_blending(attack=idlg)"
+    assert describe({"use": "clip", "max_norm": 1.0}) == "clip(max_norm=1.0)"
+    assert describe({"use": "analytic"}) == "analytic()"
+    assert describe({"use": "clip", "each": True, "max_norm": 1.0}) == "each clip(max_norm=1.0)"
 
 
 def test_a_budget_in_words() -> None:

@@ -16,17 +16,17 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import Tensor
 
-from client.app import STRAGGLED, app
-from client.protocol import Federation, Protocol, federation
+from fedgauge.client.app import STRAGGLED, app
+from fedgauge.client.protocol import Federation, Protocol, federation
 
 pytestmark = pytest.mark.usefixtures("identity")
 
 NODE = 0xFEDCBA9876543210
-DATA = {"use": "client.data:mnist5k", "batch_size": 4, "auxiliary": 64}
-MLP = {"use": "client.models:mlp", "hidden": [8]}
-BATCHNORM = {"use": "client.models:convnet", "width": 1, "norm": "batch", "mode": "train"}
-SGD = {"use": "client.update:local_sgd", "rate": 0.1}
-NOISY = [SGD, {"use": "defenses.noise:gaussian", "sigma": 0.01}]
+DATA = {"use": "mnist5k", "batch_size": 4, "auxiliary": 64}
+MLP = {"use": "mlp", "hidden": [8]}
+BATCHNORM = {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"}
+SGD = {"use": "local_sgd", "rate": 0.1}
+NOISY = [SGD, {"use": "gaussian", "sigma": 0.01}]
 
 
 def protocol(**changes: Any) -> Protocol:

@@ -7,27 +7,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attacks.plan import ATTACK
-from client.components import Kind, SpecError, build, check_arguments, conform, resolve
-from client.losses import LOSS
-from client.protocol import DATASET, MODEL, TRANSFORM
-from defenses.clip import clip
+from fedgauge.attacks.plan import ATTACK
+from fedgauge.client.components import Kind, SpecError, build, check_arguments, conform, resolve
+from fedgauge.client.models.losses import LOSS
+from fedgauge.client.protocol import DATASET, MODEL, TRANSFORM
+from fedgauge.defenses.clip import clip
 
 KINDS = {"dataset": DATASET, "model": MODEL, "loss": LOSS, "transform": TRANSFORM, "attack": ATTACK}
 
 
 def test_every_component_is_found() -> None:
-    images = [f"client.models:{n}" for n in ("convbig", "convnet", "convsmall", "lenet", "mlp", "resnet", "resnet20")]
-    assert MODEL.names() == images + [
-        f"client.text:{n}" for n in ("decoder", "encoder", "tiny_bert", "tiny_gpt2", "transformer3")
+    images = [
+        f"fedgauge.client.models.vision:{n}"
+        for n in ("convbig", "convnet", "convsmall", "lenet", "mlp", "resnet", "resnet20")
     ]
-    public = [f"client.data:{n}" for n in ("cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k")]
-    text = [f"client.corpora:{n}" for n in ("cola", "csv", "phrases", "rotten_tomatoes", "sst2", "wikitext2")]
-    own = [f"client.datasets:{n}" for n in ("hugging_face", "image_folder", "npz")]
+    assert MODEL.names() == images + [
+        f"fedgauge.client.models.language:{n}" for n in ("decoder", "encoder", "tiny_bert", "tiny_gpt2", "transformer3")
+    ]
+    public = [f"fedgauge.client.data.images:{n}" for n in ("cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k")]
+    text = [
+        f"fedgauge.client.data.corpora:{n}" for n in ("cola", "csv", "phrases", "rotten_tomatoes", "sst2", "wikitext2")
+    ]
+    own = [f"fedgauge.client.data.own_images:{n}" for n in ("hugging_face", "image_folder", "npz")]
     assert DATASET.names() == text + public + own
-    assert LOSS.names() == [f"client.losses:{n}" for n in ("cross_entropy", "mean_squared_error", "next_token")]
-    assert {"client.update:local_sgd", "defenses.clip:clip", "defenses.noise:gaussian"} <= set(TRANSFORM.names())
-    assert {"attacks.analytic:analytic", "attacks.matching:inverting_gradients"} <= set(ATTACK.names())
+    assert LOSS.names() == [
+        f"fedgauge.client.models.losses:{n}" for n in ("cross_entropy", "mean_squared_error", "next_token")
+    ]
+    assert {"local_sgd", "clip", "gaussian"} <= set(TRANSFORM.names())
+    assert {"analytic", "inverting_gradients"} <= set(ATTACK.names())
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -43,44 +50,48 @@ def test_what_is_offered_can_be_resolved(kind: Kind) -> None:
         ("model", None, 'needs use = "module:name", got None'),
         ("model", 3, 'needs use = "module:name", got 3'),
         ("model", "lenet", "needs use = \"module:name\", got 'lenet'"),
-        ("model", "client.models:a:b", 'needs use = "module:name"'),
+        ("model", "a:b", 'needs use = "module:name"'),
         # outside the packages of its kind
         ("model", "os:system", "'os:system' is not allowed here"),
         ("model", "torchvision.models:resnet18", "is not allowed here"),
         ("model", "client.modelsx:lenet", "is not allowed here"),
-        ("model", "client.data:mnist5k", "is not allowed here"),
-        ("transform", "client.models:lenet", "is not allowed here"),
-        ("transform", "..defenses.clip:clip", "is not allowed here"),
+        ("model", "mnist5k", "is not allowed here"),
+        ("transform", "lenet", "is not allowed here"),
+        ("transform", "..clip", "is not allowed here"),
         # nothing there
-        ("model", "client.models:vgg", "nothing is called 'client.models:vgg'"),
+        ("model", "vgg", "nothing is called 'vgg'"),
         ("transform", "defenses.clips:clip", "nothing is called 'defenses.clips:clip'"),
-        ("transform", "defenses.clip:clip.nothing", "nothing is called"),
+        ("transform", "clip.nothing", "nothing is called"),
         ("transform", "defenses. clip:clip", "nothing is called"),
         # something else
-        ("dataset", "client.data:os", "'client.data:os' is not a dataset"),
-        ("dataset", "client.data:os.system", "is not a dataset"),
-        ("dataset", "client.data:Dataset", "is not a dataset"),
-        ("dataset", "client.data:data_folder", "is not a dataset"),
-        ("model", "client.models:last_linear", "is not a model"),
-        ("model", "client.models:nn.Module", "is not a model"),
-        ("model", "client.models:Shape", "is not a model"),
-        ("model", "client.models:", "is not a model"),
-        ("transform", "client.update:Link", "is not a link of a chain"),
-        ("transform", "client.update:OnUpdate", "is not a link of a chain"),
-        ("transform", "client.update:per_example", "is not a link of a chain"),
-        ("transform", "client.update:chain", "is not a link of a chain"),
-        ("transform", "defenses.clip:clip.apply", "is not a link of a chain"),
-        ("transform", "defenses.mask:OnUpdate", "is not a link of a chain"),
-        ("attack", "attacks.base:Attack", "is not an attack"),
-        ("attack", "attacks.metrics:psnr", "is not an attack"),
-        ("attack", "attacks.matching:GradientMatching", "is not an attack"),  # the engine; its recipes are
+        ("dataset", "os", "'os' is not a dataset"),
+        ("dataset", "os.system", "is not a dataset"),
+        ("dataset", "fedgauge.client.data.images:Dataset", "is not a dataset"),
+        ("dataset", "data_folder", "is not a dataset"),
+        ("model", "last_linear", "is not a model"),
+        ("model", "nn.Module", "is not a model"),
+        ("model", "fedgauge.client.models.vision:Shape", "is not a model"),
+        ("model", "fedgauge.client.models.vision:", "is not a model"),
+        ("transform", "fedgauge.client.update:Link", "is not a link of a chain"),
+        ("transform", "fedgauge.client.update:OnUpdate", "is not a link of a chain"),
+        ("transform", "per_example", "is not a link of a chain"),
+        ("transform", "chain", "is not a link of a chain"),
+        ("transform", "clip.apply", "is not a link of a chain"),
+        ("transform", "fedgauge.defenses.mask:OnUpdate", "is not a link of a chain"),
+        ("attack", "fedgauge.attacks.base:Attack", "is not an attack"),
+        ("attack", "psnr", "is not an attack"),
+        (
+            "attack",
+            "fedgauge.attacks.matching.gradient_matching:GradientMatching",
+            "is not an attack",
+        ),  # the engine; its recipes are
         # private parts of a module
-        ("transform", "defenses.noise:_Noise", "is not a link of a chain"),
-        ("transform", "defenses.mask:_expected_mask", "is not a link of a chain"),
-        ("transform", "defenses.sign:_soft_sign", "is not a link of a chain"),
-        ("model", "client.models:_Block", "is not a model"),
-        ("model", "client.models:_norm", "is not a model"),
-        ("model", "client.models:_ResNet.forward", "is not a model"),
+        ("transform", "_Noise", "is not a link of a chain"),
+        ("transform", "_expected_mask", "is not a link of a chain"),
+        ("transform", "_soft_sign", "is not a link of a chain"),
+        ("model", "_Block", "is not a model"),
+        ("model", "_norm", "is not a model"),
+        ("model", "_ResNet.forward", "is not a model"),
     ],
 )
 def test_a_wrong_name_is_refused_with_the_allowed_ones(kind: str, name: Any, message: str) -> None:
@@ -110,19 +121,19 @@ def test_a_wrong_name_is_refused_with_the_allowed_ones(kind: str, name: Any, mes
 )
 def test_wrong_arguments_are_told(table: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as told:
-        build({"use": "defenses.clip:clip", **table}, "[[chain]] #1", TRANSFORM)
+        build({"use": "clip", **table}, "[[chain]] #1", TRANSFORM)
     assert str(told.value).startswith("[[chain]] #1: ")
     assert message in str(told.value)
 
 
 def test_a_table_that_is_shared_names_all_its_keys() -> None:
     with pytest.raises(SpecError) as told:
-        build({"use": "defenses.clip:clip", "max_nrom": 1.0}, "here", TRANSFORM, beside=("max_norm", "each"))
+        build({"use": "clip", "max_nrom": 1.0}, "here", TRANSFORM, beside=("max_norm", "each"))
     assert str(told.value) == "here: clip() has no argument 'max_nrom' (it has: max_norm, each)"
 
 
 def test_a_whole_number_serves_as_a_number() -> None:
-    built = build({"use": "defenses.clip:clip", "max_norm": 2}, "here", TRANSFORM)
+    built = build({"use": "clip", "max_norm": 2}, "here", TRANSFORM)
     assert built == clip(2.0)
     assert isinstance(built.max_norm, float)
 
@@ -233,7 +244,7 @@ def test_a_value_that_the_component_refuses_names_the_table() -> None:
 
     kind = Kind("a picky thing", (picky.__module__,), int)
     assert kind.admits(picky, picky.__module__)
-    from client.components import call
+    from fedgauge.client.components import call
 
     with pytest.raises(SpecError, match=r"\[x\]: a must be even, got 3"):
         call(picky, {"a": 3}, "[x]")

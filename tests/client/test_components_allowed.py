@@ -11,10 +11,10 @@ import tomli_w
 import torch
 from torch import nn
 
-from client import components
-from client.components import SpecError, allowed, allowing, build, located, resolve
-from client.losses import LOSS
-from client.protocol import DATASET, MODEL, TRANSFORM, Federation, Protocol
+from fedgauge.client import components
+from fedgauge.client.components import SpecError, allowed, allowing, build, located, resolve
+from fedgauge.client.models.losses import LOSS
+from fedgauge.client.protocol import DATASET, MODEL, TRANSFORM, Federation, Protocol
 
 OWN = """
 import os
@@ -22,8 +22,8 @@ from os import getcwd
 from pathlib import Path
 import torch
 from torch import nn
-from client.data import Dataset, mnist5k
-from client.models import mlp
+from fedgauge.client.data.images import Dataset, mnist5k
+from fedgauge.client.models.vision import mlp
 
 def small(shape, classes, hidden=3):
     return nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], hidden), nn.Linear(hidden, classes))
@@ -79,12 +79,12 @@ def test_without_leave_nothing_is_imported_and_the_flag_is_named(own: Path, monk
     with pytest.raises(SpecError) as told:
         resolve({"use": "mynets:Net"}, "[model]", MODEL)
     words = str(told.value)
-    assert words.startswith("[model]: use = 'mynets:Net' is not allowed here; a model is one of client.models:convbig")
-    assert "--allow mynets " in words and "FEDLEAK_ALLOW=mynets" in words and 'allow = ["mynets"]' in words
+    assert words.startswith("[model]: use = 'mynets:Net' is not allowed here; a model is one of convbig")
+    assert "--allow mynets " in words and "FEDGAUGE_ALLOW=mynets" in words and 'allow = ["mynets"]' in words
     assert "mynets" not in sys.modules
 
 
-@pytest.mark.parametrize("use", ["client.data:mnist5k", "..mynets:Net", "simulations.cli:main", "1a:b"])
+@pytest.mark.parametrize("use", ["mnist5k", "..mynets:Net", "fedgauge.simulations.cli.main:main", "1a:b"])
 def test_names_that_no_flag_could_allow_get_no_such_advice(use: str) -> None:
     with pytest.raises(SpecError) as told:
         resolve({"use": use}, "[model]", MODEL)
@@ -162,9 +162,9 @@ def test_a_part_of_a_package_may_be_allowed_alone(own: Path) -> None:
         assert resolve({"use": "mypackage:Deep"}, "[model]", MODEL).__module__ == "mypackage.inner", "handed on by it"
 
 
-@pytest.mark.parametrize("name", ["client", "defenses.clip", "attacks", "server", "simulations"])
-def test_fedleaks_own_names_cannot_be_allowed(name: str) -> None:
-    with pytest.raises(SpecError, match="a name of fedleak's own packages"), allowing([name]):
+@pytest.mark.parametrize("name", ["client", "fedgauge.defenses.clip", "attacks", "server", "simulations"])
+def test_fedgauges_own_names_cannot_be_allowed(name: str) -> None:
+    with pytest.raises(SpecError, match="a name of fedgauge's own packages"), allowing([name]):
         pass
 
 
@@ -194,8 +194,8 @@ def test_a_process_that_starts_elsewhere_keeps_to_the_same_list(own: Path, tmp_p
     elsewhere.mkdir()
     root = Path(components.__file__).resolve().parents[1]
     program = """
-from client.components import SpecError, resolve
-from client.protocol import MODEL
+from fedgauge.client.components import SpecError, resolve
+from fedgauge.client.protocol import MODEL
 print(resolve({"use": "mynets:Net"}, "here", MODEL).__name__)
 try:
     resolve({"use": "mypackage:Deep"}, "here", MODEL)
@@ -218,13 +218,13 @@ def test_a_folder_of_the_users_takes_no_name_away_from_anybody(own: Path) -> Non
         assert sys.path[-1] == str(own)
 
 
-def test_paths_start_from_where_fedleak_is_called(own: Path) -> None:
+def test_paths_start_from_where_fedgauge_is_called(own: Path) -> None:
     table = {"use": "mynets:stored", "path": "data/x", "size": 4, "batch_size": 2}
     with allowing(["mynets"], [own]):
         assert located(table, DATASET, own) == {**table, "path": str(own / "data/x")}
         assert located({**table, "path": "/a/b"}, DATASET, own)["path"] == "/a/b"
     assert located(table, DATASET, own) == table, "what cannot be resolved is told where it is built"
-    ours = {"use": "client.datasets:npz", "path": "x.npz"}
+    ours = {"use": "npz", "path": "x.npz"}
     assert located(ours, DATASET, own)["path"] == str(own / "x.npz")
 
 
@@ -234,7 +234,7 @@ def test_a_federation_of_a_users_parts_travels_as_json(own: Path) -> None:
         "clients": 2,
         "data": {"use": "mynets:stored", "path": str(own), "batch_size": 2},
         "model": {"use": "mynets:small", "hidden": 5},
-        "chain": [{"use": "client.update:local_sgd", "rate": 0.1}],
+        "chain": [{"use": "local_sgd", "rate": 0.1}],
     }
     with allowing(["mynets"], [own]):
         protocol = Protocol.from_tables(tables)
@@ -274,15 +274,23 @@ def test_a_run_of_a_users_data_model_and_loss(own: Path, tmp_path: Path) -> None
         "data": {"use": "mynets:stored", "path": "data"},
         "model": {"use": "mynets:small", "hidden": 32},
         "loss": {"use": "mylosses:squared", "scale": 2.0},
-        "chain": [{"use": "client.update:local_sgd", "rate": 0.1}],
+        "chain": [{"use": "local_sgd", "rate": 0.1}],
         "audit": {"executor": "ray", "workers": 1},
-        "attack": [{"use": "attacks.analytic:analytic"}],
+        "attack": [{"use": "analytic"}],
     }
     (own / "own.toml").write_text(tomli_w.dumps(tables))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     root = Path(components.__file__).resolve().parents[1]
-    command = [sys.executable, "-m", "simulations.cli", "run", str(own / "own.toml"), "--runs", str(tmp_path / "runs")]
+    command = [
+        sys.executable,
+        "-m",
+        "fedgauge.simulations.cli.main",
+        "run",
+        str(own / "own.toml"),
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
     told = subprocess.run(
         [*command, "--allow", "mynets", "--allow", "mylosses"],
         cwd=elsewhere,

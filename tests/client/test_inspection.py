@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from client.inspection import (
+from fedgauge.client.inspection import (
     FEWEST,
     FIRST_NETWORK,
     LARGEST,
@@ -26,9 +26,9 @@ from client.inspection import (
     probe_of,
     weights_alone,
 )
-from client.models import convnet, detached_params, lenet, mlp, resnet20
-from client.rng import generator
-from client.update import Batch, Memory, Params, gradient
+from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Memory, Params, gradient
 from tests.conftest import MakeFederation
 
 SHAPE, CLASSES = (1, 12, 12), 5
@@ -388,7 +388,7 @@ def test_a_loss_that_leaps_is_told_in_numbers() -> None:
 def test_memory_is_bounded_by_chunks_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     params = detached_params(network())
     whole = inspect(bench(), params, params)
-    monkeypatch.setattr("client.inspection.MOST_FLOATS", 3 * sum(t.numel() for t in params.values()))
+    monkeypatch.setattr("fedgauge.client.inspection.MOST_FLOATS", 3 * sum(t.numel() for t in params.values()))
     for a, b in zip(whole.found, inspect(bench(), params, params).found, strict=True):
         assert (a.detector, a.layer) == (b.detector, b.layer)
         assert a.score == pytest.approx(b.score, rel=1e-4, abs=1e-7)
@@ -472,7 +472,7 @@ def test_without_examples_the_verdict_is_the_same_whatever_they_are() -> None:
 
 
 def test_a_probe_is_the_rounds_batch_and_more_of_the_clients_own(make_federation: MakeFederation) -> None:
-    shards = make_federation(data={"use": "client.data:mnist5k", "batch_size": 1}).shards
+    shards = make_federation(data={"use": "mnist5k", "batch_size": 1}).shards
     rows = shards.rows_at(1, 3)
     probe = probe_of(shards, 1, rows)
     assert probe.x.shape == (PROBE, 1, 28, 28)

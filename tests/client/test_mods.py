@@ -18,11 +18,11 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import Generator, Tensor
 
-from client.mods import Mod, as_mod
-from client.update import Batch, Link, OnUpdate, Params, Update, UpdateFn, chain, local_sgd, per_example
-from defenses.clip import clip
-from defenses.noise import gaussian
-from defenses.sign import sign
+from fedgauge.client.mods import Mod, as_mod
+from fedgauge.client.update import Batch, Link, OnUpdate, Params, Update, UpdateFn, chain, local_sgd, per_example
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.noise import gaussian
+from fedgauge.defenses.sign import sign
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -44,7 +44,7 @@ def travel(message: Message) -> Message:
 
 
 def answer(mods: list[Mod], content: Callable[[Message], RecordDict | Error] | None = None) -> Message:
-    """What an ordinary ClientApp, which knows nothing of fedleak, replies with under some mods."""
+    """What an ordinary ClientApp, which knows nothing of fedgauge, replies with under some mods."""
     app = ClientApp()
 
     @app.train(mods=mods)  # type: ignore[arg-type]

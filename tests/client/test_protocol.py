@@ -9,19 +9,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from client.components import SpecError
-from client.protocol import Federation, Protocol, Stragglers, federation
-from client.rng import generator
-from client.update import chain, gradient, local_sgd, per_example
-from defenses.clip import clip
-from defenses.noise import gaussian
-from server.run import Run
-from server.scenario import Scenario
+from fedgauge.client.components import SpecError
+from fedgauge.client.protocol import Federation, Protocol, Stragglers, federation
+from fedgauge.client.rng import generator
+from fedgauge.client.update import chain, gradient, local_sgd, per_example
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.noise import gaussian
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
 
 Make = Callable[..., Any]
-CLIP = {"use": "defenses.clip:clip", "max_norm": 1.0}
-SGD = {"use": "client.update:local_sgd", "rate": 0.1}
-BATCHNORM = {"use": "client.models:convnet", "width": 2}
+CLIP = {"use": "clip", "max_norm": 1.0}
+SGD = {"use": "local_sgd", "rate": 0.1}
+BATCHNORM = {"use": "convnet", "width": 2}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ BATCHNORM = {"use": "client.models:convnet", "width": 2}
         ({"chain": SGD}, "chain", "must be a list, got {"),
         ({"chain": [SGD, "clip"]}, "[[chain]] #2", "must be a table, got 'clip'"),
         # [data]
-        ({"data": {"use": "client.data:digits"}}, "[data]", "nothing is called 'client.data:digits'; a dataset is one"),
+        ({"data": {"use": "digits"}}, "[data]", "nothing is called 'digits'; a dataset is one"),
         ({"data": {"partiton": "iid"}}, "[data]", "unknown key 'partiton' (it has: use, alpha, auxiliary, batch_size"),
         ({"data": {"partition": "sorted"}}, "[data]: partition", "must be one of 'iid', 'dirichlet', 'shards', got 'so"),
         ({"data": {"batch_size": 1.5}}, "[data]: batch_size", "must be a whole number, got 1.5"),
@@ -59,7 +59,7 @@ BATCHNORM = {"use": "client.models:convnet", "width": 2}
         ({"chain": [SGD, {**CLIP, "each": True}]}, "[[chain]] #2", "each = true acts per example, so it belongs before"),
         ({"chain": [{**CLIP, "each": 1}, SGD]}, "[[chain]] #1: each", "must be true or false, got 1"),
         ({"chain": [{**CLIP, "max_norm": 0}, SGD]}, "[[chain]] #1", "max_norm must be above 0, got 0.0"),
-        ({"chain": [SGD, {"use": "defenses.noise:gaussian", "sigma": -1}]}, "[[chain]] #2", "sigma must not be negativ"),
+        ({"chain": [SGD, {"use": "gaussian", "sigma": -1}]}, "[[chain]] #2", "sigma must not be negativ"),
         ({"chain": [{**SGD, "rate": -0.1}]}, "[[chain]] #1", "rate must be above 0, got -0.1"),
         ({"chain": [{**SGD, "steps": 2.0}]}, "[[chain]] #1: steps", "must be a whole number, got 2.0"),
         ({"data": {"batch_size": 4}, "chain": [{**SGD, "batch_size": 3}]}, "[[chain]]", "batch_size 3 does not divide"),
@@ -100,7 +100,7 @@ def test_a_missing_table_is_told(key: str, tables: Make) -> None:
     [
         {},
         {"seed": 2**60, "stragglers": {"probability": 0.25}},
-        {"model": {"use": "client.models:mlp", "hidden": [4, 5]}, "chain": [{**CLIP, "each": True}, SGD]},
+        {"model": {"use": "mlp", "hidden": [4, 5]}, "chain": [{**CLIP, "each": True}, SGD]},
     ],
 )
 def test_json_carries_the_protocol_unchanged(changes: dict[str, Any], tables: Make) -> None:
@@ -113,7 +113,7 @@ def test_json_carries_the_protocol_unchanged(changes: dict[str, Any], tables: Ma
 
 
 def test_the_plan_of_attack_never_enters_the_json_that_clients_get(tables: Make) -> None:
-    spec = {**tables(), "attack": [{"use": "attacks.analytic:analytic"}], "audit": {"seed": 99}}
+    spec = {**tables(), "attack": [{"use": "analytic"}], "audit": {"seed": 99}}
     assert "attack" not in Protocol.from_tables(spec).to_json()
     assert "99" not in Protocol.from_tables(spec).to_json()
 
@@ -127,14 +127,14 @@ def test_a_federation_is_kept_between_messages(tables: Make) -> None:
 
 
 def test_the_chain_is_the_tables(make_federation: Make) -> None:
-    noise = {"use": "defenses.noise:gaussian", "sigma": 0.5}
+    noise = {"use": "gaussian", "sigma": 0.5}
     fed = make_federation(chain=[{**CLIP, "each": True}, noise, {**SGD, "steps": 3}, CLIP])
     assert fed.chain == chain(per_example(clip(1.0)), gaussian(0.5), local_sgd(0.1, 3), clip(1.0))
     assert fed.chain.local == local_sgd(0.1, 3)
 
 
 def test_a_client_update_is_the_function_of_its_parts(make_federation: Make) -> None:
-    noise = {"use": "defenses.noise:gaussian", "sigma": 0.5}
+    noise = {"use": "gaussian", "sigma": 0.5}
     fed = make_federation(seed=4, data={"batch_size": 3}, chain=[{**CLIP, "each": True}, SGD, noise])
     params, buffers = fed.initial()
     found = fed.client_update(params, buffers, client=1, round=2)
@@ -315,7 +315,7 @@ def test_a_run_keeps_the_weights_it_began_with(
     """An audit may come from another folder, after the checkpoint is gone."""
     path = checkpoint(tmp_path / 'wörk "1".safetensors', make_federation(seed=9))
     monkeypatch.chdir(tmp_path)
-    scenario = Scenario.from_tables({**tables(), "model": {"use": "client.models:lenet", "weights": path.name}})
+    scenario = Scenario.from_tables({**tables(), "model": {"use": "lenet", "weights": path.name}})
     run = Run.create(Path("rün"), scenario)
     path.unlink()
     (tmp_path / "elsewhere").mkdir()
@@ -328,8 +328,8 @@ def test_a_run_keeps_the_weights_it_began_with(
 
 def test_published_weights_are_weights(make_federation: Make, local_file: Callable[[str], Path]) -> None:
     path = local_file("weights/resnet20-12fca82f.safetensors")
-    data = {"use": "client.data:cifar10"}
-    fed = make_federation(data=data, model={"use": "client.models:resnet20", "weights": str(path)}).check()
+    data = {"use": "cifar10"}
+    fed = make_federation(data=data, model={"use": "resnet20", "weights": str(path)}).check()
     test = fed.shards.dataset
     with torch.no_grad():  # trained under ImageNet's mean and std, which are close
         logits = fed.model(test.normalise(test.x_test[:300].float() / 255))

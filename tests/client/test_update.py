@@ -12,8 +12,8 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from client.rng import generator, seed_of
-from client.update import (
+from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.update import (
     Batch,
     Chain,
     Link,
@@ -33,8 +33,8 @@ from client.update import (
     norm,
     per_example,
 )
-from defenses.clip import clip
-from defenses.noise import gaussian, identity
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.noise import gaussian, identity
 
 
 def network(seed: int = 0) -> nn.Module:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 from torch import Generator
 
-from client.models import detached_params, mlp
-from client.protocol import Federation
-from client.update import (
+from fedgauge.client.models.vision import detached_params, mlp
+from fedgauge.client.protocol import Federation
+from fedgauge.client.update import (
     Batch,
     Chain,
     Link,
@@ -32,15 +32,15 @@ from client.update import (
     norm,
     per_example,
 )
-from defenses.accounting import Accountant, Mechanism, NoGuarantee, Spent, account, mechanism, spent
-from defenses.ats import ats
-from defenses.clip import clip
-from defenses.dp_sgd import dp_sgd
-from defenses.mask import mask
-from defenses.mixup import mixup
-from defenses.noise import gaussian, identity, laplace
-from defenses.prune import prune
-from defenses.sign import sign
+from fedgauge.defenses.accounting import Accountant, Mechanism, NoGuarantee, Spent, account, mechanism, spent
+from fedgauge.defenses.ats import ats
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.dp_sgd import dp_sgd
+from fedgauge.defenses.mask import mask
+from fedgauge.defenses.mixup import mixup
+from fedgauge.defenses.noise import gaussian, identity, laplace
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
 
 DELTA = 1e-5
 EACH, SGD = per_example(clip(2.0)), local_sgd(0.1)
@@ -128,7 +128,7 @@ def test_no_more_is_told_than_the_theorem_allows(sizes: tuple[int, int], noise: 
 
 def test_order_two_of_the_theorem_on_paper() -> None:
     """log(1 + q^2 min(4 (e^(1 / s^2) - 1), 2 e^(1 / s^2))), s being noise over what a replaced record moves: 2 C."""
-    from defenses.accounting import _sampled_divergences
+    from fedgauge.defenses.accounting import _sampled_divergences
 
     orders, divergences = _sampled_divergences(100, 10, 0.5)
     assert divergences[orders.index(2.0)] == pytest.approx(math.log(1 + 0.01 * 2 * math.exp(4)))
@@ -357,9 +357,9 @@ def test_a_replaced_record_or_client_moves_no_release_further(links: Chain, whol
 # -------------------------------------------------------------------------------------------------------- a federation
 
 Make = Callable[..., Federation]
-DP = {"use": "defenses.dp_sgd:dp_sgd", "max_norm": 1.0, "noise_multiplier": 4.0}
-LOCAL = {"use": "client.update:local_sgd", "rate": 0.1}
-MLP = {"use": "client.models:mlp", "hidden": [4]}
+DP = {"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 4.0}
+LOCAL = {"use": "local_sgd", "rate": 0.1}
+MLP = {"use": "mlp", "hidden": [4]}
 
 
 def test_the_client_that_took_part_most_is_told(make_federation: Make) -> None:
@@ -391,8 +391,8 @@ def test_batches_are_what_is_accounted_for(make_federation: Make) -> None:
 
 
 def test_statistics_that_travel_without_noise_leave_no_epsilon(make_federation: Make) -> None:
-    model = {"use": "client.models:convnet", "norm": "batch", "width": 4}
-    links = [LOCAL, {"use": "defenses.clip:clip", "max_norm": 1.0}, {"use": "defenses.noise:gaussian", "sigma": 8.0}]
+    model = {"use": "convnet", "norm": "batch", "width": 4}
+    links = [LOCAL, {"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 8.0}]
     assert spent(make_federation(model=model, chain=links), {0: 1}).client > 0
     training = make_federation(model={**model, "mode": "train"}, chain=links)
     with pytest.raises(NoGuarantee, match=r"\(BatchNorm in train mode\) mixes examples, and its statistics travel"):

@@ -11,18 +11,18 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from attacks.audit import Auditor
-from attacks.base import Budget, Wave
-from attacks.plan import PlannedAttack
-from client.components import SpecError, build
-from client.protocol import TRANSFORM, Federation
-from client.update import Batch, Conditional, chain, local_sgd
-from defenses.ats import OPERATIONS, ats, crop_and_flip, magnitude, operate, through
+from fedgauge.attacks.base import Budget, Wave
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.components import SpecError, build
+from fedgauge.client.protocol import TRANSFORM, Federation
+from fedgauge.client.update import Batch, Conditional, chain, local_sgd
+from fedgauge.defenses.ats import OPERATIONS, ats, crop_and_flip, magnitude, operate, through
 
 SHAPE = (3, 32, 32)
 Make = Callable[..., Federation]
-SGD = {"use": "client.update:local_sgd", "rate": 0.1}
-ATS = {"use": "defenses.ats:ats", "policy": "7-4-15"}
+SGD = {"use": "local_sgd", "rate": 0.1}
+ATS = {"use": "ats", "policy": "7-4-15"}
 
 
 def seeded(seed: int = 0) -> Generator:
@@ -123,7 +123,7 @@ def test_a_move_is_of_whole_pixels_and_black_comes_in() -> None:
     ],
 )
 def test_a_policy_is_written_as_in_the_paper_or_as_numbers(policy: Any, policies: tuple[tuple[int, ...], ...]) -> None:
-    link = build({"use": "defenses.ats:ats", "policy": policy}, "here", TRANSFORM, {"shape": SHAPE})
+    link = build({"use": "ats", "policy": policy}, "here", TRANSFORM, {"shape": SHAPE})
     assert link.policies == policies
     assert str(link) == "+".join("-".join(map(str, p)) for p in policies)
 
@@ -317,7 +317,7 @@ def test_an_early_attack_finds_what_was_trained_on_and_through_the_right_draw_th
     but for the rows that were cut off; through the other one an image that explains the update as well."""
     table = {**ATS, "policy": "7"}
     fed = make_federation(chain=[table, SGD])
-    wave, planned = observe(fed), PlannedAttack("dlg", {"use": "attacks.matching:dlg"}, Budget(200))
+    wave, planned = observe(fed), PlannedAttack("dlg", {"use": "dlg"}, Budget(200))
     (plain,) = Auditor(fed).audit(planned, wave)
     assert psnr(plain.rows, "psnr_augmented") > 30
     assert psnr(plain.rows, "psnr") < 20

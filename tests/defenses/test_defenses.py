@@ -11,12 +11,12 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 from torch import Generator
 
-from client.update import Update, norm
-from defenses.clip import clip
-from defenses.mask import mask
-from defenses.noise import gaussian, identity, laplace
-from defenses.prune import prune
-from defenses.sign import sign
+from fedgauge.client.update import Update, norm
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.mask import mask
+from fedgauge.defenses.noise import gaussian, identity, laplace
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
 
 
 def seeded(seed: int = 0) -> Generator:

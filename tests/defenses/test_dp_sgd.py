@@ -10,11 +10,11 @@ from scipy import stats
 from torch import Generator, nn
 from torch.nn import functional as F
 
-from attacks.limits import known_noise
-from client.components import SpecError
-from client.models import detached_params, lenet
-from client.protocol import Federation
-from client.update import (
+from fedgauge.attacks.limits import known_noise
+from fedgauge.client.components import SpecError
+from fedgauge.client.models.vision import detached_params, lenet
+from fedgauge.client.protocol import Federation
+from fedgauge.client.update import (
     Batch,
     Conditional,
     Params,
@@ -27,13 +27,13 @@ from client.update import (
     norm,
     per_example,
 )
-from defenses.accounting import mechanism
-from defenses.clip import clip
-from defenses.dp_sgd import dp_sgd
-from defenses.mask import mask
-from defenses.noise import gaussian
-from defenses.prune import prune
-from defenses.sign import sign
+from fedgauge.defenses.accounting import mechanism
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.dp_sgd import dp_sgd
+from fedgauge.defenses.mask import mask
+from fedgauge.defenses.noise import gaussian
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
 
 B = 6
 
@@ -151,11 +151,11 @@ def test_a_batch_of_another_size_is_refused() -> None:
 
 # --------------------------------------------------------------------------------------------------- in a federation
 
-DP = {"use": "defenses.dp_sgd:dp_sgd", "max_norm": 1.0, "noise_multiplier": 1.0}
-CLIP = {"use": "defenses.clip:clip", "max_norm": 1.0}
-SGD = {"use": "client.update:local_sgd", "rate": 0.1}
-MIXUP = {"use": "defenses.mixup:mixup", "alpha": 0.4}
-ATS = {"use": "defenses.ats:ats", "policy": "7-4-15"}
+DP = {"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 1.0}
+CLIP = {"use": "clip", "max_norm": 1.0}
+SGD = {"use": "local_sgd", "rate": 0.1}
+MIXUP = {"use": "mixup", "alpha": 0.4}
+ATS = {"use": "ats", "policy": "7-4-15"}
 Make = Callable[..., Federation]
 
 
@@ -171,8 +171,8 @@ def test_the_federation_offers_the_batch_of_a_local_step(make_federation: Make, 
 @pytest.mark.parametrize(("links", "message"), [
     ([{**DP, "each": True}, SGD], r"#1 \(dp_sgd\) takes examples one by one already: leave each = true out"),
     ([SGD, DP], r"#2 \(dp_sgd\) takes examples one by one, so it belongs before local_sgd"),
-    ([{"use": "defenses.sign:sign"}, DP, SGD], r"#2 \(dp_sgd\) takes .* #1 \(sign\), nearer the gradient, all of them"),
-    ([{"use": "defenses.sign:sign"}, {**CLIP, "each": True}, SGD], r"#2 \(clip\) takes .* #1 \(sign\), nearer the"),
+    ([{"use": "sign"}, DP, SGD], r"#2 \(dp_sgd\) takes .* #1 \(sign\), nearer the gradient, all of them"),
+    ([{"use": "sign"}, {**CLIP, "each": True}, SGD], r"#2 \(clip\) takes .* #1 \(sign\), nearer the"),
     ([MIXUP, DP, SGD], r"#2 \(dp_sgd\) takes .* #1 \(mixup\), nearer the gradient, all of them together"),
     ([{**DP, "batch_size": 3}, SGD], r"dp_sgd\(\) has no argument 'batch_size'"),
     ([{**DP, "max_norm": 0}, SGD], r"\[\[chain\]\] #1: max_norm must be above 0"),
@@ -183,21 +183,21 @@ def test_a_place_without_sense_is_refused(make_federation: Make, links: Any, mes
 
 
 @pytest.mark.parametrize("links", [
-    [{"use": "defenses.noise:identity"}, DP, SGD],  # as a sweep writes "none"
-    [{"use": "defenses.sign:sign", "each": True}, {**CLIP, "each": True}, SGD],
+    [{"use": "identity"}, DP, SGD],  # as a sweep writes "none"
+    [{"use": "sign", "each": True}, {**CLIP, "each": True}, SGD],
     [DP, MIXUP, SGD],
     [DP, SGD, ATS],
-    [{"use": "defenses.soteria:soteria"}, DP, SGD],
+    [{"use": "soteria"}, DP, SGD],
 ])  # fmt: skip
 def test_a_place_with_sense_is_not(make_federation: Make, links: Any) -> None:
-    fed = make_federation(data={"batch_size": 4}, chain=links, model={"use": "client.models:mlp", "hidden": [16]})
+    fed = make_federation(data={"batch_size": 4}, chain=links, model={"use": "mlp", "hidden": [16]})
     params, buffers = fed.initial()
     update = fed.client_update(params, buffers, 0, 1)
     assert all(torch.isfinite(t).all() for t in update.values())
 
 
 def test_batchnorm_in_train_mode_is_refused(make_federation: Make) -> None:
-    model = {"use": "client.models:convnet", "norm": "batch", "mode": "train", "width": 4}
+    model = {"use": "convnet", "norm": "batch", "mode": "train", "width": 4}
     with pytest.raises(SpecError, match="acts per example, which layer .* makes impossible"):
         _ = make_federation(model=model, data={"batch_size": 4}, chain=[DP, SGD]).chain
 

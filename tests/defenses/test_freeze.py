@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-from client.components import SpecError
-from client.models import detached_params
-from client.protocol import Federation
-from client.update import Conditional, Update, norm
-from defenses.freeze import freeze
+from fedgauge.client.components import SpecError
+from fedgauge.client.models.vision import detached_params
+from fedgauge.client.protocol import Federation
+from fedgauge.client.update import Conditional, Update, norm
+from fedgauge.defenses.freeze import freeze
 
 Make = Callable[..., Federation]
-SGD = {"use": "client.update:local_sgd", "rate": 0.1}
-MLP = {"use": "client.models:mlp", "hidden": [8, 6]}
+SGD = {"use": "local_sgd", "rate": 0.1}
+MLP = {"use": "mlp", "hidden": [8, 6]}
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
 
 
 def frozen(*layers: str) -> dict[str, Any]:
-    return {"use": "defenses.freeze:freeze", "layers": list(layers)}
+    return {"use": "freeze", "layers": list(layers)}
 
 
 def update_of(fed: Federation, round: int = 1) -> Update:

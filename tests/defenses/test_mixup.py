@@ -9,16 +9,16 @@ from scipy import stats
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from attacks.audit import Auditor
-from attacks.base import Budget
-from attacks.plan import PlannedAttack
-from client.components import SpecError
-from client.protocol import Federation
-from client.update import Batch
-from defenses.mixup import mixup
+from fedgauge.attacks.base import Budget
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.components import SpecError
+from fedgauge.client.protocol import Federation
+from fedgauge.client.update import Batch
+from fedgauge.defenses.mixup import mixup
 
-SGD = {"use": "client.update:local_sgd", "rate": 0.1}
-MIXUP = {"use": "defenses.mixup:mixup", "alpha": 0.4}
+SGD = {"use": "local_sgd", "rate": 0.1}
+MIXUP = {"use": "mixup", "alpha": 0.4}
 
 
 def seeded(seed: int = 0) -> Generator:
@@ -88,7 +88,7 @@ def test_blends_can_be_blended_again() -> None:
 
 def test_the_client_trains_on_the_blends(make_federation: Callable[..., Federation]) -> None:
     """Its gradient is the weights' mean of the two cross-entropies at the blended image: the paper's loss."""
-    fed = make_federation(chain=[MIXUP, SGD], data={"batch_size": 4}, model={"use": "client.models:mlp", "hidden": [8]})
+    fed = make_federation(chain=[MIXUP, SGD], data={"batch_size": 4}, model={"use": "mlp", "hidden": [8]})
     params, buffers = fed.initial()
     update = fed.client_update(params, buffers, 0, 1)
     blends = fed.trained_on(params, buffers, 0, 1)
@@ -106,7 +106,7 @@ def test_an_attack_is_graded_against_the_originals_and_the_blends(
     make_federation: Callable[..., Federation], observe: Callable[..., Any]
 ) -> None:
     fed = make_federation(chain=[MIXUP, SGD], data={"batch_size": 2})
-    planned = PlannedAttack("dlg", {"use": "attacks.matching:dlg"}, Budget(600))
+    planned = PlannedAttack("dlg", {"use": "dlg"}, Budget(600))
     (result,) = Auditor(fed).audit(planned, observe(fed))
     print(result.rows)
     values = {m: [r.value for r in result.rows if r.metric == m] for m in ("psnr", "psnr_augmented")}

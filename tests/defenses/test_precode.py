@@ -13,17 +13,17 @@ from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from attacks.analytic import analytic
-from attacks.base import Budget, Knowledge, Observation, Wave
-from attacks.metrics import psnr
-from client.components import SpecError
-from client.models import detached_params, last_linear, lenet, mlp
-from client.protocol import Federation
-from client.rng import generator
-from client.update import Batch, Randomised, Update, chain, gradient, local_sgd
-from defenses.precode import precode
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.exact.analytic import analytic
+from fedgauge.attacks.grading.image_metrics import psnr
+from fedgauge.client.components import SpecError
+from fedgauge.client.models.vision import detached_params, last_linear, lenet, mlp
+from fedgauge.client.protocol import Federation
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Randomised, Update, chain, gradient, local_sgd
+from fedgauge.defenses.precode import precode
 
-SGD = {"use": "client.update:local_sgd", "rate": 0.1}
+SGD = {"use": "local_sgd", "rate": 0.1}
 
 
 def seeded(seed: int = 0) -> Generator:
@@ -158,12 +158,12 @@ def test_what_cannot_be_is_refused(model: nn.Module, arguments: dict[str, Any], 
 
 # ------------------------------------------------------------------------------------------------------- in a scenario
 
-DEFENSE = {"use": "defenses.precode:precode", "latent": 8}
+DEFENSE = {"use": "precode", "latent": 8}
 
 
 def test_a_federation_is_seedable_and_evaluates_by_the_mean(make_federation: Callable[..., Federation]) -> None:
     def federation(seed: int, defenses: list[dict[str, Any]]) -> Federation:
-        return make_federation(seed=seed, model={"use": "client.models:lenet", "defense": defenses})
+        return make_federation(seed=seed, model={"use": "lenet", "defense": defenses})
 
     fed, again, other = (federation(seed, [DEFENSE]) for seed in (0, 0, 1))
     params, buffers = fed.initial()
@@ -180,16 +180,16 @@ def test_a_federation_is_seedable_and_evaluates_by_the_mean(make_federation: Cal
 
 
 def test_a_network_without_the_layer_is_refused(make_federation: Callable[..., Federation]) -> None:
-    model = {"use": "client.models:lenet", "defense": [{**DEFENSE, "before": "fc"}]}
+    model = {"use": "lenet", "defense": [{**DEFENSE, "before": "fc"}]}
     with pytest.raises(SpecError, match=r"defense #1: .*none called 'fc' \(it has: 'linear'\)"):
         make_federation(model=model).check()
 
 
 def test_per_example_clients_draw_for_each_example(make_federation: Callable[..., Federation]) -> None:
     fed = make_federation(
-        model={"use": "client.models:lenet", "defense": [DEFENSE]},
+        model={"use": "lenet", "defense": [DEFENSE]},
         data={"batch_size": 2},
-        chain=[{"use": "defenses.clip:clip", "max_norm": 0.1, "each": True}, SGD],
+        chain=[{"use": "clip", "max_norm": 0.1, "each": True}, SGD],
     )
     params, buffers = fed.initial()
     update = fed.client_update(params, buffers, 0, 1)

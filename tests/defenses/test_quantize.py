@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor
 
-from client.update import Conditional
-from defenses.quantize import quantize
+from fedgauge.client.update import Conditional
+from fedgauge.defenses.quantize import quantize
 
 
 def seeded(seed: int = 0) -> Generator:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
-from defenses.secure_sum import (
+from fedgauge.defenses.secure_sum import (
     PRIME,
     SECRET,
     SHARE,

@@ -13,18 +13,29 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from attacks.distances import likelihood
-from attacks.limits import known_noise
-from client.components import SpecError
-from client.models import convbig, detached_params, lenet
-from client.protocol import Federation
-from client.update import Batch, Chain, Conditional, Params, Update, chain, gradient, local_sgd, mean_of, per_example
-from defenses.clip import clip
-from defenses.mask import mask
-from defenses.noise import gaussian, laplace
-from defenses.prune import prune
-from defenses.sign import sign
-from defenses.soteria import soteria
+from fedgauge.attacks.engine.distances import likelihood
+from fedgauge.attacks.limits import known_noise
+from fedgauge.client.components import SpecError
+from fedgauge.client.models.vision import convbig, detached_params, lenet
+from fedgauge.client.protocol import Federation
+from fedgauge.client.update import (
+    Batch,
+    Chain,
+    Conditional,
+    Params,
+    Update,
+    chain,
+    gradient,
+    local_sgd,
+    mean_of,
+    per_example,
+)
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.mask import mask
+from fedgauge.defenses.noise import gaussian, laplace
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
+from fedgauge.defenses.soteria import soteria
 
 in_double = pytest.mark.usefixtures("double")
 
@@ -249,8 +260,8 @@ def test_a_layer_fed_many_vectors_is_refused() -> None:
 
 
 def test_it_stands_in_a_federation(make_federation: Callable[..., Federation]) -> None:
-    sgd = {"use": "client.update:local_sgd", "rate": 0.1}
-    link = {"use": "defenses.soteria:soteria", "rate": 0.5}
+    sgd = {"use": "local_sgd", "rate": 0.1}
+    link = {"use": "soteria", "rate": 0.5}
     fed = make_federation(chain=[link, sgd], data={"batch_size": 2})
     params, buffers = fed.initial()
     update = fed.client_update(params, buffers, 0, 1)

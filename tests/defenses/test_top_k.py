@@ -2,7 +2,7 @@
 
 import warnings
 
-import client  # noqa: F401  (mends torchvision before anything can import it)
+import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)
 
 with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
     warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
@@ -18,20 +18,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
-from attacks.base import Observation
-from attacks.replay import replay
-from client.components import SpecError
-from client.protocol import Federation
-from client.update import Batch, Conditional, Memory, Update, chain, local_sgd
-from defenses.top_k import largest, top_k
-from server.ledger import Seen
-from server.pool import LocalExecutor, serve
-from server.run import Run
-from server.scenario import Scenario
-from simulations.inmemory import train
+from fedgauge.attacks.base import Observation
+from fedgauge.attacks.grading.replay import replay
+from fedgauge.client.components import SpecError
+from fedgauge.client.protocol import Federation
+from fedgauge.client.update import Batch, Conditional, Memory, Update, chain, local_sgd
+from fedgauge.defenses.top_k import largest, top_k
+from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.run.in_memory import train
 
-SGD = {"use": "client.update:local_sgd", "rate": 0.1}
-TOP = {"use": "defenses.top_k:top_k", "keep": 0.1}
+SGD = {"use": "local_sgd", "rate": 0.1}
+TOP = {"use": "top_k", "keep": 0.1}
 
 
 def seeded(seed: int = 0) -> Generator:
@@ -122,9 +122,7 @@ def test_zeros_tell_nothing_and_noise_stays() -> None:
 
 
 def test_it_belongs_after_local_training(make_federation: Callable[..., Federation]) -> None:
-    with pytest.raises(
-        SpecError, match="defenses.top_k:top_k remembers finished updates, so it belongs after local_sgd"
-    ):
+    with pytest.raises(SpecError, match="top_k remembers finished updates, so it belongs after local_sgd"):
         make_federation(chain=[TOP, SGD]).check()
 
 
@@ -133,7 +131,7 @@ def test_it_belongs_after_local_training(make_federation: Callable[..., Federati
 
 @pytest.fixture(scope="module")
 def scenario(make_scenario: Callable[..., Scenario]) -> Scenario:
-    return make_scenario(rounds=4, chain=[SGD, TOP], attack=[{"use": "attacks.analytic:analytic"}])
+    return make_scenario(rounds=4, chain=[SGD, TOP], attack=[{"use": "analytic"}])
 
 
 @pytest.fixture(scope="module")
@@ -221,9 +219,7 @@ def test_the_replay_check_takes_a_clients_first_update(trained: Run, scenario: S
 
 def test_a_straggler_has_not_started(make_scenario: Callable[..., Scenario], tmp_path: Path) -> None:
     """A round that a client missed by the scenario's wish left nothing in its memory; its next is its first."""
-    late = make_scenario(
-        rounds=4, chain=[SGD, TOP], attack=[{"use": "attacks.analytic:analytic"}], stragglers={"probability": 0.6}
-    )
+    late = make_scenario(rounds=4, chain=[SGD, TOP], attack=[{"use": "analytic"}], stragglers={"probability": 0.6})
     missed = {(c, r): late.protocol.misses(c, r) for c in range(3) for r in range(1, 5)}
     first = min((r, c) for (c, r), m in missed.items() if not m and all(missed[c, s] for s in range(1, r)))
     run = begun(tmp_path / "late", late)

@@ -17,11 +17,11 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp.strategy import FedAvg
 from hypothesis import HealthCheck, settings
 
-from server.door import Door, Intake
-from simulations.inmemory import MemoryGrid, flower
+from fedgauge.server.strategy.validator import Door, Intake
+from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 assert flwr.serverapp  # the import is the point
-EXAMPLES = int(os.environ.get("FEDLEAK_FUZZ", "300"))  # at each door
+EXAMPLES = int(os.environ.get("FEDGAUGE_FUZZ", "300"))  # at each door
 settings.register_profile(
     "fuzz",
     max_examples=EXAMPLES,

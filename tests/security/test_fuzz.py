@@ -1,6 +1,6 @@
 """Anything at all at the three doors (updates, scenarios, files): accepted or refused in words, and nothing else affected.
 
-FEDLEAK_FUZZ sets how many inputs are tried at each door.
+FEDGAUGE_FUZZ sets how many inputs are tried at each door.
 """
 
 import io
@@ -19,13 +19,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attacks.plan import AttackPlan, PlannedAttack
-from client.components import SpecError
-from server.checkpoint import Checkpoint
-from server.ledger import Ledger, LedgerError, Seen
-from server.run import NotResumable
-from server.scenario import Scenario
-from server.tape import TapeError, read_tensors, write_tensors
+from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.client.components import SpecError
+from fedgauge.server.store.checkpoint import Checkpoint
+from fedgauge.server.store.ledger import Ledger, LedgerError, Seen
+from fedgauge.server.store.run import NotResumable
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import TapeError, read_tensors, write_tensors
 
 FUZZ = settings.get_profile("fuzz")
 pytestmark = pytest.mark.slow
@@ -114,23 +114,23 @@ SCENARIO: dict[str, Any] = {
     "seed": 1,
     "rounds": 2,
     "clients": 2,
-    "data": {"use": "client.data:mnist5k", "batch_size": 1, "auxiliary": 64},
-    "model": {"use": "client.models:mlp", "hidden": [2]},
+    "data": {"use": "mnist5k", "batch_size": 1, "auxiliary": 64},
+    "model": {"use": "mlp", "hidden": [2]},
     "chain": [
-        {"use": "defenses.clip:clip", "max_norm": 1.0, "each": True},
-        {"use": "client.update:local_sgd", "rate": 0.1, "steps": 2},
+        {"use": "clip", "max_norm": 1.0, "each": True},
+        {"use": "local_sgd", "rate": 0.1, "steps": 2},
     ],
-    "strategy": {"use": "flwr.serverapp.strategy:FedAvg"},
-    "attack": [{"use": "attacks.matching:dlg", "iterations": 2, "name": "a"}],
+    "strategy": {"use": "FedAvg"},
+    "attack": [{"use": "dlg", "iterations": 2, "name": "a"}],
     "audit": {"rounds": [1], "wave": 1, "executor": "local"},
     "tape": {"keep": "all"},
     "simulation": {"parallel_clients": 1},
 }
 USES = st.sampled_from(
     [
-        "os:system", "builtins:eval", "subprocess:Popen", "client.data:os", "client.models:torch.load", "pickle:loads",
-        "client.components:resolve", "server.run:Run", "simulations.cli:main", "client..data:x", "client.data:", ":", "x",
-        "attacks.matching:dlg", "client.models:__import__", "../client.data:mnist5k", "client.data:mnist5k.__globals__",
+        "os:system", "builtins:eval", "subprocess:Popen", "os", "torch.load", "pickle:loads",
+        "resolve", "fedgauge.server.store.run:Run", "fedgauge.simulations.cli.main:main", "client..data:x", "fedgauge.client.data.images:", ":", "x",
+        "dlg", "__import__", "../mnist5k", "mnist5k.__globals__",
     ]
 )  # fmt: skip
 JUNK = st.recursive(
@@ -234,7 +234,7 @@ def checkpoint_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ledger_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
-    plan = AttackPlan((PlannedAttack("dlg", {"use": "attacks.matching:dlg", "iterations": 2}),))
+    plan = AttackPlan((PlannedAttack("dlg", {"use": "dlg", "iterations": 2}),))
     with Ledger(path, create=True) as ledger:
         ledger.add_attacks(plan, {"dlg": "card"})
         ledger.set_meta(state="trained")

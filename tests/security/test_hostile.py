@@ -18,15 +18,15 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.serde import message_to_proto
 
-from attacks.audit import WHOLE_BATCH
-from client.components import SpecError
-from server.checkpoint import Checkpoint
-from server.ledger import Ledger, LedgerError
-from server.pool import LocalExecutor, serve
-from server.run import NotResumable, Run
-from server.scenario import Scenario
-from server.tape import Tape, TapeError, read_tensors
-from simulations.cli import main
+from fedgauge.attacks.grading.audit import WHOLE_BATCH
+from fedgauge.client.components import SpecError
+from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.store.checkpoint import Checkpoint
+from fedgauge.server.store.ledger import Ledger, LedgerError
+from fedgauge.server.store.run import NotResumable, Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import Tape, TapeError, read_tensors
+from fedgauge.simulations.cli.main import main
 
 METRICS = MetricRecord({"num-examples": 2})
 
@@ -191,7 +191,7 @@ def test_a_crafted_file_in_any_place_of_a_run_is_named_and_runs_nothing(
     (tmp_path / "ledger.sqlite").write_bytes(data)
     with pytest.raises(LedgerError, match="cannot be read as a ledger"):
         Ledger(tmp_path / "ledger.sqlite")
-    weights = {"use": "client.models:mlp", "hidden": [4], "weights": str(path)}
+    weights = {"use": "mlp", "hidden": [4], "weights": str(path)}
     tables = dict(make_scenario().tables)
     with pytest.raises(SpecError, match="crafted"):
         Scenario.from_tables({**tables, "model": weights})
@@ -207,7 +207,7 @@ def test_the_pickle_would_have_been_noticed(tmp_path: Path) -> None:
 @pytest.fixture
 def elsewhere(tmp_path: Path, make_taped: Any, make_scenario: Any) -> Run:
     """A run folder that came from elsewhere: what its ledger says was not written by us."""
-    attack = {"use": "attacks.matching:inverting_gradients", "iterations": 2}
+    attack = {"use": "inverting_gradients", "iterations": 2}
     run: Run = make_taped(tmp_path / "deep" / "runs" / "theirs", make_scenario(attack=[attack]), rounds=1)
     return run
 
@@ -252,7 +252,7 @@ def test_a_runs_name_that_leads_elsewhere_is_refused_and_writes_nothing(
 def test_a_scenarios_name_becomes_a_folder_under_runs_whatever_it_is(
     tmp_path: Path, make_scenario: Any, stem: str
 ) -> None:
-    from simulations.simulate import new_run
+    from fedgauge.simulations.run.simulate import new_run
 
     run = new_run(make_scenario(), stem, tmp_path / "runs")
     assert run.folder.parent == tmp_path / "runs"

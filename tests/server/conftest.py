@@ -2,7 +2,7 @@
 
 import warnings
 
-import client  # noqa: F401  (mends torchvision before anything can import it)
+import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)
 
 with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
     warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
@@ -22,15 +22,15 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.supercore.run import Run as FlowerRun
 
-from attacks.audit import card
-from client.app import app as client_app
-from client.protocol import Federation
-from server.curious import Tap
-from server.door import Accepted, Intake
-from server.ledger import Ledger
-from server.run import Run
-from server.scenario import Scenario
-from server.tape import Tape
+from fedgauge.attacks.grading.audit import card
+from fedgauge.client.app import app as client_app
+from fedgauge.client.protocol import Federation
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import Tape
+from fedgauge.server.strategy.curious import Tap
+from fedgauge.server.strategy.validator import Accepted, Intake
 
 Tables = dict[str, Any]
 Tamper = Callable[[int, list[Message]], list[Message]]  # (round, replies) -> the replies that arrive
@@ -122,10 +122,10 @@ def tables(**changes: Any) -> Tables:
         "seed": 3,
         "rounds": 3,
         "clients": 4,
-        "data": {"use": "client.data:mnist5k", "batch_size": 2, "auxiliary": 64},
-        "model": {"use": "client.models:mlp", "hidden": [8]},
-        "chain": [{"use": "client.update:local_sgd", "rate": 0.1}],
-        "attack": [{"use": "attacks.matching:inverting_gradients", "iterations": 3}],
+        "data": {"use": "mnist5k", "batch_size": 2, "auxiliary": 64},
+        "model": {"use": "mlp", "hidden": [8]},
+        "chain": [{"use": "local_sgd", "rate": 0.1}],
+        "attack": [{"use": "inverting_gradients", "iterations": 3}],
         "audit": {"executor": "local"},
     }
     return base | changes

@@ -90,7 +90,7 @@ let place = null, data = null, loading = false, again = false, last = 0, events 
 
 /** Show the data that one has, as the address's query says. */
 function render() {
-  document.title = [place.view.name, place.id, "fedleak"].filter(Boolean).join(" · ");
+  document.title = [place.view.name, place.id, "fedgauge"].filter(Boolean).join(" · ");
   const look = LIVE.has(data.state) ? "view moving" : "view";
   show(main, el("div", { "data-key": place.path, class: look }, place.view.draw(data, place)));
   show(document.getElementById("views"), tabs());
@@ -144,8 +144,8 @@ function settle() {
 }
 
 const REFUSALS = {
-  0: ["No answer", "Is fedleak watch still running? Trying again."],
-  401: ["Not allowed", "Open the address that fedleak watch printed: it ends with ?token=…"],
+  0: ["No answer", "Is fedgauge watch still running? Trying again."],
+  401: ["Not allowed", "Open the address that fedgauge watch printed: it ends with ?token=…"],
   404: ["Not found", "It may have been deleted or moved; the list shows what is there."],
   503: ["Not readable", "This page looks again when the file changes."],
 };
@@ -249,7 +249,7 @@ const empty = (...words) => el("p.empty", words);
 const link = (href, words) => el("a", { href }, words);
 
 function runsView(folder) {
-  const start = el("code", "fedleak run simulations/quickstart.toml");
+  const start = el("code", "fedgauge run simulations/quickstart.toml");
   const none = empty("There is no run in this folder yet. Start one with ", start, "; it appears here.");
   const one = run => el("li.run", { "data-key": run.id }, run.error ? brokenRun(run) : runLine(run));
   return [el("h1", `Runs in ${folder.folder}`), folder.runs.length ? el("ul.runs", folder.runs.map(one)) : none];

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
-from attacks.text.dager import dager
-from attacks.text.spans import span
-from client.corpora import Text, cola, phrases, targets
-from client.losses import next_token
-from client.models import detached_params, floating_buffers
-from client.parts import Projection
-from client.rng import generator
-from client.text import LanguageModel, encoder, tiny_bert, tiny_gpt2, transformer3
-from client.tokenizer import MINILM
-from client.update import Batch, Chain, Transform, gradient, local_sgd
-from defenses.noise import gaussian
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
+from fedgauge.attacks.text.dager import dager
+from fedgauge.attacks.text.spans import span
+from fedgauge.client.data.corpora import Text, cola, phrases, targets
+from fedgauge.client.models.language import LanguageModel, encoder, tiny_bert, tiny_gpt2, transformer3
+from fedgauge.client.models.language_parts import Projection
+from fedgauge.client.models.losses import next_token
+from fedgauge.client.models.tokenizer import MINILM
+from fedgauge.client.models.vision import detached_params, floating_buffers
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Transform, gradient, local_sgd
+from fedgauge.defenses.noise import gaussian
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
 LENGTH = 12

@@ -13,26 +13,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from attacks.audit import Auditor
-from attacks.base import Budget, Knowledge, Observation, Sentences, Wave
-from attacks.baselines import random_words
-from attacks.plan import ATTACK, PlannedAttack
-from attacks.text.lamp import dlg, lamp, tag
-from attacks.text.moves import placed, propose, shuffles
-from attacks.text.search import Scene, TextMatching, _Search, _State, lengths_of, staircase
-from attacks.text_metrics import rouge
-from attacks.waves import Clock
-from client.corpora import Text, phrases
-from client.losses import next_token
-from client.models import detached_params, lenet
-from client.rng import generator
-from client.text import LanguageModel, tiny_bert, tiny_gpt2
-from client.update import Batch, Chain, Loss, Transform, gradient, local_sgd, per_example
-from defenses.clip import clip
-from defenses.mask import mask
-from defenses.noise import gaussian
-from defenses.prune import prune
-from defenses.sign import sign
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Sentences, Wave
+from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.baselines import random_words
+from fedgauge.attacks.grading.text_metrics import rouge
+from fedgauge.attacks.plan import ATTACK, PlannedAttack
+from fedgauge.attacks.text.lamp import dlg, lamp, tag
+from fedgauge.attacks.text.moves import placed, propose, shuffles
+from fedgauge.attacks.text.text_matching import Scene, TextMatching, _Search, _State, lengths_of, staircase
+from fedgauge.client.data.corpora import Text, phrases
+from fedgauge.client.models.language import LanguageModel, tiny_bert, tiny_gpt2
+from fedgauge.client.models.losses import next_token
+from fedgauge.client.models.vision import detached_params, lenet
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Loss, Transform, gradient, local_sgd, per_example
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.mask import mask
+from fedgauge.defenses.noise import gaussian
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
 
@@ -357,7 +357,7 @@ def test_the_model_and_the_global_generator_are_left_alone(make: Callable[..., S
 
 
 def test_recipes_are_found_and_carry_the_papers_weights() -> None:
-    assert {f"attacks.text.lamp:{name}" for name in ("dlg", "tag", "lamp")} <= set(ATTACK.names())
+    assert {f"fedgauge.attacks.text.lamp:{name}" for name in ("dlg", "tag", "lamp")} <= set(ATTACK.names())
     cosine, squares = lamp(), lamp("l2_l1")
     assert (cosine.kind, cosine.length, cosine.lm_weight) == ("cosine", 1.0, 0.2)
     assert (squares.kind, squares.length, squares.lm_weight, squares.l1) == ("l2_l1", 25.0, 60.0, 0.01)
@@ -393,11 +393,11 @@ def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
 
 def test_a_scenario_names_it_and_an_audit_grades_it(make_federation: Callable[..., Any], observe: Any) -> None:
     fed = make_federation(
-        data={"use": "client.corpora:phrases", "length": LENGTH, "batch_size": 2, "auxiliary": 100},
-        model={"use": "client.text:tiny_bert", "width": 16, "heads": 2, "freeze": ["words"]},
+        data={"use": "phrases", "length": LENGTH, "batch_size": 2, "auxiliary": 100},
+        model={"use": "tiny_bert", "width": 16, "heads": 2, "freeze": ["words"]},
     )
     small = {"lm_steps": 5, "draws": 2, "orders": 2, "period": 2, "candidates": 4}
-    for own in ({"use": "attacks.text.lamp:lamp", "loss": "l2_l1", **small}, {"use": "attacks.text.lamp:tag"}):
+    for own in ({"use": "lamp", "loss": "l2_l1", **small}, {"use": "tag"}):
         planned = PlannedAttack.from_table({**own, "lengths": "given", "iterations": 4}, "[[attack]]")
         (audited,) = Auditor(fed).audit(planned, observe(fed))
         assert audited.reconstruction.status == "converged"

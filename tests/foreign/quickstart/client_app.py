@@ -1,4 +1,4 @@
-"""quickstart: the ClientApp, without a thought of fedleak."""
+"""quickstart: the ClientApp, without a thought of fedgauge."""
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp

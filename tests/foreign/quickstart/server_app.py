@@ -1,4 +1,4 @@
-"""quickstart: the ServerApp; the three lines of fedleak's stand in `curious`."""
+"""quickstart: the ServerApp; the three lines of fedgauge's stand in `curious`."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from quickstart.task import Net
 
-from server.curious import CuriousStrategy, Tap
-from server.scenario import Scenario
-from simulations.simulate import create_run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.strategy.curious import CuriousStrategy, Tap
+from fedgauge.simulations.run.simulate import create_run
 
 app = ServerApp()
 

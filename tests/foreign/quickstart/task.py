@@ -1,4 +1,4 @@
-"""quickstart: model, data, training and test, without a thought of fedleak."""
+"""quickstart: model, data, training and test, without a thought of fedgauge."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -1,0 +1,1 @@
+"""What every optimising attack runs on: batched gradients, distances, optimisers, the scheduler and its memory limit."""

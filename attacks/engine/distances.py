@@ -1,0 +1,305 @@
+"""Likelihoods: distances between updates, -log p(seen | expected) up to a constant and a scale, for one observation each.
+
+`seen` and `expected` have the same names and shapes; every distance is a differentiable scalar, also under vmap.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from fedgauge.client.update import Conditional, Update, norm
+
+_TINY = 1e-20
+
+
+class Distance(ABC):
+    """A frozen dataclass whose fields are the distance's parameters."""
+
+    @abstractmethod
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        """How far the expected update is from the one that was seen; a scalar."""
+
+
+class Products(NamedTuple):
+    """Inner products of one tensor of an update, or of many problems' at once: <seen, expected>, |seen|^2, |expected|^2."""
+
+    inner: Tensor
+    seen: Tensor
+    expected: Tensor
+
+
+class ByProducts(Distance):
+    """A distance that inner products decide, for which large gradients need not be formed.
+
+    joint: only the products of whole updates count, not those of each tensor.
+    """
+
+    joint: ClassVar[bool] = True
+
+    @abstractmethod
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        """The distance, from the products of every tensor."""
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        """The distance, from the updates themselves."""
+        return self.of(
+            {k: Products((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()}
+        )
+
+    def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
+        """The distances (P,) of P updates, where the distance is a joint one.
+
+        Args:
+            seen, expected: each in parts (P, entries) of the same sizes.
+            square: |seen|^2.
+        """
+        return self.of({"": between(seen, expected, square)})
+
+
+@dataclass(frozen=True)
+class cosine(ByProducts):
+    """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4)."""
+
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        return _one_minus_cosine(_total(products))
+
+
+@dataclass(frozen=True)
+class layer_cosine(ByProducts):
+    """The weighted mean over tensors of 1 - cos, each tensor by itself.
+
+    Args:
+        decay: a tensor's weight is decay ** (its place from the input): 1 counts all alike, below 1 the first ones more
+            (the exponential layer weights of the Bayesian framework's grid).
+    """
+
+    decay: float = 1.0
+    joint: ClassVar[bool] = False
+
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        terms = torch.stack([_one_minus_cosine(p) for p in products.values()])
+        weights = self.decay ** torch.arange(len(terms), dtype=terms.dtype, device=terms.device)
+        mean: Tensor = torch.tensordot(weights / weights.sum(), terms, 1)
+        return mean
+
+
+@dataclass(frozen=True)
+class squared(ByProducts):
+    """|seen - expected|^2 / |seen|^2 (DLG, eq. 4, made free of the update's scale)."""
+
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        total = _total(products)
+        return _difference(total) / total.seen.clamp_min(_TINY)
+
+    def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
+        return _squared_rows(seen, expected) / square.clamp_min(_TINY)
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return _squares(seen, expected) / norm(seen).square().clamp_min(_TINY)
+
+
+@dataclass(frozen=True)
+class gaussian_likelihood(ByProducts):
+    """|seen - expected / shrink|^2 / (2 sigma^2): additive normal noise (Bayesian framework, section 4)."""
+
+    sigma: float
+    shrink: float = 1.0
+
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        return _difference(_total(products), self.shrink) / (2 * self.sigma**2)
+
+    def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
+        return _squared_rows(seen, [t / self.shrink for t in expected]) / (2 * self.sigma**2)
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return _squares(seen, _grown(expected, self.shrink)) / (2 * self.sigma**2)
+
+
+@dataclass(frozen=True)
+class absolute(Distance):
+    """|seen - expected|_1 / |seen|_1 (TAG's second term, made free of the update's scale)."""
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        total = torch.stack([t.abs().sum() for t in seen.values()]).sum()
+        return _magnitudes(seen, expected) / total.clamp_min(_TINY)
+
+
+@dataclass(frozen=True)
+class laplace_likelihood(Distance):
+    """|seen - expected / shrink|_1 / b: additive Laplace noise of scale b."""
+
+    scale: float
+    shrink: float = 1.0
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return _magnitudes(seen, _grown(expected, self.shrink)) / self.scale
+
+
+@dataclass(frozen=True)
+class visible(Distance):
+    """Another distance over the entries that are not exactly zero in what was seen: pruning, and masks read off the update."""
+
+    inner: Distance
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return self.inner(seen, {k: torch.where(seen[k] != 0, t, torch.zeros_like(t)) for k, t in expected.items()})
+
+
+@dataclass(frozen=True)
+class without(Distance):
+    """Another distance with some tensors left out by name: Soteria's breaker leaves out the defended layer's weight."""
+
+    inner: Distance
+    names: tuple[str, ...]
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        left = [k for k in expected if k not in self.names]
+        return self.inner({k: seen[k] for k in left}, {k: expected[k] for k in left})
+
+
+@dataclass(frozen=True)
+class without_products(ByProducts):
+    """`without`, for a distance that inner products decide: it stays one."""
+
+    inner: ByProducts
+    names: tuple[str, ...]
+    joint: ClassVar[bool] = False
+
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        return self.inner.of({k: p for k, p in products.items() if k not in self.names})
+
+
+@dataclass(frozen=True)
+class visible_columns(ByProducts):
+    """Another distance without some weights' columns that are zero in what was seen: their layer's input was pruned.
+
+    The engine forms its products of the columns that are left.
+    """
+
+    inner: ByProducts
+    names: tuple[str, ...]
+    joint: ClassVar[bool] = False
+
+    def of(self, products: Mapping[str, Products]) -> Tensor:
+        return self.inner.of(products)
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        left = {k: torch.where((seen[k] != 0).any(0), expected[k], torch.zeros_like(expected[k])) for k in self.names}
+        return self.inner(seen, {**expected, **left})
+
+
+def left_out(distance: Distance, names: Collection[str]) -> Distance:
+    """A distance over all tensors but some.
+
+    >>> left_out(cosine(), {"fc.weight"})
+    without_products(inner=cosine(), names=('fc.weight',))
+    """
+    if not names:
+        return distance
+    if isinstance(distance, ByProducts):
+        return without_products(distance, tuple(sorted(names)))
+    return without(distance, tuple(sorted(names)))
+
+
+@dataclass(frozen=True)
+class signs(Distance):
+    """Signs against values (Learning To Invert, appendix A).
+
+    Args:
+        method: hinge, the sum of max(-expected * sign, 0)^2, for one example, made relative to |expected|^2 so that
+            shrinking does not help; tanh, 1 - cos(sign, tanh(expected / mean |expected|)), for sums over several.
+    """
+
+    method: Literal["hinge", "tanh"] = "hinge"
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        if self.method == "hinge":
+            wrong = torch.stack([(-t * seen[k].sign()).clamp_min(0).square().sum() for k, t in expected.items()]).sum()
+            return wrong / norm(expected).square().clamp_min(_TINY)
+        bounded = {k: torch.tanh(t / t.abs().mean().clamp_min(_TINY)) for k, t in expected.items()}
+        return cosine()({k: t.sign() for k, t in seen.items()}, bounded)
+
+
+def likelihood(conditional: Conditional | None, batch_size: int) -> Distance:
+    """The distance that is -log p(seen | expected) of a chain's conditional; where that has no density, the nearest one.
+
+    Without noise any distance has the same minimum, and the cosine is the one that descends best.
+    """
+    if conditional is None:
+        return cosine()
+    if conditional.hidden:
+        return left_out(likelihood(replace(conditional, hidden=frozenset()), batch_size), conditional.hidden)
+    if conditional.signed:
+        return signs("hinge" if batch_size == 1 else "tanh")
+    inner: Distance = cosine()
+    if conditional.sigma:
+        inner = gaussian_likelihood(conditional.sigma, conditional.shrink)
+    elif conditional.scale:
+        inner = laplace_likelihood(conditional.scale, conditional.shrink)
+    return visible(inner) if conditional.sparse else inner
+
+
+def between(seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Products:
+    """The products (P,) of P updates, each in parts (P, entries) of the same sizes; square: |seen|^2."""
+    parts = [_InnerProducts.apply(s, e) for s, e in zip(seen, expected, strict=True)]  # type: ignore[no-untyped-call]
+    inner, own = (part[0] if len(part) == 1 else torch.stack(part).sum(0) for part in zip(*parts, strict=True))
+    return Products(inner, square, own)
+
+
+def _squared_rows(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+    """Squared distances (P,)."""
+    parts = [(s - e).square().sum(1) for s, e in zip(seen, expected, strict=True)]
+    return torch.stack(parts).sum(0)
+
+
+class _InnerProducts(Function):
+    """<seen, expected> and |expected|^2 of each row, without writing a product of two matrices down."""
+
+    @staticmethod
+    def forward(ctx: Any, seen: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(seen, expected)
+        pairs = list(zip(seen, expected, strict=True))
+        return torch.stack([torch.dot(s, e) for s, e in pairs]), torch.stack([torch.dot(e, e) for _, e in pairs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_inner: Tensor, by_square: Tensor) -> tuple[None, Tensor]:
+        seen, expected = ctx.saved_tensors
+        return None, torch.mul(seen, by_inner[:, None]).addcmul_(expected, 2 * by_square[:, None])
+
+
+def _total(products: Mapping[str, Products]) -> Products:
+    if len(products) == 1:
+        return next(iter(products.values()))
+    return Products(*(torch.stack(parts).sum(0) for parts in zip(*products.values(), strict=True)))
+
+
+def _one_minus_cosine(p: Products) -> Tensor:
+    return 1 - p.inner / (_root(p.seen) * _root(p.expected)).clamp_min(_TINY)
+
+
+def _root(square: Tensor) -> Tensor:
+    """Square root, safe to differentiate at zero."""
+    return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
+
+
+def _difference(p: Products, shrink: float = 1.0) -> Tensor:
+    return (p.seen - 2 * p.inner / shrink + p.expected / shrink**2).clamp_min(0)
+
+
+def _grown(expected: Update, shrink: float) -> Update:
+    return expected if shrink == 1 else {k: t / shrink for k, t in expected.items()}
+
+
+def _squares(seen: Update, expected: Update) -> Tensor:
+    return torch.stack([(seen[k] - t).square().sum() for k, t in expected.items()]).sum()
+
+
+def _magnitudes(seen: Update, expected: Update) -> Tensor:
+    return torch.stack([(seen[k] - t).abs().sum() for k, t in expected.items()]).sum()

@@ -1,0 +1,146 @@
+"""Which problems advance together: as many of those that have not finished as there are places, each at its own iteration."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.matching.problems import Variables
+
+LOOK = 16  # iterations between two looks at how problems stand: a look waits for the device, and an iteration does not
+
+
+class Clock:
+    """A budget's seconds."""
+
+    def __init__(self, started: float, seconds: float | None) -> None:
+        self.end = None if seconds is None else started + seconds
+
+    def over(self) -> bool:
+        """Whether they are spent."""
+        return self.end is not None and time.perf_counter() > self.end
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """How P problems ended.
+
+    Args:
+        objectives: (P,).
+        spent: (P,) iterations or evaluations.
+        interrupted: (P,) whether the clock ended it before it was done.
+    """
+
+    objectives: Tensor
+    spent: Tensor
+    interrupted: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """Where N problems of Adam's kin stand.
+
+    Args:
+        variables: each (N, ...).
+        moments: of each variable's slopes.
+        spent: (N,) iterations of each, in the host's memory.
+        lowest: (N,) objective so far, at the likelihood's full weight.
+        since: (N,) iterations since it fell by more than the tolerance.
+        finite: (N,) whether the objective was finite once since the last look at it.
+    """
+
+    variables: Variables
+    moments: dict[str, tuple[Tensor, Tensor]]
+    spent: Tensor
+    lowest: Tensor
+    since: Tensor
+    finite: Tensor
+
+    @classmethod
+    def at(cls, variables: Variables) -> "Standing":
+        """At the start."""
+        x = variables["x"]
+        moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in variables.items()}
+        since = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        lowest = torch.full_like(since, torch.inf, dtype=x.dtype)
+        return cls(variables, moments, since.cpu().clone(), lowest, since, torch.zeros_like(since, dtype=torch.bool))
+
+    def of(self, rows: Tensor) -> "Standing":
+        """Those of some problems, to be advanced and put back."""
+        return Standing(
+            {name: t[rows] for name, t in self.variables.items()},
+            {name: (first[rows], second[rows]) for name, (first, second) in self.moments.items()},
+            self.spent[rows],
+            self.lowest[rows],
+            self.since[rows],
+            self.finite[rows],
+        )
+
+    def put(self, rows: Tensor, part: "Standing", done: int) -> None:
+        """Take over where some problems stand after so many iterations."""
+        for name, t in part.variables.items():
+            self.variables[name][rows] = t
+            for ours, theirs in zip(self.moments[name], part.moments[name], strict=True):
+                ours[rows] = theirs
+        self.spent[rows] += done
+        self.lowest[rows], self.since[rows], self.finite[rows] = part.lowest, part.since, part.finite
+
+    def look(self, rows: Tensor, patience: int) -> Tensor:
+        """Which of some problems are at a look of their own and found lost or stalled (N,), in the host's memory."""
+        due = (self.spent[rows] % LOOK == 0) & (self.spent[rows] > 0)
+        if not due.any():
+            return due
+        gone = ~self.finite[rows]
+        if patience:
+            gone |= self.since[rows] >= patience
+        self.finite[rows[due]] = False
+        return due & gone.cpu()
+
+    def judge(self, objectives: Tensor, tolerance: float, full: Tensor | None) -> None:
+        """Take note of objectives (N,) without waiting for them: whether they have fallen by a part of themselves.
+
+        Args:
+            full: (N,) where the likelihood has its full weight, since others cannot be compared; None: everywhere.
+        """
+        if full is not None:
+            objectives = torch.where(full, objectives, torch.inf)
+        margin = torch.where(self.lowest.isfinite(), tolerance * self.lowest.abs(), 0.0)
+        fell = objectives < self.lowest - margin
+        self.since.add_(1 if full is None else full).masked_fill_(fell, 0)
+        self.lowest.copy_(torch.where(fell, objectives, self.lowest))
+
+
+Stretch = Callable[[Standing, Tensor, int], int]  # some problems, which they are, at most so many iterations -> done
+
+
+def advance(
+    standing: Standing, units: Tensor, iterations: int, patience: int, places: Places, clock: Clock, stretch: Stretch
+) -> Tensor:
+    """Advance all problems in place until each has finished; returns (P,) which the clock has interrupted.
+
+    A problem finishes when its iterations are spent, when its objective was not once finite between two looks, or when it
+    has stalled; the next one that waits takes its place. Where memory ends during a stretch, that stretch alone is lost.
+
+    Args:
+        units: (U, R) problems that only advance together; a place is for one unit.
+        patience: iterations without a fall after which a problem has stalled; 0: it never has.
+    """
+    ended = torch.zeros(len(units), dtype=torch.bool)
+    while not (ended.all() or clock.over()):
+        live = (~ended).nonzero().flatten()[: places.count]
+        rows = units[live].flatten()
+        with places.halved_where_memory_ends(len(live)):
+            part = standing.of(rows)
+            # to the next look of one of them, each at its own iterations, whoever is beside it: packing changes no end
+            length = int(torch.minimum(LOOK - part.spent % LOOK, iterations - part.spent).min())
+            done = stretch(part, rows, length)
+            standing.put(rows, part, done)
+            if done:
+                ended[live] = standing.look(rows, patience).view(len(live), -1).all(1)
+            ended |= (standing.spent >= iterations)[units].all(1)
+    interrupted = torch.zeros(units.numel(), dtype=torch.bool)
+    interrupted[units[~ended].flatten()] = True
+    return interrupted

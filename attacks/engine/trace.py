@@ -1,0 +1,69 @@
+"""Tracing: keep a few snapshots of an attack on its way; what it finds stays the same bit for bit."""
+
+from bisect import bisect_right
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Trace
+
+LEAST = 2  # snapshots: the first and the last
+
+
+def check_snapshots(snapshots: int) -> None:
+    """ValueError where so few snapshots are no trace."""
+    if snapshots < LEAST:
+        raise ValueError(f"trace must be at least {LEAST} snapshots, the first and the last, got {snapshots}")
+
+
+class Tracer:
+    """Snapshots of P problems: what each would hand out if it stopped there.
+
+    Args:
+        snapshots: of each problem, about; 0 keeps nothing.
+        iterations: of the whole budget, over which they are evenly spaced.
+        pixels: turns the images that are searched for into pixels.
+    """
+
+    def __init__(self, snapshots: int, iterations: int, problems: int, pixels: Callable[[Tensor], Tensor]) -> None:
+        gaps = min(snapshots - 1, iterations)
+        self._due = tuple(round(i * iterations / gaps) for i in range(gaps + 1)) if snapshots else ()
+        self._pixels = pixels
+        self._kept: list[dict[int, tuple[float, Tensor]]] = [{} for _ in range(problems)]  # by iteration
+
+    def __bool__(self) -> bool:
+        return bool(self._due)
+
+    def due(self, iteration: int) -> bool:
+        """Whether problems that advance together are to be kept at an iteration."""
+        return iteration in self._due
+
+    def follow(self, rows: Tensor, iterations: Tensor, objectives: Tensor, x: Tensor) -> None:
+        """Keep those problems that have passed a place where a snapshot was due since they were last kept."""
+        passed = [
+            bisect_right(self._due, iteration) > bisect_right(self._due, max(self._kept[row], default=-1))
+            for row, iteration in zip(rows.tolist(), iterations.tolist(), strict=True)
+        ]
+        chosen = torch.tensor(passed, device=x.device)
+        self.keep(rows[chosen], iterations[chosen], objectives[chosen], x[chosen])
+
+    def keep(self, rows: Tensor, iterations: Tensor, objectives: Tensor, x: Tensor) -> None:
+        """Keep some problems as they stand: iterations (N,), objectives (N,), images (N, B, C, H, W)."""
+        if not self:
+            return
+        images = self._pixels(x.detach()).clamp(0, 1).nan_to_num(0.0).mul(255).round().to("cpu", torch.uint8)
+        judged = torch.where(objectives.isfinite(), objectives, torch.inf).tolist()
+        for row, iteration, objective, image in zip(rows.tolist(), iterations.tolist(), judged, images, strict=True):
+            self._kept[row][iteration] = (objective, image)
+
+    def of(self, row: int) -> Trace | None:
+        """The trace of one problem; None where nothing was to be kept."""
+        kept = sorted(self._kept[row].items())
+        if not kept:
+            return None
+        return Trace(
+            torch.tensor([iteration for iteration, _ in kept]),
+            torch.tensor([objective for _, (objective, _) in kept], dtype=torch.float64),
+            torch.stack([image for _, (_, image) in kept]),
+        )

@@ -1,0 +1,1 @@
+"""Attacks that solve for the input instead of searching for it."""

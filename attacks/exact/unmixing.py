@@ -1,0 +1,355 @@
+"""Batches read off a fully connected first layer: its weight gradient is a mixture of the inputs, of rank B.
+
+With error signals D (B, m) and inputs X (B, n) the layer's gradients are G = D^T X and g = D^T 1. The singular vectors of G
+give both up to one unknown Q (B, B): D^T = L Q and X = Q^-1 R. Whoever finds the columns of Q up to their lengths has the
+images: g tells the lengths. `spear` finds them where ReLU leaves zeros in D, exactly (Dimitrov et al., SPEAR, NeurIPS 2024);
+`cocktail_party` by the independence of the images, nearly (Kariyappa et al., ICML 2023).
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import combinations, islice
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.client.update import Batch, Params, Update, norm, relative_error
+
+PROVEN = (
+    1e-3  # error of the update that a guess gives, of what its faintest image adds: below it, the guess is the batch
+)
+SILENT = 1e-4  # of a unit column's largest entry: what is below it stands for a ReLU that was off
+AT_ONCE = 4096  # sets of rows that are tried together
+GAUSSIAN = 0.37457  # mean of log cosh of a standard normal number
+CROWDED = 12.0  # how sharply likeness is punished
+ROUNDED = 1e4  # steps in which columns are first compared
+SPARE = 8  # columns beyond B among which the right ones are looked for
+BASES = 250  # choices that are put to the proof at a time
+MOST = 20  # distinct columns kept for each that is searched
+
+
+@dataclass(frozen=True)
+class FirstLayer:
+    """The fully connected layer that the image itself goes into."""
+
+    name: str
+    relu: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "FirstLayer":
+        """ValueError, with the layer that is in the way, where there is none."""
+        leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
+        leaves = [(name, m) for name, m in leaves if not isinstance(m, nn.Flatten | nn.Identity)]
+        name, first = leaves[0]
+        if not isinstance(first, nn.Linear):
+            raise ValueError(f"the image goes into {name!r} ({type(first).__name__}), which is not fully connected")
+        if first.bias is None:
+            raise ValueError(f"layer {name!r} has no bias: how long the images are cannot be told")
+        return cls(name, len(leaves) > 1 and isinstance(leaves[1][1], nn.ReLU))
+
+
+@dataclass(eq=False)
+class _Mixture:
+    """One observation's first layer, taken apart.
+
+    Args:
+        weight: G (m, n) up to scale, float64; bias: g (m,), by the same scale.
+        size: B.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    size: int
+
+    @classmethod
+    def of(cls, update: Update, layer: FirstLayer, size: int) -> "_Mixture":
+        weight, bias = (-update[f"{layer.name}.{part}"].double() for part in ("weight", "bias"))
+        return cls(weight, bias, size)
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot be taken apart; empty where it can."""
+        if not bool(torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all()):
+            return "the update is not finite"
+        if self.rank != self.size:
+            return (
+                f"the first layer's gradient has rank {self.rank}, and one of {self.size} examples has {self.size} where "
+                "each of them is a mixture of no others and no defense has touched it"
+            )
+        return ""
+
+    @cached_property
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
+        left, values, right = torch.linalg.svd(self.weight, full_matrices=False)
+        return left, values, right
+
+    @cached_property
+    def rank(self) -> int:
+        """Of what float32 can tell: rounding leaves singular values of some 1e-7 of the largest."""
+        values = self._factors[1]
+        floor = float(values[0]) * max(self.weight.shape) ** 0.5 * torch.finfo(torch.float32).eps
+        return int((values > floor).sum())
+
+    @property
+    def left(self) -> Tensor:
+        """L (m, B), of orthonormal columns."""
+        return self._factors[0][:, : self.size]
+
+    @property
+    def right(self) -> Tensor:
+        """R (B, n)."""
+        return self._factors[1][: self.size, None] * self._factors[2][: self.size]
+
+    def inputs(self, columns: Tensor) -> Tensor:
+        """X (B, n), from columns of Q (B, B) of any length: the bias gradient is the sum of the error signals."""
+        lengths = torch.linalg.solve(columns, self.left.T @ self.bias)
+        found: Tensor = torch.linalg.solve(columns * lengths, self.right)
+        return found
+
+
+class _Guess(NamedTuple):
+    """Columns of Q (B, B) of any length, None where there are none yet; and the iterations spent so far."""
+
+    columns: Tensor | None
+    spent: int
+
+
+Search = Callable[[_Mixture, Generator, Clock], Iterator[_Guess]]
+
+
+def _unmixed(
+    wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], search: Search, relu: bool
+) -> list[Reconstruction]:
+    """What a search makes of each observation: its first guess at Q that is proven, else that which comes nearest.
+
+    Args:
+        relu: it needs a ReLU behind the layer, and what it cannot prove it has not found.
+    """
+    clock = Clock(time.perf_counter(), budget.seconds)
+    try:
+        layer = FirstLayer.of(known.model)
+    except ValueError as error:
+        return not_applicable(wave, str(error))
+    if known.chain.local.steps > 1:
+        reason = f"a mixture is of one gradient, and the clients take {known.chain.local.steps} local steps"
+        return not_applicable(wave, reason)
+    if relu and not layer.relu:
+        reason = f"no ReLU follows layer {layer.name!r}: its error signals have no zeros to be found by"
+        return not_applicable(wave, reason)
+    return [
+        _inverted(wave.alone(k), wave.params, layer, known, stream("unmixing"), clock, search, relu)
+        for k, stream in enumerate(streams)
+    ]
+
+
+def _inverted(
+    update: Update,
+    params: Params,
+    layer: FirstLayer,
+    known: Knowledge,
+    rng: Generator,
+    clock: Clock,
+    search: Search,
+    exact: bool,
+) -> Reconstruction:
+    started = time.perf_counter()
+
+    def answer(batch: Batch | None, error: float, spent: int, status: Status, reason: str = "") -> Reconstruction:
+        x, y = (None, None) if batch is None else (batch.x, batch.y)
+        return Reconstruction(x, y, error, spent, time.perf_counter() - started, status, reason)
+
+    mixture = _Mixture.of(update, layer, known.batch_size)
+    if reason := mixture.reason:
+        return answer(None, math.nan, 0, "not_applicable", reason)
+    best, error, spent = None, math.inf, 0
+    seen = float(norm({name: t.double() for name, t in update.items()}))
+    for columns, spent in search(mixture, rng, clock):
+        inputs = None if columns is None else mixture.inputs(columns)
+        if inputs is None or not bool(torch.isfinite(inputs).all()):
+            continue
+        x = known.pixels(inputs.view(-1, *known.shape)).float().clamp(0, 1)
+        fed = known.normalise(x).flatten(1).double()
+        signals = torch.linalg.lstsq(fed.T, mixture.weight.T).solution  # (B, m)
+        guess = Batch(x, _labels(x, signals, params, layer, known))
+        off = relative_error(known.forward(params, guess, None), update)
+        if off < error:
+            best, error = guess, off
+        if off * seen <= PROVEN * float((signals.norm(dim=1) * fed.norm(dim=1)).min()):
+            return answer(guess, off, spent, "converged")
+    if best is None:
+        return answer(None, math.nan, spent, "out_of_budget", f"nothing was found in {spent:,} iterations")
+    if not exact and not clock.over():
+        return answer(best, error, spent, "converged")
+    words = f"not proven: put through the client's step, the images give the update to {error:.0e} only"
+    return answer(best, error, spent, "out_of_budget", words)
+
+
+def _labels(x: Tensor, signals: Tensor, params: Params, layer: FirstLayer, known: Knowledge) -> Tensor:
+    """Labels (B,): of each image the one whose error signal in the first layer is nearest to that which was found (B, m)."""
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        seen.append(output.detach().requires_grad_())
+        return seen[-1]
+
+    hook = known.model.get_submodule(layer.name).register_forward_hook(keep)
+    fits = []
+    try:
+        logits = functional_call(known.model, dict(params), (known.normalise(x),))
+        for label in range(known.classes):
+            loss = known.loss(logits, torch.full((len(x),), label))
+            (signal,) = torch.autograd.grad(loss, seen[0], retain_graph=True)
+            fits.append(F.cosine_similarity(signal.double(), signals, dim=1))
+    finally:
+        hook.remove()
+    return torch.stack(fits, 1).nan_to_num(-1.0).argmax(1)
+
+
+# ------------------------------------------------------------------------------------------------------------ sparsity
+
+
+@dataclass(frozen=True)
+class spear(Attack):
+    """Exact batches behind a first layer with ReLU: error signals are the directions in which many neurons are silent.
+
+    B - 1 neurons that are all off for one example single its direction out; about one set in 2^(B-1) is such a one. The
+    budget's iterations count sets of neurons, in thousands.
+    """
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        return _unmixed(wave, known, budget, streams, partial(_by_silence, budget), relu=True)
+
+
+def _by_silence(budget: Budget, mixture: _Mixture, rng: Generator, clock: Clock) -> Iterator[_Guess]:
+    rows = mixture.left[mixture.left.norm(dim=1) > SILENT * mixture.left.norm(dim=1).max()]  # neurons that are on
+    tries, most = 0, 1000 * budget.iterations
+    found = rows.new_empty(mixture.size, 0)
+    while tries < most and not (tries and clock.over()):
+        fresh = min(AT_ONCE, 64 << mixture.size, most - tries)
+        tries += fresh
+        before, found = found, _distinct(rows, torch.cat([found, _directions(rows, fresh, rng)], 1))
+        if not torch.equal(before, found):
+            yield from (_Guess(basis, tries) for basis in _bases(found))
+    yield _Guess(None, tries)
+
+
+def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
+    """Unit columns (B, N) that leave more rows silent than those which they were made from."""
+    size = rows.shape[1]
+    if size == 1:
+        return rows.new_ones(1, 1)
+    drawn = torch.rand(count, len(rows), generator=rng).topk(size - 1, dim=1).indices
+    # the direction orthogonal to B - 1 rows
+    q: Tensor = torch.linalg.svd(rows[drawn], full_matrices=True).Vh[:, -1]
+    return q[_silent(rows, q.T).sum(0) >= _least(size, len(rows))].T
+
+
+def _silent(rows: Tensor, columns: Tensor) -> Tensor:
+    """Which entries of L Q (m, N) are zero."""
+    signals: Tensor = (rows @ columns).abs()
+    return signals < SILENT * signals.amax(0)
+
+
+def _least(size: int, neurons: int) -> int:
+    """Zeros that chance does not give: those by construction, and a twentieth of the layer."""
+    return size + max(2, neurons // 20)
+
+
+def _distinct(rows: Tensor, columns: Tensor) -> Tensor:
+    """The columns without repeats and without mixtures, those with most zeros first, no more than can be needed.
+
+    Where two error signals are mixed, only neurons are silent that are so in both, and as many more as the mixture was made
+    for: fewer than B.
+    """
+    signs = columns.gather(0, columns.abs().argmax(0, keepdim=True)).sign()
+    unique, group = torch.unique((columns * signs).mul(ROUNDED).round(), dim=1, return_inverse=True)
+    first = torch.full((unique.shape[1],), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")
+    few = columns[:, first]  # of which some may still be the same
+    silent = _silent(rows, few)
+    order = silent.sum(0).argsort(descending=True, stable=True)[: MOST * len(columns)]
+    kept: list[int] = []
+    for k in order.tolist():
+        own = silent[:, k]
+        more = (own[:, None] & ~silent[:, kept]).sum(0)  # silent here, and there not
+        if not bool((more < min(len(columns), int(own.sum()) // 4)).any()):
+            kept.append(k)
+    return few[:, kept]
+
+
+def _bases(columns: Tensor) -> Iterator[Tensor]:
+    """Choices of B independent columns, those with most zeros first."""
+    size = len(columns)
+    few = range(min(columns.shape[1], size + SPARE))
+    for chosen in islice(sorted(combinations(few, size), key=sum), BASES):
+        basis = columns[:, list(chosen)]
+        if float(torch.linalg.svdvals(basis)[-1]) > SILENT:
+            yield basis
+
+
+# -------------------------------------------------------------------------------------------------------- independence
+
+
+@dataclass(frozen=True)
+class cocktail_party(Attack):
+    """Batches unmixed as voices are: the images whose pixels are farthest from normally distributed, smooth and unlike each other.
+
+    Args:
+        tv: weight of total variation.
+        apart: weight of what keeps two images from being the same one.
+        rate: Adam's.
+    """
+
+    tv: float = 0.1
+    apart: float = 1.0
+    rate: float = 0.02
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        return _unmixed(wave, known, budget, streams, partial(self._by_independence, known.shape, budget), relu=False)
+
+    def _by_independence(
+        self, shape: tuple[int, ...], budget: Budget, mixture: _Mixture, rng: Generator, clock: Clock
+    ) -> Iterator[_Guess]:
+        mixed = mixture.right - mixture.right.mean(1, keepdim=True)
+        axes, values, _ = torch.linalg.svd(mixed, full_matrices=False)
+        whiten = (axes / values).T * mixed.shape[1] ** 0.5  # pixels of variance 1, uncorrelated
+        white = whiten @ mixed
+        best, least, spent = white.new_zeros(0), math.inf, 0
+        for restart in range(budget.restarts):
+            if restart and clock.over():
+                break
+            rows = torch.randn(mixture.size, mixture.size, generator=rng, dtype=white.dtype).requires_grad_()
+            adam = torch.optim.Adam([rows], self.rate)
+            for _ in range(budget.iterations):
+                loss = self._loss(F.normalize(rows, dim=1), white, shape)
+                if float(loss.detach()) < least:
+                    best, least = rows.detach().clone(), float(loss.detach())
+                adam.zero_grad()
+                loss.backward()
+                adam.step()
+                spent += 1
+                if clock.over():
+                    break
+        if len(best):
+            yield _Guess(torch.linalg.inv(F.normalize(best, dim=1) @ whiten), spent)
+
+    def _loss(self, rows: Tensor, white: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Negentropy by log cosh (Hyvarinen and Oja, 2000), total variation, and a penalty on rows that are alike."""
+        images = rows @ white
+        negentropy = (images.cosh().clamp(max=1e30).log().mean(1) - GAUSSIAN).square().mean()
+        likeness = (rows @ rows.T).triu(1).abs()
+        crowd = torch.expm1(CROWDED * likeness).sum() / math.exp(CROWDED) / max(1, len(rows))
+        pictures = images.view(-1, *shape)
+        rough = sum(pictures.diff(dim=d).abs().mean() for d in (-1, -2))
+        return -negentropy + self.tv * rough + self.apart * crowd

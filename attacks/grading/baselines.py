@@ -1,0 +1,70 @@
+"""Baselines: what an attacker gets without reading the update; leakage is what exceeds them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.tokenizer import framed
+
+
+@dataclass(frozen=True)
+class mean_image(Attack):
+    """Answer every update with the mean auxiliary image: the prior's mean."""
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        if known.auxiliary is None:
+            return not_applicable(wave, "the mean image needs auxiliary data")
+        mean = known.auxiliary.x.mean(0).expand(known.batch_size, *known.shape)
+        return [_guess(mean) for _ in wave.clients]
+
+
+@dataclass(frozen=True)
+class random_image(Attack):
+    """Answer every update with auxiliary images drawn at random."""
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        if known.auxiliary is None:
+            return not_applicable(wave, "a random image needs auxiliary data")
+        x = known.auxiliary.x
+        return [_guess(x[torch.randint(len(x), (known.batch_size,), generator=s("image"))]) for s in streams]
+
+
+@dataclass(frozen=True)
+class random_words(Attack):
+    """Answer every update with words drawn as often as auxiliary text has them, as many as are known, or as such text has."""
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        if known.auxiliary is None or known.text is None or not isinstance(known.model, LanguageModel):
+            return not_applicable(wave, "random words need auxiliary text, and a model of words")
+        model, x = known.model, known.auxiliary.x
+        said = x[~torch.isin(x, torch.tensor(sorted(model.special)))]
+        if not len(said):
+            return not_applicable(wave, "the auxiliary text has no words")
+        found = []
+        for k, stream in enumerate(streams):
+            rng = stream("words")
+            if known.text.lengths is not None:
+                lengths = known.text.lengths[k]
+            else:
+                drawn = x[torch.randint(len(x), (known.batch_size,), generator=rng)]
+                lengths = (drawn != model.pad).sum(1)
+            frame = len(model.start) + len(model.end)
+            sentences = [
+                said[torch.randint(len(said), (max(n - frame, 0),), generator=rng)].tolist() for n in lengths.tolist()
+            ]
+            found.append(_guess(framed(sentences, known.shape[0], model.pad, model.start, model.end)))
+        return found
+
+
+def _guess(x: Tensor) -> Reconstruction:
+    return Reconstruction(x.clone(), None, 0.0, 0, 0.0, "converged")

@@ -1,0 +1,127 @@
+"""Canaries: clients that are willing send random unit updates, and how well they are found again is an empirical epsilon.
+
+Andrew et al., One-shot empirical privacy estimation for federated learning (ICLR 2024). In d dimensions the cosine of a random
+unit vector with anything that does not know it is all but N(0, 1/d). That of the canaries with what a mechanism released is
+N(mean, variance), both measured over all canaries of a single run; the epsilon by which these two normal distributions can be
+told apart at delta is what this release gave away about a client, to an observer of cosines. It is an estimate, and no upper
+bound: a better observer may see more.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Generator, Tensor
+
+from fedgauge.client.update import Update, norm
+
+LARGEST = 1e3  # epsilon beyond which nothing is told apart from nothing
+HALVINGS = 60
+
+
+def canary(like: Update, rng: Generator, size: float = 1.0) -> Update:
+    """A random update of the form of another, evenly spread over all directions; size: its norm, that of the clipping."""
+    drawn = {k: torch.randn(t.shape, generator=rng, dtype=t.dtype) for k, t in like.items()}
+    scale = size / norm(drawn)
+    return {k: t * scale for k, t in drawn.items()}
+
+
+def cosines(released: Update, canaries: Iterable[Update]) -> Tensor:
+    """Of each canary with what was released, (K,) float64."""
+    length = float(norm(released))
+    if not length > 0:
+        raise ValueError("what was released is zero: it has no direction")
+    found = []
+    for one in canaries:
+        inner = sum(float(torch.sum(one[k] * t)) for k, t in released.items())
+        found.append(inner / length / float(norm(one)))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def of_all_iterates(rounds: Sequence[Tensor]) -> Tensor:
+    """One cosine (K,) for each canary that was in several rounds, of those (K,) of each: without it again all but N(0, 1/d)."""
+    return torch.stack(list(rounds)).sum(0) / math.sqrt(len(rounds))
+
+
+def empirical_epsilon(found: Tensor, dimension: int, delta: float, equal: bool = False) -> float:
+    """What cosines (K,) of canaries with a release in so many dimensions say of epsilon at delta.
+
+    Args:
+        equal: their variance is taken to be 1/d, as it is behind a Gaussian mechanism, and only the mean is measured; else
+            both are, as in the paper: at a small delta an upward bias, the larger the smaller epsilon is (of 128 canaries 16 %
+            at epsilon 10, 74 % at 1.27).
+
+    Raises:
+        ValueError: fewer than two canaries, or cosines that are not finite.
+    """
+    if len(found) < 2 or not bool(torch.isfinite(found).all()):
+        raise ValueError(f"an epsilon needs the finite cosines of at least 2 canaries, got {len(found)}")
+    scaled = found.double() * math.sqrt(dimension)
+    return normal_epsilon(float(scaled.mean()), 1.0 if equal else float(scaled.std()), delta)
+
+
+def gaussian_epsilon(ratio: float, delta: float) -> float:
+    """The exact epsilon of the Gaussian mechanism: ratio is sensitivity over sigma, times sqrt(releases) (Balle, Wang, 2018)."""
+    return normal_epsilon(ratio, 1.0, delta)
+
+
+def normal_epsilon(mean: float, deviation: float, delta: float) -> float:
+    """The smallest epsilon at which N(0, 1) and N(mean, deviation^2) are indistinguishable up to delta, either way round."""
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must be in (0, 1), got {delta}")
+    if not deviation > 0:
+        raise ValueError(f"deviation must be above 0, got {deviation}")
+    # seen from the other side, and in its units, the first is a normal distribution, too
+    sides = ((mean, deviation), (mean / deviation, 1 / deviation))
+    return max(_smallest(partial(_excess, *side), delta) for side in sides)
+
+
+def _smallest(excess: Callable[[float], float], delta: float) -> float:
+    """The epsilon at which a decreasing function comes down to delta; 0 where it never was above."""
+    if excess(0.0) <= delta:
+        return 0.0
+    low, high = 0.0, 1.0
+    while excess(high) > delta:
+        if high >= LARGEST:
+            return math.inf
+        low, high = high, 2 * high
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) > delta else (low, middle)
+    return high
+
+
+def _excess(mean: float, deviation: float, epsilon: float) -> float:
+    """max over sets S of P(S) - e^epsilon Q(S), with P = N(mean, deviation^2) and Q = N(0, 1): S is where p > e^epsilon q."""
+    total = 0.0
+    for low, high in _likelier(mean, deviation, epsilon):
+        p = _between((low - mean) / deviation, (high - mean) / deviation)
+        # as a logarithm: e^epsilon is beyond a float where Q's part is beyond it on the other side
+        q = _between(low, high)
+        total += p - (math.exp(epsilon + math.log(q)) if q > 0 else 0.0)
+    return total
+
+
+def _likelier(mean: float, deviation: float, epsilon: float) -> list[tuple[float, float]]:
+    """Where log p - log q = a z^2 + b z + c exceeds epsilon: at most two intervals."""
+    square = deviation**2
+    a, b, c = (1 - 1 / square) / 2, mean / square, -(mean**2) / (2 * square) - math.log(deviation) - epsilon
+    if a == 0:
+        if b == 0:
+            return [(-math.inf, math.inf)] if c > 0 else []
+        return [(-c / b, math.inf)] if b > 0 else [(-math.inf, -c / b)]
+    inside = b * b - 4 * a * c
+    if inside <= 0:
+        return [(-math.inf, math.inf)] if a > 0 else []
+    # the root that does not cancel, and the other by their product c / a: a may be tiny
+    far = -(b + math.copysign(math.sqrt(inside), b)) / 2
+    low, high = sorted((far / a, c / far if far else 0.0))
+    return [(-math.inf, low), (high, math.inf)] if a > 0 else [(low, high)]
+
+
+def _between(low: float, high: float) -> float:
+    """The normal probability of an interval, by the tail that is the smaller one."""
+    if low > 0:
+        low, high = -high, -low
+    return (math.erfc(-high / math.sqrt(2)) - math.erfc(-low / math.sqrt(2))) / 2

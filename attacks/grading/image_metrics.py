@@ -1,0 +1,222 @@
+"""Metrics of a reconstruction: pure, one value an example, on images in [0, 1] paired one to one with the truth."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fedgauge.client.local_data import data_folder
+from fedgauge.client.pairing import PSNR_CAP as PSNR_CAP  # handed on: all metrics are found here
+from fedgauge.client.pairing import match as match
+from fedgauge.client.pairing import mse_of as mse_of
+from fedgauge.client.pairing import psnr_of as psnr_of
+
+AUGMENTED = "_augmented"  # ends the name of a metric against the examples as a defense made them before training
+
+# by name, in the order in which tables and figures show them
+HIGHER_IS_BETTER = {
+    "psnr": True,
+    "ssim": True,
+    "mse": False,
+    "identified": True,
+    "label_accuracy": True,
+    "lpips_alex": False,
+    "lpips_vgg": False,
+    "psnr_augmented": True,
+    "ssim_augmented": True,
+    "mse_augmented": False,
+    "rouge1": True,
+    "rouge2": True,
+    "rougeL": True,
+    "token_accuracy": True,
+    "exact": True,
+    "rouge1_special": True,
+    "rouge2_special": True,
+    "rougeL_special": True,
+}
+LPIPS_PIXELS = 32  # from which on: AlexNet pools 28 away
+
+
+@dataclass(frozen=True)
+class Metric:
+    """(truth (B, C, H, W), guess (B, C, H, W)), of text both (B, L), -> (B,), with what a larger value means and its unit."""
+
+    name: str
+    unit: str
+    compute: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def higher_is_better(self) -> bool:
+        """From the attacker's side."""
+        return HIGHER_IS_BETTER[self.name]
+
+    def __call__(self, truth: Tensor, guess: Tensor) -> Tensor:
+        if truth.shape != guess.shape:
+            raise ValueError(f"expected a guess of the truth's shape {tuple(truth.shape)}, got {tuple(guess.shape)}")
+        values = self.compute(truth, guess)
+        assert values.shape == (len(truth),)
+        return values
+
+
+def ssim_of(truth: Tensor, guess: Tensor) -> Tensor:
+    """Structural similarity (Wang et al., 2004), Gaussian window of 11 pixels, range 1; from 11 pixels on."""
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    guess, truth = guess.float(), truth.float()
+    # windows that reach over the border, which torchmetrics fills by reflection, do not count with the authors
+    _, windows = structural_similarity_index_measure(
+        guess, truth, data_range=1.0, reduction="none", return_full_image=True
+    )
+    return torch.as_tensor(windows[..., 5:-5, 5:-5]).flatten(1).mean(1)
+
+
+mse = Metric("mse", "", mse_of)
+psnr = Metric("psnr", "dB", psnr_of)
+ssim = Metric("ssim", "", ssim_of)
+
+
+def identified(gallery: Tensor) -> Metric:
+    """1 where the true image is nearer to the reconstruction than every image of a gallery (N, C, H, W), else 0."""
+
+    def compute(truth: Tensor, guess: Tensor) -> Tensor:
+        own = (truth - guess).square().flatten(1).mean(1)
+        others = torch.cdist(guess.flatten(1), gallery.flatten(1)).square().amin(1) / guess[0].numel()
+        return (own < others).double()
+
+    return Metric("identified", "", compute)
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A network on whose features LPIPS is computed.
+
+    Args:
+        local: its convolutions' file in the folder weights/ of the local data.
+        torchvision: the name of its weights there, which is also how its download is called.
+    """
+
+    local: str
+    torchvision: str
+
+
+BACKBONES = {
+    "alex": Backbone("alexnet_features_torchvision.safetensors", "AlexNet_Weights"),
+    "vgg": Backbone("vgg16_features_torchvision.safetensors", "VGG16_Weights"),
+}
+
+
+def lpips_metric(net: str = "alex") -> Metric | None:
+    """LPIPS with a backbone's real weights (Zhang et al., 2018), or None where none are found: a random net is no metric."""
+    weights = lpips_weights(net)
+    if weights is None:
+        return None
+
+    def compute(truth: Tensor, guess: Tensor) -> Tensor:
+        network = _lpips_network(net, str(weights))
+        x, y = (t.float().expand(-1, 3, -1, -1) * 2 - 1 for t in (truth, guess))
+        with torch.no_grad():
+            return torch.as_tensor(network(x, y)).reshape(len(truth))
+
+    return Metric(f"lpips_{net}", "", compute)
+
+
+def lpips_weights(net: str = "alex") -> Path | None:
+    """The file of a backbone's convolutions: in the local data folder, else as torchvision keeps what it has downloaded.
+
+    Torchvision downloads it (AlexNet 233 MB, VGG16 528 MB) where FEDGAUGE_LPIPS=download is in the environment.
+    """
+    folder = data_folder()
+    path = folder / "weights" / BACKBONES[net].local if folder else None
+    return path if path is not None and path.exists() else _fetched(net)
+
+
+def _fetched(net: str) -> Path | None:
+    return _downloaded(net, os.environ.get("FEDGAUGE_LPIPS") == "download", Path(torch.hub.get_dir()) / "checkpoints")
+
+
+@lru_cache
+def _downloaded(net: str, wanted: bool, hub: Path) -> Path | None:
+    if not (wanted or hub.exists()):  # torchvision takes long to import
+        return None
+    import torchvision
+
+    url = getattr(torchvision.models, BACKBONES[net].torchvision).DEFAULT.url
+    path = hub / Path(url).name
+    if wanted and not path.exists():
+        try:
+            hub.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(path), hash_prefix=path.stem.split("-")[-1], progress=False)
+        except (OSError, RuntimeError) as error:  # no network, a full disk, another hash
+            warnings.warn(f"lpips_{net} is unavailable: {url} was not downloaded ({error})", stacklevel=2)
+    return path if path.exists() else None
+
+
+class _Undrawn(TorchFunctionMode):
+    """Networks are built without drawing their weights: all that is used of VGG16's 138 million is set from its file."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ in (
+            "uniform_",
+            "normal_",
+            "kaiming_uniform_",
+            "kaiming_normal_",
+        ):  # of tensors, and torch.nn.init's
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+@lru_cache
+def _lpips_network(net: str, weights: str) -> Callable[[Tensor, Tensor], Tensor]:
+    import lpips
+
+    with warnings.catch_warnings(), _Undrawn():
+        warnings.simplefilter("ignore")  # lpips asks torchvision for its models in a deprecated way
+        network = lpips.LPIPS(net=net, pnet_rand=True, verbose=False).eval()
+    stored = _convolutions(net, Path(weights))
+    with torch.no_grad():
+        for sequence in network.net.children():
+            for name, module in sequence.named_children():
+                if isinstance(module, torch.nn.Conv2d):
+                    module.weight.copy_(stored[f"features.{name}.weight"])
+                    assert module.bias is not None
+                    module.bias.copy_(stored[f"features.{name}.bias"])
+    return lambda x, y: network(x, y)
+
+
+def _convolutions(net: str, path: Path) -> Mapping[str, Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    import torchvision
+
+    weights = getattr(torchvision.models, BACKBONES[net].torchvision).DEFAULT
+    stored: Mapping[str, Tensor] = weights.get_state_dict(progress=False, weights_only=True)  # tensors alone
+    return stored
+
+
+def image_metrics(shape: tuple[int, ...], gallery: Tensor | None) -> list[Metric]:
+    """Every metric that applies: SSIM from 11 pixels on, LPIPS from 32 with weights, identification with a gallery."""
+    chosen = [mse, psnr]
+    if min(shape[1:]) >= 11:
+        chosen.append(ssim)
+    if gallery is not None and len(gallery) > 0:
+        chosen.append(identified(gallery))
+    perceptual = [lpips_metric(net) for net in BACKBONES] if min(shape[1:]) >= LPIPS_PIXELS else []
+    return chosen + [metric for metric in perceptual if metric is not None]
+
+
+def label_accuracy(truth: Tensor, guess: Tensor) -> float:
+    """The part of a batch's labels that were restored, as multisets: order does not count, repeats do."""
+    classes = int(max(truth.max(), guess.max())) + 1
+    common = torch.minimum(torch.bincount(truth, minlength=classes), torch.bincount(guess, minlength=classes))
+    return float(common.sum()) / len(truth)

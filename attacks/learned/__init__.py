@@ -1,0 +1,1 @@
+"""Attacks that learn on auxiliary data: ridge inversion, Learning To Invert, generators."""

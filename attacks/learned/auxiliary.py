@@ -1,0 +1,117 @@
+"""What an attacker has to learn from: how many auxiliary images, of which classes, and images that it makes up itself.
+
+The out-of-distribution attackers of Learning To Invert (Wu et al., UAI 2023, section 4.4) lack the clients' classes, and add
+pseudo-images whose coefficients of the discrete cosine transform are drawn from independent normal distributions.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor
+
+from fedgauge.client.data.images import Shards
+from fedgauge.client.update import Batch
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """A choice among the images that are set aside for the attacker.
+
+    Args:
+        size: so many of them; default: all that the other choices leave.
+        classes: of these alone: out of the distribution of clients that hold others; default: of all.
+        beta: where classes are chosen, the share of images of the other classes.
+        pseudo: so many made-up images beside them, their labels drawn evenly.
+        transform: pseudo-images are normal and independent in each coefficient of the cosine transform, or in each pixel.
+    """
+
+    size: int | None = None
+    classes: tuple[int, ...] = ()
+    beta: float = 0.0
+    pseudo: int = 0
+    transform: Literal["dct", "pixel"] = "dct"
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}")
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta must lie in 0..1, got {self.beta}")
+        if self.beta and not self.classes:
+            raise ValueError("beta mixes images of other classes in, so it needs classes")
+        if self.pseudo < 0:
+            raise ValueError(f"pseudo must not be negative, got {self.pseudo}")
+
+    def of(self, images: Batch, classes: int, rng: Generator) -> Batch:
+        """The attacker's images (n, C, H, W) and labels, from all that are set aside; ValueError where those are too few."""
+        chosen = self._chosen(images.y, classes, rng)
+        found = Batch(images.x[chosen], images.y[chosen])
+        if not self.pseudo:
+            return found
+        made = pseudo_images(found.x, self.pseudo, self.transform, rng)
+        labels = torch.randint(classes, (self.pseudo,), generator=rng)
+        return Batch(torch.cat([found.x, made]), torch.cat([found.y, labels]))
+
+    def _chosen(self, y: Tensor, classes: int, rng: Generator) -> Tensor:
+        if unknown := [c for c in self.classes if not 0 <= c < classes]:
+            raise ValueError(f"auxiliary classes lie in 0..{classes - 1}, got {unknown[0]}")
+        order = torch.randperm(len(y), generator=rng)
+        if not self.classes:
+            return self._first(order, self.size or len(order), "auxiliary images")
+        inside = torch.isin(y[order], torch.tensor(self.classes))
+        own, others = order[inside], order[~inside]
+        most = min(_most(len(own), 1 - self.beta), _most(len(others), self.beta))
+        size = most if self.size is None else self.size
+        mixed = round(self.beta * size)
+        found = [self._first(own, size - mixed, f"auxiliary images of classes {list(self.classes)}")]
+        return torch.cat([*found, self._first(others, mixed, "auxiliary images of the other classes")])
+
+    def _first(self, order: Tensor, count: int, what: str) -> Tensor:
+        if count > len(order):
+            raise ValueError(f"{count:,} {what} are asked for, and {len(order):,} are set aside")
+        return order[:count]
+
+    def __str__(self) -> str:
+        """For the knowledge card, after a number of images."""
+        words = "auxiliary images of the same distribution"
+        if self.classes:
+            words = (
+                f"auxiliary images, {1 - self.beta:.0%} of them of classes {', '.join(map(str, self.classes))} alone"
+            )
+        made = {"dct": "cosine transform", "pixel": "pixels"}[self.transform]
+        return words + (f" and {self.pseudo:,} pseudo-images, normal in the {made}" if self.pseudo else "")
+
+
+def _most(there: int, share: float) -> int:
+    """Size of a mixture of which a share is there."""
+    return there if share == 1 else math.floor(there / share + 1e-9) if share else 2**62
+
+
+def pseudo_images(x: Tensor, count: int, transform: Literal["dct", "pixel"], rng: Generator) -> Tensor:
+    """Images (count, C, H, W) in [0, 1], each coefficient drawn with the mean and deviation that it has in x (N, C, H, W)."""
+    basis: Callable[[int], Tensor] = cosine_matrix if transform == "dct" else partial(torch.eye, dtype=torch.float64)
+    high, wide = basis(x.shape[2]), basis(x.shape[3])
+    deviation, mean = torch.std_mean(high @ x.double() @ wide.T, 0, correction=0)
+    drawn = mean + deviation * torch.randn((count, *x.shape[1:]), generator=rng, dtype=torch.float64)
+    found: Tensor = (high.T @ drawn @ wide).clamp(0, 1).to(x)
+    return found
+
+
+def cosine_matrix(n: int) -> Tensor:
+    """The orthonormal DCT-II (n, n): row k is sqrt(2 / n) cos(pi (i + 1/2) k / n), the first sqrt(1 / n)."""
+    k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
+    found = math.sqrt(2 / n) * torch.cos(math.pi * (i + 0.5) * k / n)
+    found[0] /= math.sqrt(2)
+    return found
+
+
+def check_apart(shards: Shards) -> None:
+    """ValueError where an auxiliary image is a client's too: an attack would be graded on what it was given."""
+    for client, mine in enumerate(shards.indices):
+        if both := int(torch.isin(mine, shards.auxiliary).sum()):
+            raise ValueError(
+                f"{both:,} of the {len(shards.auxiliary):,} auxiliary images are in client {client}'s shard: set others aside"
+            )

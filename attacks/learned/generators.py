@@ -1,0 +1,324 @@
+"""Generators: networks that make images of latents, trained here on auxiliary images, or a user's own with its weights.
+
+The one that is trained here is the decoder of a small variational autoencoder (Kingma & Welling, 2014).
+"""
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.learned.cache import Shelf, digest
+from fedgauge.client.components import Kind, SpecError, Table, build, check_arguments, conform, resolve
+from fedgauge.client.models.vision import Shape, load_weights
+from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.update import Params
+
+GENERATOR = Kind("a generator", ("fedgauge.generators",), nn.Module, annotated=False)
+VERSION = 1  # of what the shelf keeps
+_OWN = ("weights", "latent", "range")  # what a generator's table says beside its component's arguments
+_PROBES = 64  # images by which a generator's range is told
+_SLACK = 1e-3  # of a range: rounding
+
+
+@dataclass(frozen=True, eq=False)
+class ImageGenerator:
+    """A generator, with what is known of it.
+
+    Args:
+        network: in eval mode, frozen.
+        latent: shape of one image's latents.
+        shape: (C, H, W) of an image.
+        low, high: black and white as the network says them.
+    """
+
+    network: nn.Module
+    latent: tuple[int, ...]
+    shape: Shape
+    low: float = 0.0
+    high: float = 1.0
+
+    @property
+    def numbers(self) -> int:
+        """Latents of one image."""
+        return math.prod(self.latent)
+
+    @property
+    def weights(self) -> Params:
+        """What a search of the weights moves."""
+        return {name: p.detach() for name, p in self.network.named_parameters()}
+
+    def __call__(self, z: Tensor, weights: Params | None = None) -> Tensor:
+        """Latents (N, numbers) to images (N, C, H, W) in [0, 1]."""
+        z = z.view(len(z), *self.latent)
+        found: Tensor = self.network(z) if weights is None else functional_call(self.network, weights, (z,))
+        return (found.reshape(len(z), *self.shape) - self.low) / (self.high - self.low)
+
+    def to(self, like: Tensor) -> "ImageGenerator":
+        """Of a tensor's dtype, on its device."""
+        self.network.to(like)
+        return self
+
+
+def generator_of(
+    table: Table | None, trained: "Generators", known: Knowledge, where: str = "generator"
+) -> ImageGenerator:
+    """A user's own where a table names one, else one that is trained on the auxiliary images.
+
+    Raises:
+        ValueError: which the attacker cannot have, or which does not fit the images.
+    """
+    return own(table, known.shape, where) if table else trained.generator(known, Shelf.own())
+
+
+# ---------------------------------------------------------------------------------------------------------- trained here
+
+
+class Decoder(nn.Module):
+    """Latents (N, latent) to images (N, C, H, W) in [0, 1]: a linear layer, then two transposed convolutions of stride 2."""
+
+    def __init__(self, shape: Shape, latent: int, width: int) -> None:
+        super().__init__()
+        self.shape, self.width = shape, width
+        self.small = -(-shape[1] // 4), -(-shape[2] // 4)
+        self.linear = nn.Linear(latent, 2 * width * math.prod(self.small))
+        self.up1 = nn.ConvTranspose2d(2 * width, width, 4, 2, 1)
+        self.up2 = nn.ConvTranspose2d(width, shape[0], 4, 2, 1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        start = F.relu(self.linear(z)).view(-1, 2 * self.width, *self.small)
+        found: Tensor = torch.sigmoid(self.up2(F.relu(self.up1(start))))
+        return found[:, :, : self.shape[1], : self.shape[2]]
+
+
+class Encoder(nn.Module):
+    """Images to means and log-variances (N, latent) of latents."""
+
+    def __init__(self, shape: Shape, latent: int, width: int) -> None:
+        super().__init__()
+        self.down1 = nn.Conv2d(shape[0], width, 4, 2, 1)
+        self.down2 = nn.Conv2d(width, 2 * width, 4, 2, 1)
+        self.linear = nn.Linear(2 * width * (shape[1] // 4) * (shape[2] // 4), 2 * latent)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.linear(F.relu(self.down2(F.relu(self.down1(x)))).flatten(1))
+        mean, logarithm = found.chunk(2, 1)
+        return mean, logarithm
+
+
+@dataclass(frozen=True)
+class Generators:
+    """How a generator is made of auxiliary images.
+
+    Args:
+        latent: numbers that an image is made of; width: channels of the last layer but one.
+        steps, batch, rate: of Adam, on the evidence lower bound with noise of deviation `noise` in each pixel.
+    """
+
+    latent: int = 128
+    width: int = 32
+    steps: int = 2000
+    batch: int = 64
+    rate: float = 1e-3
+    noise: float = 0.1
+
+    def generator(self, known: Knowledge, shelf: Shelf) -> ImageGenerator:
+        """The decoder; ValueError where there are no images of the right shape."""
+        return ImageGenerator(self.decoder(known, shelf), (self.latent,), known.shape)
+
+    def decoder(self, known: Knowledge, shelf: Shelf) -> Decoder:
+        """Trained, or as it was once; ValueError where there are no images of the right shape."""
+        if known.auxiliary is None:
+            raise ValueError("a generator is trained on auxiliary images, and the attacker has none")
+        x = known.auxiliary.x
+        if tuple(x.shape[1:]) != tuple(known.shape):
+            raise ValueError(
+                f"expected auxiliary images of the clients' shape {tuple(known.shape)}, got {tuple(x.shape[1:])}"
+            )
+        if min(known.shape[1:]) < 4:
+            raise ValueError(f"a generator needs images of at least 4 x 4 pixels, got {known.shape[1:]}")
+        name = digest("generator", VERSION, self, x)
+        weights = shelf.get(f"generator-{name}", lambda: self._train(x, name))
+        decoder = self._networks(known.shape, name)[0]
+        decoder.load_state_dict(weights)
+        return decoder.requires_grad_(False)
+
+    def _networks(self, shape: Shape, name: str) -> tuple[Decoder, Encoder]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of("generator", name))
+            return Decoder(shape, self.latent, self.width), Encoder(shape, self.latent, self.width)
+
+    def _train(self, x: Tensor, name: str) -> dict[str, Tensor]:
+        c, h, w = x.shape[1:]
+        decoder, encoder = (network.to(x) for network in self._networks((c, h, w), name))
+        weights = [*decoder.parameters(), *encoder.parameters()]
+        adam, rng = torch.optim.Adam(weights, lr=self.rate), generator("generator", name)
+        for _ in range(self.steps):
+            images = x[torch.randint(len(x), (self.batch,), generator=rng)]
+            with torch.enable_grad():
+                mean, logarithm = encoder(images)
+                z = mean + (logarithm / 2).exp() * torch.randn(mean.shape, generator=rng).to(mean)
+                misfit = (decoder(z) - images).square().sum() / (2 * self.noise**2)
+                divergence = 0.5 * (mean.square() + logarithm.exp() - 1 - logarithm).sum()
+                slopes = torch.autograd.grad((misfit + divergence) / self.batch, weights)
+            for p, slope in zip(weights, slopes, strict=True):
+                p.grad = slope
+            adam.step()
+        return {k: t.detach() for k, t in decoder.state_dict().items()}
+
+
+# ------------------------------------------------------------------------------------------------------------ a user's own
+
+
+def convolutional(shape: Shape, latent: int = 128, width: int = 32) -> nn.Module:
+    """The network that is trained here, for weights of a longer training elsewhere."""
+    return Decoder(shape, latent, width)
+
+
+def fully_connected(
+    shape: Shape, latent: int, hidden: Sequence[int] = (256, 256), end: Literal["sigmoid", "tanh"] = "sigmoid"
+) -> nn.Module:
+    """Linear layers with ReLUs between, a sigmoid or tanh at the end; hidden: their widths."""
+    widths, ends = [latent, *hidden, math.prod(shape)], {"sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
+    if min(widths) < 1:
+        raise ValueError(f"latent and hidden widths must be at least 1, got {widths[:-1]}")
+    pairs = zip(widths[:-1], widths[1:], strict=True)
+    layers = [layer for fan_in, fan_out in pairs for layer in (nn.Linear(fan_in, fan_out), nn.ReLU())]
+    return nn.Sequential(*layers[:-1], ends[end]())
+
+
+def check(table: Table, where: str = "generator") -> None:
+    """Refuse, before any file is read, a table that names no generator or no weights, or has wrong values; SpecError."""
+    component = {k: v for k, v in table.items() if k not in _OWN}
+    target = resolve(component, where, GENERATOR)
+    arguments = {k: v for k, v in _arguments(table, target).items() if k != "use"}
+    check_arguments(target, arguments, where, {"shape": (1, 1, 1)}, _OWN)
+    _settings(table, where)
+
+
+def own(table: Table, shape: Shape, where: str = "generator") -> ImageGenerator:
+    """A user's generator, by its dotted name and its file of weights.
+
+    Args:
+        table: use, with its arguments, and
+            weights = "a.safetensors": as `fedgauge.client.models.vision.load_weights` takes them;
+            latent: numbers that an image is made of; default: what the layers take;
+            range = [-1, 1]: black and white as the generator says them; default: [0, 1].
+
+    Raises:
+        ValueError: it is not allowed, its weights do not fit, or it makes no images of this shape and range.
+    """
+    path, latent, low, high = _settings(table, where)
+    component = {"use": table.get("use"), **_arguments(table, resolve(table, where, GENERATOR))}
+    with torch.random.fork_rng(devices=[]):  # a constructor draws weights, which the file's replace
+        network: nn.Module = build(component, where, GENERATOR, {"shape": shape}, _OWN)
+    network = network.eval().requires_grad_(False)
+    load_weights(network, path)
+    latents = _latents(network, latent, where)
+    found = ImageGenerator(network, latents, shape, low, high)
+    _check_images(found, where)
+    return found
+
+
+def located(table: Table, base: Path) -> dict[str, Any]:
+    """An attack's table with the weights of every generator in it absolute; relative ones start from base."""
+
+    def place(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return located(value, base)
+        return str(base.absolute() / value) if key == "weights" and isinstance(value, str) else value
+
+    return {key: place(key, value) for key, value in table.items()}
+
+
+def _arguments(table: Table, target: Any) -> dict[str, Any]:
+    """The component's arguments; `latent` is both its and ours where it asks for it."""
+    shared = {"latent"} & inspect.signature(target).parameters.keys()
+    return {k: v for k, v in table.items() if k != "use" and (k not in _OWN or k in shared)}
+
+
+def _settings(table: Table, where: str) -> tuple[Path, int | None, float, float]:
+    path = conform(table.get("weights"), Path | None, f"{where}: weights")
+    if path is None:
+        raise SpecError(f'{where}: needs weights = "a file.safetensors": drawn at random it would be no prior')
+    latent = conform(table.get("latent"), int | None, f"{where}: latent")
+    if latent is not None and latent < 1:
+        raise SpecError(f"{where}: latent must be at least 1, got {latent}")
+    ends = conform(table.get("range", (0.0, 1.0)), tuple[float, ...], f"{where}: range")
+    if len(ends) != 2 or not ends[0] < ends[1]:
+        raise SpecError(f"{where}: range must be black and white, as [0, 1] or [-1, 1], got {list(ends)}")
+    return path, latent, *ends
+
+
+def _latents(network: nn.Module, latent: int | None, where: str) -> tuple[int, ...]:
+    """The shape of one image's latents: of the numbers that are given, or else of the first that the network takes."""
+    said = "cannot be found"
+    for numbers in [latent] if latent is not None else _widths(network):
+        for shape in ((numbers,), (numbers, 1, 1)):
+            try:
+                network(torch.zeros(2, *shape))
+            except Exception as error:  # a user's code may raise anything, and what it takes is found by trying
+                said = f"{type(error).__name__}: {error}".splitlines()[0]
+            else:
+                return shape
+    what = f"of {latent} numbers" if latent is not None else "whose size its layers tell"
+    raise ValueError(f"{where}: it takes no latents {what} (N, n) or (N, n, 1, 1); {said}: say latent = n")
+
+
+def _widths(network: nn.Module) -> Iterator[int]:
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            yield module.in_features
+        elif isinstance(module, nn.ConvTranspose2d | nn.Conv2d):
+            yield module.in_channels
+
+
+def _check_images(found: ImageGenerator, where: str) -> None:
+    """Refuse a generator whose images are of another shape or range, drawn at random, or of one another."""
+    z = torch.randn(_PROBES, *found.latent, generator=generator("probe"))
+    made = found.network(z)
+    if not isinstance(made, Tensor) or len(made) != _PROBES:
+        raise ValueError(f"{where}: expected a tensor of images, one a latent, got {_described(made)}")
+    if tuple(made.shape[1:]) not in (tuple(found.shape), (math.prod(found.shape),)):
+        raise ValueError(
+            f"{where}: expected images of the clients' shape {tuple(found.shape)}, or as many numbers in a row, "
+            f"got {tuple(made.shape[1:])}"
+        )
+    _check_range(made, found, where)
+    one_by_one = torch.cat([found.network(z[[k]]) for k in range(4)])
+    if not torch.allclose(one_by_one, made[:4], atol=_SLACK):
+        raise ValueError(f"{where}: expected an image to depend on its own latents alone: is noise drawn, or mixed in?")
+    weights = {name: p[None] for name, p in found.weights.items()}
+    try:
+        vmap(lambda own, latents: found(latents, own))(weights, z.flatten(1)[None])
+    except Exception as error:  # a user's code, as above
+        raise ValueError(f"{where}: several weights at once are not possible (torch.func.vmap): {error}") from error
+
+
+def _check_range(made: Tensor, found: ImageGenerator, where: str) -> None:
+    low, high, slack = float(made.min()), float(made.max()), _SLACK * (found.high - found.low)
+    declared = f"[{found.low:g}, {found.high:g}]"
+    if not made.isfinite().all():
+        raise ValueError(f"{where}: its images are not finite")
+    if low < found.low - slack or high > found.high + slack:
+        raise ValueError(
+            f"{where}: expected values in {declared}, got {low:.3g} to {high:.3g}: say range = [black, white], "
+            "[-1, 1] where a tanh ends it"
+        )
+    if low > (found.low + found.high) / 2 - slack and found.low < 0:
+        raise ValueError(
+            f"{where}: expected values in {declared}, got {low:.3g} to {high:.3g}, the upper half alone: leave range out "
+            "where a sigmoid ends it"
+        )
+
+
+def _described(made: object) -> str:
+    return f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__

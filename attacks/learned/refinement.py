@@ -1,0 +1,262 @@
+"""Refinement: the linear inverter's answer, moved until the clients' chain would make of it what was seen.
+
+What is sought is the most likely image under two densities that are both learned from auxiliary images: that of images, a normal
+one, and that of how far an update lies from what the linear answer would have sent. Adam descends in coordinates in which
+the auxiliary images are white: few steps lead far, as steps are long where images vary and short where they do not.
+"""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks import labels as labelling
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave, not_applicable
+from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.learned.cache import digest
+from fedgauge.attacks.learned.ridge import Fitted, answer, ridge_inversion
+from fedgauge.attacks.learned.shadow_updates import School, Simulator, View, arranged
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Params, Update
+
+RATE = 0.03  # of Adam, falling to zero along a cosine
+MOMENTS = (0.9, 0.98)
+TRUST = (1.0, 10.0)  # how much nearer than the linear answer's the update may be asked to come
+TRIED = 48  # auxiliary images, held out, on which that is chosen
+TOGETHER = 64  # images at once: LeNet's windows and updates of so many are 30 MB
+TINY = 1e-20  # of a variance: a tensor whose updates are always the same
+SHRINK = 0.02  # of the covariance towards a multiple of the identity: fewer images than pixels leave it singular
+
+
+@dataclass(frozen=True, eq=False)
+class White:
+    """A normal density of images: x = mean + z @ factor.T with z white.
+
+    Args:
+        mean: (d,); factor: (d, d); back: (d, d), its inverse.
+    """
+
+    mean: Tensor
+    factor: Tensor
+    back: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> "White":
+        """That of images (n, C, H, W)."""
+        flat = x.flatten(1).double()
+        mean = flat.mean(0)
+        covariance = (flat - mean).T @ (flat - mean) / len(flat)
+        size = float(covariance.diagonal().mean())
+        covariance = (1 - SHRINK) * covariance
+        covariance.diagonal().add_(SHRINK * size + 1e-9)
+        values, vectors = torch.linalg.eigh(covariance)
+        factor, back = vectors * values.sqrt(), (vectors / values.sqrt()).T
+        return cls(*(t.to(x) for t in (mean, factor, back)))
+
+    def images(self, z: Tensor) -> Tensor:
+        """(..., d) of white coordinates (..., d)."""
+        return self.mean + z @ self.factor.T
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """The inverse of `images`."""
+        return (x - self.mean) @ self.back.T
+
+
+@dataclass(frozen=True, eq=False)
+class Misfit:
+    """-log p(seen | images) up to a constant: normal around the chain's noise-free form, each tensor with a variance of its own.
+
+    Args:
+        variances: of a tensor's entries, as a + b times the mean square of those that were seen: noise is of one size, but how
+            far a guess's update lies off grows with the update, and updates of one model differ by orders of magnitude.
+    """
+
+    known: Knowledge
+    params: Params
+    variances: dict[str, tuple[float, float]]
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        """Of what is compared: where entries were dropped, of what would have been sent without that."""
+        chain = self.known.chain.shown if self.sparse else self.known.chain
+        return Simulator(replace(self.known, chain=chain), self.params, quiet=True)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether entries were dropped, which are exactly zero."""
+        noise = self.known.chain.conditional
+        return noise is not None and noise.sparse
+
+    def squares(self, x: Tensor, y: Tensor, seen: Update) -> Update:
+        """Squared distances (n, entries) to each seen tensor (n, ...), of batches x (n, B, C, H, W) in [0, 1] with labels y."""
+        expected = self.simulator.differentiable(x, y)
+        hidden = self.known.chain.hidden
+        return {k: self._distances(seen[k], t).flatten(1) for k, t in expected.items() if k not in hidden}
+
+    def _distances(self, seen: Tensor, expected: Tensor) -> Tensor:
+        found = (seen - expected).square()
+        return torch.where(seen != 0, found, 0.0) if self.sparse else found
+
+    def mean(self, seen: Tensor, squares: Tensor) -> Tensor:
+        """Means (n,) of squares (n, entries) over the entries that tell of something."""
+        told = (seen != 0).flatten(1).sum(1).clamp(min=1) if self.sparse else squares.shape[1]
+        return squares.sum(1) / told
+
+    def size(self, seen: Tensor) -> Tensor:
+        """Mean squares (n,) of seen tensors (n, ...)."""
+        return self.mean(seen, seen.flatten(1).square())
+
+    def _variance(self, name: str, seen: Tensor) -> Tensor:
+        a, b = self.variances[name]
+        return a + b * self.size(seen) + TINY
+
+    def slopes(self, x: Tensor, y: Tensor, seen: Update) -> Tensor:
+        """Its slopes by batches x (n, B, C, H, W)."""
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            parts = [t.sum(1) / (2 * self._variance(k, seen[k])) for k, t in self.squares(leaf, y, seen).items()]
+            (found,) = torch.autograd.grad(torch.stack(parts).sum(), leaf)
+        return found.nan_to_num(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Refined:
+    """The refinement of one linear inverter under one threat model and model.
+
+    Args:
+        steps: of Adam.
+    """
+
+    linear: Fitted
+    steps: int
+
+    @property
+    def school(self) -> School:
+        return self.linear.school
+
+    @cached_property
+    def prior(self) -> White:
+        school = self.school
+        kept = school.shelf.get(
+            f"white-{digest(school.auxiliary.x, SHRINK)}", lambda: vars(White.of(school.auxiliary.x)).copy()
+        )
+        return White(**{k: t.to(school.auxiliary.x) for k, t in kept.items()})
+
+    @cached_property
+    def variances(self) -> dict[str, tuple[float, float]]:
+        """How far updates of images that are held out lie from the linear answers': a and b of each tensor."""
+        updates, batches, start = self.held
+        misfit = self._misfit({})
+        found = misfit.squares(start.view_as(batches.x), batches.y, updates)
+        return {k: _line(misfit.size(updates[k]), misfit.mean(updates[k], t.detach())) for k, t in found.items()}
+
+    @cached_property
+    def trust(self) -> tuple[float, float]:
+        """What is best on auxiliary images that are held out, 0: the linear answer as it is; and the error with it."""
+        kept = self.school.shelf.get(
+            f"trust-{digest(self.school.key, self.linear.attack, self.steps)}",
+            lambda: dict(zip(("trust", "error"), torch.tensor(self._choice(), dtype=torch.float64), strict=True)),
+        )
+        return float(kept["trust"]), float(kept["error"])
+
+    def _choice(self) -> tuple[float, float]:
+        updates, batches, start = self.held
+        truth = batches.x.view_as(start)
+        found = [(float((start - truth).square().mean()), 0.0)]
+        for trust in TRUST:
+            x, _ = self.descend(updates, batches.y, start, trust, Clock(0.0, None))
+            found.append((float((x - truth).square().mean()), trust))
+        error, trust = min(found)
+        return trust, error
+
+    @cached_property
+    def held(self) -> tuple[Update, Batch, Tensor]:
+        """A few held-out batches' updates, the batches, with the labels that the attacker goes by, and linear answers (n, B, d)."""
+        school = self.school
+        size = school.known.batch_size
+        few = max(1, TRIED // size)
+        groups = school.groups(True)[:few]
+        x, y = school.auxiliary.x[groups], school.auxiliary.y[groups]
+        rng = generator("refined", school.key)
+        parts = list(Simulator(school.known, school.params).updates(x, y, rng))
+        updates = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
+        labels = school.told(updates, y)
+        return updates, Batch(school.auxiliary.x[arranged(groups, y, labels)], labels), self.start(updates, labels)
+
+    def start(self, updates: Update, labels: Tensor) -> Tensor:
+        """Linear answers (n, B, d) to updates (n, ...) with labels (n, B)."""
+        school = self.school
+        inverter, basis = self.linear.inverter
+        with torch.no_grad():
+            found = inverter(self.linear.read(school.view.rows(school.known, updates, labels), labels.flatten(), basis))
+        return found.to(school.auxiliary.x).view(*labels.shape, -1)
+
+    def _misfit(self, variances: dict[str, tuple[float, float]]) -> Misfit:
+        school = self.school
+        return Misfit(school.known, school.params, variances)
+
+    def descend(self, updates: Update, labels: Tensor, start: Tensor, trust: float, clock: Clock) -> tuple[Tensor, int]:
+        """Images (n, B, d) in [0, 1] and the steps that all of them took, from a start (n, B, d)."""
+        misfit = self._misfit({k: (a / trust, b / trust) for k, (a, b) in self.variances.items()})
+        each = max(1, TOGETHER // labels.shape[1])
+        found = []
+        for i in range(0, len(labels), each):
+            part = slice(i, i + each)
+            found.append(
+                self._descended({k: t[part] for k, t in updates.items()}, labels[part], start[part], misfit, clock)
+            )
+        images, spent = zip(*found, strict=True)
+        return torch.cat(images), min(spent)
+
+    def _descended(
+        self, seen: Update, labels: Tensor, start: Tensor, misfit: Misfit, clock: Clock
+    ) -> tuple[Tensor, int]:
+        z = self.prior.coordinates(start)
+        first, second = torch.zeros_like(z), torch.zeros_like(z)
+        shape = (*labels.shape, *self.school.known.shape)
+        for step in range(1, self.steps + 1):
+            if clock.over():
+                return start if step == 1 else self.prior.images(z).clamp(0, 1), step - 1
+            slopes = misfit.slopes(self.prior.images(z).view(shape), labels, seen)
+            slope = slopes.flatten(2) @ self.prior.factor + z
+            first = torch.lerp(slope, first, MOMENTS[0])
+            second = torch.lerp(slope.square(), second, MOMENTS[1])
+            corrected = (second / (1 - MOMENTS[1] ** step)).sqrt()
+            rate = RATE * (0.5 + 0.5 * math.cos(math.pi * (step - 1) / self.steps)) / (1 - MOMENTS[0] ** step)
+            z = z - rate * first / (corrected + 1e-8)
+        return self.prior.images(z).clamp(0, 1), self.steps
+
+
+def _line(sizes: Tensor, squares: Tensor) -> tuple[float, float]:
+    """a, b >= 0 with squares ~ a + b * sizes, at the least relative error."""
+    from scipy.optimize import nnls
+
+    x, y = (t.double() for t in (sizes, squares))
+    weights = 1 / (x + TINY)
+    (a, b), _ = nnls(torch.stack([weights, x * weights], 1).numpy(), (y * weights).numpy())
+    return float(a), float(b)
+
+
+def refine(wave: Wave, known: Knowledge, budget: Budget, linear: ridge_inversion) -> list[Reconstruction]:
+    """What refinement makes of each observation; the budget's iterations are Adam's steps from the linear answer."""
+    clock = Clock(time.perf_counter(), budget.seconds)
+    try:
+        labels = labelling.restore(wave, known).sort(1).values
+        school = School(known, wave.params, View(True, linear.buckets), linear.passes)
+        refined = Refined(Fitted(linear, school), budget.iterations)
+        start = refined.start(wave.update, labels)
+        trust, error = refined.trust
+    except ValueError as problem:
+        return not_applicable(wave, str(problem))
+    x, spent = start, 0
+    if trust:
+        x, spent = refined.descend(wave.update, labels, start, trust, clock)
+    x = x.view(*labels.shape, *known.shape)
+    found = [answer(x[k], labels[k], error, spent) for k in range(len(wave))]
+    if not trust or spent == budget.iterations:
+        return found
+    reason = f"{spent} of {budget.iterations} steps of refinement when its seconds were over"
+    return [replace(one, status="out_of_budget", reason=reason) if one.status == "converged" else one for one in found]

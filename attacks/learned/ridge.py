@@ -1,0 +1,303 @@
+"""Ridge inversion: the best linear map from updates to images, in closed form.
+
+The baseline for attacks that learn, and seldom far behind them: for additive noise of a known size ridge regression on updates
+without noise is the linear inverter of least expected error, its regulariser standing for the noise.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks import labels as labelling
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.learned.cache import digest
+from fedgauge.attacks.learned.shadow_updates import Lessons, School, View
+from fedgauge.client.rng import generator
+
+BONDS = (0.0, 1.0, 10.0)
+PILOT = 2048  # rows on which bond and kind of lessons are chosen
+STEP = 10**0.5  # of the regulariser's search
+LOWEST, HIGHEST = 1e-12, 1e9  # where it ends
+PIXELS = 128  # on so many of them, evenly spaced, a regulariser is tried
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What a linear map reads: numbers (n, k), and where the map also depends on a label, that (n,), else None."""
+
+    x: Tensor
+    labels: Tensor | None = None
+
+    def of(self, part: slice) -> "Rows":
+        return Rows(self.x[part], None if self.labels is None else self.labels[part])
+
+
+@dataclass(frozen=True, eq=False)
+class Ridge:
+    """min |phi(x) W - (targets - base)|^2 + regulariser |W|^2, with phi(x) = x and, for each label, sqrt(bond) x if it is the own.
+
+    Kept as W (the primal form) or, where there are fewer rows than phi has entries, by the rows that it was fitted to.
+
+    Args:
+        weights: (entries of phi, d), or (n, d) over the rows.
+        centre: (k,) mean row; base: (d,) mean target.
+        error: mean squared error on rows that it was not fitted to, values clamped to [0, 1].
+        regulariser: as a multiple of the mean squared length of phi; for noise of variance s^2 in n rows about n s^2.
+    """
+
+    weights: Tensor
+    rows: Rows | None
+    centre: Tensor
+    base: Tensor
+    bond: float
+    classes: int
+    regulariser: float
+    error: float
+
+    def __call__(self, new: Rows) -> Tensor:
+        """Targets (m, d) in [0, 1]."""
+        centred = Rows(new.x.double() - self.centre, new.labels)
+        if self.rows is None:
+            found = expanded(centred, self.bond, self.classes) @ self.weights
+        else:
+            found = kernel(centred, self.rows, self.centre, self.bond) @ self.weights
+        return (found + self.base).clamp(0, 1)
+
+
+def fit(rows: Rows, targets: Tensor, held: Rows, truth: Tensor, bond: float, classes: int, start: float) -> Ridge:
+    """The ridge whose regulariser is best on rows that are held out, found downhill from a start.
+
+    Args:
+        targets: (n, d); truth: (m, d) of the held-out rows.
+        bond: how much the map for one label differs from that for others; 0: not at all.
+        start: a regulariser to begin with, as a multiple of the mean squared length of phi.
+    """
+    centre, base = rows.x.double().mean(0), targets.double().mean(0)
+    width = rows.x.shape[1] * (1 + (classes if bond else 0))
+    system = (_Primal if width < len(rows.x) else _Dual)(rows, held, centre, bond, classes)
+    some = torch.arange(0, targets.shape[1], max(1, targets.shape[1] // PIXELS))
+
+    def error(regulariser: float) -> float:
+        return system.error(regulariser, targets[:, some].double() - base[some], base[some], truth[:, some])
+
+    best = downhill(error, start)
+    weights = system.solve(best, targets.double() - base)
+    found = Ridge(weights, system.kept, centre, base, bond, classes, best, float("nan"))
+    return replace(found, error=float((found(held) - truth).square().mean()))
+
+
+def downhill(error: Callable[[float], float], start: float) -> float:
+    """Where an error is least among start * STEP^i, as far as one gets by going on while it falls."""
+    best, at = start, error(start)
+    for factor in (STEP, 1 / STEP):
+        while LOWEST <= best * factor <= HIGHEST and (there := error(best * factor)) < at:
+            best, at = best * factor, there
+    if at == float("inf"):
+        raise ValueError("no regulariser makes the least squares solvable: the simulated updates are not finite")
+    return best
+
+
+def expanded(rows: Rows, bond: float, classes: int) -> Tensor:
+    """phi: (n, k), or (n, k * (1 + classes))."""
+    if not bond or rows.labels is None:
+        return rows.x
+    own = torch.nn.functional.one_hot(rows.labels, classes).to(rows.x)
+    return torch.cat([rows.x, bond**0.5 * (own[:, :, None] * rows.x[:, None]).flatten(1)], 1)
+
+
+def kernel(new: Rows, rows: Rows, centre: Tensor, bond: float) -> Tensor:
+    """Inner products (m, n) of phi of centred rows with that of rows that are not centred yet."""
+    found = new.x.new_zeros(len(new.x), len(rows.x))
+    for first in range(0, rows.x.shape[1], 2048):  # a float64 copy of all rows would be twice as large as they are
+        part = slice(first, first + 2048)
+        found.addmm_(new.x[:, part], (rows.x[:, part].double() - centre[part]).T)
+    if bond and new.labels is not None and rows.labels is not None:
+        found *= 1 + bond * (new.labels[:, None] == rows.labels[None])
+    return found
+
+
+class _Dual:
+    """(K + regulariser I) weights = targets."""
+
+    def __init__(self, rows: Rows, held: Rows, centre: Tensor, bond: float, classes: int) -> None:
+        self.kept: Rows | None = rows
+        blocks = [rows.of(slice(i, i + 1024)) for i in range(0, len(rows.x), 1024)]
+        own = [kernel(Rows(b.x.double() - centre, b.labels), rows, centre, bond) for b in blocks]
+        self.gram = torch.cat(own)
+        self.beside = kernel(Rows(held.x.double() - centre, held.labels), rows, centre, bond)
+        self.size = float(self.gram.diagonal().mean())
+
+    def solve(self, regulariser: float, targets: Tensor) -> Tensor:
+        return torch.cholesky_solve(targets, _factor(self.gram, regulariser * self.size))
+
+    def error(self, regulariser: float, targets: Tensor, base: Tensor, truth: Tensor) -> float:
+        return _error(self.gram, regulariser * self.size, targets, self.beside, base, truth)
+
+
+class _Primal:
+    """(phi^T phi + regulariser I) weights = phi^T targets."""
+
+    def __init__(self, rows: Rows, held: Rows, centre: Tensor, bond: float, classes: int) -> None:
+        self.kept: Rows | None = None
+        self.phi = expanded(Rows(rows.x.double() - centre, rows.labels), bond, classes)
+        self.beside = expanded(Rows(held.x.double() - centre, held.labels), bond, classes)
+        self.gram = self.phi.T @ self.phi
+        self.size = float(self.gram.diagonal().sum() / len(rows.x))
+
+    def solve(self, regulariser: float, targets: Tensor) -> Tensor:
+        return torch.cholesky_solve(self.phi.T @ targets, _factor(self.gram, regulariser * self.size))
+
+    def error(self, regulariser: float, targets: Tensor, base: Tensor, truth: Tensor) -> float:
+        return _error(self.gram, regulariser * self.size, self.phi.T @ targets, self.beside, base, truth)
+
+
+def _error(gram: Tensor, ridge: float, right: Tensor, beside: Tensor, base: Tensor, truth: Tensor) -> float:
+    """On held-out rows; infinite where rounding leaves no positive definite matrix."""
+    factor, wrong = torch.linalg.cholesky_ex(_ridged(gram, ridge))
+    if int(wrong):
+        return float("inf")
+    found = (beside @ torch.cholesky_solve(right, factor) + base).clamp(0, 1)
+    value = float((found - truth).square().mean())
+    return value if value == value else float("inf")
+
+
+def _factor(gram: Tensor, ridge: float) -> Tensor:
+    found: Tensor = torch.linalg.cholesky(_ridged(gram, ridge))
+    return found
+
+
+def _ridged(gram: Tensor, ridge: float) -> Tensor:
+    found = gram.clone()
+    found.diagonal().add_(ridge)
+    return found
+
+
+def principal(rows: Tensor, count: int, rng: torch.Generator) -> Tensor:
+    """Directions (k, count) in which rows (n, k) vary most, by random sums refined twice (Halko et al., 2011)."""
+    centred = rows - rows.mean(0)
+    sums = torch.randn(min(count + 16, *rows.shape), len(rows), generator=rng).to(rows)
+    basis = torch.linalg.qr((sums @ centred).T).Q
+    for _ in range(2):
+        basis = torch.linalg.qr(centred.T @ torch.linalg.qr(centred @ basis).Q).Q
+    _, _, turned = torch.linalg.svd(centred @ basis, full_matrices=False)
+    directions: Tensor = basis @ turned.T
+    return directions[:, :count]
+
+
+# ---------------------------------------------------------------------------------------------------------- the attack
+
+
+@dataclass(frozen=True)
+class ridge_inversion(Attack):
+    """Ridge regression of images on updates that were simulated with auxiliary images; one for all clients of a round.
+
+    The regulariser, how much the map depends on the label, and whether it is fitted to updates without the chain's noise, are
+    what is best on auxiliary images that are held out.
+
+    Args:
+        buckets: of signed feature hashing; 0: none.
+        components: the updates' principal directions that are read; 0: all.
+        passes: how often each auxiliary image is grouped anew with others, for batches of several.
+    """
+
+    buckets: int = 0
+    components: int = 0
+    passes: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("buckets", self.buckets, 0),
+            ("components", self.components, 0),
+            ("passes", self.passes, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        try:
+            labels = labelling.restore(wave, known).sort(1).values
+            fitted = Fitted(self, School(known, wave.params, View(True, self.buckets), self.passes))
+            inverter, basis = fitted.inverter
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        with torch.no_grad():
+            x = inverter(fitted.read(fitted.school.view.rows(known, wave.update, labels), labels.flatten(), basis))
+        x = x.to(known.auxiliary.x if known.auxiliary is not None else x).view(*labels.shape, *known.shape)
+        return [answer(x[k], labels[k], inverter.error) for k in range(len(wave))]
+
+
+def answer(x: Tensor, labels: Tensor | None, error: float, iterations: int = 0) -> Reconstruction:
+    """What a trained inverter makes of one observation: images (B, C, H, W), diverged where they are not finite."""
+    if not torch.isfinite(x).all():
+        return Reconstruction(
+            None, labels, error, iterations, 0.0, "diverged", "the update is not finite, or too large to be read"
+        )
+    return Reconstruction(x, labels, error, iterations, 0.0, "converged")
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """The ridge of one attack under one threat model and model."""
+
+    attack: ridge_inversion
+    school: School
+
+    @cached_property
+    def inverter(self) -> tuple[Ridge, Tensor | None]:
+        """It, and the principal directions that it reads."""
+        school, name = self.school, f"ridge-{digest(self.school.key, self.attack)}"
+        made = school.shelf.get(name, self._fit)
+        basis = made.get("basis")
+        rows = None
+        if int(made["dual"]):
+            lessons = school.lessons(False, quiet=bool(made["quiet"]))
+            rows = self._rows(lessons, basis)
+        numbers = {k: float(made[k]) for k in ("bond", "regulariser", "error")}
+        classes = school.known.classes
+        return Ridge(made["weights"], rows, made["centre"], made["base"], classes=classes, **numbers), basis
+
+    def read(self, rows: Tensor, labels: Tensor, basis: Tensor | None) -> Rows:
+        return Rows(rows if basis is None else rows @ basis, labels)
+
+    def _rows(self, lessons: Lessons, basis: Tensor | None) -> Rows:
+        return self.read(lessons.rows, lessons.labels.flatten(), basis)
+
+    def _targets(self, lessons: Lessons) -> Tensor:
+        return self.school.auxiliary.x[lessons.groups.flatten()].flatten(1)
+
+    def _fit(self) -> dict[str, Tensor]:
+        quiet, bond, start = self._choice()
+        lessons, held = self.school.lessons(False, quiet=quiet), self.school.lessons(True)
+        found, basis = self._ridge(lessons, held, bond, start)
+        numbers = {"bond": bond, "regulariser": found.regulariser, "error": found.error}
+        kept = {k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}
+        flags = {"dual": torch.tensor(int(found.rows is not None)), "quiet": torch.tensor(int(quiet))}
+        tensors = {"weights": found.weights, "centre": found.centre, "base": found.base}
+        return {**kept, **flags, **tensors, **({} if basis is None else {"basis": basis})}
+
+    def _choice(self) -> tuple[bool, float, float]:
+        """Kind of lessons, bond and regulariser that are best from a few lessons."""
+        school, size = self.school, self.school.known.batch_size
+        held = school.lessons(True)
+        noisy = school.known.chain.mean != school.known.chain
+        found = []
+        for quiet in (False, True)[: 1 + noisy]:
+            lessons = school.lessons(False, quiet=quiet, most=max(1, PILOT // size))
+            for bond in BONDS:
+                ridge, _ = self._ridge(lessons, held, bond, 1e-2)
+                found.append((ridge.error, quiet, bond, ridge.regulariser))
+        _, quiet, bond, regulariser = min(found)
+        return quiet, bond, regulariser
+
+    def _ridge(self, lessons: Lessons, held: Lessons, bond: float, start: float) -> tuple[Ridge, Tensor | None]:
+        basis = None
+        if self.attack.components:
+            basis = principal(lessons.rows, self.attack.components, generator("principal", self.school.key))
+        rows, others = self._rows(lessons, basis), self._rows(held, basis)
+        targets, truth = self._targets(lessons), self._targets(held)
+        return fit(rows, targets, others, truth, bond, self.school.known.classes, start), basis

@@ -1,0 +1,420 @@
+"""Simulated updates: what clients that held auxiliary images would send, drawn through the chain as the attacker knows it.
+
+A learned attack is trained on pairs (images, update); it adapts to a defense since its updates have passed that defense. The
+chain's own links draw here, from the attacker's generator: their noise-free forms are for attacks that need slopes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+from torch.func import vmap
+
+from fedgauge.attacks import labels as labelling
+from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.engine.gradients import Unsupported, gradients, independent, trained
+from fedgauge.attacks.learned.cache import Shelf, digest
+from fedgauge.attacks.learned.feature_hashing import Sketch, check_room
+from fedgauge.client.models.losses import is_mean
+from fedgauge.client.models.vision import last_linear
+from fedgauge.client.rng import generator
+from fedgauge.client.update import (
+    Batch,
+    Chain,
+    OnUpdate,
+    Params,
+    Summed,
+    Update,
+    UpdateFn,
+    gradient,
+    local_sgd,
+    per_example,
+    transparent,
+)
+
+CHUNK = 128  # clients at once: LeNet's updates of so many are 8 MB
+NUMBERS = 2**26  # in the updates that are computed at once, 256 MB: of a language model's but a few
+FEWEST = 4  # batches that can be made of the auxiliary images: one is held out
+VERSION = 2  # of what the shelf keeps; another one where it is computed in another way
+
+
+class Stages(NamedTuple):
+    """A chain whose only gradients are those of whole batches, or of their examples one by one."""
+
+    each: tuple[OnUpdate, ...]  # on each example's gradient
+    before: tuple[OnUpdate, ...]  # on the batch's gradient
+    local: local_sgd
+    after: tuple[OnUpdate, ...]  # on the finished update
+
+
+def stages(chain: Chain) -> Stages | None:
+    """The stages of a client's chain; None where it computes in another way, so that only the chain itself can tell."""
+    place = chain.links.index(chain.local)
+    front, after = ([k for k in part if not transparent(k)] for part in (chain.links[:place], chain.links[place + 1 :]))
+    one_by_one = [k.inner for k in front if isinstance(k, per_example)]
+    before = [k for k in front if not isinstance(k, per_example)]
+    if front != [k for k in front if isinstance(k, per_example)] + before:
+        return None
+    each, whole, last = (tuple(k for k in part if isinstance(k, OnUpdate)) for part in (one_by_one, before, after))
+    if len(each) + len(whole) + len(last) < len(one_by_one) + len(before) + len(after):
+        return None
+    if chain.local.batch_size is not None or (front and chain.local.steps > 1):
+        return None
+    return Stages(each, whole, chain.local, last)
+
+
+@dataclass(frozen=True, eq=False)
+class Simulator:
+    """Clients under one model, with any images.
+
+    Args:
+        known: gives the chain; where that ends in a sum, each of its clients draws by itself.
+        quiet: by the chain's noise-free form.
+    """
+
+    known: Knowledge
+    params: Params
+    quiet: bool = False
+
+    @property
+    def members(self) -> int:
+        """Clients behind one update."""
+        return next((link.members for link in self.known.chain.links if isinstance(link, Summed)), 1)
+
+    @property
+    def client(self) -> Chain:
+        """The chain of each of them."""
+        links = tuple(link for link in self.known.chain.links if not isinstance(link, Summed))
+        return Chain(links).mean if self.quiet else Chain(links)
+
+    def updates(self, x: Tensor, y: Tensor, rng: Generator, chunk: int = CHUNK) -> Iterator[Update]:
+        """The updates (n, ...) of N batches x (N, B, C, H, W) in [0, 1] with labels y (N, B), a few at a time, in order."""
+        by_stages = self._stages
+        entries = sum(p.numel() for p in self.params.values())
+        chunk = max(1, min(chunk, NUMBERS // entries) // self.members)
+        for some, labels in zip(x.split(chunk), y.split(chunk), strict=True):
+            batches = self._apart(some, labels)
+            if by_stages is not None:
+                try:
+                    yield _detached(self._summed(self._together(by_stages, batches, rng)))
+                    continue
+                except Unsupported:
+                    by_stages = None  # by the chain itself from now on
+            yield self._summed(self._by_chain(batches, rng))
+
+    def differentiable(self, x: Tensor, y: Tensor) -> Update:
+        """The updates (n, ...) of batches x (n, B, C, H, W), with slopes by x, which requires them; for a quiet simulator."""
+        batches = self._apart(x, y)
+        if (by_stages := self._stages) is not None:
+            try:
+                return self._summed(self._together(by_stages, batches, None))
+            except Unsupported:
+                pass
+        return self._summed(_mapped(self._bare(), self.params, batches, None))
+
+    @property
+    def _stages(self) -> Stages | None:
+        if self.known.text is not None:  # words have no slopes, by which a batch's gradients are told apart
+            return None
+        return stages(self.client) if is_mean(self.known.loss, self.known.classes) else None
+
+    def _apart(self, x: Tensor, y: Tensor) -> Batch:
+        """Each member's batch."""
+        return Batch(*(t.reshape(-1, t.shape[1] // self.members, *t.shape[2:]) for t in (x, y)))
+
+    def _summed(self, updates: Update) -> Update:
+        if self.members == 1:
+            return updates
+        return {k: t.view(-1, self.members, *t.shape[1:]).mean(1) for k, t in updates.items()}
+
+    def _together(self, plan: Stages, batches: Batch, rng: Generator | None) -> Update:
+        """All clients' gradients in one pass, each link on all of them, differentiable."""
+        model, known = self.known.model, self.known
+        size = batches.x.shape[1]
+        x, y = known.normalise(batches.x), batches.y
+        if plan.each:
+            x, y = x.flatten(0, 1)[:, None], y.flatten()[:, None]
+        if not independent(model, self.params, x[:1] if len(x) == 1 else x[:2]):
+            raise Unsupported("the model mixes the examples of a batch")
+        x = x.requires_grad_()  # what comes with slopes already keeps them
+        if plan.each or plan.before:
+            found = _formed(gradients(model, self.params, x, y, 1.0, False, known.loss))
+            found = _through(plan.each, found, rng)
+            if plan.each:
+                found = {k: t.view(-1, size, *t.shape[1:]).mean(1) for k, t in found.items()}
+            found = {k: -plan.local.rate * t for k, t in _through(plan.before, found, rng).items()}
+        else:
+            found = _formed(trained(model, self.params, x, y, plan.local, False, known.loss))
+        return _through(plan.after, found, rng)
+
+    def _bare(self) -> UpdateFn:
+        return self.client(gradient(self.known.model, self.known.loss, normalise=self.known.normalise))
+
+    def _by_chain(self, batches: Batch, rng: Generator) -> Update:
+        client = self._bare()
+        if len(batches.x) > 1 and self._maps(client, batches):
+            return _detached(_mapped(client, self.params, batches, rng))
+        alone = [client(self.params, Batch(x, y), rng) for x, y in zip(*batches, strict=True)]
+        return {k: torch.stack([one[k].detach() for one in alone]) for k in alone[0]}
+
+    def _maps(self, client: UpdateFn, batches: Batch) -> bool:
+        """Whether vmap takes this client: a link may look at values, which only a client by itself has."""
+        try:
+            _mapped(client, self.params, Batch(batches.x[:2], batches.y[:2]), torch.Generator().manual_seed(0))
+        except (RuntimeError, ValueError):
+            return False  # one after the other then, where a true mistake is raised again
+        return True
+
+
+def _mapped(client: UpdateFn, params: Params, batches: Batch, rng: Generator | None) -> Update:
+    def one(x: Tensor, y: Tensor) -> Update:
+        return client(params, Batch(x, y), rng)
+
+    found: Update = vmap(one, randomness="different")(*batches)
+    return found
+
+
+def _formed(found: object) -> Update:
+    assert isinstance(found, dict)
+    return found
+
+
+def _detached(updates: Update) -> Update:
+    return {k: t.detach() for k, t in updates.items()}
+
+
+def _through(links: tuple[OnUpdate, ...], updates: Update, rng: Generator | None) -> Update:
+    """Updates (n, ...) behind some links, each drawing for itself."""
+    for link in links:
+        updates = vmap(lambda update, link=link: link.apply(update, rng), randomness="different")(updates)
+    return updates
+
+
+def flat(updates: Update) -> Tensor:
+    """Updates (n, ...) as rows (n, entries)."""
+    return torch.cat([t.flatten(1) for t in updates.values()], 1)
+
+
+# --------------------------------------------------------------------------------------------------- what is learned from
+
+
+@dataclass(frozen=True)
+class View:
+    """What an inverter reads of an update.
+
+    Args:
+        by_label: one image at a time, by its label: the classifier's rows stand in the order label, then all others, so that
+            what tells of an image stands in the same place whatever its label; else the whole batch at once, by ascending labels.
+        buckets: of feature hashing; 0: none. signed: with random signs.
+    """
+
+    by_label: bool = True
+    buckets: int = 0
+    signed: bool = True
+
+    def rows(self, known: Knowledge, updates: Update, y: Tensor) -> Tensor:
+        """Rows (n, columns) of updates (n, ...) with labels y (n, B); by label (n * B, columns)."""
+        if self.by_label:
+            updates = {k: t.repeat_interleave(y.shape[1], 0) for k, t in updates.items()}
+            updates = own_row_first(known, updates, y.flatten())
+        return self.hashed(flat(updates))
+
+    def hashed(self, rows: Tensor) -> Tensor:
+        """Rows (n, entries) of updates, in buckets where there are any."""
+        return self._sketch(rows.shape[1])(rows) if self.buckets else rows
+
+    def noise(self, entries: int) -> Tensor:
+        """Deviation (columns,) of what independent noise of deviation 1 in every entry becomes; (1,) where all are alike."""
+        return self._sketch(entries).counts.sqrt() if self.buckets else torch.ones(1)
+
+    def check(self, entries: int) -> None:
+        """ValueError where updates of so many entries cannot be hashed into so many buckets."""
+        if self.buckets:
+            self._sketch(entries)
+
+    def columns(self, entries: int) -> int:
+        """Of a row."""
+        return self.buckets or entries
+
+    def _sketch(self, entries: int) -> Sketch:
+        return _sketch(entries, self.buckets, self.signed)
+
+
+@lru_cache(maxsize=4)
+def _sketch(entries: int, buckets: int, signed: bool) -> Sketch:
+    return Sketch.draw(entries, buckets, signed, generator("sketch", entries, buckets, signed))
+
+
+def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
+    """Updates (n, ...) with the classifier's rows reordered: that of the own label (n,) first, the others in their order.
+
+    As they are where the model's last fully connected layer is no classifier.
+    """
+    try:
+        layer = last_linear(known.model)
+    except ValueError:
+        return updates
+    classes = known.classes
+    if updates[f"{layer}.weight"].shape[1] != classes:
+        return updates
+    orders = torch.stack([torch.tensor([c, *(i for i in range(classes) if i != c)]) for c in range(classes)])
+    order = orders.to(labels.device)[labels]
+    moved = {k: updates[k] for k in (f"{layer}.weight", f"{layer}.bias") if k in updates}
+    each = torch.arange(len(labels), device=labels.device)[:, None]
+    return {**updates, **{k: t[each, order] for k, t in moved.items()}}
+
+
+@dataclass(frozen=True, eq=False)
+class Lessons:
+    """Pairs that an inverter learns from, or is tried on.
+
+    Args:
+        rows: (n, columns) as a View reads updates.
+        groups: (N, B) which auxiliary images each update is of; by label n = N * B, in this order, else N.
+        labels: (N, B) ascending, those that the attacker goes by: restored ones are now and then wrong, and an image stands
+            where its own label does as far as that is among them.
+    """
+
+    rows: Tensor
+    groups: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class School:
+    """The auxiliary images of one threat model under one model, as lessons; the same whichever client is attacked.
+
+    Args:
+        passes: how often each image is grouped anew with others, for batches of several.
+    """
+
+    known: Knowledge
+    params: Params
+    view: View
+    passes: int = 1
+    shelf: Shelf = field(default_factory=Shelf.own)
+
+    def __post_init__(self) -> None:
+        if self.passes < 1:
+            raise ValueError(f"passes must be at least 1, got {self.passes}")
+        given, size = self.known.labels, self.known.batch_size
+        if given is not None and given.shape[1] != size:
+            raise ValueError(
+                f"an inverter for batches of {size} cannot serve updates of {given.shape[1]} given labels each"
+            )
+
+    @cached_property
+    def auxiliary(self) -> Batch:
+        """ValueError where there are no images that could be learned from."""
+        found, known = self.known.auxiliary, self.known
+        if found is None:
+            raise ValueError("a learned attack needs auxiliary images, and the attacker has none")
+        if tuple(found.x.shape[1:]) != tuple(known.shape):
+            raise ValueError(
+                f"expected auxiliary images of the clients' shape {tuple(known.shape)}, got {tuple(found.x.shape[1:])}"
+            )
+        if len(found.x) < FEWEST * known.batch_size:
+            raise ValueError(
+                f"to learn to invert batches of {known.batch_size} takes at least {FEWEST * known.batch_size} auxiliary "
+                f"images, got {len(found.x)}"
+            )
+        return found
+
+    @cached_property
+    def name(self) -> str:
+        """Of what all of this depends on but the weights: threat model and view."""
+        known, model = self.known, self.known.model
+        images = digest(self.auxiliary.x, self.auxiliary.y)
+        threat = digest(known.chain, known.batch_size, known.mean, known.std, known.loss, str(model), model.training)
+        return digest(VERSION, images, threat, self.view, self.passes)
+
+    @cached_property
+    def key(self) -> str:
+        """Of all that it depends on; what no name tells of a user's own model or loss, an update of two examples does."""
+        known, found = self.known, self.auxiliary
+        probe = gradient(known.model, known.loss, known.normalise)(self.params, Batch(found.x[:2], found.y[:2]), None)
+        right = () if known.labels is None else ("labels given",)
+        return digest(self.name, self.params, dict(known.model.named_buffers()), probe, *right)
+
+    @cached_property
+    def entries(self) -> int:
+        """Numbers in an update."""
+        return sum(p.numel() for p in self.params.values())
+
+    @cached_property
+    def split(self) -> tuple[Tensor, Tensor]:
+        """Images to learn from, and a tenth that is held out."""
+        order = torch.randperm(len(self.auxiliary.x), generator=generator("held out", self.name))
+        held = max(self.known.batch_size, len(order) // 10)
+        return order[held:], order[:held]
+
+    def groups(self, held: bool, passed: int = 0) -> Tensor:
+        """Batches (N, B) of the images in a random order, each by ascending labels; what does not fill one is left out."""
+        images, size = self.split[held], self.known.batch_size
+        order = torch.randperm(len(images), generator=generator("groups", self.name, held, passed))
+        found = images[order][: len(images) // size * size].view(-1, size)
+        labels = self.auxiliary.y[found]
+        if labels.dim() > found.dim():  # next words, which say of no order which is the first
+            return found
+        return found.gather(1, labels.argsort(dim=1, stable=True))
+
+    def lessons(self, held: bool, quiet: bool = False, most: int | None = None) -> Lessons:
+        """Simulated, or as they were once.
+
+        Args:
+            held: of the images that are held out.
+            quiet: by the chain's noise-free form.
+            most: of the first so many updates only, which are not kept.
+        """
+        count = 1 if held else self.passes
+        groups = torch.cat([self.groups(held, p) for p in range(count)])[:most]
+        self.view.check(self.entries)
+        if not len(groups):
+            raise ValueError("no batch can be made of the auxiliary images")
+        # the largest table will be needed, too: what is said to fit is to fit all of them
+        largest = self.passes * (len(self.split[0]) // self.known.batch_size)
+        each = self.known.batch_size if self.view.by_label else 1
+        check_room(largest * each, self.view.columns(self.entries), self._device)
+        name = f"updates-{digest(self.key, held, quiet)}"
+        if most is not None:  # a part is simulated as fast as it is read, and would push whole tables off the shelf
+            return Lessons(**self._simulated(groups, name, quiet))
+        return Lessons(**self.shelf.get(name, lambda: self._simulated(groups, name, quiet)))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.params.values())).device
+
+    def _simulated(self, groups: Tensor, name: str, quiet: bool) -> dict[str, Tensor]:
+        x, y = self.auxiliary.x[groups], self.auxiliary.y[groups]
+        each = self.known.batch_size if self.view.by_label else 1
+        like = next(iter(self.params.values()))  # not the examples, which may be words
+        found = like.new_empty(len(groups) * each, self.view.columns(self.entries))
+        labels = y.clone()
+        done = 0
+        for updates in Simulator(self.known, self.params, quiet).updates(x, y, generator("simulated", name)):
+            part = slice(done, done + len(next(iter(updates.values()))))
+            labels[part] = self.told(updates, y[part])
+            found[part.start * each : part.stop * each] = self.view.rows(self.known, updates, labels[part])
+            done = part.stop
+        return {"rows": found, "groups": arranged(groups, y, labels), "labels": labels}
+
+    def told(self, updates: Update, y: Tensor) -> Tensor:
+        """The labels (n, B) that the attacker would go by where y (n, B) are right: restored, mistakes and all, unless given."""
+        if self.known.labels is not None or not self.view.by_label:
+            return y
+        seen = Wave(0, tuple(range(len(y))), self.params, updates)
+        return labelling.restore(seen, self.known).sort(1).values
+
+
+def arranged(groups: Tensor, y: Tensor, labels: Tensor) -> Tensor:
+    """Batches (N, B) of images of labels y in other orders, so that as many as can stand where `labels` has their own."""
+    from scipy.optimize import linear_sum_assignment
+
+    found = groups.clone()
+    for k in (y != labels).any(1).nonzero().flatten().tolist():
+        order = linear_sum_assignment((labels[k][:, None] != y[k]).numpy())[1]
+        found[k] = groups[k][torch.from_numpy(order)]
+    return found

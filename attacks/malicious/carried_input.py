@@ -1,0 +1,295 @@
+"""Networks that carry the input to the classifier, whose weight gradient then holds it (Geiping et al., 2020, appendix A).
+
+How that is read, for one example and for several: reading.py.
+
+Three ways in which f has the image in it: convolutions that are identities (parameters alone), the image beside the features,
+and reversible blocks (both an architecture).
+"""
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.malicious.decoding import Read, check_readable, on_grid, snapped, unread
+from fedgauge.attacks.malicious.server_attack import Malice, zeroed
+from fedgauge.client.components import Table
+from fedgauge.client.models.vision import Shape, last_linear
+from fedgauge.client.update import Batch, Params, Update, relative_error
+
+PROVEN = 1e-4  # relative error of the update that the images give, below which they are those of the client
+REACH = 2.0  # of a sigmoid's or tanh's input: beyond, rounding of its output weighs more
+
+
+# ------------------------------------------------------------------------------------------------------- architectures
+
+
+class Carried(nn.Module):
+    """A network whose classifier reads the image, too, behind the features."""
+
+    def __init__(self, features: nn.Module, width: int, pixels: int, classes: int) -> None:
+        super().__init__()
+        self.features = features
+        self.classifier = nn.Linear(width + pixels, classes)
+        self.pixels = pixels
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(torch.cat([self.features(x), x.flatten(1)], 1))
+        return logits
+
+    def image(self, inputs: Tensor, params: Params) -> Tensor:
+        """What the network was fed (n, pixels), from the classifier's inputs."""
+        return inputs[:, -self.pixels :]
+
+
+def carried(model: nn.Module, shape: Shape, classes: int) -> Carried:
+    """The model with a new classifier that reads the image beside the features: its last fully connected layer goes."""
+    _images(shape)
+    name, body = last_linear(model), copy.deepcopy(model).eval()
+    layer = body.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    body.set_submodule(name, nn.Identity())
+    with torch.no_grad():
+        features = body(torch.zeros(2, *shape))
+    if layer.out_features != classes or features.shape != (2, layer.in_features):
+        raise ValueError(f"the last fully connected layer, {name!r}, is not the classifier of {classes} classes")
+    return Carried(body, layer.in_features, shape[0] * shape[1] * shape[2], classes)
+
+
+class Reversible(nn.Module):
+    """Blocks of additive coupling on the phases of an image, then the classifier: features that hold all of the image."""
+
+    def __init__(self, shape: Shape, classes: int, blocks: int, width: int) -> None:
+        super().__init__()
+        half = 2 * shape[0]
+        self.small = 2 * half, shape[1] // 2, shape[2] // 2
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(half, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, half, 3, padding=1))
+            for _ in range(blocks)
+        )
+        self.classifier = nn.Linear(4 * shape[0] * self.small[1] * self.small[2], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        still, moved = F.pixel_unshuffle(x, 2).chunk(2, 1)
+        for block in self.blocks:
+            still, moved = moved + block(still), still
+        logits: Tensor = self.classifier(torch.cat([still, moved], 1).flatten(1))
+        return logits
+
+    def image(self, inputs: Tensor, params: Params) -> Tensor:
+        """What the network was fed (n, pixels), from the classifier's inputs: each block's sum is taken back."""
+        still, moved = inputs.view(-1, *self.small).chunk(2, 1)
+        for i in reversed(range(len(self.blocks))):
+            prefix = f"blocks.{i}."
+            own = {k.removeprefix(prefix): t.to(inputs) for k, t in params.items() if k.startswith(prefix)}
+            still, moved = moved, still - functional_call(self.blocks[i], own, (moved,))
+        return F.pixel_shuffle(torch.cat([still, moved], 1), 2).flatten(1)
+
+
+def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> Reversible:
+    """A network of reversible blocks in the place of the agreed one; blocks: of two 3x3 convolutions; width: between them."""
+    _images(shape)
+    if shape[1] % 2 or shape[2] % 2:
+        raise ValueError(f"reversible blocks take images of even height and width, got {shape[1]} x {shape[2]}")
+    if blocks < 1 or width < 1:
+        raise ValueError(f"blocks and width must be at least 1, got {blocks} and {width}")
+    return Reversible(shape, classes, blocks, width)
+
+
+def _images(shape: Shape) -> None:
+    if len(shape) != 3:
+        raise ValueError(f"images (C, H, W) are carried, and the examples here are {tuple(shape)}")
+
+
+# -------------------------------------------------------------------------------------------------------------- malice
+
+
+@dataclass(frozen=True)
+class carried_input(Malice):
+    """The image beside the features; zero: a classifier of zeros, by which batches are taken apart."""
+
+    zero: bool = False
+
+    @property
+    def architecture(self) -> Table:
+        return {"use": "carried"}
+
+    def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
+        if not isinstance(known.model, Carried):
+            raise ValueError("the classifier does not read the image (architecture carried)")
+        return zeroed(dict(sent), known, self.zero)
+
+
+@dataclass(frozen=True)
+class reversible_blocks(Malice):
+    """Reversible blocks in the place of the network.
+
+    Args:
+        blocks, width: as `reversible` has them.
+        zero: a classifier of zeros, by which batches are taken apart.
+    """
+
+    blocks: int = 3
+    width: int = 16
+    zero: bool = False
+
+    @property
+    def architecture(self) -> Table:
+        return {"use": "reversible", "blocks": self.blocks, "width": self.width}
+
+    def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
+        if not isinstance(known.model, Reversible):
+            raise ValueError("the network has no reversible blocks (architecture reversible)")
+        return zeroed(dict(sent), known, self.zero)
+
+
+@dataclass(frozen=True)
+class identity_convolutions(Malice):
+    """The first channels of every convolution pass the image on; the others stay as they were.
+
+    zero: a classifier of zeros, by which batches are taken apart.
+    """
+
+    zero: bool = False
+
+    def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
+        made, colours = dict(sent), known.shape[0]
+        low, high = (known.normalise(torch.full(known.shape, v).double())[:, 0, 0] for v in (0.0, 1.0))
+        for name, conv, activation in _stages(known.model, colours):
+            start, end = _range(activation)
+            gain = (end - start) / (high - low)
+            made |= _identity(name, conv, sent, gain, start - gain * low)
+            low, high = (_forward(activation, torch.full((colours,), v).double()) for v in (start, end))
+        return zeroed(made, known, self.zero)
+
+
+def _identity(name: str, conv: nn.Conv2d, sent: Params, gain: Tensor, bias: Tensor) -> Params:
+    weight, offset = sent[f"{name}.weight"].clone(), sent[f"{name}.bias"].clone()
+    colours, middle = len(gain), conv.kernel_size[0] // 2
+    weight[:colours] = 0
+    weight[range(colours), range(colours), middle, middle] = gain.to(weight)
+    offset[:colours] = bias.to(offset)
+    return {f"{name}.weight": weight, f"{name}.bias": offset}
+
+
+def _stages(model: nn.Module, colours: int) -> Iterator[tuple[str, nn.Conv2d, nn.Module]]:
+    """The convolutions between image and classifier, each with what follows it; ValueError says what is in the way."""
+    leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
+    *body, (last, classifier) = leaves
+    if not isinstance(model, nn.Sequential) or not isinstance(classifier, nn.Linear):
+        raise ValueError("the convolutions do not lead to the classifier one after the other")
+    body = [(name, m) for name, m in body if not isinstance(m, nn.Flatten | nn.Identity)]
+    found = 0
+    for i, (name, module) in enumerate(body):
+        if isinstance(module, nn.Conv2d):
+            _check_conv(name, module, colours)
+            follows = body[i + 1][1] if i + 1 < len(body) else nn.Identity()
+            yield name, module, nn.Identity() if isinstance(follows, nn.Conv2d) else follows
+            found += 1
+        elif not (isinstance(module, nn.Sigmoid | nn.Tanh | nn.ReLU) and i and isinstance(body[i - 1][1], nn.Conv2d)):
+            raise ValueError(f"layer {name!r} ({type(module).__name__}) carries no image")
+    if not found:
+        raise ValueError(f"no convolution stands before the classifier {last!r}")
+
+
+def _check_conv(name: str, conv: nn.Conv2d, colours: int) -> None:
+    kernel, plain = conv.kernel_size[0], conv.groups == 1 and conv.dilation == (1, 1)
+    if conv.stride != (1, 1):
+        raise ValueError(f"convolution {name!r} has stride {conv.stride[0]}, which drops pixels")
+    if not plain or kernel % 2 == 0 or conv.kernel_size != (kernel, kernel) or conv.padding != (kernel // 2,) * 2:
+        raise ValueError(f"convolution {name!r} does not keep the image's size, or is no plain one")
+    if conv.bias is None or min(conv.in_channels, conv.out_channels) < colours:
+        raise ValueError(f"convolution {name!r} needs a bias and at least {colours} channels")
+
+
+def _range(activation: nn.Module) -> tuple[float, float]:
+    """Where an activation's input is kept, so that its output tells it."""
+    return (0.0, 1.0) if isinstance(activation, nn.ReLU | nn.Identity) else (-REACH, REACH)
+
+
+def _forward(activation: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = activation(x)
+    return found
+
+
+def _backward(activation: nn.Module, y: Tensor) -> Tensor:
+    """The input, from an output."""
+    tiny = 1e-12
+    if isinstance(activation, nn.Sigmoid):
+        return y.clamp(tiny, 1 - tiny).logit()
+    return y.clamp(tiny - 1, 1 - tiny).atanh() if isinstance(activation, nn.Tanh) else y
+
+
+# ------------------------------------------------------------------------------------------------------------- decoder
+
+
+@dataclass(frozen=True)
+class read_carried(Attack):
+    """The images in the classifier's inputs: of one example, or of a batch where the classifier was sent as zeros.
+
+    Of examples with one label their mean is found (of what the classifier reads), which is none of them even where it gives the
+    update. Proven are images whose label is theirs alone: on the 8-bit grid, or all of them where they give the update.
+    """
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        try:
+            _check(known, wave.params)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        return [_carried(wave.alone(k), wave.params, known) for k in range(len(wave))]
+
+
+def _check(known: Knowledge, params: Params) -> None:
+    """ValueError where nothing was carried, or cannot be told apart."""
+    if not isinstance(known.model, Carried | Reversible):
+        for name, conv, _ in _stages(known.model, known.shape[0]):
+            _taps(name, conv, params, known.shape[0])
+    check_readable(known, params)
+
+
+def _taps(name: str, conv: nn.Conv2d, params: Params, colours: int) -> tuple[Tensor, Tensor]:
+    """Gain and bias (C,) by which a convolution passes colours on; ValueError where it mixes them with anything."""
+    weight, middle = params[f"{name}.weight"][:colours].double(), conv.kernel_size[0] // 2
+    gain = weight[range(colours), range(colours), middle, middle]
+    if not bool(gain.all()) or int((weight != 0).sum()) != colours:
+        raise ValueError(f"convolution {name!r} does not pass the image on as it is")
+    return gain, params[f"{name}.bias"][:colours].double()
+
+
+def _carried(update: Update, params: Params, known: Knowledge) -> Reconstruction:
+    started = time.perf_counter()
+    try:
+        read = Read.off(update, params, known)
+    except ValueError as error:
+        return unread(str(error), started)
+    fed, y = _image(read.inputs, params, known).view(-1, *known.shape), read.y
+    if not bool(torch.isfinite(fed).all()):
+        return unread("what the classifier read is no image of this network's", started)
+    x = known.pixels(fed)
+    exact, off = on_grid(x), float("nan")
+    x = torch.where(exact[:, None, None, None], snapped(x), x.float()).clamp(0, 1)
+    if not bool(exact.all()):
+        off = relative_error(known.forward(params, Batch(x, y), None), update)
+    proven = int((read.single & (exact | (off < PROVEN))).sum())
+    words = f"{proven} of {known.batch_size} images proven exact (on the 8-bit grid, or by the update that they give)"
+    return Reconstruction(x, y, 1 - proven / known.batch_size, 1, time.perf_counter() - started, "converged", words)
+
+
+def _image(inputs: Tensor, params: Params, known: Knowledge) -> Tensor:
+    """What the network was fed, from the classifier's inputs."""
+    if isinstance(known.model, Carried | Reversible):
+        return known.model.image(inputs, params)
+    colours, height, width = known.shape
+    found = inputs.view(len(inputs), -1, height * width)[:, :colours]
+    for name, conv, activation in reversed(list(_stages(known.model, colours))):
+        gain, bias = _taps(name, conv, params, colours)
+        found = (_backward(activation, found) - bias[:, None]) / gain[:, None]
+    return found

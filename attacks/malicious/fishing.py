@@ -1,0 +1,228 @@
+"""Fishing: a classifier's weights by which one example of a batch alone has a gradient (Wen et al., ICML 2022).
+
+With all rows but that of class c zero, and its logit far below the others, p_c is zero: an example of another class has no
+gradient in front of the classifier, one of class c its whole. Of several examples of that class a steep logit behind a threshold
+leaves the one that the row likes least.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Generator, Tensor
+from torch.func import functional_call
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.malicious.server_attack import Isolating, Malice, in_parts, trial_batch
+from fedgauge.client.models.vision import last_linear
+from fedgauge.client.update import Chain, OnUpdate, Params, Update, one_by_one
+
+CERTAIN = 30.0  # a distance of logits at which softmax rounds to 0 or 1 in float32
+ALONE = 1e-3  # how near to one the number of fished examples is, that one counts as isolated
+NARROWEST = 1e-6  # of the width in which a threshold is sought: float32 knows no finer one
+PUBLIC = 200  # public examples that thresholds are read off
+
+
+@dataclass(frozen=True)
+class class_fishing(Malice):
+    """Only examples of one class keep a gradient: one alone where the batch has it once.
+
+    Args:
+        target: the class; None: each in turn, until one that the client has once is found.
+    """
+
+    target: int | None = None
+
+    @property
+    def remembers(self) -> bool:
+        return self.target is None
+
+    def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
+        row = _checked(self.target, known) if self.target is not None else self._next(known, seen)
+        weight, _ = _classifier(sent, known)
+        liked = _likes(sent, known, weight[row])
+        changed = {k: t.clone() for k, t in sent.items()}
+        _only(changed, known, row, weight[row], -float(liked.max()) - CERTAIN)
+        return changed
+
+    def _next(self, known: Knowledge, seen: Sequence[Observation]) -> int:
+        """The class to try: the first not tried yet, or of the tried ones that with the fewest examples."""
+        counts = {_row(o.params, known): round(fished(o, known)) for o in seen}
+        found = {row: count for row, count in counts.items() if count > 0}
+        if 1 not in found.values() and len(counts) < known.classes:
+            return next(row for row in range(known.classes) if row not in counts)
+        return min(found, key=lambda row: found[row]) if found else 0
+
+
+@dataclass(frozen=True)
+class feature_fishing(Malice):
+    """Of a batch of one class the example is left that the class's row likes least: its threshold is halved round by round.
+
+    Args:
+        target: the class that all examples of the client have.
+    """
+
+    target: int
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
+        row = _checked(self.target, known)
+        weight, _ = _classifier(sent, known)
+        liked = _likes(sent, known, weight[row])
+        low, high = (float(liked.mean() + side * 6 * liked.std()) for side in (-1, 1))
+        threshold, steepness = self._search(low, high, known, seen)
+        changed = {k: t.clone() for k, t in sent.items()}
+        _only(changed, known, row, steepness * weight[row], -steepness * threshold)
+        return changed
+
+    def _search(self, low: float, high: float, known: Knowledge, seen: Sequence[Observation]) -> tuple[float, float]:
+        """The next threshold and how steep the logit is there: below the sought threshold nobody is fished, above it several."""
+        threshold, steepness, narrow = (low + high) / 2, 2 * CERTAIN / (high - low), NARROWEST * (high - low)
+        for o in seen:
+            count = fished(o, known)
+            if abs(count - 1) <= ALONE or high - low < narrow:  # equal images are never told apart
+                break
+            low, high = (threshold, high) if count < 1 else (low, threshold)
+            threshold, steepness = (low + high) / 2, 4 * CERTAIN / (high - low)
+        return threshold, steepness
+
+
+def fished(seen: Observation, known: Knowledge) -> float:
+    """How many examples had a gradient, as the bias of the fished class tells: each adds 1 - p, and less behind a clip."""
+    gradient = -seen.update[f"{last_linear(known.model)}.bias"] / known.scale
+    return -float(gradient[_row(seen.params, known)]) * known.batch_size
+
+
+def _checked(target: int, known: Knowledge) -> int:
+    if not 0 <= target < known.classes:
+        raise ValueError(f"target must be a class from 0 to {known.classes - 1}, got {target}")
+    return target
+
+
+def _classifier(sent: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
+    name = last_linear(known.model)
+    if f"{name}.bias" not in sent:
+        raise ValueError(f"the classifier {name!r} has no bias, by which one class is kept from the others")
+    return sent[f"{name}.weight"], sent[f"{name}.bias"]
+
+
+def _likes(sent: Params, known: Knowledge, row: Tensor) -> Tensor:
+    """What a row of the classifier says to public examples (n,), less its bias."""
+    alone = {k: t.clone() for k, t in sent.items()}
+    _only(alone, known, 0, row, 0.0)
+    with torch.no_grad():
+        logits = functional_call(known.model, alone, (known.normalise(trial_batch(known, PUBLIC).x),))
+    found: Tensor = logits[:, 0]
+    return found
+
+
+def _only(params: Params, known: Knowledge, row: int, weight: Tensor, bias: float) -> None:
+    """Set a classifier, in place, to one row's."""
+    name = last_linear(known.model)
+    for key, value in ((f"{name}.weight", weight), (f"{name}.bias", bias)):
+        params[key].zero_()
+        params[key][row] = value
+
+
+def _row(params: Params, known: Knowledge) -> int:
+    """The class that these weights fish; ValueError where they are no fishing server's."""
+    weight, _ = _classifier(params, known)
+    rows = weight.flatten(1).any(1).nonzero().flatten().tolist()
+    if len(rows) != 1:
+        raise ValueError(f"{len(rows)} rows of the classifier are not zero: these weights fish for no class")
+    return int(rows[0])
+
+
+# ------------------------------------------------------------------------------------------------------------- decoder
+
+
+@dataclass(frozen=True)
+class _Share(OnUpdate):
+    """What one example of a batch adds to the batch's mean gradient."""
+
+    examples: int
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        return {k: t / self.examples for k, t in update.items()}
+
+
+@dataclass(frozen=True)
+class _OneRow(OnUpdate):
+    """The classifier's other rows left out of the comparison: every example of the batch has a gradient in them."""
+
+    classifier: str
+    row: int
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        kept = dict(update)
+        for part in ("weight", "bias"):
+            t = update[f"{self.classifier}.{part}"]
+            chosen = torch.arange(len(t), device=t.device) == self.row
+            kept[f"{self.classifier}.{part}"] = torch.where(
+                chosen.view(-1, *[1] * (t.dim() - 1)), t, torch.zeros_like(t)
+            )
+        return kept
+
+
+@dataclass(frozen=True)
+class lone_example(Isolating):
+    """The example that fishing has isolated, inverted by another attack as if it were alone; it knows the whole chain."""
+
+    reads: ClassVar[tuple[str, ...]] = ("class_fishing", "feature_fishing")
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        if reason := in_parts(known):
+            return not_applicable(wave, reason)
+        try:
+            row = _row(wave.params, known)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        counts = [
+            fished(Observation(wave.round, c, wave.params, wave.alone(k)), known) for k, c in enumerate(wave.clients)
+        ]
+        caught = [k for k, count in enumerate(counts) if math.isfinite(count) and count > ALONE]
+        found = dict(enumerate(not_applicable(wave, f"no example of class {row} was fished")))
+        if caught:
+            told = [_said(counts[k]) for k in caught]
+            inverted = self._inverted(wave.of(caught), row, known, budget, [streams[k] for k in caught], told)
+            found |= dict(zip(caught, inverted, strict=True))
+        return [found[k] for k in range(len(wave))]
+
+    def _inverted(
+        self, wave: Wave, row: int, known: Knowledge, budget: Budget, streams: Sequence[Stream], words: Sequence[str]
+    ) -> list[Reconstruction]:
+        links = list(known.chain.links)
+        links.insert(sum(map(one_by_one, links)), _Share(known.batch_size))
+        rest = _OneRow(last_linear(known.model), row)
+        alone = replace(
+            known,
+            chain=Chain((*links, rest)),
+            batch_size=1,
+            labels=torch.full((len(wave), 1), row),
+        )
+        update = {k: torch.stack([rest.apply(wave.alone(i), None)[k] for i in range(len(wave))]) for k in wave.update}
+        fair = replace(wave, params=_without_threshold(wave.params, known, row), update=update)
+        return self.handed_on(fair, alone, known, budget, streams, words)
+
+
+def _said(count: float) -> str:
+    """Of how many examples a gradient is left."""
+    return (
+        "one example is isolated" if abs(count - 1) <= ALONE else f"{count:.3g} examples are left, where one was wanted"
+    )
+
+
+def _without_threshold(params: Params, known: Knowledge, row: int) -> Params:
+    """Weights by which every image is fished: the one that was has the same gradient, and a guess elsewhere has one to follow."""
+    weight, _ = _classifier(params, known)
+    liked = _likes(params, known, weight[row])
+    changed = {k: t.clone() for k, t in params.items()}
+    _only(changed, known, row, weight[row], -float(liked.max() + 10 * (liked.max() - liked.min())) - CERTAIN)
+    return changed

@@ -1,0 +1,174 @@
+"""Imprinting (Fowl et al., Robbing the Fed, ICLR 2022): a block in front of the network sorts a batch into bins, one image each.
+
+All rows of the block measure the same linear query q, and row k is on where q(x) > t_k, t_0 < t_1 < ... What goes on is
+their mean, so an image's error signal s(x) is the same in every row that it turns on, and
+
+    dL/dw_k - dL/dw_(k+1) = sum of s(x) x over t_k < q(x) <= t_(k+1),     the same of the biases: sum of s(x).
+
+Their ratio is the image where the bin holds a single one. K rows make K bins only because the lowest threshold lies below
+every image there can be, and the last row is a bin by itself: then each bin holds 1/K of the images, and one of N is alone in
+its own with probability (1 - 1/K)^(N-1).
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.malicious.decoding import Rows, answered, fed, on_grid, snapped, unread
+from fedgauge.attacks.malicious.server_attack import Malice
+from fedgauge.client.components import Table
+from fedgauge.client.models.vision import Shape
+from fedgauge.client.update import Params
+
+POINTS = 1024  # at which the distribution of the query is tabulated
+
+
+# -------------------------------------------------------------------------------------------------------- architecture
+
+
+class Imprinted(nn.Module):
+    """A network behind a fully connected block that adds to the image what it reads; nothing, as it is made."""
+
+    def __init__(self, model: nn.Module, pixels: int, bins: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(pixels, bins)
+        self.back = nn.Linear(1, pixels, bias=False)
+        nn.init.zeros_(self.back.weight)
+        self.rest = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        # the mean: with weights of its own for each row, local steps would make their error signals differ
+        added = self.back(F.relu(self.query(x.flatten(1))).mean(1, keepdim=True))
+        logits: Tensor = self.rest(x + added.view_as(x))
+        return logits
+
+
+def imprint_block(model: nn.Module, shape: Shape, bins: int = 64) -> Imprinted:
+    """The model behind a fully connected block of so many rows, through which images pass unchanged until it is crafted."""
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, got {bins}")
+    if len(shape) != 3:
+        raise ValueError(f"an imprint block reads images (C, H, W), and the examples here are {tuple(shape)}")
+    return Imprinted(model, shape[0] * shape[1] * shape[2], bins)
+
+
+def _block(model: nn.Module) -> tuple[str, Imprinted]:
+    """The block's prefix in the parameters' names, and itself; ValueError where there is none."""
+    for name, module in model.named_modules():
+        if isinstance(module, Imprinted):
+            return f"{name}." if name else "", module
+    raise ValueError("the model has no imprint block (architecture imprint_block)")
+
+
+# -------------------------------------------------------------------------------------------------------------- malice
+
+
+@dataclass(frozen=True)
+class imprint(Malice):
+    """Rows that sort images by brightness, each pixel weighted a little differently so that no two of them tie.
+
+    Thresholds are quantiles of the public images' brightness, smoothed by a normal kernel; where there are none, those of a
+    normal distribution as the normalisation suggests.
+
+    Args:
+        bins: K, rows of the block.
+        strength: how far the block moves an image, about, in units of what the network is fed. Ratios of gradients do not
+            depend on it: only what a defense adds to them is to be drowned by it.
+    """
+
+    bins: int = 64
+    strength: float = 1e-2
+
+    def __post_init__(self) -> None:
+        if self.bins < 1:
+            raise ValueError(f"bins must be at least 1, got {self.bins}")
+        if not self.strength > 0:
+            raise ValueError(f"strength must be above 0, got {self.strength}")
+
+    @property
+    def architecture(self) -> Table:
+        return {"use": "imprint_block", "bins": self.bins}
+
+    def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
+        prefix, block = _block(known.model)
+        if block.query.out_features != self.bins:
+            raise ValueError(f"the block has {block.query.out_features} rows, and imprint was given bins = {self.bins}")
+        weights = 0.5 + torch.rand(block.query.in_features, generator=rng, dtype=torch.float64)
+        weights /= weights.sum()
+        signs = torch.randint(0, 2, weights.shape, generator=rng).double() * 2 - 1
+        levels, spread = _levels(weights, self.bins, known)
+        scale, offset = fed(known)
+        made = {
+            "query.weight": (weights * scale / spread).expand(self.bins, -1),
+            "query.bias": (weights @ offset - levels) / spread,
+            "back.weight": (signs * self.strength)[:, None],
+        }
+        return {**sent, **{prefix + k: t.to(sent[prefix + k]).contiguous() for k, t in made.items()}}
+
+
+def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float]:
+    """Thresholds (K,) of a query with weights >= 0 of sum 1, and how far its values spread."""
+    inner = torch.arange(1, bins, dtype=torch.float64) / bins
+    if known.auxiliary is None or len(known.auxiliary.x) < 2:
+        scale, offset = fed(known)
+        centre = float(weights @ offset) if known.mean else 0.5
+        spread = 0.5 * float(weights @ scale) if known.mean else 0.125  # whole images differ less than their pixels
+        found = centre + spread * torch.special.ndtri(inner)
+    else:
+        values = known.auxiliary.x.flatten(1).double() @ weights
+        spread = float(values.std())
+        if not spread > 0:
+            raise ValueError("the public images are all equally bright: no thresholds lie between them")
+        found = _quantiles(values, inner, 1.3 * spread * len(values) ** (-1 / 3))
+    below = torch.tensor([-spread], dtype=torch.float64)  # where no image is: pixels are not negative
+    return torch.cat([below, found]), spread
+
+
+def _quantiles(values: Tensor, levels: Tensor, width: float) -> Tensor:
+    """Of values smoothed by a normal kernel; its width as Azzalini (1981) has it for distribution functions."""
+    lowest, highest = float(values.min()) - 4 * width, float(values.max()) + 4 * width
+    points = torch.linspace(lowest, highest, POINTS, dtype=torch.float64)
+    near = ((values - lowest) / (highest - lowest) * (POINTS - 1)).round().long()  # far finer than the kernel
+    share = torch.bincount(near, minlength=POINTS).double() / len(values)
+    apart = torch.arange(1 - POINTS, POINTS, dtype=torch.float64) * ((points[1] - points[0]) / width)
+    below = torch.special.ndtr(apart).unfold(0, POINTS, 1) @ share.flip(0)  # row i: of points i - j
+    right = torch.searchsorted(below, levels).clamp(1, POINTS - 1)
+    part = (levels - below[right - 1]) / (below[right] - below[right - 1])
+    found: Tensor = points[right - 1] + part.clamp(0, 1) * (points[right] - points[right - 1])
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- decoder
+
+
+@dataclass(frozen=True)
+class read_imprint(Attack):
+    """The images of an imprinted batch: each bin's own, where several are in it their mean, weighted by their error signals.
+
+    Local steps may be several, and the batch may be that of a secure sum.
+    """
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        try:
+            prefix, _ = _block(known.model)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        return [_binned(wave.of([k]), known, f"{prefix}query") for k in range(len(wave))]
+
+
+def _binned(wave: Wave, known: Knowledge, layer: str) -> Reconstruction:
+    started = time.perf_counter()
+    rows = Rows.of(wave.alone(0), layer)
+    if reason := rows.reason:
+        return unread(reason, started)
+    x = rows.differences().images(known)
+    exact = on_grid(x)
+    x = torch.cat([snapped(x[exact]), x[~exact]])  # the strongest first of either kind
+    return answered(x, int(exact.sum()), wave, known, started)

@@ -1,0 +1,85 @@
+"""Model inconsistency: a secure sum in which one client alone has anything to say (Pasquini et al., CCS 2022).
+
+Every client but the target gets weights whose last hidden layer is dead on any input: in front of it no gradient is left, and
+behind it only the bias has one. The sum is then the target's update, and no cryptography between clients notices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Generator, nn
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.malicious.server_attack import Isolating, Malice, Unseen, trial_batch
+from fedgauge.client.models.vision import last_linear
+from fedgauge.client.update import Chain, Params, Summed, gradient
+
+FAR = 1e4  # a shift at which sigmoid and ReLU are zero and flat in float32, whatever the image
+_SHIFTED = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
+
+
+@dataclass(frozen=True)
+class dead_layer(Malice):
+    """Weights whose layer before the classifier answers nothing to any input: for all but the target of a secure sum."""
+
+    def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
+        classifier = last_linear(known.model)
+        name = _last_shift(known.model, classifier)
+        changed = {k: t.clone() for k, t in sent.items()}
+        changed[f"{name}.weight"].zero_()
+        changed[f"{name}.bias"].fill_(-FAR)
+        client = gradient(known.model, known.loss, normalise=known.normalise)
+        alive = [k for k, t in client(changed, trial_batch(known, 8), None).items() if bool(t.count_nonzero())]
+        if alive != [f"{classifier}.bias"]:
+            raise ValueError(
+                f"with layer {name!r} shifted by {-FAR:g} these still have gradients: {', '.join(alive)}; a network dies where "
+                "sigmoid or ReLU follows its last hidden layer"
+            )
+        return changed
+
+
+def _last_shift(model: nn.Module, classifier: str) -> str:
+    """The last layer before the classifier that has a bias; ValueError where there is none."""
+    before: list[str] = []
+    for name, module in model.named_modules():
+        if name == classifier:
+            break
+        if isinstance(module, _SHIFTED) and isinstance(getattr(module, "bias", None), nn.Parameter):
+            before.append(name)
+    if not before:
+        raise ValueError(f"no layer with a bias stands before the classifier {classifier!r}: there is none to deaden")
+    return before[-1]
+
+
+@dataclass(frozen=True)
+class lone_target(Isolating):
+    """A secure sum read as the update of the one client that got honest weights, inverted by another attack.
+
+    Where the chain adds noise, that of the whole group is in it.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("dead_layer",)
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        summed = known.chain.links[-1]
+        if not isinstance(summed, Summed):
+            return not_applicable(wave, "the server sees each client's update by itself: there is no sum to take apart")
+        others = Unseen((f"{last_linear(known.model)}.bias",))  # the only entry that a dead client's gradient reaches
+        alone = replace(
+            known,
+            chain=Chain((*known.chain.links[:-1], others)),
+            batch_size=known.batch_size // summed.members,
+            labels=None,  # of the labels in a sum nobody says which are the target's
+        )
+        update = others.apply({k: t * summed.members for k, t in wave.update.items()}, None)
+        if not any(bool(t.count_nonzero()) for t in update.values()):
+            return not_applicable(
+                wave, "nothing but the classifier's bias has a gradient: the target is not in this sum"
+            )
+        words = (
+            f"{alone.batch_size} of {known.batch_size} images are the target's, if all others were sent dead weights"
+        )
+        return self.handed_on(replace(wave, update=update), alone, known, budget, streams, [words] * len(wave))

@@ -1,0 +1,246 @@
+"""Parameters optimised for reconstruction: layers that leave in what the classifier reads as much of the image as fits.
+
+An idea of Inverting Gradients' (Geiping et al., 2020, appendix A). What the classifier reads, h(x), stands in its gradient
+(reading.py), and is mapped back by the best linear estimate that public images give for the weights that were sent,
+
+    x = mean(x) + Cov(x, h) (Cov(h) + s)^(-1) (h - mean(h)),
+
+where s is the variance of what noise the clients' chain leaves in h. It reads honest weights, too. What it leaves is least
+where every layer before the classifier keeps the principal components of its own input: of each tile that a step of a
+convolution moves on by, or of all that a fully connected layer reads. A layer that is wide enough then loses nothing, and a
+narrow one what varies least; the activations are kept where they are nearly linear.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.malicious.decoding import Read, check_readable, unread
+from fedgauge.attacks.malicious.server_attack import Malice, zeroed
+from fedgauge.client.models.vision import last_linear
+from fedgauge.client.update import Batch, Params, Update, relative_error
+
+TOGETHER = 256  # images of a forward pass
+FITTED = 512  # of which the components are taken
+TINY = 1e-6  # a spread below it is none
+RIDGE = 1e-2  # a part of the inputs' mean variance, against chance in the public images
+LEAST = 16  # public images, below which nothing is fitted to them
+
+
+def fed(known: Knowledge, params: Params, layer: str, x: Tensor) -> Tensor:
+    """What a layer is fed for images x (n, C, H, W) in pixels, (n, ...)."""
+    found: list[Tensor] = []
+
+    def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        found.append(arguments[0])
+
+    handle = known.model.get_submodule(layer).register_forward_pre_hook(keep)
+    try:
+        for part in x.split(TOGETHER):
+            functional_call(known.model, dict(params), (known.normalise(part),))
+    finally:
+        handle.remove()
+    return torch.cat(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """The best linear estimate of images from what the classifier reads of them.
+
+    Args:
+        inputs: (d,) mean; left: (d, r), right: (r, pixels), values: (r,) the spectrum of the public images' inputs.
+        x: (pixels,) mean; ridge: a variance beside that of the noise.
+    """
+
+    inputs: Tensor
+    x: Tensor
+    left: Tensor
+    values: Tensor
+    right: Tensor
+    ridge: float
+
+    @classmethod
+    def fitted(cls, h: Tensor, x: Tensor, ridge: float) -> "Linear":
+        """To inputs h (n, d) of images x (n, ...); ridge: as a part of the inputs' mean variance."""
+        h, x = h.double(), x.double().flatten(1)
+        u, values, right = torch.linalg.svd(h - h.mean(0), full_matrices=False)
+        own = ridge * float(h.var(0).mean())
+        return cls(h.mean(0), x.mean(0), right.T, values / len(h) ** 0.5, u.T @ (x - x.mean(0)) / len(h) ** 0.5, own)
+
+    def __call__(self, h: Tensor, noise: Tensor) -> Tensor:
+        """Images (n, pixels) from inputs (n, d) on which there is noise of these variances (n,)."""
+        shrunk = self.values / (self.values.square() + self.ridge + noise[:, None]).clamp(min=1e-30)
+        return self.x + ((h.double() - self.inputs) @ self.left * shrunk) @ self.right
+
+
+def _public(known: Knowledge) -> Tensor:
+    """(n, C, H, W) in pixels; ValueError where there are too few."""
+    if len(known.shape) != 3 or known.text is not None:
+        raise ValueError(f"images (C, H, W) are read, and the examples here are {tuple(known.shape)}")
+    public = known.auxiliary
+    if public is None or len(public.y) < LEAST:
+        count = 0 if public is None else len(public.y)
+        raise ValueError(f"it is fitted to public images, at least {LEAST} ([data] auxiliary), and there are {count}")
+    return public.x
+
+
+@dataclass(frozen=True)
+class optimised_features(Malice):
+    """Every layer before the classifier keeps the principal components of its input, as far as it has rows for them.
+
+    zero: a classifier of zeros, by which batches are taken apart.
+    """
+
+    zero: bool = False
+
+    def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
+        public, made, classifier = _public(known)[:FITTED], dict(sent), last_linear(known.model)
+        leaves = [(name, m) for name, m in known.model.named_modules() if not list(m.children()) and name != classifier]
+        layers = [i for i, (_, m) in enumerate(leaves) if isinstance(m, nn.Linear) or _plain(m)]
+        if not layers:
+            raise ValueError(f"no layer before the classifier {classifier!r} could be optimised")
+        for i in layers:
+            name, layer = leaves[i]
+            with torch.no_grad():
+                tiles = _tiles(layer, fed(known, made, name, public))
+            made |= _components(name, layer, tiles, made, leaves[i + 1 : i + 3])
+        ours, theirs = (_told(known, weights) for weights in (made, sent))
+        if ours <= theirs:
+            raise ValueError(
+                f"the components would tell less of public images ({ours:.1f} dB) than the honest weights ({theirs:.1f} dB): "
+                "pooling or shortcuts mix them"
+            )
+        return zeroed(made, known, self.zero)
+
+
+def _told(known: Knowledge, params: Params) -> float:
+    """PSNR of the estimate for public images that it was not fitted to."""
+    public = _public(known)[: 2 * FITTED]
+    with torch.no_grad():
+        h = fed(known, params, last_linear(known.model), public).flatten(1)
+    half = len(public) // 2
+    found = Linear.fitted(h[:half], public[:half], RIDGE)(h[half:], torch.zeros(len(public) - half))
+    return float(-10 * (found.clamp(0, 1) - public[half:].flatten(1)).square().mean(1).log10().mean())
+
+
+def _plain(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Conv2d) or isinstance(module.padding, str):
+        return False
+    return module.groups == 1 and module.dilation == (1, 1)
+
+
+def _window(conv: nn.Conv2d, axis: int) -> slice:
+    """The part of a kernel that tiles the image: as long as a step, from the image's edge on."""
+    kernel, step, padding = conv.kernel_size[axis], conv.stride[axis], conv.padding[axis]
+    assert isinstance(padding, int)
+    size = min(step, kernel)
+    start = min(padding, kernel - size)
+    return slice(start, start + size)
+
+
+def _tiles(layer: nn.Module, inputs: Tensor) -> Tensor:
+    """What each output of a layer is to keep the components of, (n, d) float64."""
+    if not isinstance(layer, nn.Conv2d):
+        return inputs.flatten(0, -2).double()
+    assert not isinstance(layer.padding, str)
+    patches = F.unfold(inputs, layer.kernel_size, padding=layer.padding, stride=layer.stride)
+    whole = patches.transpose(1, 2).reshape(-1, inputs.shape[1], *layer.kernel_size)
+    return whole[:, :, _window(layer, 0), _window(layer, 1)].flatten(1).double()
+
+
+def _components(
+    name: str, layer: nn.Module, tiles: Tensor, sent: Params, behind: Sequence[tuple[str, nn.Module]]
+) -> dict[str, Tensor]:
+    """The layer's new parameters, and those of a normalisation behind it, which is undone."""
+    weight, middle = sent[f"{name}.weight"].clone(), tiles.mean(0)
+    axes, largest = _principal(tiles - middle)
+    kept, shift = min(len(weight), len(axes)), _shift([m for _, m in behind])
+    rows = axes[:kept] / max(largest, TINY)
+    if isinstance(layer, nn.Conv2d):
+        high, wide = _window(layer, 0), _window(layer, 1)
+        weight[:kept] = 0
+        part = weight[:kept, :, high, wide]
+        part.copy_(rows.view(part.shape).to(weight))
+    else:
+        weight[:kept] = rows.to(weight)
+    offset = shift - rows @ middle
+    made = {f"{name}.weight": weight}
+    if f"{name}.bias" in sent:
+        made[f"{name}.bias"] = sent[f"{name}.bias"].clone()
+        made[f"{name}.bias"][:kept] = offset.to(weight)
+        offset = torch.zeros_like(offset)
+    for norm_name, norm in behind[:1]:
+        if isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None and norm.running_var is not None:
+            made[f"{norm_name}.weight"] = (norm.running_var + norm.eps).sqrt()
+            made[f"{norm_name}.bias"] = norm.running_mean.clone()
+            made[f"{norm_name}.bias"][:kept] += offset.to(weight)
+    return made
+
+
+def _principal(centred: Tensor) -> tuple[Tensor, float]:
+    """Directions (r, d), those first in which points (n, d) vary most, and the standard deviation along the first."""
+    if len(centred) < centred.shape[1]:
+        _, values, axes = torch.linalg.svd(centred, full_matrices=False)
+        return axes, float(values[0]) / len(centred) ** 0.5
+    variances, axes = torch.linalg.eigh(centred.T @ centred / len(centred))
+    return axes.T.flip(0), float(variances[-1].clamp(min=0).sqrt())
+
+
+def _shift(behind: Sequence[nn.Module]) -> float:
+    """Where the inputs of the activation behind a layer are kept, in standard deviations of the first component."""
+    activation = next((m for m in behind if not isinstance(m, nn.BatchNorm2d)), None)
+    return 3.0 if isinstance(activation, nn.ReLU) else 0.0
+
+
+@dataclass(frozen=True)
+class read_features(Attack):
+    """Images by the best linear estimate from what the classifier read; of one example, or of a batch at a classifier of zeros.
+
+    Of examples with one label their mean is found. Nothing is proven exact.
+
+    Args:
+        ridge: a part of the inputs' mean variance, against chance in the public images.
+    """
+
+    ridge: float = RIDGE
+
+    def __post_init__(self) -> None:
+        if self.ridge < 0:
+            raise ValueError(f"ridge must be at least 0, got {self.ridge}")
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        try:
+            public = _public(known)
+            check_readable(known, wave.params)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        with torch.no_grad():
+            fit = Linear.fitted(
+                fed(known, wave.params, last_linear(known.model), public).flatten(1), public, self.ridge
+            )
+        return [_read(wave.alone(k), wave.params, known, fit) for k in range(len(wave))]
+
+
+def _read(update: Update, params: Params, known: Knowledge, fit: Linear) -> Reconstruction:
+    started = time.perf_counter()
+    try:
+        read = Read.off(update, params, known)
+    except ValueError as error:
+        return unread(str(error), started)
+    noise = known.chain.conditional
+    variance = 0.0 if noise is None else noise.sigma**2 + 2 * noise.scale**2
+    told = variance * read.gain.square()
+    if known.batch_size == 1:  # its own weights were noisy, too: as much of their length is noise
+        told = told / (1 - known.classes * told).clamp(min=TINY)
+    x = fit(read.inputs, told).clamp(0, 1).float().view(-1, *known.shape)
+    off = relative_error(known.forward(params, Batch(x, read.y), None), update)
+    return Reconstruction(x, read.y, off, 1, time.perf_counter() - started, "converged", "")

@@ -1,0 +1,146 @@
+"""Whom and when a malice meets: the part of a malicious server's plan that a scenario says."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.malicious.inconsistency import lone_target
+from fedgauge.attacks.malicious.server_attack import MALICE, Isolating, Malice
+from fedgauge.attacks.plan import ATTACK, PlannedAttack, describe
+from fedgauge.client.components import SpecError, Table, build, call, check_arguments
+from fedgauge.client.protocol import Federation, Protocol
+from fedgauge.client.rng import generator
+
+
+@dataclass(frozen=True)
+class Aim:
+    """When and whom a malice meets.
+
+    Args:
+        rounds: 1-based; None: all.
+        clients: None: all, but for those of all_but.
+        all_but: these get honest weights.
+        aggregate: what those answer who were sent other weights is averaged into the model; else it is left out, so that
+            the model stays as good as the rounds that are spared.
+    """
+
+    rounds: tuple[int, ...] | None = None
+    clients: tuple[int, ...] | None = None
+    all_but: tuple[int, ...] = ()
+    aggregate: bool = False
+
+    def meets(self, round: int, client: int) -> bool:
+        """Whether this client is sent other weights in this round."""
+        if client in self.all_but or (self.clients is not None and client not in self.clients):
+            return False
+        return self.rounds is None or round in self.rounds
+
+
+@dataclass(frozen=True)
+class Aimed:
+    """A malice of the scenario's, and its aim."""
+
+    table: Table
+    aim: Aim
+
+    @classmethod
+    def from_table(cls, table: Table, where: str, rounds: int, clients: int) -> "Aimed":
+        """From a [[malice]] table; SpecError says what is wrong with it."""
+        own = tuple(f.name for f in fields(Aim))
+        component = {k: v for k, v in table.items() if k not in own}
+        build(component, where, MALICE, beside=own)
+        arguments = check_arguments(Aim, {k: v for k, v in table.items() if k in own}, where)
+        aim: Aim = call(Aim, arguments, where)
+        for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1), ("all_but", 0, clients - 1)):
+            for value in getattr(aim, key) or ():
+                if not low <= value <= high:
+                    raise SpecError(f"{where}: {key} must lie in {low}..{high}, got {value}")
+        if not any(aim.meets(r, c) for r in range(1, rounds + 1) for c in range(clients)):
+            raise SpecError(f"{where}: its rounds, clients and all_but leave nobody whom it meets")
+        return cls(component, aim)
+
+    @property
+    def malice(self) -> Malice:
+        """Built anew: it holds nothing between rounds."""
+        found: Malice = build(self.table, "[[malice]]", MALICE)
+        return found
+
+    def __str__(self) -> str:
+        aim = self.aim
+        whom = "all clients" if aim.clients is None else _listed("client", aim.clients)
+        whom += f" but {_listed('client', aim.all_but)}" if aim.all_but else ""
+        when = "every round" if aim.rounds is None else _listed("round", aim.rounds)
+        return f"{describe(self.table)} to {whom} in {when}"
+
+
+def _listed(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def knowledge(fed: Federation) -> Knowledge:
+    """What a server knows of its federation when it crafts weights: of what it will see, under a secure sum a group's."""
+    dataset, members = fed.shards.dataset, len(fed.protocol.groups(1)[0])
+    return Knowledge(
+        model=fed.model,
+        chain=fed.as_seen(fed.chain, members),
+        shape=dataset.shape,
+        classes=dataset.classes,
+        batch_size=members * fed.shards.batch_size,
+        mean=dataset.mean,
+        std=dataset.std,
+        auxiliary=fed.shards.auxiliary_batch(),
+        loss=fed.loss,
+    )
+
+
+def check(plan: Sequence[Aimed], fed: Federation) -> None:
+    """Craft each malice's weights once, before anything starts; SpecError where the network lacks what it needs."""
+    params, _ = fed.initial()
+    known = knowledge(fed)
+    for i, aimed in enumerate(plan, 1):
+        where = f"[[malice]] #{i}: {aimed.table['use']}"
+        if aimed.malice.remembers and fed.protocol.secure_sum is not None:
+            raise SpecError(f"{where}: it asks what each client answered, and a [secure_sum] hides that")
+        if aimed.malice.remembers and (whose := _moving(aimed.aim, fed)):
+            raise SpecError(
+                f"{where}: it searches from round to round in a batch that stays the same, and client {whose[0]} draws its batches "
+                f"of {fed.shards.batch_size} from {len(fed.shards.indices[whose[0]])} examples: give it one round, or clients "
+                "that hold one batch each"
+            )
+        call(aimed.malice.craft, {"sent": params, "known": known, "rng": generator("a malice is tried")}, where)
+        for j, other in enumerate(plan[: i - 1], 1):
+            if _both(other.aim, aimed.aim, fed.protocol):
+                raise SpecError(
+                    f"{where}: it meets the same client in the same round as #{j}, and what one of them crafts the other "
+                    "would undo: give them rounds or clients of their own"
+                )
+
+
+def check_readers(plan: Sequence[Aimed], attacks: Sequence[PlannedAttack], summed: bool) -> None:
+    """SpecError where an attack reads what only another malice would bring, or a secure sum that is none."""
+    sent = {str(aimed.table["use"]) for aimed in plan}
+    for planned in attacks:
+        made = planned.build() if planned.table["use"] in ATTACK.names() else None
+        if not isinstance(made, Isolating):
+            continue
+        if made.reads and not sent & set(made.reads):
+            raise SpecError(
+                f"[[attack]] {planned.name}: it reads {' or '.join(made.reads)}, and no [[malice]] here is one"
+            )
+        if isinstance(made, lone_target) and not summed:
+            raise SpecError(f"[[attack]] {planned.name}: it takes a secure sum apart: say [secure_sum], group = N")
+
+
+def _moving(aim: Aim, fed: Federation) -> list[int]:
+    """The clients whom it meets more than once, and with another batch each time."""
+    times = Counter(
+        c for r in range(1, fed.protocol.rounds + 1) for c in range(fed.protocol.clients) if aim.meets(r, c)
+    )
+    return [c for c, n in times.items() if n > 1 and len(fed.shards.indices[c]) > fed.shards.batch_size]
+
+
+def _both(one: Aim, other: Aim, protocol: Protocol) -> bool:
+    """Whether two malices ever meet the same client in the same round."""
+    rounds, clients = range(1, protocol.rounds + 1), range(protocol.clients)
+    return any(one.meets(r, c) and other.meets(r, c) for r in rounds for c in clients)

@@ -1,0 +1,1 @@
+"""Gradient matching: recipes of one engine, each a likelihood times a prior."""

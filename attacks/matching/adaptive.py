@@ -1,0 +1,110 @@
+"""Attackers of one defense each: what breaks it is knowing where it hides something."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.distances import Distance, cosine, left_out, visible_columns
+from fedgauge.attacks.engine.trace import check_snapshots
+from fedgauge.attacks.matching.gradient_matching import GradientMatching, inverting_gradients
+from fedgauge.client.update import Batch
+
+
+@dataclass(frozen=True)
+class leave_layer_out(Attack):
+    """Soteria's breaker: Inverting Gradients without one layer's weight gradient (Balunovic et al., ICLR 2022, section 5).
+
+    Args:
+        layer: name of a fully connected layer, or "auto": what the attacker's chain says is hidden. Where it hides nothing,
+            the layer is unknown: every fully connected layer is left out in turn, each at an equal share of the budget, and
+            the reconstruction is chosen whose update is nearest to the seen one over the tensors that no trial left out.
+        columns: match those columns of the layer that are not zero after all, which are its own as long as one mask was
+            drawn for the round and nothing changed what it left.
+        tv, rate: of total variation and of Adam.
+        trace: about so many snapshots are kept of the trial that was chosen; 0: none.
+    """
+
+    layer: str = "auto"
+    columns: bool = False
+    tv: float = 4e-4
+    rate: float = 0.1
+    trace: int = 0
+
+    def traced(self, snapshots: int) -> "leave_layer_out":
+        check_snapshots(snapshots)
+        return replace(self, trace=snapshots)
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        layers = [f"{n}.weight" for n, m in known.model.named_modules() if isinstance(m, nn.Linear)]
+        if self.layer == "auto" and known.chain.hidden:
+            return self._without(known.chain.hidden, wave, known, budget, streams)
+        trials = layers if self.layer == "auto" else [f"{self.layer}.weight"]
+        if not trials or not set(trials) <= set(layers):
+            named = "no fully connected layer" if not layers else f"no fully connected layer {self.layer!r}"
+            return not_applicable(wave, f"the model has {named} to leave out")
+        if budget.iterations < len(trials):
+            reason = f"{len(trials)} layers to try are more than {budget.iterations} iterations"
+            return not_applicable(wave, reason)
+        found = [
+            self._without(frozenset({name}), wave, known, part, streams)
+            for name, part in zip(trials, _shares(budget, len(trials)), strict=True)
+        ]
+        return found[0] if len(found) == 1 else [_nearest(k, wave, known, trials, found) for k in range(len(wave))]
+
+    def _without(
+        self, names: frozenset[str], wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        distance: Distance = left_out(
+            cosine(), names - known.chain.hidden
+        )  # the engine leaves out by itself what the chain hides
+        if self.columns:
+            distance = visible_columns(cosine(), tuple(sorted(names)))
+            known = replace(known, chain=known.chain.mean)  # of which nothing is hidden
+        engine = replace(inverting_gradients(self.tv, self.rate), likelihood=distance, trace=self.trace)
+        return engine.reconstruct(wave, known, budget, streams)
+
+
+def precode_joint(tv: float = 0.01, rate: float = 0.1, prior: float = 1e-3) -> GradientMatching:
+    """PRECODE's breaker where no first layer gives the images away: Inverting Gradients, the bottleneck's noise found too.
+
+    Args:
+        prior: weight of the noise's normal density.
+    """
+    return replace(inverting_gradients(tv, rate), latent=prior)
+
+
+def _shares(budget: Budget, count: int) -> list[Budget]:
+    """A budget in equal parts: iterations to the last one, seconds."""
+    seconds = None if budget.seconds is None else budget.seconds / count
+    parts = [budget.iterations // count + (i < budget.iterations % count) for i in range(count)]
+    return [replace(budget, iterations=n, seconds=seconds) for n in parts]
+
+
+def _nearest(
+    k: int, wave: Wave, known: Knowledge, left: Sequence[str], found: Sequence[list[Reconstruction]]
+) -> Reconstruction:
+    """Of one observation's reconstructions, that with the nearest update over all tensors but those left out anywhere.
+
+    They are tensors that every trial matched, so none has an advantage; the truth is not asked.
+    """
+    common = left_out(cosine(), left)
+    seen = wave.alone(k)
+
+    def objective(trial: Reconstruction) -> float:
+        if trial.x is None or trial.y is None:
+            return float("inf")
+        like = next(iter(wave.params.values()))
+        update = known.forward(wave.params, Batch(trial.x.to(like), trial.y), None)
+        value: Tensor = common(seen, update)
+        return float(torch.nan_to_num(value, nan=float("inf")))
+
+    trials = [trial[k] for trial in found]
+    objectives = [objective(trial) for trial in trials]
+    best = min(range(len(trials)), key=objectives.__getitem__)
+    spent, seconds = sum(t.iterations for t in trials), sum(t.seconds for t in trials)
+    return replace(trials[best], objective=objectives[best], iterations=spent, seconds=seconds)

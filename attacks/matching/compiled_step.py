@@ -1,0 +1,106 @@
+"""The whole step of a wave compiled: one graph from the images to the objectives and their slopes, two derivatives included.
+
+torch.compile cannot look into a step that differentiates a derivative (AOT autograd refuses double backward). So the step is
+first recorded as it runs, operator by operator (make_fx), which leaves a plain function of tensors.
+"""
+
+import importlib.util
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.matching.problems import Problems, Seen, Variables
+
+Found = tuple[Tensor, Variables]
+Step = Callable[..., Found]
+
+
+def missing(device: torch.device) -> str:
+    """What torch.compile lacks on this machine, in words; empty where it lacks nothing."""
+    if device.type == "cuda":
+        return "" if importlib.util.find_spec("triton") else "the package triton"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler (g++ or clang++, or the one that CXX names)"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "Python's header files (Python.h; python3-dev in Debian)"
+    return ""
+
+
+class Compiled:
+    """`Problems.value_and_slopes`, compiled for waves of as many problems as there are places.
+
+    Fewer problems are filled up with repetitions of the last one, since another size would be compiled again.
+    """
+
+    def __init__(self, problems: Problems, places: Places) -> None:
+        reason = missing(next(iter(problems.params.values())).device)
+        if reason:
+            raise ValueError(
+                f"compile needs {reason}, and this machine has none; with compile = false the same is found without"
+            )
+        self.problems, self.places = problems, places
+        self._steps: dict[tuple[int, bool], Step] = {}
+        self._keys: tuple[tuple[str, ...], ...] | None = None
+
+    def value_and_slopes(
+        self, variables: Variables, rows: Tensor, heat: Tensor | float = 1.0, nearby: Tensor | None = None
+    ) -> Found:
+        """As of `Problems`."""
+        count, units = len(rows), self.problems.units
+        size = min(self.places.count, len(units)) * units.shape[1]
+        if count < size:
+            padding = torch.cat([torch.arange(count), torch.full((size - count,), count - 1)])
+            variables, rows = {name: t[padding] for name, t in variables.items()}, rows[padding]
+            heat = heat[padding] if isinstance(heat, Tensor) else heat
+            nearby = nearby[:, padding] if nearby is not None and nearby.shape[1] > 1 else nearby
+        value, slopes = self._full(variables, rows, heat, nearby)
+        return value[:count], {name: t[:count] for name, t in slopes.items()}
+
+    def _full(self, variables: Variables, rows: Tensor, heat: Tensor | float, nearby: Tensor | None) -> Found:
+        seen, labels = self.problems.chosen(rows)
+        if (
+            self._keys is None
+        ):  # the first step settles how the model is differentiated, and what it needs of what was seen
+            found = self.problems.value_and_slopes(variables, rows, heat, nearby)
+            self._keys = tuple(seen.forms)
+            return found
+        forms = {key: seen.form(*key) for key in self._keys}
+        heat = heat if isinstance(heat, Tensor) else torch.full((len(rows),), heat).to(variables["x"])
+        if nearby is not None:
+            nearby = nearby.expand(-1, len(rows), *nearby.shape[2:]).contiguous()
+        tensors = (variables, forms, labels, heat, nearby)
+        shape = (len(rows), nearby is None)
+        if shape not in self._steps:
+            self._steps[shape] = self._recorded(seen, *tensors)
+        with torch.no_grad():
+            return self._steps[shape](*tensors)
+
+    def _recorded(self, seen: Seen, *tensors: Any) -> Step:
+        """A compiled function of what changes from step to step and from problem to problem; the rest is part of it."""
+        leaves, layout = tree_flatten(tensors)
+        names = list(tensors[0])
+
+        def step(*leaves: Tensor) -> list[Tensor]:
+            variables, forms, labels, heat, nearby = tree_unflatten(list(leaves), layout)
+            value, slopes = self.problems.differentiated(variables, seen.with_forms(forms), labels, heat, nearby)
+            return [value, *slopes.values()]
+
+        compiled = torch.compile(make_fx(step)(*leaves), dynamic=False)
+
+        def run(*tensors: Any) -> Found:
+            value, *slopes = compiled(*tree_leaves(tensors))
+            return value, dict(zip(names, slopes, strict=True))
+
+        return run

@@ -1,0 +1,151 @@
+"""Feedback blending: what was found of a client's earlier images is where the search for the next begins (Leite et al., 2024)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Budget, Knowledge, Memory, Reconstruction, Remembering, Stream, Wave, not_applicable
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.client.components import Kind, build
+
+MATCHING = Kind("an attack by gradient matching", ("fedgauge.attacks",), GradientMatching, narrow=True)
+Judge = Callable[
+    [int, int, Reconstruction], bool
+]  # (place in the sequence, client's place in the wave, found) -> success
+
+
+@dataclass(frozen=True)
+class FeedbackBlending(Remembering):
+    """A search that starts from the blend of what it found of a client before.
+
+    It remembers `images`, how many are in the blend, and `blend` (B, C, H, W), once there is one.
+
+    Args:
+        attack: the search.
+        alpha: the share of the older images in a blend.
+        discard_failures: blend in successes alone; False is the paper's NF variant, which collapses.
+        fit: success is an objective of at most this, the attack's own.
+        start: "blend", from noise until two images are there; the controls "half" (constant 1/2), "mean" (the mean auxiliary
+            image) and "noise" tell how much of the gain is the start alone.
+    """
+
+    attack: GradientMatching
+    alpha: float = 0.5
+    discard_failures: bool = True
+    fit: float = 1e-4
+    start: Literal["blend", "half", "mean", "noise"] = "blend"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must lie in 0..1, got {self.alpha}")
+
+    def initial(self) -> Memory:
+        return {"images": torch.tensor(0)}
+
+    def advance(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[Memory]
+    ) -> tuple[list[Reconstruction], list[Memory]]:
+        return self._judged(wave, known, budget, streams, memories, self._fits)
+
+    def traced(self, snapshots: int) -> "FeedbackBlending":
+        return replace(self, attack=self.attack.traced(snapshots))
+
+    def sequence(
+        self,
+        waves: Sequence[Wave],
+        known: Sequence[Knowledge],
+        budget: Budget,
+        streams: Callable[[int], Sequence[Stream]],
+        judge: Judge | None = None,
+    ) -> list[list[Reconstruction]]:
+        """One reconstruction for each observation of each wave; the k-th observations of all waves are one client's.
+
+        Args:
+            known: for each wave.
+            streams: of the wave at a place in the sequence.
+            judge: an oracle in place of the attack's own objective, for reproducing the paper's counts and nothing else:
+                no scenario can ask for it.
+        """
+        memories: list[Memory] = [self.initial() for _ in waves[0].clients]
+        found = []
+        for place, (wave, knowledge) in enumerate(zip(waves, known, strict=True)):
+            succeeded = self._fits if judge is None else partial(judge, place)
+            results, memories = self._judged(wave, knowledge, budget, streams(place), memories, succeeded)
+            found.append(results)
+        return found
+
+    def _judged(
+        self,
+        wave: Wave,
+        known: Knowledge,
+        budget: Budget,
+        streams: Sequence[Stream],
+        memories: Sequence[Memory],
+        succeeded: Callable[[int, Reconstruction], bool],
+    ) -> tuple[list[Reconstruction], list[Memory]]:
+        try:
+            begin = self._begin(wave, known, streams, memories)
+        except ValueError as error:
+            return not_applicable(wave, str(error)), list(memories)
+        results = self.attack.continued(wave, known, budget, streams, begin)
+        pairs = zip(memories, results, strict=True)
+        return results, [self._remember(memory, found, succeeded(k, found)) for k, (memory, found) in enumerate(pairs)]
+
+    def _remember(self, memory: Memory, found: Reconstruction, succeeded: bool) -> Memory:
+        x, images = found.x, int(memory["images"])
+        if x is None or not torch.isfinite(x).all() or (self.discard_failures and not succeeded):
+            return memory
+        if (
+            images and memory["blend"].shape != x.shape
+        ):  # a secure sum of fewer clients, or of more: nothing to be averaged
+            return memory
+        blend = self.alpha * memory["blend"] + (1 - self.alpha) * x if images else x
+        return {"images": torch.tensor(images + 1), "blend": blend}
+
+    def _fits(self, k: int, found: Reconstruction) -> bool:
+        return found.objective <= self.fit
+
+    def _begin(
+        self, wave: Wave, known: Knowledge, streams: Sequence[Stream], memories: Sequence[Memory]
+    ) -> Tensor | None:
+        """Starting images (K, B, C, H, W) in pixels; None: all from noise."""
+        like = next(iter(wave.params.values()))
+        shape = (known.batch_size, *known.shape)
+        if self.start == "noise":
+            return None
+        if self.start == "half":
+            return torch.full((len(wave), *shape), 0.5).to(like)
+        if self.start == "mean":
+            if known.auxiliary is None:
+                raise ValueError("the mean image needs auxiliary images, and the attacker has none")
+            return known.auxiliary.x.mean(0).expand(len(wave), *shape).to(like)
+        images = []
+        for memory, stream in zip(memories, streams, strict=True):
+            if int(memory["images"]) >= 2 and memory["blend"].shape == shape:
+                images.append(memory["blend"].to(like))
+            else:
+                noise = torch.randn(shape, generator=stream("start", 0))  # what the attack itself would draw
+                images.append(known.pixels(noise).to(like))
+        return torch.stack(images)
+
+
+def feedback_blending(
+    attack: str | dict = "idlg",  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
+    alpha: float = 0.5,
+    discard_failures: bool = True,
+    fit: float = 1e-4,
+    start: Literal["blend", "half", "mean", "noise"] = "blend",
+) -> FeedbackBlending:
+    """Feedback blending (Leite et al., 2024): iDLG-FB, DLG-FB and, with the failures, their NF variants; see FeedbackBlending.
+
+    Args:
+        attack: of fedgauge.attacks.matching.gradient_matching, by its name or as a table: {use = "dlg", double = false}.
+        fit: of the attack's whole objective, priors included: other attacks than DLG and iDLG need another value.
+    """
+    search = build({"use": attack} if isinstance(attack, str) else attack, "attack", MATCHING)
+    assert isinstance(search, GradientMatching)
+    return FeedbackBlending(search, alpha, discard_failures, fit, start)

@@ -1,0 +1,163 @@
+"""A generative prior: search the images that a generator can make, then the generator's weights (GI-GIP: Jeon et al., 2021)."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedgauge.attacks import labels as labelling
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.learned.generators import Generators, ImageGenerator, check, generator_of
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.priors import total_variation
+from fedgauge.attacks.matching.problems import Problems
+from fedgauge.client.update import Params
+
+TOGETHER = 16  # problems, each with a generator of its own
+
+
+@dataclass(frozen=True)
+class gi_gip(Attack):
+    """Gradient Inversion with a Generative Image Prior: Adam on the latents, then on the weights, against the engine's likelihood.
+
+    Args:
+        latent, width, training: of the generator that is trained on the auxiliary images: its latents, channels, Adam's steps.
+        generator: a user's own instead (`fedgauge.attacks.learned.generators.own`): {use = "mynets:decoder", weights = "decoder.safetensors"}.
+        share: of the iterations that are spent on the latents.
+        rate, weight_rate: of Adam on latents and on weights.
+        prior: weight of the latents' normal density, a mean square's.
+        tv: of the total variation.
+    """
+
+    latent: int = 128
+    width: int = 32
+    training: int = 2000
+    share: float = 0.5
+    rate: float = 0.05
+    weight_rate: float = 3e-3
+    prior: float = 1e-4
+    tv: float = 1e-4
+    generator: dict | None = None  # type: ignore[type-arg]  # as TOML gives it; `check` looks at what is in it
+
+    def __post_init__(self) -> None:
+        for name in ("latent", "width", "training"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share must lie in 0..1, got {self.share}")
+        for name in ("rate", "weight_rate"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("prior", "tv"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.generator is not None:
+            check(self.generator)
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        started = time.perf_counter()
+        like = next(iter(wave.params.values()))
+        try:
+            trained = Generators(self.latent, self.width, self.training)
+            generator = generator_of(self.generator, trained, known).to(like)
+            labels = labelling.restore(wave, known)
+            matching = GradientMatching(priors=(total_variation(self.tv),))
+            problems = Problems(
+                matching, wave, known, labels.repeat_interleave(budget.restarts, 0), budget.restarts, like.dtype
+            )
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        size = (known.batch_size, generator.numbers)
+        starts = [
+            torch.randn(size, generator=stream("latent", r)) for stream in streams for r in range(budget.restarts)
+        ]
+        z, parts = torch.stack(starts).to(like), torch.arange(problems.count).split(TOGETHER)
+        found = []
+        for place, rows in enumerate(parts):
+            clock = _share(started, budget.seconds, len(parts) - place)
+            found.append(self._search(problems, generator, rows, z[rows], budget.iterations, clock))
+        images, objectives, spent = (torch.cat(part) for part in zip(*found, strict=True))
+        seconds = (time.perf_counter() - started) / len(wave)
+        return [
+            _best(images[own], objectives[own], spent[own], labels[k], budget, seconds)
+            for k, own in enumerate(torch.arange(problems.count).view(-1, budget.restarts))
+        ]
+
+    def _search(
+        self, problems: Problems, generator: ImageGenerator, rows: Tensor, z: Tensor, iterations: int, clock: Clock
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of some problems the images in [0, 1] of the lowest objective, that objective, and iterations; from latents z."""
+        best, lowest = _made(generator, z, None), z.new_full((len(rows),), torch.inf)
+        spent = 0
+        for moving, weights, adam in self._phases(generator, z, iterations):
+            if clock.over():
+                break
+            leaves = [t.requires_grad_() for t in moving]
+            with torch.enable_grad():
+                x = _made(generator, z, weights)
+                value, slopes = problems.value_and_slopes({"x": problems.known.normalise(x).detach()}, rows)
+                pull = (problems.known.normalise(x) * slopes["x"].nan_to_num(0.0, 0.0, 0.0)).sum()
+                total = pull + 0.5 * self.prior * z.square().mean((1, 2)).sum()
+                steps = torch.autograd.grad(total, leaves)
+            better = value < lowest
+            lowest = torch.where(better, value, lowest)
+            best = torch.where(better.view(-1, 1, 1, 1, 1), x.detach(), best)
+            for leaf, step in zip(leaves, steps, strict=True):
+                leaf.grad = step
+            adam.step()
+            for t in moving:
+                t.requires_grad_(False)
+            spent += 1
+        return best, lowest, torch.full((len(rows),), spent)
+
+    def _phases(
+        self, generator: ImageGenerator, z: Tensor, iterations: int
+    ) -> Iterator[tuple[list[Tensor], Params | None, torch.optim.Adam]]:
+        """What moves in each iteration, and how, and each problem's weights once they are its own.
+
+        Adam works on each number alone, so one serves all problems.
+        """
+        first = round(self.share * iterations)
+        adam = torch.optim.Adam([z], lr=self.rate)
+        for _ in range(first):
+            yield [z], None, adam
+        weights = {name: t.expand(len(z), *t.shape).clone() for name, t in generator.weights.items()}
+        moving = list(weights.values())
+        adam = torch.optim.Adam(moving, lr=self.weight_rate, fused=True)  # half of an iteration otherwise
+        for _ in range(iterations - first):
+            yield moving, weights, adam
+
+
+def _made(generator: ImageGenerator, z: Tensor, weights: Params | None) -> Tensor:
+    """Images (P, B, C, H, W) in [0, 1], of latents (P, B, numbers), by the same weights or each problem's by its own."""
+    if weights is None:
+        return generator(z.flatten(0, 1)).view(*z.shape[:2], *generator.shape)
+    found: Tensor = vmap(lambda own, latents: generator(latents, own))(weights, z)
+    return found
+
+
+def _share(started: float, seconds: float | None, parts: int) -> Clock:
+    """The clock of the next of so many parts: an equal share of the seconds that are left."""
+    now = time.perf_counter()
+    return Clock(now, None if seconds is None else max(0.0, started + seconds - now) / parts)
+
+
+def _best(
+    x: Tensor, objectives: Tensor, spent: Tensor, labels: Tensor, budget: Budget, seconds: float
+) -> Reconstruction:
+    """The restart of the lowest objective, of images (R, B, C, H, W)."""
+    best, done = int(objectives.argmin()), int(spent.max())
+    status: Status = "converged"
+    reason = ""
+    if done and not torch.isfinite(objectives[best]):
+        status, reason = "diverged", "the objective is not finite"
+    elif done < budget.iterations:
+        status, reason = "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s"
+    image = x[best].clamp(0, 1).float()
+    return Reconstruction(image, labels, float(objectives[best]), done, seconds, status, reason)

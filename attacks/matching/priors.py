@@ -1,0 +1,221 @@
+"""Priors on images: -log p(x) up to a constant, on normalised images x (B, C, H, W) of one observation."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.learned.generators import Generators, check, generator_of
+from fedgauge.client.components import Kind
+from fedgauge.client.update import Params, untracked
+
+Energy = Callable[[Tensor], Tensor]  # x (B, C, H, W) -> a scalar
+
+
+@dataclass(frozen=True, eq=False)
+class Explained:
+    """The energy of images together with what they are made of, which is found beside them.
+
+    Args:
+        numbers: that explain one image.
+        energy: x (B, C, H, W), z (B, numbers) -> a scalar; z = 0 is where the search begins.
+    """
+
+    numbers: int
+    energy: Callable[[Tensor, Tensor], Tensor]
+
+
+class Prior(ABC):
+    """A frozen dataclass; its weight is the prior's share of the objective."""
+
+    weight: float
+
+    @abstractmethod
+    def bind(self, known: Knowledge, params: Params) -> Energy | Explained:
+        """The prior's value as a function of images, after whatever needs doing but once.
+
+        Raises:
+            ValueError: what the prior needs is not known to the attacker.
+        """
+
+
+PRIOR = Kind("a prior", ("fedgauge.priors",), Prior)
+
+
+@dataclass(frozen=True)
+class total_variation(Prior):
+    """Differences between neighbouring pixels.
+
+    Args:
+        isotropic: the length of (dx, dy) at each pixel instead of |dx| + |dy|.
+        power: 1: the means of |dx| and |dy| (Inverting Gradients, eq. 4); 2: the sums of their squares over the pixels, as
+            in GradInversion; the weights of the two differ by the number of pixels.
+    """
+
+    weight: float
+    isotropic: bool = False
+    power: int = 1
+
+    def __post_init__(self) -> None:
+        if self.power not in (1, 2):
+            raise ValueError(f"power must be 1 or 2, got {self.power}")
+
+    def bind(self, known: Knowledge, params: Params) -> Energy:
+        return self._isotropic if self.isotropic else self._anisotropic
+
+    def _anisotropic(self, x: Tensor) -> Tensor:
+        dx, dy = x[..., :, 1:] - x[..., :, :-1], x[..., 1:, :] - x[..., :-1, :]
+        if self.power == 2:
+            return dx.square().sum() + dy.square().sum()
+        return dx.abs().mean() + dy.abs().mean()
+
+    def _isotropic(self, x: Tensor) -> Tensor:
+        dx, dy = x[..., :-1, 1:] - x[..., :-1, :-1], x[..., 1:, :-1] - x[..., :-1, :-1]
+        squares = dx.square() + dy.square()
+        return squares.sum() if self.power == 2 else (squares + 1e-12).sqrt().mean()
+
+
+@dataclass(frozen=True)
+class magnitude(Prior):
+    """The mean square of normalised pixels (the L2 term of DeepInversion)."""
+
+    weight: float
+
+    def bind(self, known: Knowledge, params: Params) -> Energy:
+        return lambda x: x.square().mean()
+
+
+@dataclass(frozen=True)
+class batch_statistics(Prior):
+    """How far the batch's statistics in front of every BatchNorm are from the running ones (DeepInversion; GradInversion).
+
+    The sum over layers of |mean - running mean| + |variance - running variance|, Euclidean norms over the channels; 0 for
+    a model that keeps no statistics.
+    """
+
+    weight: float
+
+    def bind(self, known: Knowledge, params: Params) -> Energy:
+        norms = [m for m in known.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        layers = [m for m in norms if m.running_mean is not None]
+        if not layers:
+            return lambda x: x.new_zeros(())
+
+        def energy(x: Tensor) -> Tensor:
+            found: list[Tensor] = []
+
+            def compare(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                values = inputs[0].transpose(0, 1).flatten(1)
+                mean, variance = module.running_mean, module.running_var
+                assert isinstance(mean, Tensor)
+                assert isinstance(variance, Tensor)
+                found.append((values.mean(1) - mean).square().sum().add(1e-12).sqrt())
+                found.append((values.var(1, correction=0) - variance).square().sum().add(1e-12).sqrt())
+
+            hooks = [m.register_forward_pre_hook(compare) for m in layers]
+            try:
+                with untracked(known.model):
+                    functional_call(known.model, params, (x,))
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            return torch.stack(found).sum()
+
+        return energy
+
+
+@dataclass(frozen=True, eq=False)
+class gaussian(Prior):
+    """A normal distribution over an example's pixels in [0, 1]: half the squared Mahalanobis distance, summed over examples.
+
+    Args:
+        mean: (d,); covariance: (d, d), positive definite. Default: fitted to the attacker's auxiliary images.
+    """
+
+    weight: float = 1.0
+    mean: Tensor | None = None
+    covariance: Tensor | None = None
+
+    def bind(self, known: Knowledge, params: Params) -> Energy:
+        mean, covariance = self._moments(known)
+        information = torch.cholesky_inverse(torch.linalg.cholesky(covariance.double()))
+
+        def energy(x: Tensor) -> Tensor:
+            centred = known.pixels(x).flatten(1) - mean.to(x)
+            return 0.5 * ((centred @ information.to(x)) * centred).sum()
+
+        return energy
+
+    def _moments(self, known: Knowledge) -> tuple[Tensor, Tensor]:
+        if self.mean is not None and self.covariance is not None:
+            return self.mean, self.covariance
+        if known.auxiliary is None:
+            raise ValueError(
+                "a Gaussian prior without moments is fitted to auxiliary images, and the attacker has none"
+            )
+        from fedgauge.attacks.limits import GaussianPrior
+
+        fitted = GaussianPrior.fit(known.auxiliary.x)
+        return fitted.mean, fitted.covariance
+
+
+@dataclass(frozen=True)
+class laplacian(Prior):
+    """Independent Laplace distributions of pixels in [0, 1]: the sum of |x - mean| / scale."""
+
+    weight: float
+    mean: float
+    scale: float
+
+    def bind(self, known: Knowledge, params: Params) -> Energy:
+        return lambda x: (known.pixels(x) - self.mean).abs().sum() / self.scale
+
+
+@dataclass(frozen=True)
+class generator_prior(Prior):
+    """Images that a generator makes of normal latents z, with normal noise in each pixel: -log p(x, z), z found beside x.
+
+    |x - G(z)|^2 / (2 deviation^2) + |z|^2 / 2, summed over examples and pixels in [0, 1]: what the variational autoencoder that
+    is trained on auxiliary images takes for the density of an image and its latents.
+
+    Args:
+        weight: 1 beside a likelihood that is a density, as the one of noise is; beside a cosine, far less.
+        generator: a user's own (`fedgauge.attacks.learned.generators.own`); default: trained on the attacker's auxiliary images.
+        latent, width, training: of the one that is trained: latents, channels, Adam's steps.
+        deviation: of the noise.
+    """
+
+    weight: float = 1.0
+    generator: dict | None = None  # type: ignore[type-arg]  # as TOML gives it; `check` looks at what is in it
+    latent: int = 128
+    width: int = 32
+    training: int = 2000
+    deviation: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("latent", "width", "training"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.deviation > 0:
+            raise ValueError(f"deviation must be above 0, got {self.deviation}")
+        if self.generator is not None:
+            check(self.generator)
+
+    def bind(self, known: Knowledge, params: Params) -> Explained:
+        trained = Generators(self.latent, self.width, self.training)
+        made = generator_of(self.generator, trained, known).to(next(iter(params.values())))
+
+        def energy(x: Tensor, z: Tensor) -> Tensor:
+            apart = (known.pixels(x) - made(z)).square().sum() / (2 * self.deviation**2)
+            return apart + 0.5 * z.square().sum()
+
+        return Explained(made.numbers, energy)
+
+
+def deep_inversion(tv: float, magnitude_weight: float, statistics: float) -> tuple[Prior, ...]:
+    """The image prior of DeepInversion (Yin et al., 2020): squared total variation, magnitude, BatchNorm statistics."""
+    return total_variation(tv, power=2), magnitude(magnitude_weight), batch_statistics(statistics)

@@ -1,0 +1,430 @@
+"""The problems of a wave: each one's objective as a function of its images, likelihood and priors, and its slopes."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.func import grad_and_value, vmap
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.engine.distances import (
+    ByProducts,
+    Products,
+    between,
+    left_out,
+    likelihood,
+    visible,
+    visible_columns,
+)
+from fedgauge.attacks.engine.gradients import (
+    Factors,
+    Gradients,
+    Unsupported,
+    factored,
+    flattened,
+    gradients,
+    independent,
+    trained,
+)
+from fedgauge.attacks.engine.strided_conv import unstrided
+from fedgauge.attacks.matching import local_steps as local
+from fedgauge.attacks.matching.priors import Energy, Explained
+from fedgauge.client.models.losses import is_mean
+from fedgauge.client.rng import generator
+from fedgauge.client.update import (
+    Batch,
+    Chain,
+    Loss,
+    OnUpdate,
+    Params,
+    Randomised,
+    Update,
+    gradient,
+    local_sgd,
+    mean_of,
+    one_by_one,
+    transparent,
+)
+
+if TYPE_CHECKING:
+    from fedgauge.attacks.matching.gradient_matching import GradientMatching
+
+Variables = dict[str, Tensor]
+Forms = dict[tuple[str, ...], tuple[Tensor, ...]]
+
+
+class Problems:
+    """P = K * R problems of one wave: the objective of each as a function of its variables, and its slopes.
+
+    Args:
+        labels: (P, images) where they are known, else None: they are among the variables.
+        epochs: copies of the batch that a problem's images are (fedgauge.attacks.matching.local_steps); 1: the images themselves.
+    """
+
+    def __init__(
+        self,
+        attack: "GradientMatching",
+        wave: Wave,
+        known: Knowledge,
+        labels: Tensor | None,
+        restarts: int,
+        dtype: torch.dtype,
+        epochs: int = 1,
+    ):
+        self.attack, self.known, self.labels, self.restarts, self.epochs = attack, known, labels, restarts, epochs
+        self.dtype = dtype  # of the images that are handed out
+        self.params = wave.params
+        self.count = len(wave) * restarts
+        noise = known.chain.conditional
+        own = attack.likelihood or likelihood(noise, known.batch_size)
+        if noise is not None and noise.sparse:  # what was dropped is not compared, whatever a guess would have lost
+            own = own if attack.likelihood is None else visible(own)
+            self.known = replace(known, chain=known.chain.shown)
+        self.likelihood = left_out(own, known.chain.hidden)
+        known = self.known
+        bound = [(p.weight, p.bind(known, wave.params)) for p in attack.priors]
+        self.energies: list[tuple[float, Energy]] = [(w, e) for w, e in bound if not isinstance(e, Explained)]
+        explained = [(w, e) for w, e in bound if isinstance(e, Explained)]
+        self.explained = {f"latents {i}": both for i, both in enumerate(explained)}  # by the variable's name
+        self.noise: dict[str, Latent] = {} if attack.latent is None else drawn(known)
+        generally = attack.surrogate or attack.draws or self.noise or not is_mean(known.loss, known.classes)
+        self.step = None if generally else by_passes(known.chain, known.loss)
+        self.update = wave.update
+        self.factors: dict[str, Factors | None] = {}
+        self._chosen: tuple[Tensor, Seen, Tensor | None] | None = None
+        self.checked = False
+
+    @property
+    def units(self) -> Tensor:
+        """(U, R) problems that only advance together: all restarts of an observation where they feel each other."""
+        return torch.arange(self.count).view(-1, self.restarts if self.attack.group else 1)
+
+    @property
+    def images(self) -> int:
+        """Images of one problem."""
+        return self.epochs * self.known.batch_size
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Normalised black and white, (C, 1, 1) each."""
+        like = next(iter(self.params.values()))
+        black, white = (self.known.normalise(torch.full((len(self.known.mean), 1, 1), v).to(like)) for v in (0.0, 1.0))
+        return black, white
+
+    def joined(self, x: Tensor, rows: Tensor) -> Tensor:
+        """What some problems would hand out (N, B, C, H, W): their images, those of several epochs made one."""
+        return x if self.epochs == 1 else local.averaged(x, self._pairing(x, rows))
+
+    def joined_labels(self, variables: Variables, rows: Tensor) -> Tensor:
+        """The labels (N, B) of what some problems would hand out."""
+        if self.labels is not None:
+            return self.labels[rows][:, : self.known.batch_size]
+        likely = variables["y"].softmax(2)
+        if self.epochs > 1:
+            likely = local.averaged(likely, self._pairing(variables["x"], rows))
+        return likely.argmax(2)
+
+    def _pairing(self, x: Tensor, rows: Tensor) -> Tensor:
+        return local.pairing(x, None if self.labels is None else self.labels[rows], self.epochs)
+
+    def value(self, variables: Variables, rows: Tensor) -> Tensor:
+        """Objectives (N,) of some problems."""
+        leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
+        with torch.enable_grad():
+            return self._objectives(leaves, *self.chosen(rows), 1.0).detach()
+
+    def value_and_slopes(
+        self, variables: Variables, rows: Tensor, heat: Tensor | float = 1.0, nearby: Tensor | None = None
+    ) -> tuple[Tensor, Variables]:
+        """Objectives (N,), and their gradients by the variables: of the sum, in which each has a term of its own.
+
+        Args:
+            heat: the likelihood's weight, (N,) or one for all.
+            nearby: displacements of the images (samples, N or 1, images, C, H, W), over which the objective is averaged.
+        """
+        return self.differentiated(variables, *self.chosen(rows), heat, nearby)
+
+    def differentiated(
+        self, variables: Variables, seen: "Seen", labels: Tensor | None, heat: Tensor | float, nearby: Tensor | None
+    ) -> tuple[Tensor, Variables]:
+        """`value_and_slopes` of problems given by what was seen of them and by their labels: tensors in, tensors out."""
+        leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
+        with torch.enable_grad():
+            if nearby is None:
+                value = self._objectives(leaves, seen, labels, heat)
+            else:
+                moved = [self._objectives({**leaves, "x": leaves["x"] + step}, seen, labels, heat) for step in nearby]
+                value = torch.stack(moved).mean(0)
+            total = value.sum()
+        if not total.requires_grad:  # a chain that lets nothing of the images through
+            return value.detach(), {name: torch.zeros_like(t) for name, t in variables.items()}
+        found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+        return value.detach(), dict(zip(leaves, found, strict=True))
+
+    def chosen(self, rows: Tensor) -> tuple["Seen", Tensor | None]:
+        """What was seen of some problems, and their labels where they are known; gathered once for the same problems."""
+        if self._chosen is None or not torch.equal(self._chosen[0], rows):
+            labels = None if self.labels is None else self.labels[rows]
+            self._chosen = rows, Seen(self.update, rows // self.restarts, self.factors), labels
+        return self._chosen[1:]
+
+    def _objectives(self, variables: Variables, seen: "Seen", labels: Tensor | None, heat: Tensor | float) -> Tensor:
+        """Objectives (N,) of some problems, differentiable."""
+        x, attack = variables["x"], self.attack
+        y = variables["y"].softmax(2) if labels is None else labels
+        beside = {name: t for name, t in variables.items() if name not in ("x", "y", *self.explained)}
+        objectives = heat * self._distances(x, y, seen, beside)
+        batches = x.view(-1, self.known.batch_size, *x.shape[2:])
+        for weight, energy in self.energies:
+            objectives = objectives + weight * each(energy, batches).view(-1, self.epochs).mean(1)
+        for name, (weight, explained) in self.explained.items():
+            latents = variables[name].view(*batches.shape[:2], -1)
+            objectives = objectives + weight * each(explained.energy, batches, latents).view(-1, self.epochs).mean(1)
+        if self.epochs > 1:
+            objectives = objectives + attack.tied * local.tie(x, self.epochs, attack.aggregate)
+        for name in self.noise:
+            objectives = objectives + 0.5 * (attack.latent or 0.0) * variables[name].square().flatten(1).mean(1)
+        if attack.group and self.restarts > 1:
+            together = x.view(-1, self.restarts, *x.shape[1:])
+            apart = (together - together.mean(1, keepdim=True).detach()).square()
+            objectives = objectives + attack.group * apart.flatten(2).mean(2).flatten()
+        return objectives
+
+    def _distances(self, x: Tensor, y: Tensor, seen: "Seen", beside: Variables) -> Tensor:
+        if self.step is not None:
+            try:
+                if not self.checked and not independent(self.known.model, self.params, x):
+                    raise Unsupported("the model mixes the examples of a batch")
+                self.checked = True
+                factors = isinstance(self.likelihood, ByProducts)
+                return self._compare(seen, self.step(self.known.model, self.params, x, y, factors))
+            except Unsupported:
+                self.step = None  # by vmap from now on
+        return self._generally(x, y, seen.formed(), beside)
+
+    def _generally(self, x: Tensor, y: Tensor, seen: Update, beside: Variables) -> Tensor:
+        """The distances by vmap over whole problems, whatever the chain and the model are."""
+        names = tuple(beside)
+        one = partial(self._at_surrogate if self.attack.surrogate else self._one, names)
+        inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(beside.values(), 3))}
+        arguments: list[Tensor | Update] = [x.detach(), y.detach(), seen, *(t.detach() for t in beside.values())]
+        # grad within vmap: autograd round a vmap of grad is faster, and wrong for some layers (LayerNorm in torch 2.13)
+        draws: Literal["same", "error"] = "same" if self.attack.draws else "error"
+        slopes, value = _each_with_slopes(one, tuple(inputs), draws, *arguments)
+        return cast(Tensor, _Told.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
+
+    def _compare(self, seen: "Seen", expected: Gradients) -> Tensor:
+        if isinstance(self.likelihood, visible_columns):
+            pruned = self.likelihood.names
+            expected = {k: seen.columns_of(k, t) if k in pruned else t for k, t in expected.items()}
+        formed = {k: t for k, t in expected.items() if not isinstance(t, Factors)}
+        if len(formed) < len(expected):
+            assert isinstance(self.likelihood, ByProducts)
+            if not self.likelihood.joint:
+                return self.likelihood.of({k: seen.products(k, t) for k, t in expected.items()})
+            apart = {k: seen.products(k, t) for k, t in expected.items() if k not in formed}
+            return self.likelihood.of({**apart, "": seen.together(formed)} if formed else apart)
+        if not (isinstance(self.likelihood, ByProducts) and self.likelihood.joint):
+            return each(self.likelihood, {k: seen.tensor(k) for k in formed}, formed)
+        *matrices, square = seen.form("flat", *formed)
+        return self.likelihood.between(matrices, flattened(formed), square)
+
+    def _one(self, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, *beside: Tensor) -> Tensor:
+        """One problem's distance through the whole chain, averaged over its draws where there are any."""
+        known, batch = self.known, Batch(self.known.pixels(x), y)
+        noise = {self.noise[name].layer: t for name, t in zip(names, beside, strict=True)}
+        client = known.given(noise) if noise else known.forward
+        # the same draws in every iteration and for all problems: the objective stays one function, and packing changes nothing
+        count = self.attack.draws
+        rngs: list[Generator | None] = [generator("draw", j) for j in range(count)] if count else [None]
+        return torch.stack([self.likelihood(seen, client(self.params, batch, rng)) for rng in rngs]).mean(0)
+
+    def _at_surrogate(self, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, at: Tensor) -> Tensor:
+        """One problem's distance to the gradient at a point between the weights before and after."""
+        params = {k: p + at * seen[k] for k, p in self.params.items()}
+        found = gradient(self.known.model, self.known.loss)(params, Batch(x, y), None)
+        return self.likelihood(seen, {k: -self.known.scale * t for k, t in found.items()})
+
+
+class Latent(NamedTuple):
+    """Noise that a layer of the model draws while a client trains, as a variable: (steps, examples of a step, numbers)."""
+
+    layer: str
+    shape: tuple[int, int, int]
+
+
+def drawn(known: Knowledge) -> dict[str, Latent]:
+    """What the layers of the model draw, by the variable's name; ValueError where it cannot be one."""
+    steps, links = known.chain.local, known.chain.links
+    layers = {n: m.drawn for n, m in known.model.named_modules() if isinstance(m, Randomised) and m.drawn}
+    if layers and known.batch_size > 1 and any(map(one_by_one, links)):
+        raise ValueError("the chain trains on each example by itself, whose noise cannot be told from the others'")
+    # of a sum, one client's after the other's
+    shape = (steps.steps * known.chain.parts, known.chain.slice_of(known.batch_size))
+    return {f"noise of {n}": Latent(n, (*shape, numbers)) for n, numbers in layers.items()}
+
+
+class Seen:
+    """What was seen of some problems' observations; each form of it is gathered when it is first needed.
+
+    Args:
+        update: of all K observations.
+        owners: (N,) the problems' observations.
+        factors: of large layers' updates (K, ...), where they are products; filled here, and kept for other problems.
+
+    Attributes:
+        forms: what was gathered so far: enough for the same matching of other problems.
+    """
+
+    def __init__(self, update: Update, owners: Tensor, factors: dict[str, Factors | None]) -> None:
+        self.update, self.owners, self.factors = update, owners, factors
+        self.whole = torch.equal(owners, torch.arange(len(next(iter(update.values())))))
+        self.forms: Forms = {}
+
+    def with_forms(self, forms: Forms) -> "Seen":
+        """The same, with tensors in place of what it would gather."""
+        other = copy.copy(self)
+        other.forms = forms
+        return other
+
+    def form(self, kind: str, *names: str) -> tuple[Tensor, ...]:
+        """One of the forms, gathered if it was not yet."""
+        key = (kind, *names)
+        if key not in self.forms:
+            gather: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+                "tensor": self._tensor,
+                "flat": self._flat,
+                "square": self._square,
+                "factors": self._factors,
+                "columns": self._columns,
+            }
+            self.forms[key] = gather[kind](*names)
+        return self.forms[key]
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor (N, ...)."""
+        return self.form("tensor", name)[0]
+
+    def formed(self) -> Update:
+        """The updates."""
+        return {name: self.tensor(name) for name in self.update}
+
+    def together(self, expected: Update) -> Products:
+        """Inner products with some tensors of another update, all of them as one."""
+        *matrices, square = self.form("flat", *expected)
+        return between(matrices, flattened(expected), square)
+
+    def columns_of(self, name: str, expected: Tensor | Factors) -> Tensor | Factors:
+        """Another update's matrix (N, out, in), zero in the columns that are zero here."""
+        columns = self.form("columns", name)[0][:, None]
+        if isinstance(expected, Factors):
+            return Factors(expected.signal, expected.input * columns)
+        return expected * columns
+
+    def products(self, name: str, expected: Tensor | Factors) -> Products:
+        """Inner products with another update's tensor."""
+        if not isinstance(expected, Factors):
+            return self.together({name: expected})
+        (square,) = self.form("square", name)
+        if name not in self.factors:
+            self.factors[name] = factored(self.update[name], expected.rows)
+        other = self.tensor(name) if self.factors[name] is None else Factors(*self.form("factors", name))
+        inner, own = expected.products(other)
+        return Products(inner, square, own)
+
+    def _tensor(self, name: str) -> tuple[Tensor, ...]:
+        return (self.update[name] if self.whole else self.update[name][self.owners],)
+
+    def _flat(self, *names: str) -> tuple[Tensor, ...]:
+        matrices = flattened({name: self._tensor(name)[0] for name in names})  # not kept twice
+        return *matrices, torch.stack([t.square().sum(1) for t in matrices]).sum(0)
+
+    def _square(self, name: str) -> tuple[Tensor, ...]:
+        return (torch.stack([torch.dot(t, t) for t in self.update[name].flatten(1)])[self.owners],)
+
+    def _columns(self, name: str) -> tuple[Tensor, ...]:
+        matrices = self.update[name]
+        return ((matrices != 0).any(1).to(matrices)[self.owners],)
+
+    def _factors(self, name: str) -> tuple[Tensor, ...]:
+        found = self.factors[name]
+        assert found is not None
+        return tuple(found.of(self.owners))
+
+
+Step = Callable[[nn.Module, Params, Tensor, Tensor, bool], Gradients]
+
+
+def by_passes(chain: Chain, loss: Loss = F.cross_entropy) -> Step | None:
+    """The update of a chain whose local steps each take one gradient of the whole batch; None where more is changed.
+
+    What else is in the chain may change the finished update, or the only gradient. The loss is the mean of its examples'.
+    """
+    steps, links = chain.local, [mean_of(link) for link in chain.links]
+    if steps.batch_size is not None:
+        return None
+    place = next(i for i, link in enumerate(links) if isinstance(link, local_sgd))
+    before, after = ([link for link in part if not transparent(link)] for part in (links[:place], links[place + 1 :]))
+    if not before and not after:
+        return lambda model, params, x, y, factors: trained(model, params, x, y, steps, factors, loss)
+    if not all(isinstance(link, OnUpdate) for link in before + after) or (before and steps.steps > 1):
+        return None
+    rest = Chain(tuple([*before, steps, *after] if before else after))
+
+    def through(model: nn.Module, params: Params, x: Tensor, y: Tensor, factors: bool) -> Gradients:
+        def one(found: Gradients, x: Tensor, y: Tensor) -> Update:
+            return rest(lambda *_: cast(Update, found))(params, Batch(x, y), None)
+
+        alone = partial(gradients, factor=1.0) if before else partial(trained, local=steps)
+        return {**vmap(one)(alone(model, params, x, y, factors=False, loss=loss), x, y)}
+
+    return through
+
+
+def each(function: Callable[..., Tensor], *arguments: Tensor | Update) -> Tensor:
+    """A function of one problem, for all of them: on the first axis of every tensor; a single one without vmap."""
+    first = arguments[0]
+    count = len(first if isinstance(first, Tensor) else next(iter(first.values())))
+    if count > 1:
+        mapped: Tensor = vmap(function)(*arguments)
+        return mapped
+    alone = [a[0] if isinstance(a, Tensor) else {k: t[0] for k, t in a.items()} for a in arguments]
+    return function(*alone)[None]
+
+
+def _each_with_slopes(
+    function: Callable[..., Tensor],
+    by: tuple[int, ...],
+    draws: Literal["same", "error"],
+    *arguments: Tensor | Update,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """A function of one problem for all of them, and its gradients by some of its arguments."""
+    with unstrided():
+        if len(cast(Tensor, arguments[0])) > 1:
+            slopes, value = vmap(grad_and_value(function, by), randomness=draws)(*arguments)
+        else:
+            alone = [a[0] if isinstance(a, Tensor) else {k: t[0] for k, t in a.items()} for a in arguments]
+            slopes, value = grad_and_value(function, by)(*alone)
+            slopes, value = tuple(s[None] for s in slopes), value[None]
+    return slopes, value
+
+
+class _Told(Function):
+    """A value (N,) whose gradients by its inputs (N, ...) are known already: inputs first, then as many gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, inputs: int, *both: Tensor) -> Tensor:
+        ctx.save_for_backward(*both[inputs:])
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        slopes = [s * g.view(-1, *[1] * (s.dim() - 1)) for s in ctx.saved_tensors]
+        return None, None, *slopes, *[None] * len(slopes)

@@ -1,0 +1,96 @@
+"""L-BFGS over the problems of a wave: each descends by itself, and starts again where it ends without a fit."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.engine.optimizers import Descent, Watch, lbfgs, minimise, restarted
+from fedgauge.attacks.engine.scheduler import Clock, Outcome
+from fedgauge.attacks.engine.trace import Tracer
+from fedgauge.attacks.matching.problems import Problems, Variables
+
+Draw = Callable[[Tensor, Tensor], Variables]  # observations (N,), numbers of their draws (N,) -> fresh starts
+
+
+class QuasiNewton:
+    """One descent of all problems within a budget.
+
+    Args:
+        draw: fresh starts for problems that end without a fit.
+        evaluations: of each problem, restarts within it included.
+    """
+
+    def __init__(
+        self,
+        settings: lbfgs,
+        problems: Problems,
+        draw: Draw,
+        evaluations: int,
+        places: Places,
+        clock: Clock,
+        tracer: Tracer,
+    ) -> None:
+        self.settings, self.problems, self.draw, self.evaluations = settings, problems, draw, evaluations
+        self.places, self.clock, self.tracer = places, clock, tracer
+        self.shapes: dict[str, torch.Size] = {}
+
+    def descend(self, variables: Variables) -> Outcome:
+        """Advance the variables of all problems in place."""
+        self.shapes = {name: t.shape[1:] for name, t in variables.items()}
+        everyone = torch.arange(self.problems.count, device=variables["x"].device)
+        restarts, allowed = self.problems.restarts, torch.full_like(everyone, self.evaluations)
+        descent = self._search(everyone, _joined(variables), allowed)
+        attempt = 0
+        while not self.clock.over():
+            rows = (self._unfit(descent) & (descent.spent < allowed)).nonzero().flatten()
+            if len(rows) == 0:
+                break
+            attempt += 1
+            fresh = _joined(self.draw(rows // restarts, rows % restarts + attempt * restarts))
+            left = (allowed - descent.spent)[rows]
+            restarted(descent, self._search(rows, fresh, left, descent), rows)
+        for name, t in self._apart(descent.x).items():
+            variables[name][:] = t
+        unfinished = ~descent.ended & (descent.spent < allowed)
+        return Outcome(descent.f, descent.spent, unfinished if self.clock.over() else torch.zeros_like(unfinished))
+
+    def _unfit(self, descent: Descent) -> Tensor:
+        return ~(descent.f <= self.settings.fit) if self.settings.fit else ~descent.f.isfinite()
+
+    def _search(self, among: Tensor, start: Tensor, allowed: Tensor, before: Descent | None = None) -> Descent:
+        evaluate = partial(self._evaluate, among)
+        watch = self._watching(among, before)
+        return minimise(evaluate, start, allowed, self.settings, over=self.clock.over, watch=watch)
+
+    def _evaluate(self, among: Tensor, points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and slopes of chosen ones among some problems, as many together as there are places."""
+        rows = among[chosen].cpu()
+
+        def together(some: Tensor) -> tuple[Tensor, Tensor]:
+            value, slopes = self.problems.value_and_slopes(self._apart(points[some]), rows[some])
+            return value, _joined(slopes)
+
+        values, slopes = zip(*self.places.each(together, torch.arange(len(points))), strict=True)
+        return torch.cat(values), torch.cat(slopes)
+
+    def _watching(self, among: Tensor, before: Descent | None) -> Watch:
+        def watch(at: Descent, live: Tensor) -> None:
+            x, f, spent, rows = at.x[live], at.f[live], at.spent[live], among[live]
+            if before is not None:  # a new draw is handed out once it is lower
+                lower = f < before.f[rows].nan_to_num(torch.inf)
+                x, f = torch.where(lower[:, None], x, before.x[rows]), torch.where(lower, f, before.f[rows])
+                spent = spent + before.spent[rows]
+            self.tracer.follow(rows, spent, f, self.problems.joined(self._apart(x)["x"], rows))
+
+        return watch if self.tracer else lambda at, live: None
+
+    def _apart(self, points: Tensor) -> Variables:
+        pieces = points.split([shape.numel() for shape in self.shapes.values()], 1)
+        return {name: t.view(-1, *self.shapes[name]) for name, t in zip(self.shapes, pieces, strict=True)}
+
+
+def _joined(parts: Variables) -> Tensor:
+    return torch.cat([t.flatten(1) for t in parts.values()], 1)

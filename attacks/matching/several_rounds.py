@@ -1,0 +1,201 @@
+"""Several rounds at once: the same record, seen under several models, is matched to all of its updates together.
+
+What a client adds to its updates is drawn anew in every round, and the record stays: the information adds up. Rounds in which the
+client trained on other examples would pull the image away; each round weighs by how well the image already explains it (Geman
+and McClure's weight), so that those fall silent.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks import labels as labelling
+from fedgauge.attacks.base import Budget, Knowledge, Memory, Reconstruction, Remembering, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.distances import Distance, likelihood
+from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.matching.priors import total_variation
+from fedgauge.client.update import Batch, Conditional, Params, Update
+
+ALONE = 0.25  # of the iterations go to the newest round, before the others have a say
+CUTS = (3 / 8, 5 / 8, 7 / 8)  # of the rate, by ten each, as Inverting Gradients does
+LOOK = 25  # iterations between two weighings of the rounds
+NEAR = 8.0  # a round weighs a quarter where its distance is so many times the newest one's, and less beyond
+FLOOR = 1e-3  # of a distance: an exact match of the newest round must not silence the others
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """One update of a client's, with the weights that it was computed at."""
+
+    params: Params
+    update: Update
+
+
+@dataclass(frozen=True)
+class several_rounds(Remembering):
+    """Inverting Gradients on a client's last rounds together: the cosine of each, weighed, and total variation.
+
+    It needs clients that train on the same examples in several rounds, as those do whose shard is one batch.
+
+    Args:
+        most: rounds that are remembered of a client, >= 1; each costs a model and an update on disk, and a gradient a step.
+        tv, rate: as of inverting_gradients.
+    """
+
+    most: int = 8
+    tv: float = 0.01
+    rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise ValueError(f"most must be at least 1, got {self.most}")
+        for name in ("tv", "rate"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    def initial(self) -> Memory:
+        return {"rounds": torch.tensor(0)}
+
+    def advance(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[Memory]
+    ) -> tuple[list[Reconstruction], list[Memory]]:
+        met = [
+            [*_recalled(memory), _Round(wave.params, wave.alone(k))][-self.most :] for k, memory in enumerate(memories)
+        ]
+        kept = [_remembered(rounds) for rounds in met]
+        try:
+            parts = [self._agreeing(wave, k, known, rounds) for k, rounds in enumerate(met)]
+        except ValueError as error:
+            return not_applicable(wave, str(error)), kept
+        found = [
+            self._best(rounds, len(met[k]), y, known, _shared(budget, len(wave)), stream)
+            for k, ((rounds, y), stream) in enumerate(zip(parts, streams, strict=True))
+        ]
+        return found, kept
+
+    def _agreeing(
+        self, wave: Wave, k: int, known: Knowledge, rounds: Sequence[_Round]
+    ) -> tuple[Sequence[_Round], Tensor]:
+        """The rounds of the newest one's labels, and these (B,): another record's round has often others.
+
+        Where noise is added labels are restored wrongly now and then: those that most rounds tell are the newest's, too.
+        """
+        if known.labels is not None:
+            return rounds, known.labels[k]
+        told = []
+        for one in rounds:
+            alone = replace(wave, clients=wave.clients[k : k + 1], params=one.params, update=_stacked(one.update))
+            told.append(tuple(labelling.restore(alone, known)[0].tolist()))
+        conditional = known.chain.conditional
+        if conditional is not None and conditional.noisy:
+            return rounds, torch.tensor(max(reversed(told), key=told.count))
+        return [one for one, y in zip(rounds, told, strict=True) if y == told[-1]], torch.tensor(told[-1])
+
+    def _best(
+        self, rounds: Sequence[_Round], met: int, y: Tensor, known: Knowledge, budget: Budget, stream: Stream
+    ) -> Reconstruction:
+        started = time.perf_counter()
+        found = [
+            self._search(rounds, met, y, known, budget, stream, i, Clock(time.perf_counter(), budget.seconds))
+            for i in range(budget.restarts)
+        ]
+        best = min(found, key=lambda r: r.objective if r.objective == r.objective else torch.inf)
+        return replace(best, seconds=time.perf_counter() - started)
+
+    def _search(
+        self,
+        rounds: Sequence[_Round],
+        met: int,
+        y: Tensor,
+        known: Knowledge,
+        budget: Budget,
+        stream: Stream,
+        restart: int,
+        clock: Clock,
+    ) -> Reconstruction:
+        like = next(iter(rounds[-1].params.values()))
+        # in the units that the network is fed, as the other searches
+        z = torch.randn((known.batch_size, *known.shape), generator=stream("start", restart)).to(like).requires_grad_()
+        low, high = (known.normalise(torch.full(known.shape, bound)).to(like) for bound in (0.0, 1.0))
+        distance, smooth = _distance(known), total_variation(self.tv).bind(known, rounds[-1].params)
+        assert callable(smooth)
+        adam = torch.optim.Adam([z], self.rate)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(adam, [int(cut * budget.iterations) for cut in CUTS])
+        weights = torch.tensor([0.0] * (len(rounds) - 1) + [1.0])
+        spent = 0
+        objective = torch.tensor(torch.nan)
+        while spent < budget.iterations and not (spent and clock.over()):
+            if spent >= ALONE * budget.iterations and spent % LOOK == 0:
+                weights = _weights(torch.stack([_misfit(r, z.detach(), y, known, distance) for r in rounds]))
+            misfits = [w * _misfit(r, z, y, known, distance) for r, w in zip(rounds, weights, strict=True) if w > 0]
+            objective = torch.stack(misfits).sum() / weights.sum() + self.tv * smooth(z)
+            adam.zero_grad()
+            objective.backward()
+            if z.grad is None or not bool(torch.isfinite(z.grad).all()):
+                return Reconstruction(
+                    None, y, float(objective.detach()), spent, 0.0, "diverged", "its slope is not finite"
+                )
+            z.grad.sign_()
+            adam.step()
+            schedule.step()
+            with torch.no_grad():
+                z.clamp_(low, high)
+            spent += 1
+        value, x = float(objective.detach()), known.pixels(z.detach()).clamp(0, 1)
+        heard = f"{int((weights > 0.5).sum())} of {met} rounds agree"
+        if spent < budget.iterations:
+            words = f"{spent} of {budget.iterations} iterations when its seconds were over; {heard}"
+            return Reconstruction(x, y, value, spent, 0.0, "out_of_budget", words)
+        return Reconstruction(x, y, value, spent, 0.0, "converged", heard)
+
+
+def _shared(budget: Budget, clients: int) -> Budget:
+    """What each search may spend: they follow one another, and the first is not to have all of a wave's seconds."""
+    if budget.seconds is None:
+        return budget
+    return replace(budget, seconds=budget.seconds / (clients * budget.restarts))
+
+
+def _misfit(one: _Round, z: Tensor, y: Tensor, known: Knowledge, distance: Distance) -> Tensor:
+    return distance(one.update, known.forward(one.params, Batch(known.pixels(z), y), None))
+
+
+def _weights(misfits: Tensor) -> Tensor:
+    """Of rounds with these distances (R,), the newest last: near 1 where one is no farther than it, falling to 0."""
+    scale = NEAR * misfits[-1].clamp(min=FLOOR)
+    weights: Tensor = (scale / (scale + (misfits - misfits[-1]).clamp(min=0))).square()
+    return weights
+
+
+def _distance(known: Knowledge) -> Distance:
+    """What the chain shows of an update decides; noise is averaged over the rounds, which a cosine does as well."""
+    conditional = known.chain.conditional
+    return likelihood(None if conditional is None else _without_noise(conditional), known.batch_size)
+
+
+def _without_noise(conditional: Conditional) -> Conditional:
+    return replace(conditional, sigma=0.0, scale=0.0)
+
+
+def _stacked(update: Update) -> Update:
+    return {name: t[None] for name, t in update.items()}
+
+
+def _remembered(rounds: Sequence[_Round]) -> Memory:
+    kept: dict[str, Tensor] = {"rounds": torch.tensor(len(rounds))}
+    for i, one in enumerate(rounds):
+        for part in ("params", "update"):
+            kept |= {f"{i}/{part}/{name}": t for name, t in getattr(one, part).items()}
+    return kept
+
+
+def _recalled(memory: Memory) -> list[_Round]:
+    return [_Round(_part(memory, i, "params"), _part(memory, i, "update")) for i in range(int(memory["rounds"]))]
+
+
+def _part(memory: Memory, i: int, part: str) -> dict[str, Tensor]:
+    prefix = f"{i}/{part}/"
+    return {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}

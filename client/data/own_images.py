@@ -1,0 +1,295 @@
+"""Data of a user's own: folders of pictures, arrays, Hugging Face datasets on disk; nothing is downloaded, unpickled or copied.
+
+Paths in a scenario start from the folder in which fedgauge is called. Where there is no test part of its own, a fixed share of
+each class becomes it, the same for every seed.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedgauge.client.data.corpora import Text, held_out, wrong_text
+from fedgauge.client.data.images import Dataset
+
+SUFFIXES = (".png", ".jpg", ".jpeg")
+Layout = Literal["auto", "NHWC", "NCHW"]
+Statistics = Sequence[float] | None
+
+
+def image_folder(
+    path: Path,
+    size: int,
+    test: float = 0.2,
+    grey: bool = False,
+    mean: Statistics = None,
+    std: Statistics = None,
+) -> Dataset:
+    """PNG and JPEG files in one sub-folder a class, whose names in alphabetical order are the classes.
+
+    Args:
+        size: pixels of the square that each becomes: its shorter side is resized to it, the centre is kept.
+        test: the share of each class that no client trains on, above 0 and below 1.
+        grey: in one channel, not three.
+        mean, std: of each channel, in [0, 1] pixels; default: those of the training images.
+    """
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder; it should hold one sub-folder of pictures for each class")
+    classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    files = {folder: sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES) for folder in classes}
+    if empty := [folder.name for folder, found in files.items() if not found]:
+        raise ValueError(f"{path}: the sub-folder {empty[0]!r} has no picture ({', '.join(SUFFIXES)})")
+    pictures = [(file, k) for k, found in enumerate(files.values()) for file in found]
+    x = _stacked([_picture(file, str(file), size, grey) for file, _ in pictures], path)
+    y = torch.tensor([k for _, k in pictures], dtype=torch.int64)
+    return _dataset(path, x, y, None, test, len(classes), mean, std)
+
+
+def npz(
+    path: Path,
+    test: float = 0.2,
+    layout: Layout = "auto",
+    mean: Statistics = None,
+    std: Statistics = None,
+) -> Dataset:
+    """A NumPy archive: x uint8 (N, H, W), (N, H, W, C) or (N, C, H, W), y whole numbers (N,), and x_test, y_test if there are.
+
+    Args:
+        test: without x_test: the share of each class that no client trains on, above 0 and below 1.
+        layout: where the channels stand, 1 or 3 of them; auto: wherever the shape says so.
+        mean, std: as of image_folder.
+    """
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            arrays = {key: stored[key] for key in stored.files}
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file") from error
+    except Exception as error:  # damage shows as BadZipFile, zlib.error, ValueError, MemoryError and more
+        raise ValueError(f"{path} is not an npz file that can be read without unpickling: {error}") from error
+    if missing := [key for key in ("x", "y") if key not in arrays]:
+        raise ValueError(f"{path} has no {missing[0]!r} (it has: {', '.join(sorted(arrays)) or 'nothing'})")
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        raise ValueError(f"{path} has one of x_test and y_test; it needs both, or neither")
+    x, y = _images(arrays["x"], f"{path}: x", layout), _labels(arrays["y"], f"{path}: y")
+    apart = None
+    if "x_test" in arrays:
+        apart = _images(arrays["x_test"], f"{path}: x_test", layout), _labels(arrays["y_test"], f"{path}: y_test")
+        if apart[0].shape[1:] != x.shape[1:]:
+            raise ValueError(
+                f"{path}: images of x_test are {tuple(apart[0].shape[1:])} (C, H, W), those of x {tuple(x.shape[1:])}"
+            )
+    labels = y if apart is None else torch.cat([y, apart[1]])
+    return _dataset(path, x, y, apart, test, int(labels.max()) + 1, mean, std)
+
+
+def hugging_face(
+    path: Path,
+    image: str = "image",
+    label: str = "label",
+    size: int | None = None,
+    test: float = 0.2,
+    grey: bool = False,
+    mean: Statistics = None,
+    std: Statistics = None,
+) -> Dataset:
+    """A dataset that `save_to_disk` of Hugging Face's datasets wrote, with its parts train and test where it has them.
+
+    Args:
+        image, label: its columns of pictures and of classes (numbers or names).
+        size: as of image_folder; None: the pictures are of one size already.
+        test, grey, mean, std: as of image_folder; the share is used where there is no part called test.
+    """
+    import datasets
+
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder; it should be one that save_to_disk of Hugging Face's datasets wrote")
+    try:
+        stored: Any = datasets.load_from_disk(str(path))
+    except Exception as error:  # missing or damaged files of several formats
+        raise ValueError(f"{path} is not a dataset that save_to_disk wrote: {error}") from error
+    parts: Mapping[str, Any] = stored if isinstance(stored, datasets.DatasetDict) else {"train": stored}
+    if "train" not in parts:
+        raise ValueError(f"{path} has no part called 'train' (it has: {', '.join(map(repr, parts))})")
+    for name, part in parts.items():
+        if lacking := [c for c in (image, label) if c not in part.column_names]:
+            raise ValueError(
+                f"{path}: {name} has no column {lacking[0]!r} (it has: {', '.join(map(repr, part.column_names))})"
+            )
+        if not isinstance(part.features[image], datasets.Image):
+            raise ValueError(
+                f"{path}: column {image!r} holds {part.features[image]}, expected pictures; arrays can be read by npz"
+            )
+
+    def pictures(part: Any) -> Tensor:
+        # not decoded by the library, which would fetch what is given as an address
+        rows = part.cast_column(image, datasets.Image(decode=False))[image]
+        return _stacked([_stored(row, f"{path}: row {i}", size, grey) for i, row in enumerate(rows)], path)
+
+    used = {name: parts[name] for name in ("train", "test") if name in parts}
+    numbers, classes = _numbered(used, label, f"{path}: column {label!r}")
+    x = pictures(used["train"])
+    apart = (pictures(used["test"]), numbers["test"]) if "test" in used else None
+    return _dataset(path, x, numbers["train"], apart, test, classes, mean, std)
+
+
+def _stored(row: Mapping[str, Any], name: str, size: int | None, grey: bool) -> Tensor:
+    """A picture as Hugging Face's datasets keep it: its bytes, or where its file lies."""
+    if row["bytes"] is not None:
+        return _picture(io.BytesIO(row["bytes"]), name, size, grey)
+    if "://" in row["path"]:
+        raise ValueError(
+            f"{name} lies at {row['path']}: nothing is downloaded; save the dataset with its pictures in it"
+        )
+    return _picture(Path(row["path"]), f"{name}, {row['path']}", size, grey)
+
+
+def _numbered(parts: Mapping[str, Any], label: str, where: str) -> tuple[dict[str, Tensor], int]:
+    """The labels of each part as numbers, and how many classes there are; names count in alphabetical order."""
+    import datasets
+
+    written = {name: list(part[label]) for name, part in parts.items()}
+    feature = parts["train"].features[label]
+    if all(isinstance(v, str) for values in written.values() for v in values):
+        names = {name: k for k, name in enumerate(sorted(set().union(*written.values())))}
+        written = {part: [names[v] for v in values] for part, values in written.items()}
+        classes = len(names)
+    else:
+        classes = feature.num_classes if isinstance(feature, datasets.ClassLabel) else 0
+    found = {name: _labels(np.asarray(values), where) for name, values in written.items()}
+    return found, max(classes, *(int(y.max()) + 1 for y in found.values()))
+
+
+def wrong(dataset: Dataset) -> str:
+    """What keeps a dataset of anybody's making from being used, in words; empty where nothing does."""
+    if isinstance(dataset, Text):
+        return wrong_text(dataset)
+    for name, x, y in (("x", dataset.x, dataset.y), ("x_test", dataset.x_test, dataset.y_test)):
+        if x.dtype != torch.uint8 or x.dim() != 4:
+            return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected uint8 (N, C, H, W)"
+        if y.dtype != torch.int64 or y.shape != x.shape[:1]:
+            return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 ({len(x)},)"
+        if not len(x) or x.shape[1:] != dataset.x.shape[1:]:
+            return f"{name} has shape {tuple(x.shape)}, expected images of {tuple(dataset.x.shape[1:])}, one at least"
+        if not 0 <= int(y.min()) <= int(y.max()) < dataset.classes:
+            return f"the labels of {name} lie in {int(y.min())}..{int(y.max())}, expected 0..{dataset.classes - 1}"
+    channels = dataset.x.shape[1]
+    if len(dataset.mean) != channels or len(dataset.std) != channels or not all(s > 0 for s in dataset.std):
+        return f"mean {dataset.mean} and std {dataset.std} should be {channels} numbers each, those of std above 0"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) -> Tensor:
+    """One picture (C, size, size) uint8; ValueError with its name where it cannot be read."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(source) as opened:
+            upright = ImageOps.exif_transpose(opened).convert("L" if grey else "RGB")
+    except Exception as error:  # broken files raise SyntaxError, OSError, DecompressionBombError and more
+        raise ValueError(f"{name} is not a picture that can be read: {error}") from error
+    if size is not None:  # the shorter side resized, then the centre: as torchvision's Resize and CenterCrop
+        wide, high = (int(size * side / min(upright.size)) for side in upright.size)
+        left, top = round((wide - size) / 2), round((high - size) / 2)
+        upright = upright.resize((wide, high), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
+    pixels = torch.from_numpy(np.array(upright))
+    return pixels[None] if grey else pixels.permute(2, 0, 1)
+
+
+def _stacked(pictures: Sequence[Tensor], path: Path) -> Tensor:
+    if not pictures:
+        raise ValueError(f"{path} has no pictures")
+    if sizes := {tuple(p.shape) for p in pictures if p.shape != pictures[0].shape}:
+        first = tuple(pictures[0].shape)
+        raise ValueError(f"{path}: pictures are of several sizes, {first} and {min(sizes)} (C, H, W): give a size")
+    return torch.stack(list(pictures))
+
+
+def _images(array: np.ndarray, where: str, layout: Layout) -> Tensor:
+    """(N, C, H, W) uint8."""
+    if array.dtype != np.uint8:
+        raise ValueError(
+            f"{where} has dtype {array.dtype}, expected uint8: whole numbers from 0 to 255 (of floats in [0, 1]: "
+            "(255 * x).round().astype('uint8'))"
+        )
+    if array.ndim == 3:
+        array = array[:, None]
+    elif array.ndim == 4:
+        array = _channels_first(array, where, layout)
+    else:
+        raise ValueError(f"{where} has shape {array.shape}, expected (N, H, W), (N, H, W, C) or (N, C, H, W)")
+    if 0 in array.shape:
+        raise ValueError(f"{where} has shape {array.shape}: it is empty")
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _channels_first(array: np.ndarray, where: str, layout: Layout) -> np.ndarray:
+    places = {"NCHW": 1, "NHWC": 3}
+    possible = [name for name, axis in places.items() if array.shape[axis] in (1, 3)]
+    chosen = possible if layout == "auto" else [name for name in possible if name == layout]
+    if len(chosen) != 1:
+        wanted = "1 or 3 channels" if layout == "auto" else f"1 or 3 channels as {layout} has them"
+        hint = ': give a layout, "NHWC" or "NCHW"' if len(chosen) > 1 else ""
+        raise ValueError(f"{where} has shape {array.shape}, expected {wanted}{hint}")
+    return array if chosen == ["NCHW"] else array.transpose(0, 3, 1, 2)
+
+
+def _labels(array: np.ndarray, where: str) -> Tensor:
+    if not np.issubdtype(array.dtype, np.integer) or array.ndim != 1:
+        raise ValueError(f"{where} has dtype {array.dtype} and shape {array.shape}, expected whole numbers (N,)")
+    if len(array) and array.min() < 0:
+        raise ValueError(f"{where} has the label {array.min()}; labels count from 0")
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _dataset(
+    path: Path,
+    x: Tensor,
+    y: Tensor,
+    apart: tuple[Tensor, Tensor] | None,
+    share: float,
+    classes: int,
+    mean: Statistics,
+    std: Statistics,
+) -> Dataset:
+    """All of it checked, the test part taken off where there is none apart."""
+    for images, labels in [(x, y), *([apart] if apart else [])]:
+        if len(images) != len(labels):
+            raise ValueError(f"{path} has {len(images)} images and {len(labels)} labels")
+    if len(y.unique()) < 2:
+        raise ValueError(f"{path} has images of one class only: there is nothing to learn, and every label is known")
+    if apart is None:
+        tested = held_out(y, share)
+        if not tested.any():
+            raise ValueError(f"{path}: no class has the two images that test = {share:g} needs")
+        (x, y), apart = (x[~tested], y[~tested]), (x[tested], y[tested])
+    found = _statistics(x)
+    mean, std = (_given(name, v, own, path) for name, v, own in (("mean", mean, found[0]), ("std", std, found[1])))
+    if flat := [i for i, s in enumerate(std) if not s > 0]:
+        raise ValueError(
+            f"{path}: std of channel {flat[0]} is {std[flat[0]]:g}: all its pixels are the same; give a std"
+        )
+    return Dataset(path.stem or str(path), x, y, *apart, classes, tuple(mean), tuple(std))
+
+
+def _statistics(x: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel in [0, 1] pixels, from whole numbers, which do not round."""
+    channels = [x[:, c] for c in range(x.shape[1])]
+    counts = [torch.bincount(channel.flatten(), minlength=256).double() / channel.numel() for channel in channels]
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    means = [float(count @ levels) for count in counts]
+    return means, [float((count @ (levels - m).square()).sqrt()) for count, m in zip(counts, means, strict=True)]
+
+
+def _given(name: str, value: Statistics, own: Sequence[float], path: Path) -> Sequence[float]:
+    if value is not None and len(value) != len(own):
+        raise ValueError(f"{name} has {len(value)} numbers, and the images of {path} have {len(own)} channels")
+    return own if value is None else value

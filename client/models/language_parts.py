@@ -1,0 +1,180 @@
+"""Where the parts of a language model lie: found by what its modules are and are called, never by their number."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedgauge.client.models.tokenizer import Task
+
+_PROJECTIONS = {
+    "query": ("query", "q_lin", "q_proj"),
+    "key": ("key", "k_lin", "k_proj"),
+    "value": ("value", "v_lin", "v_proj"),
+}
+_FUSED = "c_attn"  # query, key and value side by side, in this order
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Where the weights of a linear map lie.
+
+    Args:
+        weight, bias: names of parameters.
+        start, stop: its outputs within a fused one; stop None: all.
+        transposed: the weight is kept as (in, out).
+    """
+
+    weight: str
+    bias: str | None
+    start: int = 0
+    stop: int | None = None
+    transposed: bool = False
+
+    def of(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Weight (..., out, in) and bias (..., out) out of weights, an update, or several stacked."""
+        weight = tensors[self.weight]
+        weight = weight.mT if self.transposed else weight
+        bias = (
+            None if self.bias is None or self.bias not in tensors else tensors[self.bias][..., self.start : self.stop]
+        )
+        return weight[..., self.start : self.stop, :], bias
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block: its attention's projections, and the names of the weights and biases of its norms."""
+
+    query: Projection
+    key: Projection
+    value: Projection
+    norms: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Names of a language model's parameters by what they do; those that are frozen among them."""
+
+    word: str
+    position: str | None
+    token_type: str | None
+    embedding_norm: tuple[str, str] | None
+    head: tuple[str, str | None]
+    layers: tuple[Layer, ...]
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head's rows are the word embeddings."""
+        return self.head[0] == self.word
+
+    @property
+    def key_biases(self) -> frozenset[str]:
+        """Biases of keys alone: their gradient is zero but for rounding, since a softmax does not see them."""
+        return frozenset(layer.key.bias for layer in self.layers if layer.key.bias and layer.key.stop is None)
+
+
+class Search:
+    """The parts of a network, found by what its modules are and are called."""
+
+    def __init__(self, net: Any, task: Task) -> None:
+        self.net, self.task = net, task
+        # of a tied parameter, the first of its names
+        self.name = {id(p): f"net.{name}" for name, p in net.named_parameters()}
+        self.modules: dict[str, Any] = dict(net.named_modules())  # torch types every attribute of a module alike
+        blocks = self._blocks()
+        place = self._embeddings()
+        word, position, kind = place["word"], place.get("position"), place.get("type")
+        rows: Any = None if position is None else self.modules[position]
+        # RoBERTa counts its positions from behind the padding's row on
+        reserved = -1 if rows is None or rows.padding_idx is None else int(rows.padding_idx)
+        own = int(getattr(net, "positions", 2**31))
+        self.positions = own if rows is None else int(rows.num_embeddings) - reserved - 1
+        self.parts = Parts(
+            word=self._weight(word),
+            position=position and self._weight(position),
+            token_type=kind and self._weight(kind),
+            embedding_norm=self._norm_beside(word, blocks),
+            head=self._head(),
+            layers=tuple(self._layer(name) for name in blocks),
+        )
+        inside = [
+            (f"net.{name}", p) for name, p in net.named_parameters() if name.startswith(tuple(b + "." for b in blocks))
+        ]
+        self.biases = frozenset(name for name, _ in inside if name.rpartition(".")[2] == "bias")
+
+    def _weight(self, module: str) -> str:
+        return self.name[id(self.modules[module].weight)]
+
+    def _blocks(self) -> list[str]:
+        """The stacked blocks: the first list of modules in which each has projections of its own."""
+        for name, module in self.modules.items():
+            if not isinstance(module, nn.ModuleList) or not len(module):
+                continue
+            children = [f"{name}.{child}" for child, _ in module.named_children()]
+            if all(self._projections(child) for child in children):
+                return children
+        raise ValueError(
+            f"{type(self.net).__name__} has no stack of blocks whose query, key and value can be told apart "
+            "(known: those of BERT, RoBERTa, DistilBERT, ELECTRA and their like, and of GPT-2)"
+        )
+
+    def _projections(self, block: str) -> dict[str, str]:
+        """The modules that make query, key and value of a block, by these words; empty where they are not all there."""
+        inside = {name: name.rpartition(".")[2] for name in self.modules if name.startswith(block + ".")}
+        if fused := [name for name, leaf in inside.items() if leaf == _FUSED]:
+            return dict.fromkeys(_PROJECTIONS, fused[0])
+        found = {what: [n for n, leaf in inside.items() if leaf in names] for what, names in _PROJECTIONS.items()}
+        return {what: names[0] for what, names in found.items()} if all(found.values()) else {}
+
+    def _layer(self, block: str) -> Layer:
+        query, key, value = (self._projection(name, i) for i, name in enumerate(self._projections(block).values()))
+        norms = [
+            self.name[id(p)]
+            for name, module in self.modules.items()
+            if name.startswith(block + ".") and isinstance(module, nn.LayerNorm)
+            for p in module.parameters()
+        ]
+        return Layer(query, key, value, tuple(norms))
+
+    def _projection(self, name: str, place: int) -> Projection:
+        """What one module makes, or its place-th third where it makes query, key and value."""
+        module = self.modules[name]
+        weight, bias = self._weight(name), getattr(module, "bias", None)
+        transposed = not isinstance(module, nn.Linear)
+        third = int(module.weight.shape[1 if transposed else 0]) // 3
+        fused = name.rpartition(".")[2] == _FUSED
+        start, stop = (place * third, (place + 1) * third) if fused else (0, None)
+        return Projection(weight, None if bias is None else self.name[id(bias)], start, stop, transposed)
+
+    def _embeddings(self) -> dict[str, str]:
+        """Word embeddings as the network itself names them, and those of positions and segments by what they are called."""
+        words = self.net.get_input_embeddings()
+        found = {}
+        for name, module in self.modules.items():
+            leaf = name.rpartition(".")[2]
+            if module is words:
+                found["word"] = name
+            elif isinstance(module, nn.Embedding) and ("position" in leaf or leaf == "wpe"):
+                found["position"] = name
+            elif isinstance(module, nn.Embedding) and "type" in leaf:
+                found["type"] = name
+        return found
+
+    def _norm_beside(self, word: str, blocks: Sequence[str]) -> tuple[str, str] | None:
+        """The norm that embeddings pass: a sibling of theirs, where the blocks are not siblings of theirs, too."""
+        home = word.rpartition(".")[0]
+        if any(block.startswith(home + ".") for block in blocks):
+            return None
+        for name, module in self.modules.items():
+            if name.rpartition(".")[0] == home and isinstance(module, nn.LayerNorm):
+                return self.name[id(module.weight)], self.name[id(module.bias)]
+        return None
+
+    def _head(self) -> tuple[str, str | None]:
+        if self.task == "next_token":
+            head: Any = self.net.get_output_embeddings()
+        else:
+            head = [m for m in self.modules.values() if isinstance(m, nn.Linear)][-1]
+        bias = head.bias
+        return self.name[id(head.weight)], None if bias is None else self.name[id(bias)]

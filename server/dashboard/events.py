@@ -1,0 +1,100 @@
+"""What has changed: each page that listens has somebody look at its ledgers' files, and at what is in them when they change."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from fedgauge.server.dashboard.runs import Shelf, Unknown
+from fedgauge.server.store.ledger import LedgerError
+from fedgauge.server.store.run import Run
+from fedgauge.server.views.reading import state_of
+
+LOOK = 0.5  # seconds between looks at files
+HEARTBEAT = 15.0  # seconds after which silence is broken, so that proxies keep the connection
+
+
+class Feed:
+    """The changes of a shelf's runs, as server-sent events; a slow listener misses versions, never the last one."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.shelf = shelf
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """End every stream."""
+        self._stopping.set()
+
+    async def events(self, name: str | None, last: str | None) -> AsyncIterator[str]:
+        """The stream of one listener.
+
+        Args:
+            name: a run; None for all of the folder.
+            last: the version that the listener knows already, by its Last-Event-ID.
+        """
+        known, touched, silent = last, None, 0.0
+        yield "retry: 1000\n\n"
+        while not self._stopping.is_set():
+            now = await asyncio.to_thread(self._touched, name)
+            if now is None:
+                yield "event: gone\ndata: {}\n\n"
+                return
+            if now != touched:
+                touched = now
+                version = await asyncio.to_thread(self._version, name)
+                if version != known:
+                    known, silent = version, 0.0
+                    yield f"id: {version}\nevent: change\ndata: {json.dumps({'run': name, 'version': version})}\n\n"
+            if silent >= HEARTBEAT:
+                silent = 0.0
+                yield ": still here\n\n"
+            silent += LOOK
+            try:
+                await asyncio.wait_for(self._stopping.wait(), LOOK)
+            except TimeoutError:
+                continue
+
+    def _touched(self, name: str | None) -> Any:
+        """What differs whenever a ledger may have changed; it costs no query. None: the run is gone."""
+        if name is not None:
+            try:
+                return _marks(self.shelf.run(name))
+            except Unknown:
+                return None
+        return [(n, _marks(self.shelf.run(n))) for n in self.shelf.names()]
+
+    def _version(self, name: str | None) -> str:
+        if name is None:
+            return _digest("\n".join(f"{n}: {self._line(n)}" for n in self.shelf.names()))
+        try:
+            return self.shelf.use(name, lambda reading: reading.version)
+        except (Unknown, LedgerError) as error:
+            return _digest(str(error))
+
+    def _line(self, name: str) -> str:
+        try:
+            run = self.shelf.run(name)
+            with run.ledger(readonly=True) as ledger:
+                return f"{ledger.finished()} {ledger.last_round()} {ledger.progress()} {state_of(run, ledger)}"
+        except (Unknown, LedgerError):
+            return "unreadable"
+
+
+def _digest(text: str) -> str:
+    return xxh3_64_hexdigest(text.encode())
+
+
+def _marks(run: Run) -> tuple[Any, ...]:
+    at_work = tuple(run.holder(purpose) for purpose in ("training", "audit"))
+    return (*at_work, *(_stamp(run.folder / f"ledger.sqlite{tail}") for tail in ("", "-wal")))
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_mtime_ns, stat.st_size

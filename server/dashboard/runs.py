@@ -1,0 +1,100 @@
+"""The runs that the page shows: those of a folder, or a single one; nothing outside is ever opened."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+from fedgauge.server.store.ledger import LedgerError
+from fedgauge.server.store.run import Run
+from fedgauge.server.views.reading import Reading
+
+OPEN = 24  # runs that are kept open: a reading holds all scores of its run
+
+View = TypeVar("View")
+
+
+class Unknown(Exception):
+    """There is no such run, or no such part of one; the message says what there is."""
+
+
+def _plain(name: str) -> bool:
+    return Path(name).name == name and not name.startswith(".") and "\0" not in name
+
+
+class Shelf:
+    """A folder of runs, or one run; safe to use from many threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.single = (path / "ledger.sqlite").exists()
+        self.root = path.parent if self.single else path
+        self._only = path if self.single else None
+        self._readings: OrderedDict[str, Reading] = OrderedDict()
+        self._lock = Lock()
+
+    def names(self) -> list[str]:
+        """The runs, newest first."""
+        if self._only is not None:
+            return [Run(self._only).name]
+        ledgers = self.root.glob("*/ledger.sqlite") if self.root.is_dir() else ()
+        names = (p.parent.name for p in ledgers if self._inside(p.parent))
+        return sorted(filter(_plain, names), reverse=True)
+
+    def run(self, name: str) -> Run:
+        """A run by its name; Unknown where there is none, whatever else the name may lead to."""
+        if self._only is not None:
+            if name == Run(self._only).name:
+                return Run(self._only)
+        elif _plain(name) and self._inside(self.root / name) and (self.root / name / "ledger.sqlite").exists():
+            return Run(self.root / name)
+        raise Unknown(f"there is no run {name!r} here")
+
+    def _inside(self, folder: Path) -> bool:
+        return folder.resolve().parent == self.root.resolve()  # a link may lead anywhere
+
+    def use(self, name: str, ask: Callable[[Reading], View]) -> View:
+        """What `ask` finds in a run as it stands now.
+
+        Raises:
+            Unknown: there is no such run.
+            LedgerError: its ledger cannot be read.
+        """
+        reading = self._reading(name)
+        try:
+            with reading.now():
+                return ask(reading)
+        except LedgerError:
+            self._drop(name)  # it may be mended when it is opened again
+            raise
+
+    def compare(self, names: Sequence[str], ask: Callable[[list[Reading]], View]) -> View:
+        """What `ask` finds in several runs together."""
+        readings = [self._reading(name) for name in dict.fromkeys(names)]
+        with ExitStack() as stack:
+            # in one order for all, so that no two wait for each other
+            for reading in sorted(readings, key=lambda r: r.run.name):
+                try:
+                    stack.enter_context(reading.now())
+                except LedgerError:
+                    self._drop(reading.run.name)
+                    raise
+            return ask(readings)
+
+    def _reading(self, name: str) -> Reading:
+        run = self.run(name)
+        with self._lock:
+            known = self._readings.pop(name, None)
+            if known is not None and known.gone:
+                known = None
+            self._readings[name] = known or Reading(run)
+            while (
+                len(self._readings) > OPEN
+            ):  # not closed: somebody may be about to read it, and closes it by forgetting it
+                self._readings.popitem(last=False)
+            return self._readings[name]
+
+    def _drop(self, name: str) -> None:
+        with self._lock:
+            self._readings.pop(name, None)

@@ -1,0 +1,439 @@
+"""The page's server: JSON of each view, the page itself, and a stream of what has changed; it reads ledgers only."""
+
+import asyncio
+import gzip
+import hmac
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+from urllib.parse import quote
+
+from anyio.to_thread import current_default_thread_limiter
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
+from fedgauge.server.dashboard.events import Feed
+from fedgauge.server.dashboard.runs import OPEN, Shelf, Unknown
+from fedgauge.server.store.ledger import LedgerError
+from fedgauge.server.views.clients import client, clients
+from fedgauge.server.views.compare import compare
+from fedgauge.server.views.gallery import Gallery, Query, Sort, through_rounds, trace
+from fedgauge.server.views.overview import overview
+from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.run_list import in_a_line
+
+STATIC = Path(__file__).parent / "static"
+THREADS = 4  # that make views: one core does one at a time, and each thread keeps memory of its own
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    # Plotly sets styles of its own; nothing may be loaded from, or sent to, anywhere else
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",  # what is shown is personal data: it stays in no browser's cache
+}
+
+
+class BadQuery(Exception):
+    """A query parameter that cannot be; the message names it and what is allowed."""
+
+
+def make_app(path: Path, token: str | None = None) -> Starlette:
+    """The page over a folder of runs, or over a single run.
+
+    Args:
+        token: without which nothing is answered; None: only requests that name this machine are.
+    """
+    shelf = Shelf(path)
+    feed = Feed(shelf)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        current_default_thread_limiter().total_tokens = THREADS
+        ahead = asyncio.get_running_loop().run_in_executor(None, _packed)  # nobody shall wait for its packing
+        yield
+        await ahead
+        feed.stop()
+
+    guard = Middleware(_Token, token=token) if token else Middleware(_OwnHost)
+    app = Starlette(
+        routes=_routes(),
+        middleware=[Middleware(_Headers), guard, Middleware(GZipMiddleware, minimum_size=2000)],
+        exception_handlers={
+            Unknown: _answer(404),
+            LedgerError: _answer(503),
+            BadQuery: _answer(400),
+            HTTPException: _http,
+        },
+        lifespan=lifespan,
+    )
+    app.state.shelf, app.state.feed = shelf, feed
+    return app
+
+
+def serve(path: Path, host: str, port: int | None, token: str | None, ready: Callable[[str], None]) -> None:
+    """Serve until interrupted.
+
+    Args:
+        port: None: the usual one, or where that is taken a free one.
+        token: None: none on this machine's own address, a fresh one elsewhere.
+        ready: is told the address to open.
+
+    Raises:
+        OSError: the address cannot be had; it says what to do.
+    """
+    import uvicorn
+
+    listening = _listen(host, port)
+    if not token and host not in LOOPBACK:
+        token = secrets.token_urlsafe(24)
+    app = make_app(path, token)
+    shown = f"[{host}]" if ":" in host else host
+    ready(f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={quote(token, safe='')}" if token else ""))
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            app.state.feed.stop()  # else the streams would hold the end up
+            super().handle_exit(sig, frame)
+
+    Server(uvicorn.Config(app, log_level="warning", log_config=None, ws="none", timeout_graceful_shutdown=2)).run(
+        sockets=[listening]
+    )
+
+
+PORT = 8765
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for tried in [port] if port is not None else [PORT, 0]:
+        opened = socket.socket(family, socket.SOCK_STREAM)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            opened.bind((host, tried))
+            opened.listen(128)
+            return opened
+        except OSError as error:
+            opened.close()
+            if port is not None or tried == 0:
+                advice = "choose another --port" if tried else "choose another --host"
+                raise OSError(f"{host}:{tried} cannot be listened on ({error.strerror}): {advice}") from error
+    raise AssertionError("one of them was tried last")
+
+
+def _routes() -> list[Route | Mount]:
+    pages = ["/", "/compare", "/run/{id}", "/run/{id}/gallery", "/run/{id}/clients", "/run/{id}/image/{image:int}"]
+    return [
+        *(Route(path, _page) for path in pages),
+        Route("/api/runs", _runs),
+        Route("/api/runs/{id}/overview", _overview),
+        Route("/api/runs/{id}/gallery", _gallery),
+        Route("/api/runs/{id}/image/{image:int}", _image),
+        Route("/api/runs/{id}/trace", _trace),
+        Route("/api/runs/{id}/clients", _clients),
+        Route("/api/runs/{id}/clients/{client:int}", _client),
+        Route("/api/compare", _compare),
+        Route("/api/events", _events),
+        Route("/plotly.js", _plotly),
+        Route("/healthz", _healthz),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- guards
+
+
+class _Headers:
+    """Adds HEADERS to every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
+            await send(message)
+
+        await self.app(scope, receive, with_headers if scope["type"] == "http" else send)
+
+
+class _OwnHost:
+    """Answers only requests that name this machine itself: a page elsewhere may have its own name lead to us."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or Request(scope).url.hostname in LOOPBACK:
+            await self.app(scope, receive, send)
+        else:
+            words = f"this page is asked for by the name {' or '.join(LOOPBACK[:2])} alone, or with a token (--token)"
+            await _refusal(Request(scope), words, 400)(scope, receive, send)
+
+
+class _Token:
+    """Lets nobody in without the token: once in the address, from then on in a cookie."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app = app
+        self.token = token
+        self.mark = sha256(token.encode()).hexdigest()  # a cookie cannot hold every character
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope)
+        cookie = f"fedgauge-{request.url.port or 80}"  # browsers share cookies between the ports of a host
+        given = request.query_params.get("token")
+        if given is not None and self._right(given):
+            without = request.url.remove_query_params("token")
+            response: Response = RedirectResponse(f"{without.path}{'?' if without.query else ''}{without.query}", 303)
+            response.set_cookie(cookie, self.mark, httponly=True, samesite="strict")
+            await response(scope, receive, send)
+        elif _equal(request.cookies.get(cookie, ""), self.mark) or self._right(_bearer(request)):
+            await self.app(scope, receive, send)
+        else:
+            words = (
+                "this page needs its token: open the address that `fedgauge watch` printed, with ?token=... at its end"
+            )
+            await _refusal(request, words, 401)(scope, receive, send)
+
+    def _right(self, given: str) -> bool:
+        return _equal(given, self.token)
+
+
+def _equal(given: str, known: str) -> bool:
+    return hmac.compare_digest(given.encode(), known.encode())
+
+
+def _bearer(request: Request) -> str:
+    kind, _, given = request.headers.get("authorization", "").partition(" ")
+    return given if kind.lower() == "bearer" else ""
+
+
+def _refusal(request: Request, words: str, status: int) -> Response:
+    if request.url.path.startswith("/api/"):
+        return JSONResponse({"error": words}, status)
+    return PlainTextResponse(f"fedgauge: {words}\n", status)
+
+
+def _answer(status: int) -> Callable[[Request, Exception], Response]:
+    return lambda request, error: _refusal(request, str(error), status)
+
+
+def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _refusal(request, str(error.detail), error.status_code)
+
+
+# --------------------------------------------------------------------------------------------------------------- views
+
+
+async def _ask(request: Request, make: Callable[[Reading], Mapping[str, Any]]) -> Response:
+    """What a view makes of the run that the address names, with how the run stands."""
+    shelf, name = request.app.state.shelf, request.path_params["id"]
+    found = await run_in_threadpool(
+        shelf.use, name, lambda reading: {**make(reading), "state": reading.state, "version": reading.version}
+    )
+    return JSONResponse(found)
+
+
+async def _overview(request: Request) -> Response:
+    return await _ask(request, lambda reading: reading.view("overview", lambda: overview(reading)))
+
+
+async def _gallery(request: Request) -> Response:
+    asked = _query(request, "round", "client", "attack", "label", "sort", "offset")
+    sort = _one_of(asked, "sort", ("leak", "hidden", "client"), "leak")
+    who, label, offset = (_number(asked, key) if key in asked else None for key in ("client", "label", "offset"))
+
+    def page(reading: Reading) -> Any:
+        gallery = _gallery_of(reading)
+        attack = _known(asked, "attack", gallery.attacks)
+        round = gallery.rounds[-1] if gallery.rounds else None
+        if "round" in asked:
+            round = None if asked["round"] == "all" else _number(asked, "round")
+        _there("round", round, gallery.rounds)
+        _there("client", who, sorted({client for client, _ in reading.participation}))
+        return gallery.page(Query(round, who, attack, label, cast(Sort, sort), offset or 0))
+
+    return await _ask(request, page)
+
+
+def _gallery_of(reading: Reading) -> Gallery:
+    return reading.view("gallery", lambda: Gallery(reading))
+
+
+async def _image(request: Request) -> Response:
+    who = _number(_query(request, "client"), "client")
+
+    def find(reading: Reading) -> Any:
+        found = through_rounds(_gallery_of(reading), who, request.path_params["image"])
+        if found is None:
+            raise Unknown(f"client {who} was never attacked on image {request.path_params['image']}")
+        return found
+
+    return await _ask(request, find)
+
+
+async def _trace(request: Request) -> Response:
+    asked = _query(request, "round", "client", "example", "attack")
+    round, who, example = (_number(asked, key) for key in ("round", "client", "example"))
+
+    def find(reading: Reading) -> Any:
+        gallery = _gallery_of(reading)
+        attack = _known(asked, "attack", gallery.attacks)
+        if attack is None:
+            raise BadQuery("attack is missing")
+        found = trace(gallery, round, who, example, attack)
+        if isinstance(found, str):
+            raise Unknown(found)
+        return found
+
+    return await _ask(request, find)
+
+
+async def _clients(request: Request) -> Response:
+    asked = _query(request, "metric", "attack", "client")
+    wanted = _one_of(asked, "metric", tuple(HIGHER_IS_BETTER), "") if "metric" in asked else ""
+
+    def find(reading: Reading) -> Any:
+        metric = wanted or reading.scores.measure.metric
+        attack = _known(asked, "attack", _gallery_of(reading).attacks)
+        return reading.view(("clients", metric, attack), lambda: clients(reading, metric, attack))
+
+    return await _ask(request, find)
+
+
+async def _client(request: Request) -> Response:
+    who = request.path_params["client"]
+
+    def find(reading: Reading) -> Any:
+        if not any(c == who for c, _ in reading.participation):
+            raise Unknown(f"there is no client {who} in this run")
+        return client(_gallery_of(reading), who)
+
+    return await _ask(request, find)
+
+
+async def _runs(request: Request) -> Response:
+    shelf: Shelf = request.app.state.shelf
+    lines = await run_in_threadpool(lambda: [_line(shelf, name) for name in shelf.names()])
+    return JSONResponse({"folder": shelf.root.name, "single": shelf.single, "runs": lines})
+
+
+def _line(shelf: Shelf, name: str) -> Mapping[str, Any]:
+    try:
+        return in_a_line(shelf.run(name))
+    except (LedgerError, Unknown, KeyError) as error:
+        return {"id": name, "error": str(error)}
+
+
+async def _compare(request: Request) -> Response:
+    asked = _query(request, "runs", "metric")
+    metric = _one_of(asked, "metric", tuple(HIGHER_IS_BETTER), "psnr")
+    shelf: Shelf = request.app.state.shelf
+    names = [name for name in asked.get("runs", "").split(",") if name] or shelf.names()
+    if len(names) > OPEN:
+        raise BadQuery(f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
+    return JSONResponse(await run_in_threadpool(shelf.compare, names, lambda readings: compare(readings, metric)))
+
+
+async def _events(request: Request) -> Response:
+    name, feed = request.query_params.get("run"), request.app.state.feed
+    if name is not None:
+        request.app.state.shelf.run(name)
+    stream = feed.events(name, request.headers.get("last-event-id"))
+    return StreamingResponse(stream, media_type="text/event-stream")
+
+
+async def _page(request: Request) -> Response:
+    status = 200
+    if "id" in request.path_params:
+        try:
+            request.app.state.shelf.run(request.path_params["id"])
+        except Unknown:  # the page says so, with a way to the others
+            status = 404
+    return Response((STATIC / "page.html").read_bytes(), status, media_type="text/html")
+
+
+async def _plotly(request: Request) -> Response:
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return Response(_plotly_script(), media_type="text/javascript")
+    return Response(
+        _packed(), media_type="text/javascript", headers={"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+    )
+
+
+@cache
+def _plotly_script() -> bytes:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs()).encode()
+
+
+@cache
+def _packed() -> bytes:
+    """Packed once, and quickly: no page should wait for it."""
+    return gzip.compress(_plotly_script(), 1)
+
+
+async def _healthz(request: Request) -> Response:
+    return PlainTextResponse("ok\n")
+
+
+# ------------------------------------------------------------------------------------------------------------- queries
+
+
+def _query(request: Request, *allowed: str) -> dict[str, str]:
+    asked = {key: value for key, value in request.query_params.items() if value != ""}
+    if unknown := sorted(asked.keys() - set(allowed)):
+        raise BadQuery(f"unknown parameter {unknown[0]!r} (there are: {', '.join(allowed)})")
+    return asked
+
+
+def _number(asked: Mapping[str, str], key: str) -> int:
+    try:
+        value = int(asked[key])
+    except KeyError:
+        raise BadQuery(f"{key} is missing") from None
+    except ValueError:
+        raise BadQuery(f"{key} must be a whole number, got {asked[key]!r}") from None
+    if not 0 <= value < 2**21:
+        raise BadQuery(f"{key} must be between 0 and {2**21}, got {value}")
+    return value
+
+
+def _one_of(asked: Mapping[str, str], key: str, allowed: tuple[str, ...], default: str) -> str:
+    value = asked.get(key, default)
+    if value not in allowed:
+        raise BadQuery(f"{key} must be one of {', '.join(allowed)}, got {value!r}")
+    return value
+
+
+def _there(what: str, value: int | None, known: Sequence[int]) -> None:
+    if value is not None and known and value not in known:
+        raise BadQuery(f"there is no {what} {value} in this gallery")
+
+
+def _known(asked: Mapping[str, str], key: str, names: list[str]) -> str | None:
+    """The named one; None: all of them."""
+    return _one_of(asked, key, tuple(names), asked[key]) if key in asked and names else None

@@ -1,0 +1,1 @@
+"""The attack service: it leases waves of jobs and has workers attack them."""

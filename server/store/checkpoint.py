@@ -1,0 +1,279 @@
+"""Checkpoints: after each round all that the next one needs, so that a training that was killed goes on as if it had not been.
+
+The order of the writes makes a kill at any moment harmless: tape, checkpoint, ledger. Until its checkpoint is there a round
+has not happened, and what it left on the tape is swept away; from then on it has, and what the ledger lacks of it is
+entered from the checkpoint.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+from fedgauge.client.update import Params, WithMemory
+from fedgauge.server.store.ledger import Ledger, Seen
+from fedgauge.server.store.run import NotResumable, Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_bytes, write_tensors
+
+VERSION = 1  # of what a checkpoint's file says
+_NAME = "checkpoint.json"  # whoever reads it reads a whole round: it names the file with the tensors, and its digest
+_PARAM, _BUFFER, _STATE = "param/", "buffer/", "state/"
+
+
+class Unsavable(Exception):
+    """A strategy keeps something that no checkpoint can hold; the message names it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A federation between two rounds.
+
+    Args:
+        round: the last that is over.
+        strategy: all attributes of the wrapped strategy, by name: stock ones have their moments there.
+        seen: what became of each client in that round.
+    """
+
+    round: int
+    params: Params
+    buffers: Mapping[str, Tensor]
+    strategy: Mapping[str, Any]
+    seen: tuple[Seen, ...]
+
+    def write(self, folder: Path) -> None:
+        """Keep it in a run folder, in the place of the one before.
+
+        Raises:
+            Unsavable: of the strategy's state.
+            OSError: the one before is still there, whole.
+        """
+        tensors = {_PARAM + k: t for k, t in self.params.items()} | {_BUFFER + k: t for k, t in self.buffers.items()}
+        state = {name: _encoded(value, name, tensors) for name, value in self.strategy.items()}
+        name = f"checkpoint-{self.round:05d}.safetensors"
+        digest = write_tensors(folder / name, tensors)
+        facts = dict(version=VERSION, round=self.round, tensors=name, digest=digest, strategy=state)
+        order = {"params": list(self.params), "buffers": list(self.buffers)}
+        seen = [asdict(s) for s in self.seen]
+        write_bytes(folder / _NAME, json.dumps({**facts, **order, "seen": seen}).encode())
+        for old in set(folder.glob("checkpoint-*.safetensors")) - {folder / name}:
+            old.unlink()
+
+    @classmethod
+    def read(cls, folder: Path) -> "Checkpoint | None":
+        """The one in a run folder, or None; NotResumable where it is damaged or says that there can be none."""
+        path = folder / _NAME
+        if not path.exists():
+            return None
+        try:
+            facts = json.loads(path.read_bytes())
+            if facts["version"] != VERSION:
+                raise NotResumable(f"{path} has version {facts['version']}, this fedgauge reads {VERSION}")
+            if "refused" in facts:
+                raise NotResumable(f"{folder} cannot be resumed: {facts['refused']}")
+            tensors = read_tensors(folder / Path(facts["tensors"]).name, facts["digest"])
+            return cls(
+                round=facts["round"],
+                params={k: tensors[_PARAM + k] for k in facts["params"]},
+                buffers={k: tensors[_BUFFER + k] for k in facts["buffers"]},
+                strategy={name: _decoded(value, tensors) for name, value in facts["strategy"].items()},
+                seen=tuple(Seen(**s) for s in facts["seen"]),
+            )
+        except TapeError as error:
+            raise NotResumable(f"{folder} cannot be resumed: {error}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise NotResumable(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def refuse(folder: Path, reason: str) -> None:
+    """Leave word in a run folder that it cannot be resumed."""
+    write_bytes(folder / _NAME, json.dumps({"version": VERSION, "refused": reason}).encode())
+
+
+def begin(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint | None:
+    """Where a training begins: at its last checkpoint, to which ledger and tape are brought, or None: at the first round.
+
+    A second call changes nothing more. Rounds that the ledger has beyond it (no checkpoint could be written: the disk was
+    full) are trained again, so whatever was recorded of them is deleted.
+
+    Raises:
+        NotResumable: the clients had a memory, which died with them; the checkpoint is missing or damaged; the ledger lacks
+            rounds.
+        Busy: somebody attacks rounds that would be deleted.
+    """
+    found = Checkpoint.read(run.folder)
+    done = found.round if found is not None else 0
+    if found is not None:
+        _check(run, ledger, scenario, done)
+        if not any(o["round"] == done for o in ledger.observations_since(done)):
+            ledger.record_intake(done, found.seen, scenario.plan if scenario.audit.curious else None)
+    beyond = [row["round"] for row in (*ledger.observations_since(done + 1), *ledger.rounds_since(done + 1))]
+    if beyond and found is None:
+        raise NotResumable(
+            f"{run.folder} cannot be resumed: it has rounds up to {max(beyond)} and no checkpoint (an older fedgauge wrote none, "
+            f"and a full disk takes none); what is on its tape can be attacked: fedgauge audit {run.folder}"
+        )
+    if beyond:
+        with run.lock("audit"):
+            ledger.rewind(done + 1)
+    run.sweep(done + 1)
+    return found
+
+
+def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int) -> None:
+    if any(
+        isinstance(link, WithMemory) and link.initial({"": torch.zeros(())}) for link in scenario.federation.chain.links
+    ):
+        raise NotResumable(
+            f"{run.folder} cannot be resumed: its chain remembers (error feedback), and the clients' memories ended with them"
+        )
+    recorded = {row["round"] for row in ledger.rounds()}
+    if missing := sorted(set(range(done)) - recorded):  # a power cut may take the ledger's last rows
+        raise NotResumable(
+            f"{run.folder} cannot be resumed: its ledger lacks round {missing[0]}, its checkpoint is of {done}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- while it trains
+
+
+def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
+    """Give a strategy, built as it was before, what it had kept; NotResumable where it was built with other functions."""
+    for name, value in state.items():
+        if isinstance(value, _Named):
+            if (now := _Named.of(getattr(strategy, name, None))) != value:
+                raise NotResumable(f"the strategy's {name} was {value.name}, and is {now.name} now: build it as it was")
+        else:
+            setattr(strategy, name, value)
+
+
+class Continued(Strategy):
+    """A strategy whose first round is not the first: Flower always counts from 1, everybody else by the true round.
+
+    Args:
+        inner: the true rounds' strategy.
+        done: how many rounds are over.
+        over: called after each round's aggregation, with the true round and the weights from there on.
+    """
+
+    def __init__(self, inner: Strategy, done: int, over: Callable[[int, ArrayRecord], None]) -> None:
+        self.inner = inner
+        self.done = done
+        self.over = over
+        self._arrays = ArrayRecord()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The wrapped strategy's."""
+        self._arrays = arrays
+        return self.inner.configure_train(self.done + server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The wrapped strategy's; a round of which nothing came leaves the weights as they were."""
+        arrays, metrics = self.inner.aggregate_train(self.done + server_round, replies)
+        self.over(self.done + server_round, self._arrays if arrays is None else arrays)
+        return arrays, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The wrapped strategy's."""
+        return self.inner.configure_evaluate(self.done + server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """The wrapped strategy's."""
+        return self.inner.aggregate_evaluate(self.done + server_round, replies)
+
+    def summary(self) -> None:
+        """The wrapped strategy's."""
+        self.inner.summary()
+
+
+# ------------------------------------------------------------------------------------------------ a strategy's state
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A function among a strategy's attributes: it keeps nothing, and is there again when the strategy is built again."""
+
+    name: str
+
+    @classmethod
+    def of(cls, value: object) -> "_Named":
+        return cls(f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', repr(value))}")
+
+
+def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as JSON whose arrays are in `tensors`; exact: bits, types and the order of names."""
+    if value is None or isinstance(value, bool | int | float | str) and not isinstance(value, np.generic):
+        return value
+    if isinstance(value, FunctionType) and value.__closure__ is None:
+        return {"function": _Named.of(value).name}
+    if isinstance(value, np.ndarray | np.generic):
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {kind: _put(torch.from_numpy, np.array(value, order="C"), where, tensors)}
+    if isinstance(value, Tensor):
+        return {"tensor": _put(lambda t: t.detach().cpu().clone(), value, where, tensors)}
+    if isinstance(value, Array):
+        return {"flower": _encoded(value.numpy(), where, tensors)}
+    if isinstance(value, ArrayRecord | dict):
+        items = [[_key(k, where), _encoded(v, f"{where}[{k!r}]", tensors)] for k, v in value.items()]
+        return {"record" if isinstance(value, ArrayRecord) else "dict": items}
+    if type(value) in (list, tuple):
+        items = [_encoded(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]
+        return {type(value).__name__: items}
+    raise Unsavable(f"the strategy keeps {where}, a {type(value).__name__}, which a checkpoint cannot hold")
+
+
+def _put(convert: Callable[[Any], Tensor], value: Any, where: str, tensors: dict[str, Tensor]) -> str:
+    name, words = f"{_STATE}{len(tensors)}", f"the strategy keeps {where}, an array of {value.dtype}"
+    try:
+        converted = convert(value)
+    except (TypeError, ValueError) as error:  # text, objects, foreign byte order
+        raise Unsavable(f"{words}, which a checkpoint cannot hold") from error
+    if converted.dtype not in DTYPES:
+        raise Unsavable(f"{words}, which a checkpoint cannot hold")
+    tensors[name] = converted
+    return name
+
+
+def _key(key: object, where: str) -> str | int:
+    if isinstance(key, str | int) and not isinstance(key, bool):
+        return key
+    raise Unsavable(f"the strategy keeps {where} under {key!r}, a {type(key).__name__}, which a checkpoint cannot hold")
+
+
+def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "function":
+        return _Named(inner)
+    if kind in ("array", "scalar"):
+        array = tensors[inner].numpy().copy()
+        return array if kind == "array" else array[()]
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "flower":
+        return Array(_decoded(inner, tensors))
+    if kind in ("list", "tuple"):
+        items = [_decoded(v, tensors) for v in inner]
+        return items if kind == "list" else tuple(items)
+    pairs = {k: _decoded(v, tensors) for k, v in inner}
+    if kind == "dict":
+        return pairs
+    if kind == "record":
+        return ArrayRecord(pairs)
+    raise ValueError(f"unknown kind {kind!r}")

@@ -1,0 +1,156 @@
+"""The tape: every update that the server kept, as safetensors files that outlive the run."""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from fedgauge.attacks.base import Observation
+from fedgauge.client.files import replacing
+
+Keep = Literal["all", "scored", "none"]
+_BUFFER = "buffer/"
+_PARAM = "param/"
+_PIECE = 1 << 19  # bytes that stay in a core's cache between writing and digesting
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class TapeError(Exception):
+    """A file of the tape is missing, truncated or changed; the message names it."""
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A folder with one file of weights a round, one for each client that was sent others, one of each update kept."""
+
+    folder: Path
+
+    def write_round(
+        self, round: int, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], client: int | None = None
+    ) -> str:
+        """Keep what the server sent in a round, to everyone or to one client alone; returns its digest."""
+        named = {_PARAM + k: t for k, t in params.items()} | {_BUFFER + k: t for k, t in buffers.items()}
+        return write_tensors(self._round(round) if client is None else self._sent(round, client), named)
+
+    def write_update(self, round: int, client: int, update: Mapping[str, Tensor]) -> str:
+        """Keep what a client answered; returns its digest."""
+        return write_tensors(self._update(round, client), update)
+
+    def read(self, round: int, client: int, digest: str | None = None) -> Observation:
+        """One observation; TapeError when a file is missing, damaged, or not what the digest says.
+
+        Args:
+            digest: the ledger's, "<of the round's weights>:<of the update>"; None checks nothing.
+        """
+        of_round, _, of_update = (digest or "").rpartition(":")
+        update = read_tensors(self._update(round, client), of_update or None)
+        own = self._sent(round, client)
+        sent = read_tensors(own if own.exists() else self._round(round), of_round or None)
+        params = {k.removeprefix(_PARAM): t for k, t in sent.items() if k.startswith(_PARAM)}
+        buffers = {k.removeprefix(_BUFFER): t for k, t in sent.items() if k.startswith(_BUFFER)}
+        return Observation(round, client, params, update, buffers)
+
+    def forget(self, round: int, clients: Collection[int]) -> None:
+        """Delete the updates of some clients in a round, and the round's weights with the last of them."""
+        for client in clients:
+            self._update(round, client).unlink(missing_ok=True)
+            self._sent(round, client).unlink(missing_ok=True)
+        if not any(self.folder.glob(f"round-{round:05d}-client-*")):
+            self._round(round).unlink(missing_ok=True)
+
+    def _round(self, round: int) -> Path:
+        return self.folder / f"round-{round:05d}.safetensors"
+
+    def _sent(self, round: int, client: int) -> Path:
+        return self.folder / f"round-{round:05d}-sent-{client:05d}.safetensors"
+
+    def _update(self, round: int, client: int) -> Path:
+        return self.folder / f"round-{round:05d}-client-{client:05d}.safetensors"
+
+
+def sweep(folder: Path, round: int) -> None:
+    """Delete a folder's files of the rounds from one on."""
+    for path in folder.glob("round-*"):
+        found = re.match(r"round-(\d+)", path.name)
+        if found is not None and int(found[1]) >= round:
+            path.unlink()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors to a safetensors file atomically; returns the digest of its bytes."""
+    # in pieces, straight from the tensors' memory: safetensors' own save() copies them twice, six times the cost
+    digest = xxhash.xxh3_128()
+    with replacing(path) as file:
+        for piece in _pieces(tensors):
+            file.write(piece)
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file so that a reader or a crash sees the old file or the whole new one, never a part."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file: length of the header, header, then the tensors, wide types first as aligned."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header, end = {}, 0
+    for name, t in ordered:
+        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes]}
+        end += t.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, t in ordered:
+        if not t.numel():  # torch cannot view what NumPy left without strides
+            continue
+        data = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(data), _PIECE):
+            yield data[start : start + _PIECE]
+
+
+def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
+    """Tensors of a file; TapeError names the file when it is missing, damaged or changed."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise TapeError(f"{path} is missing: was it deleted by [tape] keep, or is the run incomplete?") from error
+    except OSError as error:
+        raise TapeError(f"{path} cannot be read: {error}") from error
+    if digest is not None and digest_of(data) != digest:
+        raise TapeError(f"{path} is damaged: its digest is not the one that the ledger recorded when it was written")
+    try:
+        tensors: dict[str, Tensor] = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    except (SafetensorError, ValueError) as error:
+        raise TapeError(f"{path} is damaged: {error}") from error
+    # load() gives them in an order of its own, another one in each process, and noise is drawn in the order of the names
+    return {name: tensors[name] for name in header if name in tensors}
+
+
+def digest_of(data: bytes) -> str:
+    """A fast digest against damage (not against malice): at 44 MB an update, a cryptographic one would cost a round's 5 %."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def as_arrays(tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    """Plain arrays, the form in which tensors travel to workers."""
+    return {k: t.numpy() for k, t in tensors.items()}
+
+
+def as_tensors(arrays: Mapping[str, object]) -> dict[str, Tensor]:
+    """Tensors of plain arrays; copied, as what travelled is read-only."""
+    return {k: torch.tensor(a) for k, a in arrays.items()}

@@ -1,0 +1,1 @@
+"""Flower strategies: the validator in front of all of them, the curious and the malicious server, secure aggregation."""

@@ -1,0 +1,85 @@
+"""The curious strategy: any Flower strategy behind the door, with every accepted update put on the tape for attack."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from fedgauge.attacks.plan import AttackPlan
+from fedgauge.server.store.ledger import Ledger, Seen
+from fedgauge.server.store.tape import Keep, Tape
+from fedgauge.server.strategy.validator import Door, Intake
+
+
+@dataclass
+class Tap:
+    """Writes a round's intake down: updates to the tape, then observations and jobs to the ledger in one transaction.
+
+    Args:
+        plan: what to attack; None records who answered and keeps nothing (curiosity off).
+        keep: all accepted updates; scored: only those that the plan attacks; none: like scored, and the pool deletes
+            them once they are.
+    """
+
+    ledger: Ledger
+    tape: Tape
+    plan: AttackPlan | None
+    keep: Keep = "all"
+    seconds: dict[int, float] = field(default_factory=dict)  # what intercepting cost, by round
+
+    def __call__(self, intake: Intake) -> None:
+        self.enter(intake.round, self.put(intake))
+
+    def put(self, intake: Intake) -> list[Seen]:
+        """Write updates to the tape; returns what is to be entered in the ledger."""
+        started = time.perf_counter()
+        taped = list(self._taped(intake))
+        if not any(digest for digest, _ in taped):
+            self.tape.forget(intake.round, ())
+        self.seconds[intake.round] = time.perf_counter() - started
+        accepted = zip(intake.accepted, taped, strict=True)
+        seen = [Seen(a.client, "accepted", reason or a.note, a.examples, digest) for a, (digest, reason) in accepted]
+        return [*intake.refused, *seen]
+
+    def enter(self, round: int, seen: Sequence[Seen]) -> None:
+        """Write a round's observations and jobs to the ledger."""
+        started = time.perf_counter()
+        self.ledger.record_intake(round, seen, self.plan)
+        self.seconds[round] = self.seconds.get(round, 0.0) + time.perf_counter() - started
+
+    def _taped(self, intake: Intake) -> Iterator[tuple[str | None, str]]:
+        """Of each accepted update its digest, or None and, where it should be on the tape, why it is not."""
+        kept = self._kept(intake)
+        sent = partial(self.tape.write_round, intake.round, intake.params, intake.buffers)
+        of_round, lost = _attempt(sent) if kept else (None, "")
+        for a in intake.accepted:
+            if lost or a.client not in kept:
+                yield None, lost if a.client in kept else ""
+                continue
+            of_sent, reason = of_round, ""
+            if (own := intake.sent.get(a.client)) is not None:
+                of_sent, reason = _attempt(partial(self.tape.write_round, intake.round, own, intake.buffers, a.client))
+            if of_sent is None:
+                yield None, reason
+                continue
+            of_update, reason = _attempt(partial(self.tape.write_update, intake.round, a.client, a.update))
+            yield f"{of_sent}:{of_update}" if of_update else None, reason
+
+    def _kept(self, intake: Intake) -> set[int]:
+        """Whose updates go on the tape; in the first round one at least, for the replay check."""
+        clients = [a.client for a in intake.accepted]
+        if self.plan is None:
+            return set()
+        kept = set(clients) if self.keep == "all" else set(self.plan.targets(intake.round, clients))
+        return kept or (set(clients[:1]) if intake.round == 1 else set())
+
+
+def _attempt(write: Callable[[], str]) -> tuple[str | None, str]:
+    """A file's digest, or the reason why there is none: a full disk costs observations, never a round."""
+    try:
+        return write(), ""
+    except OSError as error:
+        return None, f"not recorded: {error.strerror or error}"
+
+
+CuriousStrategy = Door  # a door whose record is a tap; by this name it is mounted in anybody's Flower app

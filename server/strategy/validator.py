@@ -1,0 +1,395 @@
+"""The door: every reply is checked before the strategy or the curious server touches it.
+
+Clients answer with updates (or, in foreign ClientApps, with weights); any stock strategy expects weights. The door
+remembers what it sent, checks names, shapes, dtypes and finiteness, hands theta + update to the wrapped strategy in a
+stable order, and records what it refused. A bad reply costs its client the round, never the round itself.
+"""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from flwr.supercore.run import Run
+from torch import Tensor
+
+from fedgauge.client.arrays import head
+from fedgauge.client.protocol import Protocol
+from fedgauge.client.rng import seed_of
+from fedgauge.client.update import Params, Update, average
+from fedgauge.server.store.ledger import Seen
+
+WEIGHT = "num-examples"
+AWAY = "it was not there when the round began"
+MOST_EXAMPLES = 2**53  # beyond it a float no longer counts, and the sum of two clients' overflows the ledger
+
+
+@dataclass(frozen=True, eq=False)
+class Accepted:
+    """A reply that passed the door."""
+
+    client: int
+    update: Update
+    examples: int
+    buffers: Mapping[str, Tensor]
+    note: str = ""  # what the client's guard says of the weights that it was sent
+
+
+@dataclass(frozen=True, eq=False)
+class Intake:
+    """What the door saw in one round: what it sent, the accepted replies by client, and everyone else with a reason.
+
+    Args:
+        sent: by client, the weights of those who were sent others than params. Of a secure sum, by its first client, where
+            nobody in it was sent params.
+    """
+
+    round: int
+    params: Params
+    buffers: Mapping[str, Tensor]
+    accepted: tuple[Accepted, ...]
+    refused: tuple[Seen, ...]
+    sent: Mapping[int, Params] = field(default_factory=dict)
+
+
+class Refused(ValueError):
+    """A reply that must not reach the strategy; the message is the recorded reason."""
+
+
+class Door(Strategy):
+    """A strategy that wraps another one.
+
+    Args:
+        inner: any stock Flower strategy; it sees weights, as it expects.
+        record: called once a round with what came in, before aggregation.
+        buffers: floating-point buffers of the model, sent beside the weights and averaged where clients return them.
+        seed: client sampling is drawn from it and the round.
+        clients: node id -> client number; a node that is not in it gets the next free number at first sight.
+        replies: what clients answer with: updates (fedgauge's ClientApp) or weights (anybody's).
+        protocol: of a simulation; where it has a [secure_sum], the door stands in for it: neither the tap nor the wrapped
+            strategy sees more of a group than the mean of its updates, as the reply of its first client.
+        strict: nodes that are not in clients take no part.
+        counts: whether the wrapped strategy averages what a client answers in a round: its buffers no more than its weights; None:
+            it does.
+    """
+
+    def __init__(
+        self,
+        inner: Strategy,
+        record: Callable[[Intake], None] = lambda intake: None,
+        buffers: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+        clients: Mapping[int, int] | None = None,
+        replies: Literal["updates", "weights"] = "updates",
+        protocol: Protocol | None = None,
+        strict: bool = False,
+        counts: Callable[[int, int], bool] | None = None,
+    ) -> None:
+        self.inner = inner
+        self.strict = strict
+        self.counts = counts or (lambda round, client: True)
+        self.record = record
+        self.buffers = dict(buffers or {})
+        self.seed = seed
+        self.clients = dict(clients or {})
+        self.replies = replies
+        self.protocol = protocol
+        self._params: Params = {}
+        self._sent: dict[int, Params] = {}  # by client, where the wrapped strategy sends others
+        self._asked: set[int] = set()  # node ids
+        self._away: set[int] = set()  # clients
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the wrapped strategy choose and address clients; remember what was sent, and to whom."""
+        self._params = dict(arrays.to_torch_state_dict())
+        random.seed(seed_of(self.seed, "sample", server_round))  # stock strategies sample with the global generator
+        messages = list(
+            self.inner.configure_train(
+                server_round, arrays, config, _Ordered(grid, self._client, self.clients if self.strict else None)
+            )
+        )
+        buffers = ArrayRecord(self.buffers)
+        for message in messages:
+            message.content.config_records["config"]["server-round"] = server_round
+            if buffers:
+                message.content["buffers"] = buffers
+        self._asked = {message.metadata.dst_node_id for message in messages}
+        self._sent = self._altered(messages, arrays)
+        self._away = self._absent(grid)
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check, record, and hand the accepted replies on as weights, in the order of the clients' numbers."""
+        received = list(replies)
+        answers = Counter(m.metadata.src_node_id for m in received if not m.has_error())
+        passed: list[tuple[Accepted, Message]] = []
+        rejected: dict[int, Seen] = {}
+        for message in received:
+            if message.has_error():
+                continue
+            client = self._client(message.metadata.src_node_id)
+            try:
+                if (times := answers[message.metadata.src_node_id]) > 1:  # which came first is chance: neither counts
+                    raise Refused(f"the client answered {times} times")
+                reply, weights = self._check(client, message)
+            except Refused as reason:
+                rejected[client] = Seen(client, "rejected", str(reason))
+                continue
+            # in the place of the raw reply, so that those of all clients are not kept beside what they became
+            message.content = RecordDict({"arrays": ArrayRecord(weights), "metrics": _metrics(message)})
+            passed.append((reply, message))
+        passed.sort(key=lambda pair: pair[0].client)
+        sent = self._sent
+        if self.protocol is not None and self.protocol.secure_sum is not None:
+            sent = self._sent_to_groups(self.protocol, server_round, [reply.client for reply, _ in passed])
+            passed, alone = self._summed(self.protocol, server_round, passed)
+            rejected |= alone
+        refused = (*rejected.values(), *self._missing(received))
+        accepted = tuple(a for a, _ in passed)
+        self.record(Intake(server_round, self._params, dict(self.buffers), accepted, refused, sent))
+        metrics = _shared([_metrics(message) for _, message in passed])
+        for (_, message), record in zip(passed, metrics, strict=True):
+            message.content["metrics"] = record
+        self._average_buffers([a for a in accepted if self.counts(server_round, a.client)])
+        arrays, aggregated = self.inner.aggregate_train(server_round, [m for _, m in passed])
+        return self._as_sent(arrays), aggregated
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As the wrapped strategy does, with the same order of nodes."""
+        random.seed(seed_of(self.seed, "sample evaluate", server_round))
+        return self.inner.configure_evaluate(
+            server_round, arrays, config, _Ordered(grid, self._client, self.clients if self.strict else None)
+        )
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """As the wrapped strategy does, over replies in the order of the clients' numbers."""
+        # a dead node's error comes from the SuperLink, which is no client
+        ordered = sorted(replies, key=lambda m: self.clients.get(m.metadata.src_node_id, math.inf))
+        return self.inner.aggregate_evaluate(server_round, ordered)
+
+    def summary(self) -> None:
+        """The wrapped strategy's."""
+        self.inner.summary()
+
+    def _client(self, node: int) -> int:
+        if node not in self.clients:
+            self.clients[node] = max(self.clients.values(), default=-1) + 1
+        return self.clients[node]
+
+    def _check(self, client: int, message: Message) -> tuple[Accepted, Params]:
+        """The reply's update, and the weights that the wrapped strategy expects; Refused with the reason when it is none."""
+        if message.metadata.src_node_id not in self._asked:
+            raise Refused("the client was not asked in this round")
+        records = dict(message.content.array_records)
+        buffers = records.pop("buffers", None)
+        if len(records) != 1:
+            raise Refused(f"expected one ArrayRecord of weights, got {sorted(records) or 'none'}")
+        tensors = _tensors(next(iter(records.values())), self._params)
+        sent = self._sent.get(client)
+        if self.replies == "updates":
+            update, weights = tensors, {k: t + self._params[k] for k, t in tensors.items()}
+        else:
+            update = {k: t - (sent or self._params)[k] for k, t in tensors.items()}
+            # weights go on as they came: theta + (weights - theta) would cost rounding
+            weights = tensors if sent is None else {k: t + self._params[k] for k, t in update.items()}
+        for name in tensors:
+            if not (torch.isfinite(update[name]).all() and torch.isfinite(weights[name]).all()):
+                raise Refused(f"{name} overflows the weights")
+        examples = _metrics(message).get(WEIGHT)
+        if not isinstance(examples, int | float) or not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
+            raise Refused(f"{WEIGHT} must be a whole number from 1 to {MOST_EXAMPLES}, got {examples!r}")
+        returned = _tensors(buffers, self.buffers) if buffers is not None else {}
+        said = message.content.config_records.get("guard", ConfigRecord()).get("found")
+        return Accepted(
+            client, update, int(examples), returned, f"guard: {said}" if isinstance(said, str) else ""
+        ), weights
+
+    def _altered(self, messages: Iterable[Message], arrays: ArrayRecord) -> dict[int, Params]:
+        """By client, the weights of the messages that carry others than the federation's."""
+        found = {}
+        for message in messages:
+            record = message.content.array_records.get("arrays", arrays)
+            # strategies hand the very record on: only of another one is anything to be compared
+            if record is arrays or record.keys() != arrays.keys():
+                continue
+            if any(record[name].data != arrays[name].data for name in arrays):
+                found[self._client(message.metadata.dst_node_id)] = dict(record.to_torch_state_dict())
+        return found
+
+    def _sent_to_groups(self, protocol: Protocol, round: int, present: Sequence[int]) -> dict[int, Params]:
+        """By first client, what a group was sent of which nobody got the federation's weights."""
+        found = {}
+        for group in protocol.groups(round):
+            members = [client for client in group if client in present]
+            told = [self._sent[client] for client in members if client in self._sent]
+            if told and len(told) == len(members):
+                found[members[0]] = told[0]
+        return found
+
+    def _summed(
+        self, protocol: Protocol, round: int, passed: list[tuple[Accepted, Message]]
+    ) -> tuple[list[tuple[Accepted, Message]], dict[int, Seen]]:
+        """One reply in the place of each group's, and the replies of groups that have no sum."""
+        replies = {reply.client: (reply, message) for reply, message in passed}
+        merged: list[tuple[Accepted, Message]] = []
+        alone: dict[int, Seen] = {}
+        for group in protocol.groups(round):
+            present = [replies[client] for client in group if client in replies]
+            reason = _no_sum(protocol, round, group, [reply.client for reply, _ in present])
+            if reason:
+                alone |= {reply.client: Seen(reply.client, "rejected", reason) for reply, _ in present}
+            elif present:
+                merged.append(self._merged(*zip(*present, strict=True)))
+        return sorted(merged, key=lambda pair: pair[0].client), alone
+
+    def _merged(self, replies: Sequence[Accepted], messages: Sequence[Message]) -> tuple[Accepted, Message]:
+        """The mean of a group's updates by their examples, in the message of its first client; other metrics are dropped."""
+        examples = [reply.examples for reply in replies]
+        returned = all(reply.buffers for reply in replies)
+        update = average([reply.update for reply in replies], examples)
+        buffers = average([dict(reply.buffers) for reply in replies], examples) if returned else {}
+        arrays = ArrayRecord({k: t + update[k] for k, t in self._params.items()})
+        message = messages[0]
+        message.content = RecordDict({"arrays": arrays, "metrics": MetricRecord({WEIGHT: sum(examples)})})
+        note = "; ".join(f"client {reply.client}: {reply.note}" for reply in replies if reply.note)
+        return Accepted(replies[0].client, update, sum(examples), buffers, note), message
+
+    def _absent(self, grid: Grid) -> set[int]:
+        """The protocol's clients that nobody could ask; of a federation whose nodes are not all known, none."""
+        if not self.strict or self.protocol is None:
+            return set()
+        there = self._asked.union(grid.get_node_ids()) & self.clients.keys()
+        return set(range(self.protocol.clients)) - {self.clients[node] for node in there}
+
+    def _missing(self, received: list[Message]) -> list[Seen]:
+        """Who was asked and did not answer, or answered with an error; and who was away."""
+        reasons = {m.metadata.src_node_id: (m.error.reason or "").strip() or "error" for m in received if m.has_error()}
+        # a node that died is reported by the SuperLink under an id of its own
+        unplaced = [r for node, r in reasons.items() if node not in self._asked]
+        answered = {m.metadata.src_node_id for m in received if not m.has_error()}
+        silent = "no reply" + (f" ({unplaced[0].splitlines()[0]})" if unplaced else "")
+        absent = [(self._client(n), reasons.get(n, silent).splitlines()[-1]) for n in self._asked - answered]
+        return [
+            Seen(client, "missing", reason) for client, reason in sorted([*absent, *((c, AWAY) for c in self._away)])
+        ]
+
+    def _average_buffers(self, accepted: Sequence[Accepted]) -> None:
+        returned = [a for a in accepted if a.buffers]
+        total = sum(a.examples for a in returned)
+        for k in self.buffers if returned else ():
+            self.buffers[k] = torch.stack([a.buffers[k] * (a.examples / total) for a in returned]).sum(0)
+
+    def _as_sent(self, arrays: ArrayRecord | None) -> ArrayRecord | None:
+        """Aggregates in the dtypes that were sent: FedAdam returns float64 under NumPy 2."""
+        if arrays is None:
+            return None
+        aggregated = arrays.to_torch_state_dict()
+        return ArrayRecord({k: aggregated[k].to(t.dtype) for k, t in self._params.items()})
+
+
+def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A reply's arrays as tensors, in the reference's order; Refused when they are not the reference's names and shapes."""
+    if missing := sorted(reference.keys() - record.keys()):
+        raise Refused(f"missing tensors: {', '.join(missing)}")
+    if extra := sorted(record.keys() - reference.keys()):
+        raise Refused(f"tensors unknown to the model: {', '.join(extra)}")
+    tensors = {}
+    for name, like in reference.items():
+        expected = like.numpy()
+        try:
+            shape, dtype, *_ = head(record[name].data)
+            if (shape, dtype) == (expected.shape, expected.dtype):
+                array = record[name].numpy()
+        except Exception as error:  # hostile bytes raise what they like: ValueError, MemoryError, RecursionError
+            raise Refused(f"{name} cannot be decoded: {error}") from error
+        if shape != expected.shape:
+            raise Refused(f"{name} has shape {shape}, expected {expected.shape}")
+        if dtype != expected.dtype:
+            raise Refused(f"{name} has dtype {dtype}, expected {expected.dtype}")
+        if not np.isfinite(array).all():
+            raise Refused(f"{name} has entries that are not finite")
+        tensors[name] = torch.from_numpy(array)
+    return tensors
+
+
+def _metrics(message: Message) -> MetricRecord:
+    records = list(message.content.metric_records.values())
+    if len(records) != 1:
+        raise Refused(f"expected one MetricRecord, got {len(records)}")
+    return records[0]
+
+
+def _no_sum(protocol: Protocol, round: int, group: Sequence[int], present: Sequence[int]) -> str:
+    """Why the clients of a group that answered have no sum; empty where they have one."""
+    assert protocol.secure_sum is not None
+    least = protocol.secure_sum.least
+    if 0 < len(present) < least:
+        return f"no secure sum: {len(present)} of its group's {len(group)} clients answered, fewer than the threshold {least}"
+    if present and (failed := sorted(set(protocol.members(group[0], round)) - set(present))):
+        # an audit recomputes what was summed from the scenario, which knows of stragglers only
+        return f"no secure sum: client {failed[0]} of its group failed, which is no straggler of the scenario's"
+    return ""
+
+
+def _shared(records: list[MetricRecord]) -> list[MetricRecord]:
+    """The records less what they do not all have in the same form, over which Flower would end the whole run."""
+
+    def form(value: object) -> int | None:
+        return len(value) if isinstance(value, list) else None
+
+    keys = [
+        k for k in (records[0] if records else ()) if all(k in r and form(r[k]) == form(records[0][k]) for r in records)
+    ]
+    return [MetricRecord({k: r[k] for k in keys}) for r in records]
+
+
+class _Ordered(Grid):
+    """The grid with its nodes in the order of the clients' numbers: node ids are random in every run."""
+
+    def __init__(self, grid: Grid, client: Callable[[int], int], only: Container[int] | None = None) -> None:
+        self._grid = grid
+        self._client = client
+        self._only = only  # these nodes
+
+    def get_node_ids(self) -> Iterable[int]:
+        found = (n for n in self._grid.get_node_ids() if self._only is None or n in self._only)
+        return sorted(sorted(found), key=self._client)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        found = (n for n in self._grid.get_nodes() if self._only is None or n.node_id in self._only)
+        return sorted(found, key=lambda node: self._client(node.node_id))
+
+    def set_run(self, run: Run) -> None:
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        return self._grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self._grid.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self._grid.send_and_receive(messages, timeout=timeout)

@@ -1,0 +1,139 @@
+"""The clients' view: who leaks most, in which round, and what labels were read off each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
+from fedgauge.server.views import analysis
+from fedgauge.server.views import format as words
+from fedgauge.server.views.analysis import Floats, Scores
+from fedgauge.server.views.gallery import Gallery
+from fedgauge.server.views.png import reconstruction
+from fedgauge.server.views.reading import Reading
+
+
+def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]:
+    """The worst case of every client in every round, and of every client over all rounds.
+
+    Args:
+        attack: None for the worst over all attacks.
+    """
+    rows = _graded(reading.scores, metric, attack)
+    ids = sorted({client for client, _ in reading.participation})
+    rounds = np.unique(rows.round).tolist()
+    return {
+        "metric": metric,
+        "label": words.LABELS.get(metric, metric),
+        "attack": attack or "",
+        "attacks": [a for a in reading.order if analysis.is_attack(a)],
+        "metrics": [{"name": m, "label": words.LABELS.get(m, m)} for m in reading.metrics],
+        "rounds": rounds,
+        "clients": ids,
+        "z": [
+            [words.rounded(words.drawn(metric, v)) for v in row] for row in _worst(rows, ids, rounds, metric).tolist()
+        ],
+        "lower_is_worse": not HIGHER_IS_BETTER[metric],
+        "table": sorted(_table(reading, metric, attack, ids), key=lambda row: _by_leak(row, metric)),
+    }
+
+
+def _graded(scores: Scores, metric: str, attack: str | None) -> Scores:
+    rows = scores.of_metric(metric)
+    chosen = np.array([a == attack if attack else analysis.is_attack(a) for a in rows.attacks], bool)
+    own = np.array([m == metric for m in rows.metrics], bool)
+    return rows.where(chosen[rows.attack] & own[rows.metric] & ~np.isnan(rows.value))
+
+
+def _worst(rows: Scores, ids: list[int], rounds: list[int], metric: str) -> Floats:
+    """(clients, rounds): the value that leaks most; NaN where there is none."""
+    sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    z = np.full((len(ids), len(rounds)), np.nan)
+    np.fmax.at(z, (np.searchsorted(ids, rows.client), np.searchsorted(rounds, rows.round)), sign * rows.value)
+    return sign * z
+
+
+def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) -> list[dict[str, Any]]:
+    rows = _graded(reading.scores, metric, attack)
+    given = {name for name, planned in analysis.planned_attacks(reading.ledger).items() if planned.labels == "given"}
+    hits, labels = (_graded(reading.scores, m, attack) for m in ("identified", "label_accuracy"))
+    if attack is None:  # of each example what leaks most; labels that the threat model gave away are no leak
+        labels = labels.where(np.array([a not in given for a in labels.attacks], bool)[labels.attack])
+        rows, hits, labels = (
+            _worst_of_each(rows, metric),
+            _worst_of_each(hits, "identified"),
+            _worst_of_each(labels, "label_accuracy"),
+        )
+    found = []
+    for client in ids:
+        values, identified, restored = (k.value[k.client == client] for k in (rows, hits, labels))
+        worst = (values.max() if HIGHER_IS_BETTER[metric] else values.min()) if len(values) else None
+        replies = {s: reading.participation[client, s] for s in ("accepted", "rejected", "missing")}
+        found.append(
+            {
+                "client": client,
+                "n": len(values),
+                "mean": words.rounded(analysis.in_means(metric, values).mean()) if len(values) else None,
+                "worst": words.rounded(worst),
+                "exact": metric.startswith("psnr") and words.is_exact(worst),
+                "identified": {"count": int(identified.sum()), "n": len(identified)} if len(identified) else None,
+                "labels": words.rounded(restored.mean()) if len(restored) else None,
+                **replies,
+            }
+        )
+    return found
+
+
+def _worst_of_each(rows: Scores, metric: str) -> Scores:
+    """Of each example the row that leaks most."""
+    sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    keys = rows.example_keys()
+    order = np.lexsort((sign * rows.value, keys))
+    last = np.append(np.diff(keys[order]) != 0, True) if len(rows) else np.zeros(0, bool)
+    return rows.where(order[last])
+
+
+def _by_leak(row: Mapping[str, Any], metric: str) -> tuple[bool, float]:
+    """Worst first, clients without a value last."""
+    sign = -1 if HIGHER_IS_BETTER[metric] else 1
+    value = np.inf if row["exact"] else row["worst"]
+    return (value is None, 0.0 if value is None else sign * value)
+
+
+def client(gallery: Gallery, client: int) -> dict[str, Any]:
+    """One client: how often each label occurs in what was attacked, and how often in what each attack restored."""
+    reading, scores = gallery.reading, gallery.reading.scores
+    own = scores.where(scores.client == client)
+    rounds = {a: np.unique(own.of_attack(a).round).tolist() for a in gallery.attacks}
+    attacked = sorted({round for found in rounds.values() for round in found})
+    shards = gallery.shards
+    classes = shards.dataset.classes if shards else 0
+    rows = [row for round in attacked for row in gallery.rows_at(round, client)]
+    true = np.bincount(shards.dataset.labels[rows].numpy(), minlength=classes).tolist() if shards else []
+    missed = [
+        {"round": round, "status": status, "reason": reason}
+        for (status, reason), where in reading.missed.items()
+        for c, round in where
+        if c == client
+    ]
+    return {
+        "client": client,
+        "classes": list(range(classes)),
+        "true": true,
+        "restored": [
+            restored for a, found in rounds.items() if (restored := _restored(gallery, client, a, found, classes))
+        ],
+        "rounds": len(attacked),
+        "reasons": sorted(missed, key=lambda row: row["round"]),
+    }
+
+
+def _restored(gallery: Gallery, client: int, attack: str, rounds: list[int], classes: int) -> dict[str, Any] | None:
+    """The label counts of an attack's reconstructions; None where it claims none."""
+    kept = [reconstruction(gallery.reading.run, round, client, attack) for round in rounds]
+    labels = [found["y"].numpy() for found in kept if not isinstance(found, str) and "y" in found]
+    if not labels:
+        return None
+    counts = np.bincount(np.concatenate(labels), minlength=classes).tolist()
+    return {"attack": attack, "counts": counts, "given": attack in gallery.given}

@@ -1,0 +1,157 @@
+"""Several runs side by side: what each leaks, what it costs in accuracy, and in what their scenarios differ."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
+from fedgauge.server.views import analysis
+from fedgauge.server.views import format as words
+from fedgauge.server.views.analysis import Leak
+from fedgauge.server.views.overview import privacy, rate_in_numbers
+from fedgauge.server.views.reading import Reading
+
+Settings = dict[str, Any]
+
+
+def compare(readings: Sequence[Reading], metric: str) -> dict[str, Any]:
+    """The runs' pooled leakage under every attack, with the accuracy that each reached."""
+    named = list(zip(distinct(r.run.name for r in readings), readings, strict=True))
+    points = _with_pareto([point for name, r in named for point in _points(name, r, metric)], metric)
+    chains = {name: words.chain(r.tables) for name, r in named}
+    differing, same = differences([reading.tables for reading in readings])
+    metrics = [m for m in HIGHER_IS_BETTER if any(m in reading.metrics for reading in readings)]
+    return {
+        "metric": metric,
+        "label": words.LABELS.get(metric, metric),
+        "metrics": [{"name": m, "label": words.LABELS.get(m, m)} for m in metrics],
+        "lower_is_worse": not HIGHER_IS_BETTER[metric],
+        "runs": [_run(name, r, metric) for name, r in named],
+        "points": points,
+        "matrix": _matrix(dict(named), metric),
+        "table": [{**point, "chain": chains[point["run"]]} for point in points],
+        "differences": differing,
+        "same": same,
+        "curves": [curve for name, r in named for curve in _curves(name, r, metric)],
+    }
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """Names made different where runs of different folders share one."""
+    found: list[str] = []
+    for name in names:
+        other = (f"{name}-{i}" if i > 1 else name for i in count(1))
+        found.append(next(n for n in other if n not in found))
+    return found
+
+
+def _run(name: str, reading: Reading, metric: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "chain": words.chain(reading.tables),
+        "facts": words.facts(reading.tables),
+        "accuracy": _accuracy(reading),
+        "state": reading.state,
+        "limit": _best(reading.pooled(metric), metric, analysis.is_limit),
+        "epsilon": privacy(reading)["epsilon"],
+    }
+
+
+def _accuracy(reading: Reading) -> float | None:
+    return words.rounded(reading.rounds[max(reading.rounds)]["accuracy"]) if reading.rounds else None
+
+
+def _points(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]]:
+    pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", "label_accuracy"))
+    spent = privacy(reading)
+    for attack in [a for a in reading.order if analysis.is_attack(a) and a in pooled]:
+        leak, hit, restored = pooled[attack], hits.get(attack), labels.get(attack)
+        yield {
+            "run": name,
+            "attack": attack,
+            "accuracy": _accuracy(reading),
+            "mean": words.rounded(leak.mean),
+            "low": words.rounded(words.band(leak)[0]),
+            "high": words.rounded(words.band(leak)[1]),
+            "worst": words.rounded(leak.best),
+            "exact": metric.startswith("psnr") and words.is_exact(leak.best),
+            "identified": rate_in_numbers(analysis.rate(hit)) if hit and hit.n else None,
+            "labels": words.rounded(restored.mean) if restored and restored.n else None,
+            "n": leak.n,
+            "epsilon": spent["epsilon"],
+            "privacy": spent["words"],
+        }
+
+
+def _with_pareto(points: Sequence[Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """Marks each run's strongest attack, and as pareto that of a run where none has more accuracy and leaks less."""
+    sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    strongest: dict[str, Mapping[str, Any]] = {}
+    for point in points:
+        if point["mean"] is None or point["accuracy"] is None:
+            continue
+        best = strongest.get(point["run"])
+        if best is None or sign * point["mean"] > sign * best["mean"]:
+            strongest[point["run"]] = point
+    front = {run for run, p in strongest.items() if not any(_better(q, p, sign) for q in strongest.values())}
+    marked = [(p, strongest.get(p["run"]) is p) for p in points]
+    return [{**p, "strongest": best, "pareto": best and p["run"] in front} for p, best in marked]
+
+
+def _better(one: Mapping[str, Any], other: Mapping[str, Any], sign: int) -> bool:
+    """Whether a point is at least as good in both, and better in one: accuracy up, leakage down."""
+    accuracy: float = one["accuracy"] - other["accuracy"]
+    leakage: float = sign * (other["mean"] - one["mean"])
+    return min(accuracy, leakage) >= 0 and max(accuracy, leakage) > 0
+
+
+def _matrix(named: Mapping[str, Reading], metric: str) -> dict[str, Any]:
+    attacks = list(dict.fromkeys(a for reading in named.values() for a in reading.order if analysis.is_attack(a)))
+    pooled = [reading.pooled(metric) for reading in named.values()]
+    return {
+        "rows": list(named),
+        "columns": attacks,
+        "mean": [[words.rounded(found[a].mean) if a in found else None for a in attacks] for found in pooled],
+        "baseline": [_best(found, metric, analysis.is_baseline) for found in pooled],
+    }
+
+
+def _best(pooled: Mapping[str, Leak], metric: str, kind: Callable[[str], bool]) -> float | None:
+    """The best mean of a kind of answer: of baselines, or of limits, of which the weakest is sure."""
+    means = [leak.mean for a, leak in pooled.items() if kind(a) and leak.mean is not None]
+    if not means:
+        return None
+    return words.rounded(max(means) if HIGHER_IS_BETTER[metric] else min(means))
+
+
+def _curves(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]]:
+    leaks = [leak for leak in reading.leaks(metric) if leak.round is not None and analysis.is_attack(leak.attack)]
+    for attack in [a for a in reading.order if analysis.is_attack(a)]:
+        own = [leak for leak in leaks if leak.attack == attack]
+        if own:
+            yield {
+                "run": name,
+                "attack": attack,
+                "x": [leak.round for leak in own],
+                "mean": [words.rounded(leak.mean) for leak in own],
+            }
+
+
+def differences(scenarios: Sequence[Settings]) -> tuple[list[dict[str, Any]], int]:
+    """The settings in which scenarios differ, with each one's value ("–": not set), and in how many they agree."""
+    flat = [dict(_flat(tables)) for tables in scenarios]
+    keys = list(dict.fromkeys(key for settings in flat for key in settings))
+    rows = [{"key": key, "values": [str(settings.get(key, "–")) for settings in flat]} for key in keys]
+    differing = [row for row in rows if len(set(row["values"])) > 1]
+    return differing, len(rows) - len(differing)
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list) and value and all(isinstance(inner, Mapping) for inner in value):
+        for i, inner in enumerate(value):
+            yield from _flat(inner, f"{prefix}.{i}")
+    else:
+        yield prefix, value

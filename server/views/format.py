@@ -1,0 +1,106 @@
+"""Numbers and names in words, as the page and the report say them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fedgauge.attacks.grading.image_metrics import PSNR_CAP
+from fedgauge.attacks.plan import describe
+from fedgauge.server.views import analysis
+from fedgauge.server.views.analysis import Leak
+
+LABELS = {
+    "psnr": "PSNR (dB)",
+    "ssim": "SSIM",
+    "mse": "MSE (lower leaks more)",
+    "identified": "identified (part of the images)",
+    "label_accuracy": "label accuracy",
+    "lpips_alex": "LPIPS, AlexNet (lower leaks more)",
+    "lpips_vgg": "LPIPS, VGG16 (lower leaks more)",
+    "psnr_augmented": "PSNR (dB) to what was trained on",
+    "ssim_augmented": "SSIM to what was trained on",
+    "mse_augmented": "MSE to what was trained on (lower leaks more)",
+    "rouge1": "ROUGE-1 (%)",
+    "rouge2": "ROUGE-2 (%)",
+    "rougeL": "ROUGE-L (%)",
+    "token_accuracy": "words in their places (%)",
+    "exact": "exact sentences (%)",
+    "rouge1_special": "ROUGE-1 with special tokens (%)",
+    "rouge2_special": "ROUGE-2 with special tokens (%)",
+    "rougeL_special": "ROUGE-L with special tokens (%)",
+}
+RATES = ("identified",)  # 0 or 1 an example: no best case, and Wilson intervals
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number to so many decimals, infinity as ∞, nothing as a dash."""
+    if value is None or math.isnan(value):
+        return "–"
+    return ("−∞" if value < 0 else "∞") if math.isinf(value) else f"{value:.{digits}f}"
+
+
+def decibel(value: float | None) -> str:
+    """A PSNR."""
+    return number(value, 1)
+
+
+def percent(value: float | None) -> str:
+    """A fraction as whole percent."""
+    return "–" if value is None else f"{100 * value:.0f}\u00a0%"
+
+
+def rounded(value: float | None) -> float | None:
+    """To five digits, nothing where it is not finite: what JSON can say, and a file of a thousand rounds stays small."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def drawn(metric: str, value: float | None) -> float | None:
+    """Where a value is drawn: an exact hit's PSNR at the cap, or it would flatten all others."""
+    return min(value, PSNR_CAP) if metric.startswith("psnr") and value is not None else value
+
+
+def is_exact(value: float | None) -> bool:
+    """Whether a PSNR is that of an exact hit."""
+    return value is not None and math.isinf(value)
+
+
+def component(table: Mapping[str, Any]) -> str:
+    """A component with its arguments; without brackets where it has none."""
+    return describe(table).removesuffix("()")
+
+
+def chain(tables: Mapping[str, Any]) -> str:
+    """A scenario's chain, in the order a gradient travels."""
+    return " > ".join(map(component, tables["chain"]))
+
+
+def facts(tables: Mapping[str, Any]) -> str:
+    """A scenario in a line."""
+    clients, rounds = tables["clients"], tables["rounds"]
+    parts = [
+        f"{clients} client{'s' if clients > 1 else ''}",
+        f"{rounds} round{'s' if rounds > 1 else ''}",
+        component(tables["data"]),
+        component(tables["model"]),
+        f"chain {chain(tables)}",
+        f"seed {tables['seed']}",
+    ]
+    return "; ".join(parts)
+
+
+def band(leak: Leak) -> tuple[float | None, float | None]:
+    """A mean's 95 % interval: Wilson's for a rate, else clustered by client."""
+    return analysis.rate(leak).interval if leak.metric in RATES else (leak.low, leak.high)
+
+
+def told(leak: Leak) -> str:
+    """A point of a figure."""
+    low, high = band(leak)
+    digits = 1 if leak.metric.startswith("psnr") or "%" in LABELS.get(leak.metric, "") else 3
+    if analysis.is_limit(leak.attack):
+        return number(leak.mean, digits)
+    within = "" if low is None else f" ({number(low, digits)} to {number(high, digits)})"
+    worst = "" if leak.metric in RATES else f", worst case {number(leak.best, digits)}"
+    lost = f", {sum(leak.failed.values())} failed" if leak.failed else ""
+    hidden = f", {leak.ungraded} not graded" if leak.ungraded else ""
+    return f"{number(leak.mean, digits)}{within}{worst}, n = {leak.n}{lost}{hidden}"

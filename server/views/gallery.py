@@ -1,0 +1,384 @@
+"""The gallery: private images beside what the attacks made of them, a page of them at a time."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from fedgauge.attacks.grading.audit import WHOLE_BATCH
+from fedgauge.client.components import SpecError
+from fedgauge.client.data.corpora import Text
+from fedgauge.client.data.images import Shards
+from fedgauge.server.store.ledger import UNGRADED
+from fedgauge.server.views import analysis
+from fedgauge.server.views import format as words
+from fedgauge.server.views.analysis import Floats, Ints, Scores
+from fedgauge.server.views.png import SMALL, png, reconstruction
+from fedgauge.server.views.reading import Reading
+
+WORD_BYTES = 40  # of a marked word
+PAGE_BYTES = 1_500_000  # of pictures in one answer
+PAGE = (6, 60)  # cards in one answer, at least and at most
+NO_TRUTH, NOT_HERE, NOT_GRADED = "the truth stays at the client", "no truth here", "not graded"
+
+Sort = Literal["leak", "hidden", "client"]
+Mark = Literal["right", "misplaced", "wrong"]
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked for; None: no filter. round None: all rounds."""
+
+    round: int | None = None
+    client: int | None = None
+    attack: str | None = None
+    label: int | None = None
+    sort: Sort = "leak"
+    offset: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Attacked:
+    """The examples that were attacked, in columns (N,): where they are, and the best PSNR of the attacks (NaN: no image)."""
+
+    round: Ints
+    client: Ints
+    example: Ints
+    strength: Floats
+
+    def where(self, chosen: Any) -> "Attacked":
+        """Some of them."""
+        return Attacked(self.round[chosen], self.client[chosen], self.example[chosen], self.strength[chosen])
+
+    def __len__(self) -> int:
+        return len(self.strength)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self.round.tolist(), self.client.tolist(), self.example.tolist(), strict=True)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One attack's picture of one example, or its text.
+
+    Args:
+        image: a data URI, or None with the reason in note.
+        psnr: the run's measure (of text, ROUGE-1); None where there is no value, and where exact says that it is infinite.
+        label: what the attack claims, in words; empty where it claims none.
+        trace: whether its iterations were kept.
+        words: of text, each piece and whether it is right, misplaced or wrong.
+    """
+
+    attack: str
+    image: str | None
+    psnr: float | None
+    exact: bool
+    note: str
+    label: str = ""
+    trace: bool = False
+    words: tuple[tuple[str, Mark], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Card:
+    """One private example beside what the attacks made of it.
+
+    Args:
+        image: which of the training images it is; it, truth and label are None where the data is not on this machine.
+        why: for which reason it is shown, where not all are.
+        truth_words: of text, its pieces, in the place of truth.
+        absent: why there is no truth; empty where there is one.
+    """
+
+    round: int
+    client: int
+    example: int
+    image: int | None
+    why: str
+    truth: str | None
+    label: int | None
+    tiles: tuple[Tile, ...]
+    truth_words: tuple[str, ...] | None = None
+    absent: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Gallery:
+    """The gallery of a run as it has been read by now."""
+
+    reading: Reading
+
+    @cached_property
+    def attacks(self) -> list[str]:
+        """The real ones, in the plan's order."""
+        return [a for a in self.reading.order if analysis.is_attack(a)]
+
+    @cached_property
+    def given(self) -> set[str]:
+        """The attacks to which the threat model hands the labels."""
+        planned = analysis.planned_attacks(self.reading.ledger)
+        return {name for name, attack in planned.items() if attack.labels == "given"}
+
+    @cached_property
+    def shards(self) -> Shards | None:
+        """The private data; None where it is not on this machine, and in a deployment, where it is never the server's."""
+        if self.reading.ledger.deployed:
+            return None
+        try:
+            return self.reading.scenario.federation.shards
+        except SpecError:
+            return None
+
+    @property
+    def kind(self) -> Literal["image", "text"]:
+        """What was attacked."""
+        return "text" if self.reading.scores.measure == analysis.OF_TEXT else "image"
+
+    @cached_property
+    def text(self) -> Text | None:
+        """The private data, where they are sentences and here."""
+        dataset = self.shards.dataset if self.shards else None
+        return dataset if isinstance(dataset, Text) else None
+
+    @cached_property
+    def psnr(self) -> Scores:
+        """The PSNR of real attacks, of text their ROUGE-1."""
+        psnr = self.reading.scores.of_metric(self.reading.scores.measure.metric)
+        return psnr.where(np.array([analysis.is_attack(a) for a in psnr.attacks], bool)[psnr.attack])
+
+    @cached_property
+    def cells(self) -> set[tuple[int, str]]:
+        """Every round and attack of which there are scores."""
+        pairs = np.unique(np.stack([self.psnr.round, self.psnr.attack]), axis=1).T.tolist()
+        return {(round, self.psnr.attacks[attack]) for round, attack in pairs}
+
+    @cached_property
+    def rounds(self) -> list[int]:
+        """Those in which somebody was attacked."""
+        return sorted({round for round, _ in self.cells})
+
+    def outcomes(self, round: int, attack: str) -> Mapping[tuple[int, int], tuple[float, str]]:
+        """PSNR (NaN: none) and status by (client, example); WHOLE_BATCH stands for all of a batch."""
+        return self.reading.view(("outcomes", round, attack), lambda: self._outcomes(round, attack))
+
+    def _outcomes(self, round: int, attack: str) -> dict[tuple[int, int], tuple[float, str]]:
+        rows = self.psnr.of_attack(attack)
+        rows = rows.where(rows.round == round)
+        columns = (rows.client, rows.example, rows.value, rows.status)
+        return {(c, e): (v, rows.statuses[s]) for c, e, v, s in zip(*(k.tolist() for k in columns), strict=True)}
+
+    def attacked(self, attack: str | None = None) -> Attacked:
+        """Every example that was attacked, by a certain attack or by any, in order."""
+        rows = self.psnr if attack is None else self.psnr.of_attack(attack)
+        whole = rows.example == WHOLE_BATCH
+        lost = rows.where(whole)  # each of a batch's examples
+        sizes = [self.reading.sizes.get(key, 1) for key in zip(lost.round.tolist(), lost.client.tolist(), strict=True)]
+        places = np.concatenate([np.arange(size) for size in sizes]) if sizes else lost.example
+        columns = [
+            np.concatenate([rows.round[~whole], np.repeat(lost.round, sizes)]),
+            np.concatenate([rows.client[~whole], np.repeat(lost.client, sizes)]),
+            np.concatenate([rows.example[~whole], places]),
+            np.concatenate([rows.value[~whole], np.full(len(places), np.nan)]),
+        ]
+        keys, place = np.unique(np.stack(columns[:3]), axis=1, return_inverse=True)
+        strength = np.full(keys.shape[1], np.nan)
+        np.fmax.at(strength, place, columns[3])
+        rounds, clients, examples = keys
+        return Attacked(rounds, clients, examples, strength)
+
+    def page(self, query: Query) -> dict[str, Any]:
+        """The cards that a query asks for, and what else it could ask."""
+        everything = self.reading.view(("attacked", query.attack), lambda: self.attacked(query.attack))
+        chosen = self._sorted(self._filtered(everything, query), query.sort)
+        size = self.page_size
+        shown = chosen.where(slice(query.offset, query.offset + size))
+        return {
+            "kind": self.kind,
+            "rounds": self.rounds,
+            "clients": np.unique(everything.client).tolist(),
+            "attacks": self.attacks,
+            "labels": list(range(self.shards.dataset.classes)) if self.shards and self._labelled else [],
+            "round": "all" if query.round is None else query.round,
+            "total": len(chosen),
+            "offset": query.offset,
+            "page": size,
+            "cards": [asdict(self.card(*key, attack=query.attack)) for key in shown],
+        }
+
+    def _filtered(self, found: Attacked, query: Query) -> Attacked:
+        if query.round is not None:
+            found = found.where(found.round == query.round)
+        if query.client is not None:
+            found = found.where(found.client == query.client)
+        if query.label is not None and self.shards is not None and self._labelled:
+            y = self.shards.dataset.y
+            labels = [int(y[self.rows_at(r, c)[e]]) for r, c, e in found]
+            found = found.where(np.array(labels, np.int64) == query.label)
+        return found
+
+    @property
+    def _labelled(self) -> bool:
+        """Whether the truth is here, with a label for each example."""
+        return self.shards is not None and self.shards.dataset.y.dim() == 1
+
+    @staticmethod
+    def _sorted(found: Attacked, sort: Sort) -> Attacked:
+        if sort == "client":
+            return found.where(np.lexsort((found.example, found.round, found.client)))
+        sign = -1 if sort == "leak" else 1
+        return found.where(np.argsort(sign * found.strength, kind="stable"))  # NaN goes last either way
+
+    @property
+    def picture_bytes(self) -> int:
+        """Of one picture in base64, at worst incompressible; of a sentence, about."""
+        if self.text is not None:
+            return WORD_BYTES * self.text.shape[0]
+        channels, height, width = self.shards.dataset.shape if self.shards else (3, SMALL, SMALL)
+        return channels * min(height, SMALL) * min(width, SMALL) * 4 // 3
+
+    @property
+    def page_size(self) -> int:
+        """Cards in one answer: fewer where pictures are large."""
+        return int(np.clip(PAGE_BYTES // (self.picture_bytes * (1 + len(self.attacks))), *PAGE))
+
+    def rows_at(self, round: int, client: int) -> list[int]:
+        """Which training images a client trained on in a round; none where the data is not here."""
+        if self.shards is None:
+            return []
+        federation = self.reading.scenario.federation
+        found: list[int] = self.reading.keep(
+            ("rows", round, client), lambda: federation.rows_at(client, round).tolist()
+        )
+        return found
+
+    def card(self, round: int, client: int, example: int, why: str = "", attack: str | None = None) -> Card:
+        """One private example beside what the attacks made of it, or one of them."""
+        attacks = self.attacks if attack is None else [attack]
+        truth, row = self._truth(round, client, example)
+        return Card(
+            round=round,
+            client=client,
+            example=example,
+            image=row,
+            why=why,
+            truth=None if truth is None or self.text else png(truth[0], SMALL),
+            label=None if truth is None else truth[1],
+            tiles=tuple(self._tile(a, round, client, example) for a in attacks if (round, a) in self.cells),
+            truth_words=tuple(pieces(truth[0], self.text)) if truth and self.text else None,
+            absent="" if truth is not None else NO_TRUTH if self.reading.ledger.deployed else NOT_HERE,
+        )
+
+    def _truth(self, round: int, client: int, example: int) -> tuple[tuple[Tensor, int | None] | None, int | None]:
+        rows = self.rows_at(round, client)
+        if self.shards is None or example >= len(rows):
+            return None, None
+        dataset, row = self.shards.dataset, rows[example]
+        return (dataset.x[row], int(dataset.y[row]) if self._labelled else None), row
+
+    def _tile(self, attack: str, round: int, client: int, example: int) -> Tile:
+        outcomes = self.outcomes(round, attack)
+        fallback = (math.nan, "not attacked")
+        value, status = outcomes.get((client, example)) or outcomes.get((client, WHOLE_BATCH)) or fallback
+        told, exact, unit = words.rounded(value), words.is_exact(value), self.reading.scores.measure.unit
+        if math.isnan(value) and status != UNGRADED:
+            return Tile(attack, None, told, exact, status)
+        note = NOT_GRADED if math.isnan(value) else f"{words.decibel(value)} {unit}"
+        found = reconstruction(self.reading.run, round, client, attack)
+        if isinstance(found, str):
+            return Tile(attack, None, told, exact, f"file {found}; {note}")
+        # no images but sentences, of which no score tells; or fewer than the client claims
+        if status == UNGRADED and not (found["x"].dim() == 4 and example < len(found["x"])):
+            return Tile(attack, None, told, exact, note)
+        label = self._label(found.get("y"), round, client, example, attack)
+        traced = "trace_x" in found
+        if self.kind == "image":
+            return Tile(attack, png(found["x"][example], SMALL), told, exact, note, label, traced)
+        truth, _ = self._truth(round, client, example)
+        written = marked(found["x"][example], truth[0] if truth else None, self.text) if self.text else None
+        return Tile(attack, None, told, exact, note, label, traced, written)
+
+    def _label(self, y: Tensor | None, round: int, client: int, example: int, attack: str) -> str:
+        if y is None or not self._labelled:
+            return ""
+        guess = int(y[example])
+        if attack in self.given:
+            return f"label {guess}, given"
+        truth, _ = self._truth(round, client, example)
+        right = "" if truth is None else " ✓" if truth[1] == guess else " ✗"
+        return f"label {guess}{right}"
+
+
+def pieces(x: Tensor, text: Text) -> list[str]:
+    """A sentence's tokens as its vocabulary writes them, without padding."""
+    return text.tokenizer.tokens(x[x != text.tokenizer.pad].tolist())
+
+
+def marked(guess: Tensor, truth: Tensor | None, text: Text) -> tuple[tuple[str, Mark], ...]:
+    """A guess's tokens: right in its place, misplaced (the truth has one more of it elsewhere), or wrong; without truth, wrong."""
+    words, pad = text.tokenizer, text.tokenizer.pad
+    ids: list[int] = guess.tolist()
+    true: list[int] = [] if truth is None else truth.tolist()
+    here = [i < len(true) and true[i] == token for i, token in enumerate(ids)]
+    spare = Counter(token for i, token in enumerate(true) if not (i < len(here) and here[i]))
+    found: list[tuple[str, Mark]] = []
+    for token, right in zip(ids, here, strict=True):
+        if token == pad:
+            continue
+        mark: Mark = "right" if right else "misplaced" if spare[token] > 0 else "wrong"
+        spare[token] -= mark == "misplaced"
+        found.append((words.tokens([token])[0], mark))
+    return tuple(found)
+
+
+MOST_OTHERS = 48  # of a client's other rounds, evenly spaced
+
+
+def through_rounds(gallery: Gallery, client: int, image: int) -> dict[str, Any] | None:
+    """One private image in every round in which it was attacked, and the client's other rounds; None where it never was."""
+    everything = gallery.reading.view(("attacked", None), gallery.attacked)
+    own = [key for key in everything.where(everything.client == client) if key[2] < len(gallery.rows_at(*key[:2]))]
+    same = [key for key in own if gallery.rows_at(*key[:2])[key[2]] == image]
+    if not same or gallery.shards is None or gallery.kind == "text":
+        return None
+    rounds = {round for round, _, _ in same}
+    others = {round: (round, client, example) for round, _, example in reversed(own) if round not in rounds}
+    shown = _spaced([others[round] for round in sorted(others)], MOST_OTHERS)
+    dataset = gallery.shards.dataset
+    return {
+        "image": image,
+        "client": client,
+        "truth": png(dataset.x[image]),
+        "label": int(dataset.y[image]),
+        "rounds": [asdict(gallery.card(*key)) for key in same],
+        "others": [asdict(gallery.card(*key)) for key in shown],
+        "total_others": len(others),
+    }
+
+
+def _spaced(keys: Sequence[tuple[int, int, int]], count: int) -> list[tuple[int, int, int]]:
+    if len(keys) <= count:
+        return list(keys)
+    return [keys[i] for i in np.linspace(0, len(keys) - 1, count).round().astype(int)]
+
+
+def trace(gallery: Gallery, round: int, client: int, example: int, attack: str) -> Mapping[str, Any] | str:
+    """An attack's objective and image over its iterations, or why there are none."""
+    found = reconstruction(gallery.reading.run, round, client, attack)
+    if isinstance(found, str):
+        return f"the reconstruction's file is {found}"
+    if "trace_x" not in found:
+        return "nothing was kept of its iterations: set trace = 12 in the [[attack]] table"
+    if example >= found["trace_x"].shape[1]:
+        return f"there is no example {example}"
+    truth, _ = gallery._truth(round, client, example)
+    return {
+        "iterations": found["trace_iteration"].tolist(),
+        "objective": [words.rounded(v) for v in found["trace_objective"].tolist()],
+        "images": [png(x) for x in found["trace_x"][:, example]],
+        "truth": None if truth is None else png(truth[0]),
+    }

@@ -1,0 +1,141 @@
+"""What a malicious server's run shows, side by side: what it sent, what that won, who noticed, what it cost the federation."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from fedgauge.attacks.grading.image_metrics import PSNR_CAP
+from fedgauge.client.inspection import alarmed
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.analysis import Scores, is_attack
+
+MOST_WORDS = 240  # letters of what a client says that are told
+Key = tuple[int, int]  # round, client
+Row = Any  # of the ledger: by name
+
+
+def misdeeds(scenario: Scenario, scores: Scores, ledger: Ledger) -> dict[str, str]:
+    """By heading, a sentence each; empty where the server is honest."""
+    if not scenario.malice:
+        return {}
+    seen = [o for o in ledger.observations() if o["status"] == "accepted" or alarmed(o["reason"])]
+    members = {(o["round"], o["client"]): _met(scenario, o["round"], o["client"]) for o in seen}
+    met = {key for key, altered in members.items() if altered}
+    rounds = sorted({r for r, _ in met})
+    sent = f"{_many(sum(map(len, members.values())), 'message')} answered in {_many(len(rounds), 'round')}"
+    trouble = ledger.meta().get("malice")
+    return {
+        "sent": "; ".join([f"{'; '.join(map(str, scenario.malice))}: {sent}", *([trouble] if trouble else [])]),
+        "recovered": _recovered(_best(scores), met, rounds),
+        "noticed": _noticed(scenario, seen, met),
+        "cost": _cost(scenario, ledger, seen, met, rounds),
+    }
+
+
+def _met(scenario: Scenario, round: int, client: int) -> list[int]:
+    """Of the clients behind what the server sees (of a secure sum several), those who were sent other weights."""
+    members = scenario.protocol.members(client, round) or (client,)
+    return [c for c in members if any(aimed.aim.meets(round, c) for aimed in scenario.malice)]
+
+
+def _best(scores: Scores) -> dict[tuple[int, int, int], float]:
+    """PSNR by round, client and example, of the attack that came nearest; raw."""
+    ours = {i for i, name in enumerate(scores.attacks) if is_attack(name)}
+    best: dict[tuple[int, int, int], float] = {}
+    if "psnr" not in scores.metrics:
+        return best
+    rows = (scores.metric == scores.metrics.index("psnr")) & ~(scores.value != scores.value)
+    columns = (scores.round, scores.client, scores.example, scores.attack, scores.value)
+    for r, client, example, attack, value in zip(*(column[rows].tolist() for column in columns), strict=True):
+        if attack in ours:
+            best[r, client, example] = max(value, best.get((r, client, example), value))
+    return best
+
+
+def _recovered(best: Mapping[tuple[int, int, int], float], met: set[Key], rounds: Sequence[int]) -> str:
+    if not best:
+        return "no image has been graded"
+    theirs = {k: v for k, v in best.items() if k[:2] in met}
+    others = {k: v for k, v in best.items() if k[:2] not in met}
+    words = f"of the images behind altered weights {_exact(theirs.values())}"
+    if first := min((r for (r, _, _), v in theirs.items() if v > PSNR_CAP), default=None):
+        words += f", the first after {_many(rounds.index(first) + 1, 'such round')} (round {first})"
+    return f"{words}; of all others {_exact(others.values())}"
+
+
+def _exact(values: Iterable[float]) -> str:
+    found = list(values)
+    if not found:
+        return "none was graded"
+    exact = sum(v > PSNR_CAP for v in found)
+    nearest = f" ({100 * exact / len(found):.0f} %)" if exact else f", the best {max(found):.1f} dB"
+    return f"{exact} of {len(found)} over {PSNR_CAP:g} dB{nearest}"
+
+
+def _noticed(scenario: Scenario, seen: Sequence[Row], met: set[Key]) -> str:
+    """Alarms among the answers to altered messages, and among the others; the suspicions where clients tell them.
+
+    Of a secure sum the members' words stand together: a sum counts as alarmed at where one of them alarmed.
+    """
+    alarms = {(o["round"], o["client"]) for o in seen if alarmed(o["reason"])}
+    honest = {(o["round"], o["client"]) for o in seen} - met
+    if scenario.protocol.guard.inspect == "off" and not any(
+        "suspicion" in o["reason"] or alarmed(o["reason"]) for o in seen
+    ):
+        return (
+            "no client's guard has said anything (clients inspect what they are sent where [guard] inspect is not off)"
+        )
+    answer = "message" if scenario.protocol.secure_sum is None else "sum"
+    words = (
+        f"guards alarmed at {len(alarms & met)} of {_many(len(met), f'altered {answer}')} and {len(alarms & honest)} of "
+        f"{len(honest)} honest ones"
+    )
+    told = [s for o in seen if (o["round"], o["client"]) in met for s in _suspicions(o["reason"])]
+    spread = " to ".join(dict.fromkeys(f"{s:.3g}" for s in (min(told), max(told)))) if told else ""
+    words += f"; suspicion {spread} at the altered ones (alarm above 1)" if told else ""
+    first = first_alarm(seen, scenario.protocol.secure_sum is not None)
+    return f"{words}; {first}" if first else words
+
+
+def first_alarm(seen: Sequence[Row], named: bool) -> str:
+    """When whose guard alarmed first, and what it said, on one line; empty where none did.
+
+    Args:
+        named: the words may name their client, as the door makes them in a sum; else they are a client's own, and may lie.
+    """
+    told = next((o for o in seen if alarmed(o["reason"])), None)
+    if told is None:
+        return ""
+    words = shortened(told["reason"])
+    whose = "" if named and words.startswith("client ") else f"client {told['client']}: "
+    return f"first in round {told['round']}: {whose}{words}"
+
+
+def shortened(reason: str) -> str:
+    """A client's words, on one line."""
+    words = " ".join(reason.split())
+    return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."
+
+
+def _suspicions(reason: str) -> list[float]:
+    """The numbers in clients' words, whatever else these say."""
+    return [float(number) for number in re.findall(r"suspicion (\d{1,9}(?:\.\d{1,9})?(?:e[+-]?\d{1,2})?)\b", reason)]
+
+
+def _cost(scenario: Scenario, ledger: Ledger, seen: Sequence[Row], met: set[Key], rounds: Sequence[int]) -> str:
+    """What became of the updates, and how accuracy went in the rounds in which the server was malicious and in the others."""
+    accuracy = {r["round"]: r["accuracy"] for r in ledger.rounds() if r["accuracy"] is not None}
+    steps = {r: 100 * (accuracy[r] - accuracy[r - 1]) for r in accuracy if r - 1 in accuracy}
+    kept = [aimed.aim.aggregate for aimed in scenario.malice]
+    fate = "averaged as all are" if all(kept) else "averaged in part" if any(kept) else "left out of the average"
+    words = f"answers to altered weights ({_many(len(met), 'update')} of {len(seen)}) were {fate}"
+    both = (("in those rounds", True), ("in the others", False))
+    moved = [(which, [step for r, step in steps.items() if (r in rounds) is own]) for which, own in both]
+    parts = [f"{mean(part):+.1f} points a round {which}" for which, part in moved if part]
+    return f"{words}; test accuracy moved by {', '.join(parts)} (early rounds move it most)" if parts else words
+
+
+def _many(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"

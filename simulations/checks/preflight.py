@@ -1,0 +1,361 @@
+"""The preflight: what a scenario would leak, told in seconds and before any training.
+
+Auxiliary images stand in for the clients', whose data is never touched. It counts unknowns against equations layer by layer,
+tries what needs no search (analytic inversion, label restoration) on updates that went through the whole chain, draws the
+limit, and says what to change.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Observation, Wave
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.image_metrics import PSNR_CAP, label_accuracy, match, psnr_of
+from fedgauge.attacks.limits import bayes_limit, known_noise
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.protocol import Federation
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Summed, trained_on, transparent
+from fedgauge.defenses.accounting import account
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.format import decibel, percent
+
+STAND_INS = 8  # clients, with batches of auxiliary images
+EXACT = 60.0  # dB, from which on an image counts as read off
+STRONG = 8.0  # epsilon of a record, up to which a guarantee is more than words
+TESTED = 512  # auxiliary images on which the mean image is tried
+Severity = Literal["leaks", "weak", "note", "holds"]
+_STYLES: Mapping[Severity, str] = {"leaks": "bold red", "weak": "yellow", "note": "", "holds": "green"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's part in the update.
+
+    Args:
+        entries: parameters; visible: entries of the uploaded update that are not zero, on average.
+        unknowns: numbers in the layer's input, of the whole batch.
+    """
+
+    name: str
+    kind: str
+    entries: int
+    visible: int
+    unknowns: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found: how bad it is, what it is, and what to change (empty: nothing)."""
+
+    severity: Severity
+    words: str
+    change: str = ""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """All that was found of a scenario."""
+
+    layers: tuple[Layer, ...]
+    findings: tuple[Finding, ...]
+
+    def to_json(self) -> str:
+        """One object."""
+        return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+
+def preflight(scenario: Scenario) -> Preflight:
+    """Examine a checked scenario; some seconds."""
+    probe = _Probe(scenario)
+    return Preflight(tuple(probe.layers()), tuple(probe.findings()))
+
+
+class _Probe:
+    """A scenario with the updates of stand-in clients, who hold auxiliary images."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.fed = scenario, scenario.federation
+        self.auditor = Auditor(self.fed, scenario.plan.seed)
+        self.params, self.buffers = self.fed.initial()
+        self.members = len(self.fed.protocol.groups(1)[0])  # of a secure sum
+        self.size = self.members * self.fed.shards.batch_size
+        self.batches = [self._batch(k) for k in range(STAND_INS)]
+        self.wave = Wave.stack([self._observation(k, batch) for k, batch in enumerate(self.batches)])
+        self.fed.load_buffers(self.buffers)
+
+    def _batch(self, k: int) -> Batch:
+        rng = generator(self.fed.protocol.seed, "stand-in", k)
+        chosen = torch.randint(len(self.auditor.auxiliary.x), (self.size,), generator=rng)
+        return Batch(self.auditor.auxiliary.x[chosen], self.auditor.auxiliary.y[chosen])
+
+    def _observation(self, k: int, batch: Batch) -> Observation:
+        bare = self.fed.gradient
+        seen = Summed(self.members)(self.fed.chain(bare))
+        return Observation(1, k, self.params, seen(self.params, batch, self._draws(k)), self.buffers)
+
+    def _draws(self, k: int) -> torch.Generator:
+        return generator(self.fed.protocol.seed, "stand-in draws", k)
+
+    # ----------------------------------------------------------------------------------------------------- layers
+
+    def layers(self) -> Iterator[Layer]:
+        """Every layer with parameters of its own, in the order of the forward pass."""
+        for name, (module, given) in self._inputs().items():
+            names = [f"{name}.{n}" if name else n for n, _ in module.named_parameters(recurse=False)]
+            entries = sum(self.params[n].numel() for n in names)
+            visible = sum(int(self.wave.update[n].count_nonzero()) for n in names) // STAND_INS
+            yield Layer(name, type(module).__name__, entries, visible, given.numel())
+
+    def _inputs(self) -> dict[str, tuple[nn.Module, Tensor]]:
+        found: dict[str, tuple[nn.Module, Tensor]] = {}
+
+        def watch(name: str, module: nn.Module) -> None:
+            def seen(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+                found.setdefault(name, (module, given[0].detach()))
+
+            hooks.append(module.register_forward_pre_hook(seen))
+
+        hooks: list[torch.utils.hooks.RemovableHandle] = []
+        for name, module in self.fed.model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                watch(name, module)
+        training = self.fed.model.training
+        try:
+            with torch.no_grad():  # in eval mode: a look must not move BatchNorm's statistics
+                self.fed.model.eval()(self.fed.shards.dataset.normalise(self.batches[0].x))
+        finally:
+            self.fed.model.train(training)
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    # --------------------------------------------------------------------------------------------------- findings
+
+    def findings(self) -> Iterator[Finding]:
+        """The worst first."""
+        own = self._words() if self.text else (*self._structure(), self._analytic())
+        found = [f for f in (*own, self._labels(), *self._chain()) if f is not None]
+        yield from sorted(found, key=lambda f: list(_STYLES).index(f.severity))
+
+    @property
+    def text(self) -> bool:
+        """Whether the examples are sentences."""
+        return isinstance(self.fed.model, LanguageModel)
+
+    def _words(self) -> Iterator[Finding]:
+        """What the rows of the word embeddings' gradient tell."""
+        assert isinstance(self.fed.model, LanguageModel)
+        parts = self.fed.model.parts
+        seen = self.wave.update.get(parts.word)
+        if seen is None:
+            yield Finding("note", "the word embeddings are frozen, so no row of their gradient names a word")
+        elif parts.tied:
+            yield Finding(
+                "note", "the head's rows are the word embeddings: each has a gradient, whether its word occurs or not"
+            )
+        else:
+            rows = [set(t.flatten(1).any(1).nonzero().flatten().tolist()) for t in seen]
+            words = [set(_fed(b, self.fed.model.pad).tolist()) for b in self.batches]
+            right = sum(found == said for found, said in zip(rows, words, strict=True))
+            change = '[model] freeze = ["words"], or noise after local_sgd'
+            told = "are the sentences' words"
+            yield Finding(
+                "leaks" if right else "note",
+                f"the rows of the word embeddings' update that are not zero {told} for {right} of {len(rows)} stand-ins",
+                change if right else "",
+            )
+
+    def _structure(self) -> Iterator[Finding]:
+        pixels = self.size * math.prod(self.fed.shards.dataset.shape)
+        visible = sum(int(t.count_nonzero()) for t in self.wave.update.values()) // STAND_INS
+        told = f"{visible:,} entries of an update are not zero, for {pixels:,} unknown pixels of {_examples(self.size)}"
+        if visible >= pixels:
+            change = "larger batches and more noise, rather than dropping entries: many more would have to go"
+            yield Finding("weak", f"{told}: enough to determine them, wherever nothing random hides them", change)
+        else:
+            yield Finding("note", f"{told}: too few to determine them without a prior, which images have")
+        for name, module in self.fed.model.named_modules():
+            if isinstance(module, nn.Embedding):
+                yield Finding(
+                    "leaks",
+                    f"layer {name!r} is an embedding: the rows of its gradient that are not zero name the tokens",
+                    "freeze it (freeze)",
+                )
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                yield Finding(
+                    "leaks",
+                    f"BatchNorm in train mode ({name!r} and others): means and variances of the batch are uploaded as they are",
+                    '[model] mode = "eval", or norm = "group"',
+                )
+                break
+        if self.size > 1 and (share := self._held_by_a_neuron()) > 0:
+            yield Finding(
+                "leaks",
+                f"{percent(share)} of the stand-ins' examples are read off a row of the first fully connected layer's gradient: "
+                "they are the only ones that excite its neuron",
+                "larger batches, a convolution before it, or noise after it; a malicious server raises that share to all",
+            )
+
+    def _held_by_a_neuron(self) -> float:
+        """Of examples, as they were trained on, that some row's weights over its bias give exactly."""
+        name, (first, _) = next(iter(self._inputs().items()))
+        if not isinstance(first, nn.Linear) or first.bias is None:
+            return 0.0
+        known = self.auditor.knowledge(PlannedAttack("rows", {"use": "analytic"}), self.members)
+        if first.in_features != math.prod(known.shape):
+            return 0.0
+        shares = []
+        for k, batch in enumerate(self._trained_on()):
+            weight, bias = (self.wave.update[f"{name}.{part}"][k].double() for part in ("weight", "bias"))
+            rows = known.pixels((weight / bias[:, None])[bias != 0].view(-1, *known.shape)).flatten(1)
+            errors = torch.cdist(batch.x.double().flatten(1), rows).square() / math.prod(known.shape)
+            shares.append(float((errors < 10 ** (-EXACT / 10)).any(1).double().mean()) if len(rows) else 0.0)
+        return sum(shares) / len(shares)
+
+    def _trained_on(self) -> list[Batch]:
+        """The stand-ins' batches as the chain makes them, but under a secure sum, whose members train apart."""
+        if self.members > 1:
+            return self.batches
+        bare = self.fed.gradient
+        made = [trained_on(self.fed.chain, bare, self.params, b, self._draws(k)) for k, b in enumerate(self.batches)]
+        return [batch if changed is None else changed for batch, changed in zip(self.batches, made, strict=True)]
+
+    def _analytic(self) -> Finding | None:
+        planned = PlannedAttack("analytic", {"use": "analytic"})
+        known = self.auditor.knowledge(planned, self.members)
+        streams = [self.auditor.stream(planned, 1, k) for k in range(STAND_INS)]  # stand-ins are no clients: no audit
+        found = planned.build().reconstruct(self.wave, known, planned.budget, streams)
+        pairs = [(r.x, b.x) for r, b in zip(found, self.batches, strict=True) if r.x is not None]
+        values = [float(v) for x, truth in pairs for v in psnr_of(truth, x[match(truth, x)])]
+        if not values:
+            return None
+        mean = sum(min(v, PSNR_CAP) for v in values) / len(values)
+        read = sum(v > EXACT for v in values)
+        if read:
+            return Finding(
+                "leaks",
+                f"the first fully connected layer's gradient holds the image: read off {read} of {len(values)} stand-ins "
+                "without any search (analytic)",
+                "more examples an update, a convolution before the first fully connected layer, or noise after it",
+            )
+        return Finding("note", f"analytic inversion of the first layer gets {decibel(mean)} dB through this chain")
+
+    def _labels(self) -> Finding | None:
+        from fedgauge.attacks.labels import restore
+
+        if self.fed.shards.dataset.y.dim() > 1:  # they are the sentences
+            return None
+        known = self.auditor.knowledge(PlannedAttack("labels", {"use": "idlg"}))
+        try:
+            restored = restore(self.wave, known)
+        except ValueError as error:
+            return Finding("note", f"labels cannot be restored: {error}")
+        right = [label_accuracy(b.y, y) for b, y in zip(self.batches, restored, strict=True)]
+        share = sum(right) / len(right)
+        chance = 1 / self.fed.shards.dataset.classes
+        words = f"labels: {percent(share)} of the stand-ins' are read off the classifier's gradient (chance: {percent(chance)})"
+        return Finding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
+
+    def _chain(self) -> Iterator[Finding]:
+        local = self.fed.chain.local
+        if local.steps > 1:
+            yield Finding(
+                "note",
+                f"{local.steps} local steps at rate {local.rate:g}: attacks unroll them at {local.steps} times the cost, "
+                "or match one gradient between their ends (surrogate); steps alone do not hide",
+            )
+        if _is_bare(self.fed):
+            yield Finding("leaks", "the chain has no defense: what is uploaded is local training's own result",
+                          "see README's table of defenses; clipping each example and noise (dp_sgd) certify "
+                          "something")  # fmt: skip
+        if not self.text:
+            yield self._limit()
+        yield self._epsilon()
+
+    def _limit(self) -> Finding:
+        floor = self._mean_image()
+        if known_noise(self.fed.as_seen(self.fed.chain, self.members)) is None:
+            return Finding(
+                "weak",
+                "no limit: the chain adds no noise of a known density, so nothing but the cost of a search stands before "
+                f"an attacker; guessing the mean image gets {decibel(floor)} dB",
+                "noise whose density is known (gaussian, dp_sgd)",
+            )
+        known = self.auditor.knowledge(PlannedAttack("limit", {"use": "idlg"}))
+        try:
+            mse = bayes_limit(known, self.params, self.auditor.prior, generator(self.auditor.seed, "preflight"))
+        except ValueError as error:
+            return Finding("note", f"no limit: {error}")
+        limit = -10 * math.log10(mse)
+        words = (
+            f"Bayes limit under a Gaussian prior fitted to auxiliary images: {decibel(limit)} dB in one round, on average; "
+            f"guessing the mean image gets {decibel(floor)} dB"
+        )
+        if limit < floor + 3:
+            return Finding("holds", words)
+        return Finding("weak", f"{words}: there is room for a leak", "more noise, or larger batches")
+
+    def _mean_image(self) -> float:
+        """Mean PSNR of the mean auxiliary image over auxiliary images."""
+        x = self.auditor.auxiliary.x
+        return float(psnr_of(x[:TESTED], x.mean(0, keepdim=True).expand_as(x[:TESTED])).clamp_max(PSNR_CAP).mean())
+
+    def _epsilon(self) -> Finding:
+        rounds = {client: self.fed.protocol.rounds for client in range(self.fed.protocol.clients)}
+        found = account(self.fed, rounds, self.scenario.privacy.delta)
+        if found.record is None:
+            return Finding("note", found.words)
+        strong = found.record <= STRONG
+        change = "" if strong else "more noise, fewer rounds, larger shards"
+        return Finding(
+            "holds" if strong else "weak", f"if every client takes part in every round: {found.words}", change
+        )
+
+
+def _examples(n: int) -> str:
+    return "1 example" if n == 1 else f"{n} examples"
+
+
+def _fed(batch: Batch, pad: int) -> Tensor:
+    """The words that reach the loss as inputs; where each is predicted from those before it, not a sentence's last."""
+    if batch.y.dim() == 1:
+        return batch.x[batch.x != pad]
+    return batch.x[:, :-1][batch.x[:, 1:] != pad]
+
+
+def _is_bare(fed: Federation) -> bool:
+    """Whether local training is all that there is."""
+    protected = fed.protocol.model.get("defense") or fed.protocol.secure_sum
+    return not protected and all(link is fed.chain.local or transparent(link) for link in fed.chain.links)
+
+
+def show(found: Preflight, console: Console) -> None:
+    """The layers as a table, then what was found, the worst first."""
+    table = Table("layer", "kind", "entries", "visible", "inputs of the batch", "visible / inputs", box=None)
+    for layer in found.layers:
+        ratio = layer.visible / layer.unknowns
+        table.add_row(
+            layer.name, layer.kind, f"{layer.entries:,}", f"{layer.visible:,}", f"{layer.unknowns:,}", f"{ratio:.2g}"
+        )
+    console.print(table)
+    console.print(
+        "visible: entries of an uploaded update that are not zero; above 1 a layer gives more equations than unknowns"
+    )
+    told = Table(box=None, show_header=False, padding=(0, 1))
+    for finding in found.findings:
+        told.add_row(Text(finding.severity, style=_STYLES[finding.severity]), finding.words)
+        if finding.change:
+            told.add_row("", Text(f"change: {finding.change}", style="dim"))
+    console.print()
+    console.print(told)

@@ -1,0 +1,1 @@
+"""A deployment: its folder, keys, services, and the processes on one machine."""

@@ -1,0 +1,109 @@
+"""Who is who in a deployment: an authority, the server's certificate, and a key pair for each client's node."""
+
+import datetime
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+HOSTS = ("localhost", "127.0.0.1", "superlink")  # what the server is called on one machine and among its containers
+DAYS = 825  # what a certificate may live
+_PRIVATE, _PUBLIC = 0o600, 0o644
+
+
+def write_authority(folder: Path, hosts: Sequence[str] = (), days: int = DAYS) -> None:
+    """A certificate authority of this deployment alone, and the certificate it gives the server: ca.crt, server.*.
+
+    The authority signs this once, and its key is kept nowhere: who had it could be the server to every client.
+
+    Args:
+        hosts: names and addresses under which clients reach the server, beside `HOSTS`.
+        days: how long both are valid; one day of the past is added, as clocks differ.
+    """
+    authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+    ca = _named("fedgauge deployment CA")
+    now = datetime.datetime.now(datetime.UTC)
+    since, until = now - datetime.timedelta(days=1), now + datetime.timedelta(days=days)
+
+    def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+        made = x509.CertificateBuilder().subject_name(name).issuer_name(ca).public_key(key.public_key())
+        made = made.serial_number(x509.random_serial_number()).not_valid_before(since).not_valid_after(until)
+        return made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+
+    signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    own = certificate(ca, authority).add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    own = own.add_extension(_usage(signs_certificates=True), critical=True)
+    served = certificate(_named("superlink"), server).add_extension(signer, critical=False)
+    served = served.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    served = served.add_extension(_usage(signs_certificates=False), critical=True)
+    served = served.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    served = served.add_extension(x509.SubjectAlternativeName(alternative_names(hosts)), critical=False)
+    for name, builder in (("ca", own), ("server", served)):
+        signed = builder.sign(authority, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
+        _write(folder / f"{name}.crt", signed, _PUBLIC)
+    _write(folder / "server.key", _pem(server), _PRIVATE)
+
+
+def alternative_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    """What the server is called; ValueError for what is no name."""
+    return [_alternative(host) for host in dict.fromkeys([*HOSTS, *hosts])]
+
+
+def write_node_key(path: Path) -> None:
+    """A node's key pair as `ssh-keygen -t ecdsa -b 384` writes it: the private one at path, the public one at path.pub."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    )
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    _write(path, private, _PRIVATE)
+    _write(path.with_name(f"{path.name}.pub"), public + f" {path.name}\n".encode(), _PUBLIC)
+
+
+def write_secret(path: Path, secret: bytes) -> None:
+    """A file that only its owner may read, from its first moment on."""
+    _write(path, secret, _PRIVATE)
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        if re.fullmatch(r"[A-Za-z0-9.-]+", host) is None:
+            raise ValueError(f"{host!r} is neither an address nor a name that a certificate can hold") from None
+        return x509.DNSName(host)
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)

@@ -1,0 +1,172 @@
+"""The processes of a deployment, in one table: docker-compose.yml and `fedgauge deploy up --local` start these very commands."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fedgauge.simulations.run.processes import free_port
+
+Restart = Literal["no", "on-failure", "unless-stopped"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a deployment's processes run, as far as their commands say it; the default is inside the containers.
+
+    Args:
+        folder: of the deployment.
+        run: the name of its run.
+        bind: the address that servers listen on.
+        superlink, ray, dashboard: host and port under which others find them.
+        ports: where each SuperNode serves the client app that it starts, on its loopback address.
+    """
+
+    folder: str = "/deployment"
+    run: str = "${FEDGAUGE_RUN:-federation}"
+    bind: str = "0.0.0.0"
+    superlink: tuple[str, int] = ("superlink", 8000)
+    ray: tuple[str, int] = ("ray-head", 6379)
+    dashboard: int = 8765
+    ports: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def local(cls, folder: str, run: str, clients: int) -> "Place":
+        """This machine's loopback address, with ports that are free."""
+        here = "127.0.0.1"
+        ports = {client: free_port() for client in range(clients)}
+        return cls(folder, run, here, (here, free_port()), (here, free_port()), free_port(), ports)
+
+    def port(self, client: int) -> int:
+        """Where a client's SuperNode answers, on its loopback address."""
+        return self.ports.get(client, 9094)
+
+    @property
+    def dashboard_address(self) -> str:
+        """Where the page is on this machine."""
+        return f"http://{self.bind}:{self.dashboard}/"
+
+    @property
+    def run_folder(self) -> str:
+        """The run's folder."""
+        return f"{self.folder}/runs/{self.run}"
+
+
+@dataclass(frozen=True)
+class Service:
+    """One process: its command, what it finds in its environment, and what becomes of it when it ends.
+
+    Args:
+        answers: the loopback port on which it answers while it works; one that no longer does is ended, for its process may
+            stay when it has failed.
+    """
+
+    command: tuple[str, ...]
+    restart: Restart = "unless-stopped"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    answers: int | None = None
+
+
+def services(place: Place, clients: int) -> dict[str, Service]:
+    """Every service of a deployment by its name, each after those that it needs."""
+    return {
+        "superlink": Service(superlink(place)),
+        "serverapp": Service(serverapp(place)),
+        "register": Service(_fedgauge("deploy", "register", place.folder, "--superlink", _at(place.superlink)), "no"),
+        **{f"supernode-{k}": Service(supernode(place, k), answers=place.port(k)) for k in range(clients)},
+        "ray-head": Service(ray_head(place), environment=ray_access(place)),
+        "ray-worker": Service(ray_worker(place), environment=ray_access(place)),
+        "start": Service(
+            _fedgauge("deploy", "start", place.folder, "--superlink", _at(place.superlink), "--name", place.run), "no"
+        ),
+        "attack": Service(
+            _fedgauge("audit", place.run_folder, "--follow"),
+            "on-failure",
+            {"RAY_ADDRESS": _at(place.ray), **ray_access(place)},
+        ),
+        "dashboard": Service(dashboard(place)),
+    }
+
+
+def superlink(place: Place) -> tuple[str, ...]:
+    """The SuperLink: TLS, node authentication, and server apps only for who knows the secret.
+
+    Its database is a file, so that it knows the registered nodes when it is started again.
+    """
+    certificates = (
+        "--ssl-ca-certfile",
+        f"{place.folder}/tls/ca.crt",
+        "--ssl-certfile",
+        f"{place.folder}/tls/server.crt",
+    )
+    return (
+        "flower-superlink",
+        *("--host", place.bind, "--port", str(place.superlink[1])),
+        *(*certificates, "--ssl-keyfile", f"{place.folder}/tls/server.key"),
+        "--enable-supernode-auth",
+        *("--isolation", "process", "--superexec-auth-secret-file", f"{place.folder}/secrets/superexec"),
+        *("--database", f"{place.folder}/link/superlink.db"),
+    )
+
+
+def serverapp(place: Place) -> tuple[str, ...]:
+    """What runs the curious ServerApp, in a process apart from the SuperLink."""
+    return (
+        "flower-superexec",
+        *("--runtime-api-address", _at(place.superlink), "--root-certificates", f"{place.folder}/tls/ca.crt"),
+        *("--superexec-auth-secret-file", f"{place.folder}/secrets/superexec"),
+    )
+
+
+def supernode(place: Place, client: int) -> tuple[str, ...]:
+    """A client's SuperNode, known by its key, with its owner's file."""
+    return (
+        "flower-supernode",
+        *("--superlink", _at(place.superlink), "--root-certificates", f"{place.folder}/tls/ca.crt"),
+        *("--auth-supernode-private-key", f"{place.folder}/keys/client-{client}"),
+        *("--host", "127.0.0.1", "--port", str(place.port(client))),
+        *("--node-config", f'client="{place.folder}/clients/{client}/client.toml"'),
+    )
+
+
+def ray_head(place: Place) -> tuple[str, ...]:
+    """The head of the attack workers' cluster: it attacks nothing itself."""
+    return (
+        "ray",
+        "start",
+        "--head",
+        "--port",
+        str(place.ray[1]),
+        "--num-cpus",
+        "0",
+        *_RAY,
+        "--include-dashboard=false",
+    )
+
+
+def ray_worker(place: Place, gpus: int = 0) -> tuple[str, ...]:
+    """One attack worker, on one core, and on one GPU where there are any."""
+    has = ("--num-gpus", str(gpus)) if gpus else ()
+    return ("ray", "start", "--address", _at(place.ray), "--num-cpus", "1", *has, *_RAY)
+
+
+def dashboard(place: Place) -> tuple[str, ...]:
+    """The page over all runs of the deployment; who has the token may look."""
+    token = f"{place.folder}/secrets/dashboard"
+    where = ("--host", place.bind, "--port", str(place.dashboard), "--token-file", token)
+    return _fedgauge("watch", f"{place.folder}/runs", *where)
+
+
+def ray_access(place: Place) -> dict[str, str]:
+    """What tells Ray to let nobody in without the token: a process of the cluster may run any code in all others."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{place.folder}/secrets/ray"}
+
+
+_RAY = ("--block", "--disable-usage-stats")
+
+
+def _fedgauge(*arguments: str) -> tuple[str, ...]:
+    return ("fedgauge", *arguments)
+
+
+def _at(address: tuple[str, int]) -> str:
+    return f"{address[0]}:{address[1]}"

@@ -1,0 +1,1 @@
+"""Experiments over many runs: sweeps, papers' tables, tuning, worlds with known answers."""

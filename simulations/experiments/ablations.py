@@ -1,0 +1,16 @@
+"""Ablations: attacks with one part exchanged, to be compared with the whole (Inverting Gradients, table 3)."""
+
+from fedgauge.attacks.engine.distances import cosine, squared
+from fedgauge.attacks.engine.optimizers import adam, lbfgs
+from fedgauge.attacks.matching.gradient_matching import CUTS, GradientMatching
+from fedgauge.attacks.matching.priors import total_variation
+
+
+def without_cosine(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
+    """Inverting Gradients with the squared distance."""
+    return GradientMatching(squared(), (total_variation(tv),), adam(rate, signed=True, cuts=CUTS))
+
+
+def without_adam(tv: float = 0.01) -> GradientMatching:
+    """Inverting Gradients by L-BFGS."""
+    return GradientMatching(cosine(), (total_variation(tv),), lbfgs(), box=False)

@@ -1,0 +1,216 @@
+"""Gaussian worlds: inputs drawn from a known prior, where theory is exact and says what a right attack must reach.
+
+In the first the maximum-a-posteriori attack has to land on the van Trees bound, at any noise, and nothing goes below it. In
+the second, figure 4 of the Bayesian framework (Balunovic et al., ICLR 2022), the true prior with the true conditional has to
+come closer than any other pair. Labels are drawn, or follow from x, and are given; updates are computed as clients would.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from fedgauge.attacks.base import Budget, Knowledge, Wave
+from fedgauge.attacks.engine.distances import Distance, gaussian_likelihood, laplace_likelihood
+from fedgauge.attacks.engine.optimizers import lbfgs
+from fedgauge.attacks.limits import GaussianPrior, fisher, known_noise, precision, van_trees
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.priors import Prior, gaussian, laplacian
+from fedgauge.client.models.vision import detached_params, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Params, chain, gradient, local_sgd
+from fedgauge.defenses import noise
+
+RATIOS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # sigma / |g|
+VARIANCE = 0.051  # of the first world's inputs
+NOISE = 0.1  # of the second's gradients: Laplace noise of this scale
+STD = 0.05  # pixels to a unit of x: the world lies well inside [0, 1], so that no box is felt
+NORMAL_95 = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure beside what it is compared with.
+
+    Args:
+        cell, attack, metric: what was measured.
+        reference: the bound, in the first world; the paper's figure shows no number.
+        here, low, high: mean and 95 % interval over inputs.
+        n: inputs.
+    """
+
+    cell: str
+    attack: str
+    metric: str
+    reference: float | None
+    here: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """Inputs and a network.
+
+    Args:
+        model: tanh, float64.
+        x: (N, d) as the model is fed; y: (N,).
+        shift: the x of a mid-grey pixel.
+    """
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    shift: float = 0.0
+
+    @property
+    def params(self) -> Params:
+        """The network's weights."""
+        return detached_params(self.model)
+
+    def known(self, links: Chain) -> Knowledge:
+        """What the attacker is told: everything but x."""
+        shape = (1, 1, self.x.shape[1])
+        mean = 0.5 - STD * self.shift
+        classes = int(self.y.max()) + 1
+        return Knowledge(self.model, links, shape, classes, 1, (mean,), (STD,), labels=self.y[:, None])
+
+    def pixels(self) -> Tensor:
+        """The inputs as images (N, 1, 1, 1, d) of one example each."""
+        return (0.5 + STD * (self.x - self.shift))[:, None, None, None]
+
+    def updates(self, links: Chain, seed: int) -> Wave:
+        """What the server sees of N clients."""
+        known = self.known(links)
+        compute = links(gradient(self.model, normalise=known.normalise))
+        rng = generator(seed, "gaussian world", "noise")
+
+        def one(x: Tensor, y: Tensor) -> Params:
+            return compute(self.params, Batch(x, y[None]), rng)
+
+        seen = vmap(one, randomness="different")(self.pixels(), self.y)
+        return Wave(1, tuple(range(len(self.x))), self.params, seen)
+
+
+def squared_errors(attack: GradientMatching, world: World, links: Chain, seed: int, iterations: int) -> Tensor:
+    """(N,) mean squared errors in units of x; every attack starts from the prior's mean."""
+    known = world.known(links)
+    start = torch.full((len(world.x), 1, *known.shape), 0.5)
+    streams = [partial(generator, seed, "gaussian world", "attack", k) for k in range(len(world.x))]
+    found = attack.continued(world.updates(links, seed), known, Budget(iterations), streams, start)
+    guesses = []
+    for one in found:
+        if one.x is None or one.status != "converged":
+            raise RuntimeError(f"an attack ended as {one.status}: {one.reason}")
+        guesses.append(known.normalise(one.x.double()).flatten())
+    return (torch.stack(guesses) - world.x).square().mean(1)
+
+
+# ------------------------------------------------------------------------------------------------- on the line
+
+
+def tanh_world(n: int, seed: int = 0) -> tuple[World, GaussianPrior]:
+    """36 inputs of variance .051 round a half, five classes that do not depend on them, a network of 1,013 parameters."""
+    size = 36
+    rng = generator(seed, "gaussian world", "inputs")
+    x = 0.5 + VARIANCE**0.5 * torch.randn(n, size, generator=rng, dtype=torch.float64)
+    y = torch.randint(5, (n,), generator=rng)
+    world = World(_network(size, 24, 5, seed), x, y, shift=0.5)
+    prior = GaussianPrior.of(torch.full((size,), 0.5), torch.eye(size) * VARIANCE * STD**2)  # of pixels
+    return world, prior
+
+
+def mean_information(world: World) -> Tensor:
+    """E F (d, d) over the world's inputs, of pixels, under noise of deviation 1."""
+    links = chain(noise.gaussian(1.0), local_sgd(1.0))
+    found = known_noise(links)
+    assert found is not None
+    forward = found[0].mean(gradient(world.model, normalise=world.known(links).normalise))
+    weigh = precision(found[1])
+    total = torch.zeros(world.x.shape[1], world.x.shape[1], dtype=torch.float64)
+    for x, y in zip(world.pixels(), world.y, strict=True):
+        total += fisher(forward, world.params, Batch(x, y[None]), weigh)
+    return total / len(world.x)
+
+
+def gaussian_world(n: int = 512, seed: int = 0, iterations: int = 400, ratios: Sequence[float] = RATIOS) -> list[Row]:
+    """For each noise the van Trees bound, and the mean squared error of the maximum-a-posteriori attack, in units of x.
+
+    Args:
+        iterations: evaluations of the gradient, at most.
+        ratios: deviation of the noise over the mean norm of the gradient.
+    """
+    world, prior = tanh_world(n, seed)
+    clean = world.updates(chain(local_sgd(1.0)), seed).update
+    size = float(torch.stack([t.flatten(1).square().sum(1) for t in clean.values()]).sum(0).sqrt().mean())
+    information = mean_information(world)
+    attack = GradientMatching(
+        priors=(gaussian(1.0, prior.mean, prior.covariance),), optimizer=lbfgs(), box=False, double=True
+    )
+    rows = []
+    for ratio in ratios:
+        sigma = ratio * size
+        bound = van_trees([information / sigma**2], prior) / STD**2
+        errors = squared_errors(attack, world, chain(noise.gaussian(sigma), local_sgd(1.0)), seed, iterations)
+        rows.append(_row(f"sigma / |g| = {ratio:g}", "map", "mse", bound, errors))
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------- the true pair wins
+
+
+def fig4_world(n: int, seed: int = 0) -> World:
+    """20 unit Gaussian inputs, y = argmax(W x) over ten classes, a two-layer network with 20 hidden units."""
+    size, classes = 20, 10
+    rng = generator(seed, "gaussian world", "inputs")
+    w = torch.randn(classes, size, generator=rng, dtype=torch.float64)
+    x = torch.randn(n, size, generator=rng, dtype=torch.float64)
+    return World(_network(size, 20, classes, seed), x, (x @ w.T).argmax(1))
+
+
+def fig4_attacks() -> dict[tuple[str, str], GradientMatching]:
+    """By prior and conditional; each false one has the true one's variance."""
+    size, centre = 20, torch.full((20,), 0.5)
+    priors: dict[str, Prior] = {
+        "gaussian": gaussian(1.0, centre, torch.eye(size) * STD**2),
+        "laplacian": laplacian(1.0, 0.5, STD / 2**0.5),
+    }
+    conditionals: dict[str, Distance] = {
+        "gaussian": gaussian_likelihood(NOISE * 2**0.5),
+        "laplacian": laplace_likelihood(NOISE),
+    }
+    return {
+        (p, c): GradientMatching(likelihood, (prior,), lbfgs(), box=False, double=True)
+        for p, prior in priors.items()
+        for c, likelihood in conditionals.items()
+    }
+
+
+def fig4_errors(n: int, seed: int = 0, iterations: int = 400) -> dict[tuple[str, str], Tensor]:
+    """Euclidean distances (N,) to the true inputs, by prior and conditional; the same inputs and noise for all."""
+    world, links = fig4_world(n, seed), chain(noise.laplace(NOISE), local_sgd(1.0))
+    return {
+        pair: (squared_errors(attack, world, links, seed, iterations) * world.x.shape[1]).sqrt()
+        for pair, attack in fig4_attacks().items()
+    }
+
+
+def bayes_fig4(n: int = 512, seed: int = 0, iterations: int = 400) -> list[Row]:
+    """For each prior and conditional the mean Euclidean distance of its reconstructions from the true inputs."""
+    found = fig4_errors(n, seed, iterations)
+    return [_row(f"{p} prior", f"{c} conditional", "distance", None, errors) for (p, c), errors in found.items()]
+
+
+def _network(size: int, hidden: int, classes: int, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return mlp((1, 1, size), classes, hidden=(hidden,), activation="tanh").double()
+
+
+def _row(cell: str, attack: str, metric: str, reference: float | None, errors: Tensor) -> Row:
+    mean, half = float(errors.mean()), NORMAL_95 * float(errors.std()) / len(errors) ** 0.5
+    return Row(cell, attack, metric, reference, mean, mean - half, mean + half, len(errors))

@@ -1,0 +1,28 @@
+"""One cell of a sweep, in a process of its own: train in memory, then attack what is on the tape."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.run import in_memory as inmemory
+
+
+def work(run: Run) -> None:
+    """Train unless that is done already, then attack what is left of the queue."""
+    torch.set_num_threads(1)  # cells share the machine, and equal seeds give equal bits
+    with run.ledger() as ledger:
+        if ledger.meta().get("state") != "trained":
+            with run.lock("training"):
+                ledger.set_meta(state="training")
+                inmemory.train(run)
+                ledger.set_meta(state="trained")
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        ledger.set_meta(cell="ended")  # whatever came of it: rows and their reasons are in the ledger
+
+
+if __name__ == "__main__":
+    work(Run.open(Path(sys.argv[1])))

@@ -1,0 +1,1 @@
+"""What a run shows while it works: terminal, plain lines, JSON log."""

@@ -1,0 +1,141 @@
+"""The JSON log: what happens in a run as one object a line on standard output, for programs that follow it.
+
+A number that is not finite is null: of a PSNR, `exact` says that it is null for being infinite.
+"""
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import wraps
+from math import isfinite
+from pathlib import Path
+
+from fedgauge.server.store.run import Run
+from fedgauge.server.views.analysis import Leak, Scores, attack_order, kind, leakage, verdict
+from fedgauge.simulations.live.progress import Cell, Standing
+from fedgauge.simulations.live.view import View
+
+Command = Callable[[Namespace], int]
+
+
+def emit(event: str, **facts: object) -> None:
+    """Print an event, at once; BrokenPipeError when nobody reads any more."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    print(json.dumps({"event": event, "time": now, **facts}, allow_nan=False), flush=True)
+
+
+def with_errors(command: Command) -> Command:
+    """A command that, with --log json, tells as an event what ends it, before it ends."""
+
+    @wraps(command)
+    def run(options: Namespace) -> int:
+        try:
+            return command(options)
+        except BrokenPipeError:  # nobody to tell
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if options.log == "json":
+                emit("error", words=str(error) or "stopped")
+            raise
+
+    return run
+
+
+class Events(View):
+    """started, then round, scores, progress and replay as they come."""
+
+    def __init__(self, standing: Standing, run: Run) -> None:
+        super().__init__(standing)
+        self.run = run
+        self._told: dict[object, object] = {}
+
+    @contextmanager
+    def shown(self) -> Iterator[View]:
+        protocol = self.standing.scenario.protocol
+        emit(
+            "started",
+            run=self.run.name,
+            folder=str(self.run.folder),
+            clients=protocol.clients,
+            rounds=protocol.rounds,
+            attacks=self.standing.attacks,
+            beyond_rounds=list(self.standing.scenario.left_out),
+        )
+        yield self
+        self._tell(force=True)
+
+    def update(self) -> None:
+        self._tell()
+
+    def _tell(self, force: bool = False) -> None:
+        s = self.standing
+        if not s.look(force):
+            return
+        for number, row in sorted(s.rounds.items()):
+            self._once(number, "round", _round(number, row))
+        for attack, number in s.fresh:
+            self._once((attack, number), "scores", _scores(attack, number, s.cells[attack, number], s.measure.metric))
+        p = s.progress
+        counts = {"done": p.done, "expected": s.expected, "queued": p.queued, "leased": p.leased, "failed": p.failed}
+        self._once("progress", "progress", counts, seconds_left=_finite(s.seconds_left()))
+        if s.replay:
+            self._once("replay", "replay", {"verdict": s.replay, "words": s.replay_detail})
+
+    def _once(self, key: object, event: str, facts: Mapping[str, object], **more: object) -> None:
+        """Emit, unless the last of its key said the same."""
+        if self._told.get(key) != facts:
+            self._told[key] = facts
+            emit(event, **facts, **more)
+
+
+def finish(run: Run, state: str, report: Path) -> None:
+    """Emit how a run ended, and what it shows."""
+    with run.ledger() as ledger:
+        scores = Scores.read(ledger)
+        said = verdict(scores, ledger)
+        pooled = {leak.attack: leak for leak in leakage(scores, scores.measure.metric) if leak.round is None}
+        emit(
+            "finished",
+            run=run.name,
+            folder=str(run.folder),
+            state=state,
+            report=str(report),
+            verdict=said.word,
+            words=said.sentence,
+            attacks=[_pooled(pooled[a]) for a in attack_order(ledger, pooled)],
+            errors=ledger.errors(),
+        )
+
+
+def _round(round: int, row: Mapping[str, float | None]) -> dict[str, object]:
+    return {"round": round, **{k: _finite(row[k]) for k in ("accuracy", "loss", "seconds")}}
+
+
+def _scores(attack: str, round: int, cell: Cell, metric: str) -> dict[str, object]:
+    best = None if cell.best is None else cell.best.psnr
+    facts = {"n": cell.n, "failed": cell.failed, "complete": cell.complete}
+    return {"round": round, **_measured(metric, attack, cell.mean, best), **facts}
+
+
+def _pooled(leak: Leak) -> dict[str, object]:
+    facts = {"low": leak.low, "high": leak.high, "n": leak.n, "failed": sum(leak.failed.values())}
+    return {**_measured(leak.metric, leak.attack, leak.mean, leak.best), **facts}
+
+
+def _measured(metric: str, attack: str, mean: float | None, best: float | None) -> dict[str, object]:
+    """Capped in the mean, raw in the best."""
+    exact = best is not None and not isfinite(best)
+    return {
+        "attack": attack,
+        "kind": kind(attack),
+        "metric": metric,
+        "mean": mean,
+        "best": _finite(best),
+        "exact": exact,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None

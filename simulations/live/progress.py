@@ -1,0 +1,296 @@
+"""How a run stands: read from its ledger a little at a time, and only when somebody has written there."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Protocol
+
+from fedgauge.client.inspection import alarmed
+from fedgauge.server.store.ledger import Ledger, Progress, ScoreRow
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.analysis import OF_IMAGES, is_attack, is_baseline, measure_of
+from fedgauge.server.views.overview import still_to_come
+from fedgauge.server.views.server_attacks import first_alarm, shortened
+
+EVERY = 1.0  # seconds between looks at the ledger
+IDLE = (
+    0.1  # part of the time for which the attacks may have waited for rounds, before their pace says nothing of the end
+)
+MOST_CLIENTS = 5  # that are told of in a sentence
+Clock = Callable[[], float]  # seconds since whenever
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A reconstructed example and its PSNR (of text, ROUGE-1), raw."""
+
+    client: int
+    example: int
+    psnr: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one attack has brought back in one round so far.
+
+    Args:
+        n, failed: examples with a value, and rows without.
+        mean: capped.
+        best: what leaks most.
+        complete: no job of it is still to come.
+    """
+
+    n: int
+    failed: int
+    mean: float | None
+    best: Hit | None
+    complete: bool
+
+    @classmethod
+    def of(cls, values: Mapping[tuple[int, int], float | None], complete: bool, cap: float = OF_IMAGES.cap) -> "Cell":
+        """Of the run's measure by client and example."""
+        hits = [Hit(client, example, v) for (client, example), v in sorted(values.items()) if v is not None]
+        mean = sum(min(h.psnr, cap) for h in hits) / len(hits) if hits else None
+        best = max(hits, key=lambda h: h.psnr, default=None)
+        return cls(len(hits), len(values) - len(hits), mean, best, complete)
+
+
+class Standing:
+    """How a run stands, as of the last look.
+
+    Args:
+        training: whether the run trains meanwhile.
+        clock: of elapsed time and pace.
+
+    Attributes:
+        measure: by which attacks are compared.
+        coming: whether rounds are still to come.
+        rounds: by round, 0 being before training: accuracy, loss, seconds.
+        cells: by attack and round; baselines and limits among them.
+        fresh: the keys of `cells` that the last look changed.
+        busy: waves at work.
+        best: attack, round and what leaks most of all that the newest round to bring something back has brought.
+    """
+
+    def __init__(
+        self, ledger: Ledger, scenario: Scenario, training: bool = True, clock: Clock = time.monotonic
+    ) -> None:
+        self.ledger = ledger
+        self.scenario = scenario
+        self.measure = measure_of(scenario.federation)
+        self.training = self.coming = training
+        self.attacks = [row["name"] for row in ledger.attacks()]
+        self.rounds: dict[int, Mapping[str, float | None]] = {}
+        self.cells: dict[tuple[str, int], Cell] = {}
+        self.fresh: list[tuple[str, int]] = []
+        self.progress = Progress()
+        self.busy = 0
+        self.best: tuple[str, int, Hit] | None = None
+        self.replay, self.replay_detail = "", ""
+        self._newest = 0  # round that has jobs
+        self._values: dict[tuple[str, int], dict[tuple[int, int], float | None]] = {}
+        self._finished = 0
+        self._version: object = None
+        self._clock = clock
+        self._started = clock()
+        self._looked = -inf
+        self._first: tuple[float, int] | None = None  # when jobs were first seen done, and how many
+        self._worked = 0.0  # seconds since then in which there were jobs to do
+        self._seen: tuple[float, bool] | None = None  # when the ledger was last read, and whether there were then
+
+    def look(self, force: bool = False) -> bool:
+        """Read what is new, at most once a second unless forced; whether there was anything."""
+        now = self._clock()
+        if not force and now - self._looked < EVERY:
+            return False
+        self._looked = now
+        version = self.ledger.version()  # before reading: what is written meanwhile is another version
+        if version == self._version:
+            return False
+        self._version = version
+        self._read()
+        return True
+
+    def _read(self) -> None:
+        meta = self.ledger.meta()
+        self.replay, self.replay_detail = meta.get("replay", ""), " ".join(meta.get("replay_detail", "").split())
+        self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds_since(self.round)}
+        self.progress = self.ledger.progress()
+        self._measure()
+        # in this order: a job that ends in between is read again in the next look, and nothing is called complete too early
+        finished = self.ledger.finished()
+        waiting = self._waiting()
+        touched = self._take(self.ledger.scores_since(self._finished))
+        self._finished = finished
+        self.fresh = []
+        for attack, round in sorted(touched, key=lambda key: (key[1], not is_attack(key[0]), key[0])):
+            cell = Cell.of(self._values[attack, round], not waiting[_own(attack), round], self.measure.cap)
+            if cell != self.cells.get((attack, round)):
+                self.cells[attack, round] = cell
+                self.fresh.append((attack, round))
+        self._newest = max([self._newest, *(r for _, r in waiting), *(r for _, r in touched)])
+        self._choose_best()
+
+    def _measure(self) -> None:
+        """Count the time in which jobs were done: what was there at the last reading was there until this one."""
+        now = self._clock()
+        if self._first is None and self._over:
+            self._first = (now, self._over)
+        elif self._first is not None:
+            self._worked = self._busy_until(now)
+        self._seen = (now, bool(self._waiting_jobs))
+
+    def _busy_until(self, now: float) -> float:
+        read, working = self._seen or (now, False)
+        return self._worked + (now - read if working else 0.0)
+
+    @property
+    def _waiting_jobs(self) -> int:
+        return self.progress.queued + self.progress.leased
+
+    def _waiting(self) -> Counter[tuple[str, int]]:
+        """Jobs still to come by attack and round; counts the waves at work."""
+        waiting: Counter[tuple[str, int]] = Counter()
+        self.busy = 0
+        for row in self.ledger.unfinished():
+            waiting[row["attack"], row["round"]] += row["jobs"]
+            self.busy += row["waves"] if row["state"] == "leased" else 0
+        return waiting
+
+    def _take(self, rows: Iterable[ScoreRow]) -> set[tuple[str, int]]:
+        """Keep values of the measure; which cells their jobs have changed. A row that is read twice changes nothing."""
+        touched = set()
+        for round, client, attack, example, metric, _, value in rows:
+            if metric == self.measure.metric or (metric.startswith("psnr") and self.measure == OF_IMAGES):
+                self._values.setdefault((attack, round), {})[client, example] = value
+                touched.add((attack, round))
+        # a wave that fails is a row of its attack alone, and may be the last that the attack's baseline waited for
+        mates = {(f"wrong_client({attack})", round) for attack, round in touched}
+        return touched | (mates & self._values.keys())
+
+    def _choose_best(self) -> None:
+        newest = max((r for a, r in self.fresh if is_attack(a) and self.cells[a, r].best), default=None)
+        found = {a: c.best for (a, r), c in self.cells.items() if r == newest and is_attack(a) and c.best}
+        if newest is not None:
+            attack = max(found, key=lambda a: found[a].psnr)
+            self.best = (attack, newest, found[attack])
+
+    @property
+    def round(self) -> int:
+        """The newest round that is over."""
+        return max(self.rounds, default=0)
+
+    @property
+    def accuracy(self) -> dict[int, float]:
+        """Test accuracy by round."""
+        return {r: row["accuracy"] for r, row in self.rounds.items() if row["accuracy"] is not None}
+
+    def psnr(self, attack: str) -> dict[int, float]:
+        """Mean PSNR (of text, ROUGE-1) of an attack by round."""
+        return {r: c.mean for (a, r), c in self.cells.items() if a == attack and c.mean is not None}
+
+    def worst_case(self, attack: str) -> float | None:
+        """The highest value that an attack has reached."""
+        return max((c.best.psnr for (a, _), c in self.cells.items() if a == attack and c.best), default=None)
+
+    def floor(self) -> dict[int, float]:
+        """Mean of the best baseline by round."""
+        best: dict[int, float] = {}
+        for (attack, round), cell in self.cells.items():
+            if is_baseline(attack) and cell.mean is not None:
+                best[round] = max(best.get(round, -inf), cell.mean)
+        return best
+
+    @property
+    def slots(self) -> int:
+        """How many waves may be at work at the same time."""
+        return self.scenario.audit.workers if self.scenario.audit.executor == "ray" else 1
+
+    @property
+    def expected(self) -> int:
+        """Jobs in all, as far as the plan tells: those of rounds not yet trained too, every client taking part."""
+        if not self.coming or not self.scenario.audit.curious:
+            return self.progress.total
+        return self.progress.total + still_to_come(self.scenario, max(self.round, self._newest))
+
+    @property
+    def _over(self) -> int:
+        return self.progress.done + self.progress.failed
+
+    def elapsed(self) -> float:
+        """Seconds since we look."""
+        return self._clock() - self._started
+
+    def pace(self) -> float | None:
+        """Jobs a second, of the time since the first was seen done in which there were any; None before another one is."""
+        worked = self._busy_until(self._clock())
+        if self._first is None or self._over <= self._first[1] or worked <= 0:
+            return None
+        return (self._over - self._first[1]) / worked
+
+    def seconds_left(self) -> float | None:
+        """Until the last expected job is done, at this pace; None while it is rounds, not attacks, that are waited for."""
+        pace = self.pace()
+        return None if pace is None or self._starved else (self.expected - self._over) / pace
+
+    @property
+    def _starved(self) -> bool:
+        """Whether attacks wait, or have waited, for rounds that are still to come."""
+        if self._first is None or not self.coming:
+            return False
+        now = self._clock()
+        lived = now - self._first[0]
+        return not self._waiting_jobs or lived - self._busy_until(now) > IDLE * lived
+
+
+def _own(attack: str) -> str:
+    """The attack whose jobs bring a name in the scores."""
+    return attack.removeprefix("wrong_client(").removesuffix(")") if attack.startswith("wrong_client(") else attack
+
+
+# ------------------------------------------------------------------------------------------------------- who took part
+
+
+class Observed(Protocol):
+    """A row of the ledger's observations."""
+
+    def __getitem__(self, column: str, /) -> Any:
+        """A column's value."""
+
+
+def absences(round: int, seen: Sequence[Observed]) -> str:
+    """How many of a round's clients gave an update, and why each of the others did not; empty where all did.
+
+    Args:
+        seen: the round's observations.
+    """
+    lacking = [o for o in seen if o["status"] != "accepted"]
+    if not lacking:
+        return ""
+    told = [f"client {o['client']}: {shortened(o['reason'])}" for o in lacking[:MOST_CLIENTS]]
+    more = [f"and {len(lacking) - MOST_CLIENTS} more"] if len(lacking) > MOST_CLIENTS else []
+    return "; ".join([f"round {round}: {len(seen) - len(lacking)} of {len(seen)} clients", *told, *more])
+
+
+def participation(seen: Sequence[Observed]) -> str:
+    """How many updates came in of all that were hoped for, and why the others did not, commonest first; empty where all did."""
+    reasons = Counter((o["client"], o["status"], o["reason"]) for o in seen if o["status"] != "accepted")
+    if not reasons:
+        return ""
+    told = [
+        f"client {client} {status} in {times} round{'s' if times > 1 else ''}: {shortened(reason)}"
+        for (client, status, reason), times in reasons.most_common(MOST_CLIENTS)
+    ]
+    more = [f"and {len(reasons) - MOST_CLIENTS} more reasons"] if len(reasons) > MOST_CLIENTS else []
+    return "; ".join([f"{len(seen) - reasons.total()} of {len(seen)} updates came in", *told, *more])
+
+
+def guarded(seen: Sequence[Observed]) -> str:
+    """In how many rounds of a simulation guards alarmed or withheld an update, and the first such; empty where none did."""
+    told = [o for o in seen if alarmed(o["reason"])]
+    if not told:
+        return ""
+    rounds = len({o["round"] for o in told})
+    return f"clients' guards alarmed {len(told)} times in {rounds} rounds; {first_alarm(told, named=True)}"

@@ -1,0 +1,295 @@
+"""The live picture of a run in a terminal: rounds, leakage and jobs as rows, beside the newest best reconstruction."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isinf
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+from torch import Tensor
+
+from fedgauge.client.data import corpora
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.tape import TapeError
+from fedgauge.server.views.analysis import is_attack, is_limit
+from fedgauge.server.views.gallery import marked, pieces
+from fedgauge.simulations.live import thumbnails
+from fedgauge.simulations.live.progress import Clock, Hit, Standing
+from fedgauge.simulations.live.view import View
+
+DRAWN_EVERY = 1.0  # seconds between pictures of which only the clock has changed
+LABEL, DRAWING, WORDS = 20, 60, 32  # columns of a row: label, drawing at most, words at least
+GAP = 3  # columns between rows and thumbnails
+LEFT = LABEL + WORDS + 20  # columns that the rows need beside thumbnails
+MARKS = {"right": "green", "misplaced": "yellow", "wrong": "dim"}
+TILE, CAPTION = len("reconstruction"), 40  # columns at least
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """What a terminal can show.
+
+    Args:
+        levels: of a sparkline, from low to high.
+        full, empty: the parts of a bar.
+        ascii_only: nothing else.
+        blocks: half blocks in colours; else a ramp of characters.
+    """
+
+    levels: str = "▁▂▃▄▅▆▇█"
+    full: str = "█"
+    empty: str = "░"
+    ascii_only: bool = False
+    blocks: bool = True
+
+    @classmethod
+    def of(cls, console: Console) -> "Glyphs":
+        """Those of a terminal."""
+        ascii_only = console.options.ascii_only
+        blocks = console.color_system in ("256", "truecolor") and not console.no_color and not ascii_only
+        return cls(".:-=+*#@", "#", "-", True, False) if ascii_only else cls(blocks=blocks)
+
+    def fit(self, text: str, columns: int, style: str = "") -> Text:
+        """Text, never markup nor control codes, in exactly so many columns."""
+        shown = "".join(c if c.isprintable() else " " for c in text)
+        made = Text(shown.encode("ascii", "replace").decode() if self.ascii_only else shown, style, no_wrap=True)
+        made.truncate(columns, overflow="crop" if self.ascii_only else "ellipsis", pad=True)
+        return made
+
+
+def sparkline(
+    values: Mapping[int, float], last: int, width: int, low: float, high: float, levels: str = Glyphs.levels
+) -> str:
+    """A character for each round from 0 to `last`, blank without a value; means of neighbours where they are too many."""
+    columns = min(last + 1, width)
+    found: list[list[float]] = [[] for _ in range(columns)]
+    for round, value in values.items():
+        if 0 <= round <= last:
+            found[round * columns // (last + 1)].append(value)
+    return "".join(_level(sum(c) / len(c), low, high, levels) if c else " " for c in found)
+
+
+def _level(value: float, low: float, high: float, levels: str) -> str:
+    if high <= low:  # nothing to compare with
+        return levels[len(levels) // 2]
+    return levels[min(len(levels) - 1, max(0, int((value - low) / (high - low) * len(levels))))]
+
+
+def bar(done: int, total: int, width: int, glyphs: Glyphs) -> str:
+    """A bar that is full when all is done, and only then."""
+    filled = min(width, width * done // total) if total else 0
+    return glyphs.full * filled + glyphs.empty * (width - filled)
+
+
+def duration(seconds: float) -> str:
+    """1:05, or 2:01:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def in_unit(value: float, unit: str = "dB") -> str:
+    """A value of the run's measure in words."""
+    return "exact" if isinf(value) else f"{value:.1f} {unit}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: a label, a drawing and words; without a drawing, the words have its room."""
+
+    label: str
+    drawing: str | None
+    words: str
+    style: str = ""
+
+    def line(self, width: int, drawing: int, glyphs: Glyphs) -> Text:
+        """In exactly so many columns."""
+        label = glyphs.fit(self.label, LABEL, self.style)
+        rest = max(0, width - LABEL - 2)
+        if self.drawing is None:
+            return Text.assemble(label, "  ", glyphs.fit(self.words, rest, self.style))
+        drawn = glyphs.fit(self.drawing, drawing, self.style)
+        return Text.assemble(label, "  ", drawn, "  ", glyphs.fit(self.words, max(0, rest - drawing - 2), self.style))
+
+
+class Picture(View):
+    """A live picture: as many lines for as many attacks, whatever happens."""
+
+    def __init__(self, standing: Standing, run: Run, console: Console, clock: Clock = time.monotonic) -> None:
+        super().__init__(standing)
+        self.run = run
+        self.console = console
+        self._clock = clock
+        self._live: Live | None = None
+        self._drawn: tuple[float, str] | None = None  # when, and with which note
+        self._kept: tuple[object, list[list[Text]]] = (None, [])  # a reconstruction and its thumbnails
+
+    @contextmanager
+    def shown(self) -> Iterator[View]:
+        self.standing.look(force=True)
+        # drawn by `update` alone: a thread that draws four times a second would take its time from the training
+        with Live(self, console=self.console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
+            self._live = live
+            yield self
+        self._live = None
+
+    def update(self) -> None:
+        news, now = self.standing.look(), self._clock()
+        stale = self._drawn is None or now - self._drawn[0] >= DRAWN_EVERY or self._drawn[1] != self.note
+        if self._live is not None and (news or stale):
+            self._drawn = (now, self.note)
+            self._live.refresh()
+
+    def say(self, words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # two columns are left for a terminal's own ^C: in a full line it would wrap, and move all below by one
+        yield from self.lines(options.max_width - 2, options.size.height - 1, Glyphs.of(console))
+
+    def lines(self, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+        """The picture in at most so many lines: thumbnails beside the rows, or below, where there is room; then fewer attacks."""
+        art = self._art(glyphs)
+        left = width - GAP - (art[0].cell_len if art else 0)
+        if art and left >= LEFT and len(art) <= height:
+            rows = self._rows(left, height, glyphs)
+            blank = Text(" " * left)
+            rows += [blank] * (len(art) - len(rows))
+            art += [Text()] * (len(rows) - len(art))
+            return [Text.assemble(row, " " * GAP, beside) for row, beside in zip(rows, art, strict=True)]
+        rows = self._rows(width, height, glyphs)
+        return [*rows, *art] if len(rows) + len(art) <= height else rows
+
+    # ------------------------------------------------------------------------------------------------------------ rows
+
+    def _rows(self, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+        drawing = max(8, min(DRAWING, width - LABEL - WORDS - 4))
+        attacks, references = self._leakage(drawing, glyphs)
+        above, below = self._training(drawing, glyphs), [*references, *self._service(drawing, glyphs)]
+        room = height - len(above) - len(below)
+        if len(attacks) > room:
+            shown = max(0, room - 1)
+            attacks = [*attacks[:shown], Row("", None, f"and {len(attacks) - shown} more attacks", "dim")]
+        return [row.line(width, drawing, glyphs) for row in [*above, *attacks, *below]][: max(1, height)]
+
+    def _training(self, drawing: int, glyphs: Glyphs) -> list[Row]:
+        s = self.standing
+        last = s.scenario.protocol.rounds
+        curve = s.accuracy
+        told = f"{curve[min(curve)]:.1%} first, {curve[max(curve)]:.1%} now" if curve else ""
+        rounds = Row("rounds", bar(s.round, last, drawing, glyphs), f"{s.round} of {last}")
+        accuracy = Row("accuracy", sparkline(curve, last, drawing, 0, 1, glyphs.levels), told, "cyan")
+        return [rounds, accuracy] if s.training else [accuracy]
+
+    def _leakage(self, drawing: int, glyphs: Glyphs) -> tuple[list[Row], list[Row]]:
+        """A row for each attack; then for each limit and for the best baseline, on the same scale."""
+        s = self.standing
+        names = [a for a in s.attacks if is_attack(a)]
+        limits = [a for a in s.attacks if is_limit(a)]
+        curves = {a: s.psnr(a) for a in [*names, *limits]} | {"": s.floor()}
+        values = [v for curve in curves.values() for v in curve.values()]
+        low, high = min(values, default=0.0), max(values, default=0.0)
+
+        def row(key: str, label: str, style: str, worst: float | None = None) -> Row:
+            curve = curves[key]
+            unit = s.measure.unit
+            told = f"{curve[max(curve)]:.1f} {unit} now" if curve else ""
+            told += "" if worst is None else f", worst case {in_unit(worst, unit)}"
+            drawn = sparkline(curve, s.scenario.protocol.rounds, drawing, low, high, glyphs.levels)
+            return Row(label, drawn, told, style)
+
+        attacks = [row(a, a, "yellow", s.worst_case(a)) for a in names]
+        return attacks, [*(row(a, a, "dim") for a in limits), row("", "best baseline", "dim")] if names else []
+
+    def _service(self, drawing: int, glyphs: Glyphs) -> list[Row]:
+        s = self.standing
+        jobs, left, pace = s.progress, s.seconds_left(), s.pace()
+        over = jobs.done + jobs.failed
+        told = [] if left is None else [f"about {duration(left)} left"]
+        told += [] if pace is None else [f"{60 * pace:.0f} jobs/min"]
+        return [
+            Row("jobs", bar(over, s.expected, drawing, glyphs), f"{jobs.done}/{s.expected} done, {jobs.failed} failed"),
+            Row(
+                "workers",
+                bar(s.busy, s.slots, min(s.slots, drawing), glyphs),
+                f"{s.busy} of {s.slots} at work, {jobs.queued} queued",
+            ),
+            Row("time", f"{duration(s.elapsed())} elapsed", ", ".join(told)),
+            Row("replay check", None, s.replay_detail, "yellow" if s.replay == "mismatch" else ""),
+            Row("", None, self.note, "dim"),
+        ]
+
+    # ------------------------------------------------------------------------------------------------------ thumbnails
+
+    def _art(self, glyphs: Glyphs) -> list[Text]:
+        """Truth and reconstruction side by side with their words; as many lines and columns from the first moment on."""
+        if not any(map(is_attack, self.standing.attacks)):
+            return []
+        dataset, best = self.standing.scenario.federation.shards.dataset, self.standing.best
+        if isinstance(dataset, corpora.Text):
+            told = ["no reconstruction yet", ""] if best is None else caption(*best, self.standing.measure.unit)
+            return [*self._sentences(dataset, glyphs), *(glyphs.fit(words, CAPTION) for words in told)]
+        _, h, w = dataset.shape
+        pixels = thumbnails.size(h, w)
+        tile = max(pixels[1], TILE)
+        width = max(2 * tile + 2, CAPTION)
+        tiles = self._tiles(glyphs) or [[Text()] * thumbnails.lines_of(pixels[0])] * 2
+        told = ["no reconstruction yet", ""] if best is None else caption(*best)
+        truth, found = ([Text(name), *t] for name, t in zip(("truth", "reconstruction"), tiles, strict=True))
+        margin = " " * (width - 2 * tile - 2)
+        made = [
+            Text.assemble(_padded(a, tile), "  ", _padded(b, tile), margin) for a, b in zip(truth, found, strict=True)
+        ]
+        return [*made, *(glyphs.fit(words, width) for words in told)]
+
+    def _sentences(self, data: corpora.Text, glyphs: Glyphs) -> list[Text]:
+        """The truth, and the best reconstruction with its words marked; as many lines from the first moment on."""
+        shown, found = [Text(), Text()], self._images()
+        if found:
+            truth = found[0] if len(found) == 2 else None
+            known = [] if truth is None else pieces(truth, data)
+            guess = [glyphs.fit(w, len(w), MARKS[mark]) for w, mark in marked(found[-1], truth, data)]
+            shown = [Text(" ".join(known)), Text(" ").join(guess)]
+        lines = [Text("truth"), shown[0], Text("reconstruction"), shown[1]]
+        for line in lines:
+            line.truncate(CAPTION, overflow="crop" if glyphs.ascii_only else "ellipsis", pad=True)
+        return lines
+
+    def _tiles(self, glyphs: Glyphs) -> list[list[Text]]:
+        """Thumbnails of the truth and of the best reconstruction; none where its images are not kept.
+
+        A deployment's truth is not here: its place stays empty.
+        """
+        key = (self.standing.best, glyphs.blocks)
+        if self._kept[0] != key:
+            draw = thumbnails.half_blocks if glyphs.blocks else thumbnails.gray_ramp
+            tiles = [draw(image) for image in self._images()]
+            self._kept = (key, tiles if len(tiles) != 1 else [[Text()] * len(tiles[0]), *tiles])
+        return self._kept[1]
+
+    def _images(self) -> list[Tensor]:
+        if self.standing.best is None:
+            return []
+        attack, round, hit = self.standing.best
+        try:
+            found = self.run.read_reconstruction(round, hit.client, attack)["x"][hit.example]
+        except TapeError:
+            return []
+        if self.standing.ledger.deployed:
+            return [found]
+        return [self.standing.scenario.federation.batch_at(hit.client, round).x[hit.example], found]
+
+
+def caption(attack: str, round: int, hit: Hit, unit: str = "dB") -> list[str]:
+    """A reconstruction in words, on two lines."""
+    return [attack, f"round {round}, client {hit.client}, example {hit.example}: {in_unit(hit.psnr, unit)}"]
+
+
+def _padded(line: Text, columns: int) -> Text:
+    made = line.copy()
+    made.pad_right(columns - made.cell_len)
+    return made

@@ -1,0 +1,114 @@
+"""The view of a run at work, as its user asked for it: plain lines, and what every view has in common."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from rich.console import Console
+
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.analysis import is_attack
+from fedgauge.simulations.live.progress import Clock, Standing
+
+Log = Literal["auto", "quiet", "json"]  # how a command tells what it does
+
+PLAIN_EVERY = 5.0  # seconds between plain lines
+
+
+class View:
+    """Follows a run and shows nothing; `update` may be called as often as one likes.
+
+    Attributes:
+        note: what is waited for, in words.
+    """
+
+    def __init__(self, standing: Standing) -> None:
+        self.standing = standing
+        self.note = ""
+
+    @contextmanager
+    def shown(self) -> Iterator["View"]:
+        """Show while the run works."""
+        yield self
+
+    def update(self) -> None:
+        """Show how the run stands now."""
+        self.standing.look()
+
+    def say(self, words: str) -> None:
+        """Tell the user something beside the view."""
+
+
+class Lines(View):
+    """A plain line every few seconds, where something has changed."""
+
+    def __init__(self, standing: Standing, clock: Clock = time.monotonic) -> None:
+        super().__init__(standing)
+        self._clock = clock
+        self._printed: float | None = None
+        self._last = ""
+
+    @contextmanager
+    def shown(self) -> Iterator[View]:
+        yield self
+        self._print(force=True)
+
+    def update(self) -> None:
+        if self._printed is None or self._clock() - self._printed >= PLAIN_EVERY:
+            self._print()
+
+    def say(self, words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    def _print(self, force: bool = False) -> None:
+        self.standing.look(force)
+        self._printed = self._clock()
+        line = "; ".join([words(self.standing), *([self.note] if self.note else [])])
+        if line != self._last:
+            self._last = line
+            self.say(f"[{self.standing.elapsed():5.0f} s] {line}")
+
+
+def view_of(
+    run: Run, ledger: Ledger, scenario: Scenario, console: Console, log: Log = "auto", training: bool = True
+) -> View:
+    """The view that was asked for; auto: a live picture in a terminal that can show one, plain lines elsewhere."""
+    from fedgauge.simulations.live.json_log import (
+        Events,  # both are views, and import what they have in common from here
+    )
+    from fedgauge.simulations.live.terminal import Picture
+
+    standing = Standing(ledger, scenario, training)
+    if log == "json":
+        return Events(standing, run)
+    if log == "quiet":
+        return View(standing)
+    live = console.is_terminal and not console.is_dumb_terminal
+    return Picture(standing, run, console) if live else Lines(standing)
+
+
+def words(s: Standing) -> str:
+    """How a run stands, on one line."""
+    parts = [f"round {s.round}/{s.scenario.protocol.rounds}"] if s.training else []
+    if s.training and s.accuracy:
+        parts.append(f"accuracy {s.accuracy[max(s.accuracy)]:.1%}")
+    parts.append(
+        f"attacks on updates {s.progress.done}/{s.expected} (baselines too), {s.progress.queued} queued, "
+        f"{s.progress.leased} at work"
+    )
+    if s.progress.failed:
+        parts.append(f"{s.progress.failed} failed")
+    graded = [
+        (c.n, c.mean, c.best.psnr) for (a, _), c in s.cells.items() if is_attack(a) and c.mean is not None and c.best
+    ]
+    if graded:
+        mean = sum(n * mean for n, mean, _ in graded) / sum(n for n, _, _ in graded)
+        best, by = max(best for _, _, best in graded), s.measure
+        parts.append(f"{by.name} best {best:.1f} {by.unit}, mean {mean:.1f} {by.unit}")
+    if (left := s.seconds_left()) is not None:
+        parts.append(f"about {left:.0f} s left")
+    return "; ".join(parts)

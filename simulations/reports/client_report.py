@@ -1,0 +1,177 @@
+"""What a client's owner can see without any server: rounds, what was answered, what was held back, its own worst leak."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fedgauge.attacks.plan import describe
+from fedgauge.client.components import SpecError
+from fedgauge.client.deployment.owner import Damaged, Own, Owner, Refused, State, Terms
+from fedgauge.defenses.accounting import Account, account
+from fedgauge.server.views.analysis import is_attack
+
+MOST_REASONS = 10
+
+
+@dataclass
+class Round:
+    """One round of one of the server's runs, as the client's log has it.
+
+    Args:
+        outcome: sent, or withheld.
+        told: by attack, the best PSNR that the server was told; exact: the same before it was rounded.
+        refused: questions without an answer.
+    """
+
+    run: int
+    round: int
+    outcome: str = ""
+    told: dict[str, float] = field(default_factory=dict)
+    exact: dict[str, float] = field(default_factory=dict)
+    refused: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """A client's log, added up.
+
+    Args:
+        reasons: why updates were held back, and requests refused or failed, with how often.
+        privacy: what the updates that were sent have spent; None where the client never met a server.
+    """
+
+    owner: Owner
+    rounds: Sequence[Round]
+    reasons: Mapping[str, int]
+    privacy: Account | None
+
+    @property
+    def worst(self) -> tuple[float, str, Round] | None:
+        """PSNR, attack and round of the best reconstruction that was graded; None before the first; no baseline."""
+        found = [(v, name, r) for r in self.rounds for name, v in r.exact.items() if is_attack(name)]
+        return max(found, key=lambda each: each[0], default=None)
+
+
+def read(path: Path) -> Report:
+    """The report of an owner's file; SpecError where the file or the log cannot be read."""
+    owner = Owner.load(path)
+    rounds: dict[tuple[int, int], Round] = {}
+    reasons: Counter[str] = Counter()
+    sent = 0
+    for event in _events(State(owner.state).log):
+        sent += event["event"] == "sent"
+        if "round" in event:
+            at = rounds.setdefault((event["run"], event["round"]), Round(event["run"], event["round"]))
+            _note(at, event)
+        if event["event"] in ("withheld", "refused", "failed"):
+            said = event.get("cause") or event.get("reason")
+            reasons[f"{event['event']}: {said}"] += 1
+    return Report(owner, [rounds[key] for key in sorted(rounds)], reasons, _privacy(owner, sent))
+
+
+def _note(at: Round, event: Mapping[str, Any]) -> None:
+    if event["event"] in ("sent", "withheld"):
+        at.outcome = event["event"]
+    if event["event"] == "graded":
+        at.told |= {name: max(values) for name, values in event["told"].items() if values}
+        at.exact |= {name: max(values) for name, values in event["exact"].items() if values}
+        at.refused += len(event["refused"])
+
+
+def _events(log: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = log.read_text().splitlines()
+    except FileNotFoundError:
+        return
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+            if not isinstance(event, dict) or "event" not in event:
+                raise ValueError("no event")
+        except ValueError as error:
+            raise SpecError(f"{log}, line {number}, is damaged: {error}") from error
+        yield event
+
+
+def _privacy(owner: Owner, sent: int) -> Account | None:
+    """What was spent, by the chain that is really applied."""
+    protocol = State(owner.state).protocol()
+    if protocol is None:
+        return None
+    try:
+        own = Own.of(owner, Terms.parse(protocol))
+    except (Refused, Damaged) as error:
+        raise SpecError(f"{owner.state}: the last protocol cannot be used: {error}") from error
+    return account(own, {owner.client: sent}, secret=owner.sampling == "secret")
+
+
+def show(report: Report, console: Console) -> None:
+    """The report in a terminal, or as plain text where there is none."""
+
+    def say(words: str) -> None:
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+    owner, grading = report.owner, report.owner.grading
+    say(f"client {owner.client}, as {owner.path} says")
+    say(
+        f"chain: {' > '.join(map(describe, owner.chain))}; {owner.batch_size} examples a round, sampling {owner.sampling}"
+    )
+    if grading.mode == "off":
+        say("grading: off, no reconstruction is scored")
+    else:
+        say(f"grading: scores, to {grading.precision:g} dB, at most {grading.queries} of one batch")
+    say(f"guard: {_guard(owner)}")
+    if not report.rounds:
+        say("no round yet")
+    else:
+        console.print(_table(report.rounds))
+    for words, times in sorted(report.reasons.items(), key=lambda item: -item[1])[:MOST_REASONS]:
+        say(f"{words} ({times} x)")
+    if report.worst is not None:
+        value, attack, at = report.worst
+        told = f"the server was told {at.told[attack]:g}" if attack in at.told else "the server was not told"
+        say(f"worst leak: {value:.2f} dB PSNR ({attack}, round {at.round}; {told})")
+    elif report.rounds:
+        say("worst leak: not known, as nothing was graded; that is no sign of safety")
+    if report.privacy is not None:
+        say(f"differential privacy, by this file's chain: {report.privacy.words}.{_beside(report.rounds)}")
+
+
+def _beside(rounds: Sequence[Round]) -> str:
+    """What an epsilon of updates does not count."""
+    answers, withheld = sum(len(r.told) for r in rounds), sum(r.outcome == "withheld" for r in rounds)
+    parts = [f"{answers} scores" if answers else "", f"{withheld} updates held back" if withheld else ""]
+    said = " and ".join(filter(None, parts))
+    return f" Of the updates alone: {said}, which the examples decided, are not in it." if said else ""
+
+
+def _guard(owner: Owner) -> str:
+    guard = owner.guard
+    if guard is None:
+        return "none"
+    parts = ["entries that are not finite"]
+    parts += [] if guard.max_norm is None else [f"a norm above {guard.max_norm:g}"]
+    parts += (
+        [] if guard.audit is None else [f"an example reconstructed by {guard.audit} at {guard.threshold:g} dB or more"]
+    )
+    return "holds back " + ", or ".join(parts)
+
+
+def _table(rounds: Sequence[Round]) -> Table:
+    table = Table(
+        "run", "round", "update", "answered", "refused", "best attack", "PSNR told (dB)", "exact (dB)", box=None
+    )
+    numbers: dict[int, int] = defaultdict(lambda: len(numbers) + 1)  # Flower's own are random and long
+    for r in rounds:
+        best = max((name for name in r.exact if is_attack(name)), key=lambda name: r.exact[name], default="")
+        told = f"{r.told[best]:g}" if best in r.told else ""
+        exact = f"{r.exact[best]:.2f}" if best else ""
+        cells = [numbers[r.run], r.round, r.outcome, len(r.told), r.refused]
+        table.add_row(*map(str, cells), best, told, exact)
+    return table

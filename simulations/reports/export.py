@@ -1,0 +1,283 @@
+"""Export: a run's scores for the tools that users already have, as one long table or as TensorBoard's event files."""
+
+import base64
+import csv
+import io
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.files import replacing
+from fedgauge.defenses.accounting import Accountant, NoGuarantee
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.run import Run
+from fedgauge.server.views import analysis
+from fedgauge.server.views.analysis import Leak, Scores
+from fedgauge.server.views.format import RATES
+from fedgauge.server.views.gallery import Card, Gallery
+from fedgauge.server.views.reading import Reading
+from fedgauge.simulations.reports.sampling import Choice, choice
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+COLUMNS = (
+    "run", "round", "client", "attack", "example", "metric", "value", "status", "seconds", "knowledge", "epsilon", "delta",
+)  # fmt: skip
+TRAINING, GALLERY = "training", "gallery"  # TensorBoard's runs beside one for each attack
+MARK = "fedgauge.json"  # in a folder of event files: it is ours, and may be replaced
+GAP = 2  # white pixels between the tiles of a picture
+
+
+def rows(run: Run) -> Iterator[tuple[Any, ...]]:
+    """Every score in a stable order, as COLUMNS; example -1 speaks of the whole batch; value None: nothing to grade.
+
+    Epsilon is what the client has spent, for one record, by the end of the round; None where none holds or is known here.
+    """
+    with run.ledger() as ledger:
+        epsilon = _Epsilons(run, ledger)
+        for row in ledger.scores():
+            yield run.name, *(row[c] for c in COLUMNS[1:-2]), epsilon(row["client"], row["round"]), epsilon.delta
+
+
+class _Epsilons:
+    """What each client has spent by the end of a round."""
+
+    delta: float | None = None
+
+    def __init__(self, run: Run, ledger: Ledger) -> None:
+        try:
+            scenario = run.scenario()
+            self._accountant = Accountant.of(scenario.federation, scenario.privacy.delta, not ledger.deployed)
+        except (SpecError, NoGuarantee):
+            return
+        self.delta = scenario.privacy.delta
+        self._shards = [len(mine) for mine in scenario.federation.shards.indices]
+        replies = [(o["round"], o["client"]) for o in ledger.observations() if o["status"] != "missing"]
+        self._seen = analysis.rounds_seen(scenario.protocol, replies)
+        self._known: dict[tuple[int, int], float] = {}
+
+    def __call__(self, client: int, round: int) -> float | None:
+        if self.delta is None:
+            return None
+        key = sum(r <= round for r in self._seen.get(client, ())), self._shards[client]
+        if key not in self._known:
+            self._known[key] = self._accountant.spent(*key).record
+        return self._known[key]
+
+
+def write_csv(run: Run, out: TextIO) -> None:
+    """As CSV with a header; an empty value is a missing one, inf an exact hit."""
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(rows(run))
+
+
+def save_csv(run: Run, path: Path) -> None:
+    """As a CSV file."""
+    with _written(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        write_csv(run, text)
+        text.detach()  # else the wrapper's end would close the file before it is in place
+
+
+def write_parquet(run: Run, path: Path) -> None:
+    """As one parquet file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    kinds = [pyarrow.string()] + [pyarrow.int64()] * 2 + [pyarrow.string(), pyarrow.int64(), pyarrow.string()]
+    kinds += [pyarrow.float64(), pyarrow.string(), pyarrow.float64(), pyarrow.string(), *[pyarrow.float64()] * 2]
+    schema = pyarrow.schema(list(zip(COLUMNS, kinds, strict=True)))
+    columns = list(zip(*rows(run), strict=True)) or [() for _ in COLUMNS]
+    table = pyarrow.table([pyarrow.array(c, k) for c, k in zip(columns, kinds, strict=True)], schema=schema)
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer)
+    with _written(path) as file:
+        file.write(buffer.getvalue())
+
+
+def _written(path: Path) -> AbstractContextManager[IO[bytes]]:
+    # /dev/stdout and a shell's >(...) are written into: putting a file in their place would destroy them
+    return replacing(path) if path.is_file() or not path.exists() else path.open("wb")
+
+
+# -------------------------------------------------------------------------------------------------------- TensorBoard
+
+
+def write_tensorboard(run: Run, folder: Path) -> str:
+    """As a folder of event files; returns in words which examples are pictured.
+
+    Training and each attack, limit and baseline are TensorBoard runs of their own, so that equal tags (psnr/mean,
+    psnr/worst_case, ...) lie over each other; the step is the round. Values are analysis.leakage's, in single precision;
+    an infinite PSNR is capped, and what has no value is left out. A picture is a row: truth, then each attack's
+    reconstruction, white where there is none.
+
+    Raises:
+        SpecError: TensorBoard is not installed, or the folder holds what is not ours.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise SpecError('TensorBoard is not installed; install it with: pip install "fedgauge[tensorboard]"') from error
+    with _replacing_folder(folder.resolve(), run.name) as place, run.ledger() as ledger:
+        scores, clock = Scores.read(ledger), Clock(run, ledger)
+        with SummaryWriter(place / TRAINING) as writer:
+            writer.add_text("scenario", f"```\n{(run.folder / 'scenario.toml').read_text()}\n```", 0, clock(0))
+            _write_rounds(writer, ledger, clock)
+        leaks = [k for metric in analysis.known_metrics(scores) for k in analysis.leakage(scores, metric)]
+        cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}
+        for attack in analysis.attack_order(ledger, scores.attacks):
+            with SummaryWriter(place / _folder_name(attack)) as writer:
+                if attack in cards:
+                    writer.add_text("knowledge", cards[attack], 0, clock(0))
+                _write_leakage(writer, [k for k in leaks if k.attack == attack], clock)
+        with closing(Reading(run)) as reading, reading.now():
+            gallery = Gallery(reading)
+            shown = choice(gallery)
+            words, cards = _choice(shown), shown.cards(gallery)
+        if shown.shown:
+            with SummaryWriter(place / GALLERY) as writer:
+                writer.add_text("choice", words, 0, clock(0))
+                _write_pictures(writer, cards, gallery.attacks, clock)
+    return words
+
+
+class Clock:
+    """When a round ended, in seconds since 1970: the ledger keeps how long each took, the scenario's file when the run began."""
+
+    def __init__(self, run: Run, ledger: Ledger) -> None:
+        self.now = (run.folder / "scenario.toml").stat().st_mtime
+        self.ends: dict[int, float] = {}
+        for row in ledger.rounds():
+            self.now += row["seconds"] or 0.0
+            self.ends[row["round"]] = self.now
+
+    def __call__(self, round: int) -> float:
+        return self.ends.get(round, self.now)  # a round under attack may not have ended yet
+
+
+def _write_rounds(writer: "SummaryWriter", ledger: Ledger, clock: Clock) -> None:
+    for row in ledger.rounds():
+        for name in ("accuracy", "loss"):
+            _add(writer, f"test/{name}", row[name], row["round"], clock)
+
+
+def _write_leakage(writer: "SummaryWriter", leaks: Sequence[Leak], clock: Clock) -> None:
+    for leak in leaks:
+        if leak.round is None or leak.mean is None or leak.best is None:
+            continue
+        _add(writer, f"{leak.metric}/mean", leak.mean, leak.round, clock)
+        if leak.metric not in RATES and not analysis.is_limit(
+            leak.attack
+        ):  # of 0 and 1, and of a bound, it says nothing
+            worst = float(analysis.in_means(leak.metric, np.array(leak.best)))
+            _add(writer, f"{leak.metric}/worst_case", worst, leak.round, clock)
+
+
+def _add(writer: "SummaryWriter", tag: str, value: float | None, round: int, clock: Clock) -> None:
+    if value is not None and math.isfinite(value):  # a training that diverged has a loss that is not
+        writer.add_scalar(tag, value, round, clock(round))
+
+
+def _write_pictures(
+    writer: "SummaryWriter", cards: Mapping[int, Sequence[Card]], attacks: Sequence[str], clock: Clock
+) -> None:
+    order = " | ".join(["truth", *attacks])
+    for round, found in cards.items():
+        for name, card in _titles(found):
+            if (picture := _side_by_side(card, attacks)) is not None:
+                writer.add_image(f"{order}/{name}", picture, round, clock(round), dataformats="HWC")
+
+
+def _titles(cards: Sequence[Card]) -> Iterator[tuple[str, Card]]:
+    """A name for each card that the same kind of card has in other rounds, so that a slider leads from one to the next."""
+    seen: dict[str, int] = {}
+    for card in cards:
+        seen[card.why] = seen.get(card.why, 0) + 1
+        if not card.why:
+            yield f"client {card.client}, example {card.example}", card
+        else:
+            yield f"{card.why} {seen[card.why]}" if card.why == "at random" else card.why, card
+
+
+def _side_by_side(card: Card, attacks: Sequence[str]) -> NDArray[np.uint8] | None:
+    """(H, W', C): the truth and one tile for each attack, whether it gave an image or not; None where the truth is not here."""
+    if card.truth is None:
+        return None
+    truth = pixels(card.truth)
+    images = {tile.attack: tile.image for tile in card.tiles}
+    tiles = [truth]
+    for attack in attacks:
+        image = images.get(attack)
+        tiles += [_white(truth, GAP), pixels(image) if image else _white(truth, truth.shape[1])]
+    return np.concatenate(tiles, axis=1)
+
+
+def _white(like: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
+    return np.full((like.shape[0], width, like.shape[2]), 255, np.uint8)
+
+
+def pixels(uri: str) -> NDArray[np.uint8]:
+    """(H, W, C) of a picture of the gallery, which is a PNG in a data URI."""
+    from PIL import Image
+
+    found = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1]))))
+    return found[:, :, None] if found.ndim == 2 else found
+
+
+def _choice(shown: Choice) -> str:
+    """Which examples are pictured, in words."""
+    if not shown.shown:
+        return "pictures: none, as nothing has been reconstructed yet"
+    if shown.whole:
+        return f"pictures: all {shown.shown} attacked examples"
+    return (
+        f"pictures: {shown.shown} examples from {len(shown.keys)} of {len(shown.attacked)} attacked rounds; of each round the"
+        " one that leaked most, the one that hid best, and a random sample"
+    )
+
+
+def _folder_name(attack: str) -> str:
+    """A folder of its own for each name, whatever a foreign ledger holds; names that a plan may have are kept."""
+    name = f"attack({attack})" if attack in (TRAINING, GALLERY) else attack
+    return quote(name, safe="()").replace(".", "%2E")
+
+
+@contextmanager
+def _replacing_folder(folder: Path, run: str) -> Iterator[Path]:
+    """A folder to fill that takes folder's place at the end, for its owner only; an earlier export makes way for it."""
+    _check_replaceable(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".part-") as scratch:
+        made = Path(scratch) / "new"
+        made.mkdir(mode=0o700)
+        (made / MARK).write_text(json.dumps({"run": run}))
+        yield made
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        made.rename(folder)
+
+
+def _check_replaceable(folder: Path) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise SpecError(f"{folder} is not a folder; choose another place with --output")
+    files = sorted(p.relative_to(folder) for p in folder.rglob("*") if not p.is_dir())
+    foreign = [p for p in files if p.name != MARK and ".tfevents." not in p.name]
+    if foreign or (files and Path(MARK) not in files):
+        found = foreign[0] if foreign else files[0]
+        raise SpecError(
+            f"{folder} holds what is no export of fedgauge's ({found}), so it is not replaced; choose another folder with"
+            " --output"
+        )

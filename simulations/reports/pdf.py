@@ -1,0 +1,70 @@
+"""The report as a PDF: an installed Chromium prints the page that a reader would see."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from fedgauge.client.components import SpecError
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.run import processes
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+PATIENCE = 120.0  # seconds
+DRAWING = 10_000  # ms of the page's own time, which passes as fast as its scripts are done
+PAPER = (750, 1060)  # pixels: about what an A4 page has, so that figures are drawn as wide as they are printed
+
+
+def find_browser() -> str:
+    """The path of an installed Chromium; SpecError where there is none."""
+    for name in BROWSERS:
+        if path := shutil.which(name):
+            return path
+    raise SpecError(
+        f"this needs Chromium, and none of {', '.join(BROWSERS)} is on the path; install one (a PDF can also be printed"
+        " from report.html in any browser)"
+    )
+
+
+def write_pdf(run: Run, patience: float = PATIENCE) -> Path:
+    """Print the run's report.html to report.pdf, atomically and for its owner only; returns its path.
+
+    Raises:
+        SpecError: no Chromium is installed.
+        TimeoutError: it did not come to an end.
+        OSError: it printed nothing.
+    """
+    browser, path = find_browser(), run.folder / "report.pdf"
+    # in the run's folder, whose rights it has: a profile keeps what it has seen
+    with tempfile.TemporaryDirectory(dir=run.folder, prefix=".part-", ignore_cleanup_errors=True) as scratch:
+        made, log = Path(scratch) / "report.pdf", Path(scratch) / "log"
+        page = (run.folder / "report.html").resolve().as_uri()
+        process = processes.start([browser, *_options(Path(scratch) / "profile", made), page], log, os.environ)
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"{browser} had not printed {page} after {patience:.0f} s; it was ended") from error
+        finally:
+            processes.end(process, patience=2.0)
+        if process.returncode != 0 or not made.exists() or not made.read_bytes().startswith(b"%PDF"):
+            raise OSError(f"{browser} printed no PDF (exit status {process.returncode}){_last_words(log)}")
+        made.chmod(0o600)
+        made.replace(path)
+    return path
+
+
+def _options(profile: Path, made: Path) -> list[str]:
+    options = [
+        "--headless", "--disable-gpu", "--no-first-run", "--disable-extensions", "--disable-background-networking",
+        "--disable-component-update", "--disable-breakpad", "--disable-crash-reporter",
+        "--host-resolver-rules=MAP * ~NOTFOUND",  # the page asks for nothing, and the browser shall not either
+        f"--user-data-dir={profile}", f"--window-size={PAPER[0]},{PAPER[1]}", f"--virtual-time-budget={DRAWING}",
+        "--no-pdf-header-footer", f"--print-to-pdf={made}",
+    ]  # fmt: skip
+    return [*options, "--no-sandbox"] if os.geteuid() == 0 else options  # as root it refuses to start with one
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return f": {lines[-1]}" if lines else ""

@@ -1,0 +1,114 @@
+"""A federation in one process: Flower's own messages between the real server app and the real client app, no transport."""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run as FlowerRun
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedgauge.client.app import app as client_app
+from fedgauge.client.protocol import Protocol
+from fedgauge.server.app import build_strategy, federate
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.strategy.curious import CuriousStrategy, Tap
+
+
+class MemoryGrid(Grid):
+    """Answers each message by calling `client/app.py` at once; node n is client n - 1.
+
+    Args:
+        owners: in the place of a simulation's clients those of a deployment: the file of each one's owner.
+        run: Flower's number of the run.
+    """
+
+    def __init__(self, protocol: Protocol, owners: Sequence[Path] = (), run: int = 1) -> None:
+        nodes: list[dict[str, int | float | str | bool]] = [{"partition-id": c} for c in range(protocol.clients)]
+        if owners:
+            nodes = [{"client": str(path)} for path in owners]
+        self._contexts = {
+            node: Context(run, node, config, RecordDict(), {"protocol": protocol.to_json()})
+            for node, config in enumerate(nodes, 1)
+        }
+        self.clients = {node: node - 1 for node in self._contexts}
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._contexts)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return [self._answer(m) for m in messages]
+
+    def _answer(self, message: Message) -> Message:
+        try:
+            return client_app(message, self._contexts[message.metadata.dst_node_id])
+        except Exception as error:  # a client that fails is an error reply, as with Flower: the door tells of it
+            return Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
+
+    def set_run(self, run: FlowerRun) -> None:
+        raise NotImplementedError("there is no SuperLink here")  # Grid asks for it, no strategy here calls it
+
+    @property
+    def run(self) -> FlowerRun:
+        raise NotImplementedError("there is no SuperLink here")  # Grid asks for it, no strategy here calls it
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        raise NotImplementedError("messages are made by the strategy")  # Grid asks for it, no strategy here calls it
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError("messages are answered at once")  # Grid asks for it, no strategy here calls it
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError("messages are answered at once")  # Grid asks for it, no strategy here calls it
+
+
+def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:
+    """Train a run's federation in this process, by the very server app and client app that Flower would start.
+
+    Args:
+        owners, number: as MemoryGrid's owners and run.
+    """
+    with flower():
+        federate(run, MemoryGrid(run.scenario().protocol, owners, number))
+
+
+class InMemory:
+    """A scenario's federation, trained round by round: the real clients, door, tap and strategy."""
+
+    def __init__(self, scenario: Scenario, tap: Tap) -> None:
+        params, buffers = scenario.federation.initial()
+        self._grid = MemoryGrid(scenario.protocol)
+        inner = build_strategy(scenario.strategy, scenario.protocol.clients)
+        self._strategy = CuriousStrategy(
+            inner, tap, buffers, scenario.protocol.seed, self._grid.clients, protocol=scenario.protocol
+        )
+        self._arrays = ArrayRecord(params)
+
+    def advance(self, round: int) -> None:
+        """One round: weights out, every client trains, updates in, aggregation."""
+        sent = self._strategy.configure_train(round, self._arrays, ConfigRecord(), self._grid)
+        replies = self._grid.send_and_receive(sent)
+        arrays, _ = self._strategy.aggregate_train(round, replies)
+        if arrays is None:
+            raise RuntimeError(f"round {round}: nothing passed the door")
+        self._arrays = arrays
+
+
+@contextmanager
+def flower() -> Iterator[None]:
+    """Outside a run, Flower's messages need to be told who writes them; its log of rounds would drown the figures."""
+    before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
+    log = logging.getLogger("flwr")
+    level = log.level
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before

@@ -1,0 +1,243 @@
+"""How many problems advance together: from free memory ahead of time, and from what fails after all."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
+from fedgauge.attacks.engine import batch_limiter as memory
+from fedgauge.attacks.engine.batch_limiter import Places, fitting, host_memory, peak
+from fedgauge.attacks.matching.gradient_matching import GradientMatching, grad_inversion, idlg, inverting_gradients
+from fedgauge.attacks.matching.problems import Problems
+from fedgauge.client.models.vision import detached_params, lenet
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, chain, gradient, local_sgd
+
+CPU = torch.device("cpu")
+SHAPE, CLASSES, MEBI = (1, 8, 8), 4, 2**20
+
+
+def test_the_peak_of_a_piece_of_work_by_hand() -> None:
+    x = torch.zeros(1000)
+    assert peak(lambda: (x + 1) + 2, CPU) == 2 * 4000, "two sums of a thousand numbers; x was there before"
+    assert peak(lambda: x.view(10, 100).t(), CPU) == 0, "views hold nothing of their own"
+    assert peak(lambda: [x + 1 for _ in range(5)], CPU) == 5 * 4000
+
+    def one_by_one() -> None:
+        for _ in range(5):
+            x + 1
+
+    assert peak(one_by_one, CPU) == 4000, "each is dropped before the next is made"
+
+
+def test_the_peak_counts_what_the_graph_keeps_alive() -> None:
+    def twice_exponential() -> None:
+        a = torch.zeros(1000, requires_grad=True)
+        b = a.exp()
+        c = b.exp()
+        del b
+        torch.autograd.grad(c.sum(), a)
+
+    # a, its two exponentials, the derivative by each; the sum and its derivative are single numbers
+    assert peak(twice_exponential, CPU) == 5 * 4000 + 2 * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read as Linux tells it")
+@pytest.mark.slow
+def test_the_peak_of_matching_is_about_what_the_process_takes() -> None:
+    """Against the system's own count: a process's highest resident memory, for so many problems that the rest is small."""
+    code = """
+import torch
+from pathlib import Path
+from fedgauge.attacks.engine.batch_limiter import peak
+from fedgauge.attacks.matching.gradient_matching import inverting_gradients
+from fedgauge.attacks.matching.problems import Problems
+from fedgauge.simulations.benchmarks.engine import problem
+torch.set_num_threads(1)
+posed = problem("random 3x32x32", 1)
+many = 512
+known, wave = posed.known, posed.wave
+problems = Problems(inverting_gradients(), wave, known, known.labels.repeat(many, 1), many, torch.float32)
+
+def work(count):
+    problems.value_and_slopes({"x": torch.zeros(count, 1, 3, 32, 32)}, torch.arange(count))
+
+def highest():
+    return 1024 * next(int(s.split()[1]) for s in Path("/proc/self/status").open() if s.startswith("VmHWM"))
+
+two = peak(lambda: work(2), torch.device("cpu"))
+before = highest()  # of this process alone; getrusage tells the greater of its and its parent's
+work(many)
+print(two * many // 2, highest() - before)
+"""
+    root = Path(memory.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    predicted, taken = map(int, done.stdout.split())
+    assert predicted > 200 * MEBI, "large against what else a process does"
+    assert 0.5 < taken / predicted < 1.2, "more is predicted than taken: many problems are computed in parts"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  8000 kB\n"}, 8000 * 1024),
+        (
+            {  # version 2: the group above grants less than one's own
+                "proc/meminfo": "MemAvailable: 8000 kB\n",
+                "proc/self/cgroup": "0::/pod/box\n",
+                "sys/fs/cgroup/pod/box/memory.max": "max\n",
+                "sys/fs/cgroup/pod/box/memory.current": "100\n",
+                "sys/fs/cgroup/pod/memory.max": "5000000\n",
+                "sys/fs/cgroup/pod/memory.current": "2000000\n",
+                "sys/fs/cgroup/pod/memory.stat": "anon 7\ninactive_file 300000\n",
+            },
+            3_300_000,
+        ),
+        (
+            {  # version 1, seen from within a container: the path of the group is not there, its root is
+                "proc/meminfo": "MemAvailable: 8000 kB\n",
+                "proc/self/cgroup": "5:cpu:/docker/1\n4:memory:/docker/1\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "1200000\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 250000\n",
+            },
+            50_000,
+        ),
+        (
+            {  # no limit in version 1 is a number beyond all memory
+                "proc/meminfo": "MemAvailable: 8000 kB\n",
+                "proc/self/cgroup": "4:memory:/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "12\n",
+            },
+            8000 * 1024,
+        ),
+    ],
+    ids=["nothing is told", "no groups", "version 2", "version 1", "no limit"],
+)
+def test_free_memory_is_what_system_and_groups_still_grant(
+    files: dict[str, str], expected: int | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host_memory(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("available", "held", "expected"), [(16000, 0, 4), (16000, 4000, 2), (80, 0, 1), (10**9, 0, 50)]
+)
+def test_as_many_fit_as_half_the_free_memory_holds(
+    available: int, held: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free", lambda device: available)
+    seen: list[int] = []
+
+    def work(count: int) -> Tensor:
+        seen.append(count)
+        return torch.zeros(count, 250) + 1  # 2,000 bytes for each problem: the zeros, and the sum
+
+    found = fitting(work, 50, CPU, held)
+    assert seen == [2], "one dry pass"
+    assert found == expected
+
+
+def test_no_dry_pass_where_nothing_can_follow_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(count: int) -> None:
+        raise AssertionError("a dry pass")
+
+    assert fitting(forbidden, 2, CPU) == 2
+    monkeypatch.setattr(memory, "free", lambda device: None)
+    assert fitting(forbidden, 50, CPU) == 50
+
+
+def test_where_two_do_not_fit_one_is_tried() -> None:
+    def work(count: int) -> None:
+        raise MemoryError("already two are too many")
+
+    assert fitting(work, 50, CPU) == 1
+
+
+def test_places_are_halved_for_good() -> None:
+    places, tried = Places(8), []
+
+    def work(items: Tensor) -> list[int]:
+        tried.append(len(items))
+        if len(items) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return items.tolist()
+
+    found = places.each(work, torch.arange(7))
+    assert [k for part in found for k in part] == list(range(7))
+    assert (tried, places.count) == ([7, 3, 3, 1], 3)
+    places.each(work, torch.arange(4))
+    assert tried[4:] == [3, 1], "what was learned is kept"
+
+
+# -------------------------------------------------------------------------------------------------------- in the engine
+
+
+def scene(clients: int) -> tuple[Wave, Knowledge]:
+    torch.manual_seed(0)
+    model = lenet(SHAPE, CLASSES)
+    params, links = detached_params(model), chain(local_sgd(0.1))
+    client = links(gradient(model))
+    x = torch.rand(clients, 1, *SHAPE, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(clients)[:, None] % CLASSES
+    seen = [Observation(1, k, params, client(params, Batch(x[k], y[k]), None)) for k in range(clients)]
+    return Wave.stack(seen), Knowledge(model, links, SHAPE, CLASSES, 1, (0.0,), (1.0,), labels=y)
+
+
+def streams(*numbers: int) -> list[Stream]:
+    return [partial(generator, "memory", n) for n in numbers]
+
+
+def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many problems are evaluated together, at each evaluation from now on."""
+    seen: list[int] = []
+    evaluate = Problems.value_and_slopes
+
+    def watched(self: Problems, variables: dict[str, Tensor], rows: Tensor, *others: object) -> object:
+        seen.append(len(rows))
+        return evaluate(self, variables, rows, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Problems, "value_and_slopes", watched)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("attack", "restarts", "places"),
+    [(inverting_gradients(), 1, 2), (idlg(), 1, 2), (grad_inversion(), 2, 4)],
+    ids=["adam", "lbfgs", "a group's restarts stay together"],
+)
+@pytest.mark.usefixtures("double")
+def test_a_wave_is_as_wide_as_memory_lets_it_be_and_finds_the_same(
+    attack: GradientMatching, restarts: int, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wave, known = scene(5)
+    together = attack.reconstruct(wave, known, Budget(24, restarts), streams(*range(5)))
+    two: list[int] = []
+
+    def measured(work: Callable[[], object], device: torch.device) -> int:
+        two.append(peak(work, device))
+        return two[-1]
+
+    monkeypatch.setattr(memory, "peak", measured)
+    attack.reconstruct(wave, known, Budget(1, restarts), streams(*range(5)))
+    held = attack.optimizer.remembered * 5 * restarts * 64 * 8
+    monkeypatch.setattr(memory, "free", lambda device: int((1.05 * two[0] + held) / memory.SHARE))
+    seen = widths(monkeypatch)
+    apart = attack.reconstruct(wave, known, Budget(24, restarts), streams(*range(5)))
+    assert max(seen) == places, "the dry pass, and every evaluation"
+    for one, other in zip(together, apart, strict=True):
+        assert one.x is not None
+        assert other.x is not None
+        torch.testing.assert_close(one.x, other.x, rtol=0, atol=1e-7)
+        assert (one.status, one.iterations) == (other.status, other.iterations)

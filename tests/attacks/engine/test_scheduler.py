@@ -1,0 +1,250 @@
+"""Who advances together: finished problems leave, waiting ones take their places, and none of them notices."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave
+from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.engine.distances import cosine
+from fedgauge.attacks.engine.optimizers import adam
+from fedgauge.attacks.engine.scheduler import LOOK, Clock, Standing, advance
+from fedgauge.attacks.matching.gradient_matching import CUTS, GradientMatching, inverting_gradients
+from fedgauge.attacks.matching.priors import total_variation
+from fedgauge.attacks.matching.problems import Problems
+from fedgauge.client.models.vision import detached_params, lenet
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, chain, gradient, local_sgd
+
+SHAPE, CLASSES = (1, 8, 8), 4
+NEVER = Clock(0.0, None)
+
+
+def standing(count: int) -> Standing:
+    return Standing.at({"x": torch.zeros(count, 1)})
+
+
+# ---------------------------------------------------------------------------------------------------------- by itself
+
+
+def test_a_place_that_falls_free_goes_to_the_next_that_waits() -> None:
+    state, seen, ends = standing(5), [], {0: 20, 1: 100, 2: 5, 3: 100, 4: 100}
+
+    def stretch(part: Standing, rows: Tensor, length: int) -> int:
+        seen.append(rows.tolist())
+        left = torch.tensor([ends[k] for k in rows.tolist()]) - part.spent
+        part.finite.copy_(left > length)  # a problem is lost once it has gone so far
+        part.variables["x"] += length
+        return length
+
+    interrupted = advance(state, torch.arange(5)[:, None], 40, 0, Places(2), NEVER, stretch)
+    assert not interrupted.any()
+    # 16 iterations to a look, and 8 to the end of 40; then to the nearest look or end of the two
+    assert seen == [[0, 1], [0, 1], [1, 2], [2, 3], *[[3, 4]] * 4, [4]]
+    assert state.spent.tolist() == [32, 40, 16, 40, 40]
+    assert state.variables["x"].flatten().tolist() == [32, 40, 16, 40, 40]
+
+
+def test_a_unit_stays_until_all_of_it_has_ended() -> None:
+    state, seen = standing(4), []
+
+    def stretch(part: Standing, rows: Tensor, length: int) -> int:
+        seen.append(rows.tolist())
+        part.finite.copy_(torch.tensor([k not in (0, 2, 3) for k in rows.tolist()]))
+        return length
+
+    advance(state, torch.arange(4).view(2, 2), 2 * LOOK, 0, Places(2), NEVER, stretch)
+    assert seen == [[0, 1, 2, 3], [0, 1]]
+
+
+def test_what_memory_ends_is_done_again_by_fewer() -> None:
+    state, places, seen = standing(4), Places(4), []
+
+    def stretch(part: Standing, rows: Tensor, length: int) -> int:
+        part.variables["x"] += length
+        part.finite.fill_(True)
+        seen.append(rows.tolist())
+        if len(rows) > 2 and len(seen) == 2:
+            raise MemoryError("in the second stretch")
+        return length
+
+    advance(state, torch.arange(4)[:, None], 2 * LOOK, 0, places, NEVER, stretch)
+    assert seen == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [2, 3]]
+    assert state.variables["x"].flatten().tolist() == [2 * LOOK] * 4, "the stretch that failed left nothing behind"
+
+
+class Until(Clock):
+    """Over after so many questions."""
+
+    def __init__(self, questions: int) -> None:
+        super().__init__(0.0, None)
+        self.left = questions
+
+    def over(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def until(clock: Clock) -> Callable[[Standing, Tensor, int], int]:
+    """A stretch of steps that the clock may end."""
+
+    def stretch(part: Standing, rows: Tensor, length: int) -> int:
+        for done in range(length):
+            if clock.over():
+                return done
+            part.finite.fill_(True)
+        return length
+
+    return stretch
+
+
+@pytest.mark.parametrize(
+    ("questions", "spent", "interrupted"),
+    [(0, [0, 0, 0], [True, True, True]), (18, [16, 0, 0], [False, True, True]), (1, [0, 0, 0], [True] * 3)],
+)
+def test_the_clock_interrupts_those_that_have_not_ended(
+    questions: int, spent: list[int], interrupted: list[bool]
+) -> None:
+    state, clock = standing(3), Until(questions)
+    stretch = until(clock)
+    assert advance(state, torch.arange(3)[:, None], LOOK, 0, Places(1), clock, stretch).tolist() == interrupted
+    assert state.spent.tolist() == spent
+
+
+def test_time_that_ends_right_after_a_look_loses_nobody() -> None:
+    state, clock = standing(1), Until(1 + LOOK + 1)
+    stretch = until(clock)
+    assert advance(state, torch.tensor([[0]]), 2 * LOOK, 0, Places(1), clock, stretch).tolist() == [True]
+    assert state.spent.tolist() == [LOOK]
+
+
+def test_a_stall_by_hand() -> None:
+    state = standing(2)
+    for objectives in ([8.0, 8.0], [7.5, 7.0], [7.1, 6.9], [6.9, 5.0]):
+        state.judge(torch.tensor(objectives), 0.1, None)
+    # a tenth below 8 is 7.2: reached by 7.1 only after 7.5 was none; then 6.9 is none below 7.1. 8, 7 and 5 are each a fall
+    assert state.since.tolist() == [1, 0]
+    torch.testing.assert_close(state.lowest, torch.tensor([7.1, 5.0]))
+    state.judge(torch.tensor([1.0, 9.0]), 0.1, torch.tensor([False, True]))
+    assert state.since.tolist() == [1, 1], "an objective that cannot be compared is neither a fall nor a stall"
+
+
+# -------------------------------------------------------------------------------------------------------- in the engine
+
+
+def scene(clients: int, lost: Sequence[int] = ()) -> tuple[Wave, Knowledge]:
+    torch.manual_seed(0)
+    model = lenet(SHAPE, CLASSES)
+    params, links = detached_params(model), chain(local_sgd(0.1))
+    client, like = links(gradient(model)), next(model.parameters())
+    x = torch.rand(clients, 1, *SHAPE, generator=torch.Generator().manual_seed(1)).to(like.dtype)
+    y = torch.arange(clients)[:, None] % CLASSES
+    seen = [Observation(1, k, params, client(params, Batch(x[k], y[k]), None)) for k in range(clients)]
+    wave = Wave.stack(seen)
+    for k in lost:
+        wave.update["conv1.weight"][k, 0, 0] = torch.nan
+    return wave, Knowledge(model, links, SHAPE, CLASSES, 1, (0.0,), (1.0,), labels=y)
+
+
+def streams(numbers: Sequence[int]) -> list[Stream]:
+    return [partial(generator, "waves", n) for n in numbers]
+
+
+def run(
+    attack: GradientMatching, wave: Wave, known: Knowledge, order: Sequence[int], budget: Budget
+) -> list[Reconstruction]:
+    """Some observations of the wave, in an order."""
+    assert known.labels is not None
+    part = Wave(1, tuple(order), wave.params, {k: t[list(order)] for k, t in wave.update.items()})
+    some = Knowledge(
+        known.model, known.chain, SHAPE, CLASSES, 1, known.mean, known.std, labels=known.labels[list(order)]
+    )
+    return attack.reconstruct(part, some, budget, streams(order))
+
+
+def same(one: Reconstruction, other: Reconstruction) -> None:
+    assert (one.status, one.iterations) == (other.status, other.iterations)
+    assert one.x is not None
+    assert other.x is not None
+    torch.testing.assert_close(one.x, other.x, rtol=0, atol=1e-7)
+    assert one.objective == pytest.approx(other.objective, rel=1e-7)
+    assert one.trace is not None
+    assert other.trace is not None
+    assert one.trace.iteration.tolist() == other.trace.iteration.tolist()
+    torch.testing.assert_close(one.trace.objective, other.trace.objective, rtol=1e-6, atol=0)
+
+
+ATTACKS = {
+    "cuts": GradientMatching(
+        cosine(), (total_variation(0.01),), adam(0.1, True, CUTS, patience=12, tolerance=0.05), trace=6
+    ),
+    "annealed, decaying, sampled": GradientMatching(
+        cosine(),
+        (total_variation(0.01),),
+        adam(0.1, decay=0.99, patience=10, tolerance=0.05),
+        anneal=0.1,
+        samples=2,
+        radius=0.05,
+        trace=6,
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.usefixtures("double")
+def test_a_problem_goes_its_own_way_whoever_advances_beside_it(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wave, known = scene(6, lost=(1,))
+    monkeypatch.setattr(GradientMatching, "_places", lambda *_: Places(2))
+    budget, order = Budget(90), [4, 1, 0, 5, 3, 2]
+    alone = {k: run(ATTACKS[attack], wave, known, [k], budget)[0] for k in range(6)}
+    spent = {k: found.iterations for k, found in alone.items()}
+    assert alone[1].status == "diverged"
+    assert spent[1] == LOOK, "it is lost at the first look"
+    assert len(set(spent.values())) > 2, "problems end at different iterations, so that others join in between"
+    assert any(LOOK < n < 90 for n in spent.values())
+    for k, found in enumerate(run(ATTACKS[attack], wave, known, range(6), budget)):
+        if k != 1:
+            same(found, alone[k])
+    for place, found in zip(order, run(ATTACKS[attack], wave, known, order, budget), strict=True):
+        if place != 1:
+            same(found, alone[place])
+
+
+def test_a_finished_problem_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    wave, known = scene(3, lost=(0, 2))
+    widths: list[int] = []
+    evaluate = Problems.value_and_slopes
+
+    def watched(self: Problems, variables: dict[str, Tensor], rows: Tensor, *others: Any) -> Any:
+        widths.append(len(rows))
+        return evaluate(self, variables, rows, *others)
+
+    monkeypatch.setattr(Problems, "value_and_slopes", watched)
+    monkeypatch.setattr(GradientMatching, "_places", lambda *_: Places(3))
+    found = run(inverting_gradients(), wave, known, range(3), Budget(40))
+    assert [f.status for f in found] == ["diverged", "converged", "diverged"]
+    assert [f.iterations for f in found] == [LOOK, 40, LOOK]
+    assert widths == [3] * LOOK + [1] * (40 - LOOK)
+
+
+@pytest.mark.parametrize("anneal", [1.0, 0.1])
+def test_a_stall_is_judged_where_objectives_can_be_compared(anneal: float) -> None:
+    """With an unreachable tolerance everything stalls; while the likelihood's weight grows nothing does."""
+    wave, known = scene(2)
+    attack = GradientMatching(cosine(), optimizer=adam(0.1, patience=5, tolerance=0.99), anneal=anneal)
+    for found in run(attack, wave, known, range(2), Budget(200)):
+        assert found.status == "converged"
+        expected = LOOK if anneal == 1 else -(-(100 + 5) // LOOK) * LOOK
+        assert found.iterations == expected
+
+
+def test_the_published_schedules_run_to_their_end() -> None:
+    wave, known = scene(2)
+    for found in run(inverting_gradients(), wave, known, range(2), Budget(300)):
+        assert found.iterations == 300
+    for found in run(inverting_gradients(patience=5), wave, known, range(2), Budget(300)):
+        assert found.iterations <= 300

@@ -1,0 +1,243 @@
+"""Traces: snapshots on the way to a reconstruction, which change nothing about it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Trace, Wave
+from fedgauge.attacks.engine import batch_limiter as memory
+from fedgauge.attacks.engine.distances import squared
+from fedgauge.attacks.engine.optimizers import lbfgs
+from fedgauge.attacks.engine.trace import Tracer
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.matching.gradient_matching import (
+    GradientMatching,
+    bayes,
+    dlg,
+    grad_inversion,
+    idlg,
+    inverting_gradients,
+    surrogate,
+)
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.models.vision import detached_params, lenet
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, chain, gradient, local_sgd
+
+Make = Callable[..., Any]
+SHAPE, CLASSES = (1, 8, 8), 4
+RECIPES: dict[str, GradientMatching] = {
+    "inverting_gradients": inverting_gradients(),
+    "bayes, annealed, in a box": bayes(anneal=0.01, samples=2, radius=0.1),
+    "grad_inversion, grouped": grad_inversion(),
+    "surrogate": surrogate(),
+    "dlg": dlg(),
+    "idlg": idlg(),
+}
+every = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def streams(*numbers: int) -> list[Stream]:
+    return [partial(generator, "trace", n) for n in numbers]
+
+
+def scene(clients: int = 2, n: int = 2, steps: int = 1) -> tuple[Wave, Knowledge]:
+    torch.manual_seed(0)
+    model = lenet(SHAPE, CLASSES)
+    params, links = detached_params(model), chain(local_sgd(0.1, steps))
+    client = links(gradient(model))
+    rng = torch.Generator().manual_seed(1)
+    x = torch.rand(clients, n, *SHAPE, generator=rng)
+    y = torch.randint(CLASSES, (clients, n), generator=rng).sort(1).values
+    seen = [Observation(1, k, params, client(params, Batch(x[k], y[k]), None)) for k in range(clients)]
+    return Wave.stack(seen), Knowledge(model, links, SHAPE, CLASSES, n, (0.0,), (1.0,), labels=y)
+
+
+def trace_of(found: Reconstruction) -> Trace:
+    assert found.trace is not None
+    t, kept = len(found.trace.iteration), found.trace
+    assert found.x is not None
+    assert (kept.iteration.dtype, kept.objective.dtype, kept.x.dtype) == (torch.int64, torch.float64, torch.uint8)
+    assert (kept.iteration.shape, kept.objective.shape, kept.x.shape) == ((t,), (t,), (t, *found.x.shape))
+    assert kept.iteration.diff().min() > 0
+    return kept
+
+
+def ends_in(trace: Trace, found: Reconstruction) -> None:
+    """The last snapshot is the reconstruction, up to eight bits."""
+    assert found.x is not None
+    torch.testing.assert_close(trace.x[-1], (found.x * 255).round().to(torch.uint8), rtol=0, atol=1)
+    assert float(trace.objective[-1]) == found.objective
+
+
+@every
+def test_what_is_found_is_the_same_bit_for_bit(recipe: str) -> None:
+    wave, known = scene()
+    attack, budget = RECIPES[recipe], Budget(20, restarts=2)
+    plain = attack.reconstruct(wave, known, budget, streams(0, 1))
+    for without, found in zip(plain, attack.traced(5).reconstruct(wave, known, budget, streams(0, 1)), strict=True):
+        assert without.trace is None
+        assert without.x is not None
+        assert found.x is not None
+        assert without.y is not None
+        assert found.y is not None
+        assert torch.equal(without.x, found.x)
+        assert torch.equal(without.y, found.y)
+        names = ("objective", "iterations", "status", "reason")
+        assert [getattr(without, name) for name in names] == [getattr(found, name) for name in names]
+        ends_in(trace_of(found), found)
+
+
+@every
+def test_the_objective_falls_from_the_first_snapshot_to_the_last(recipe: str) -> None:
+    wave, known = scene(n=1)
+    for found in RECIPES[recipe].traced(8).reconstruct(wave, known, Budget(120), streams(0, 1)):
+        objective = trace_of(found).objective
+        quarter = max(1, len(objective) // 4)
+        assert float(objective[-1]) < float(objective[0])
+        assert float(objective[-quarter:].mean()) < 0.7 * float(objective[:quarter].mean())
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "iterations", "expected"),
+    [(2, 9, [0, 9]), (4, 9, [0, 3, 6, 9]), (5, 10, [0, 2, 5, 8, 10]), (12, 3, [0, 1, 2, 3]), (10**9, 1, [0, 1])],
+)
+def test_snapshots_are_evenly_spaced_from_the_first_to_the_last(
+    snapshots: int, iterations: int, expected: list[int]
+) -> None:
+    wave, known = scene(clients=1)
+    (found,) = inverting_gradients().traced(snapshots).reconstruct(wave, known, Budget(iterations), streams(0))
+    assert trace_of(found).iteration.tolist() == expected
+
+
+def test_a_snapshot_is_what_a_smaller_budget_would_have_handed_out() -> None:
+    wave, known = scene()
+    attack = GradientMatching(squared())  # no schedule, which would depend on the budget
+    whole = attack.traced(4).reconstruct(wave, known, Budget(12), streams(0, 1))
+    for place, iterations in ((1, 4), (2, 8)):
+        for less, found in zip(attack.reconstruct(wave, known, Budget(iterations), streams(0, 1)), whole, strict=True):
+            trace = trace_of(found)
+            assert int(trace.iteration[place]) == iterations
+            ends_in(Trace(*(t[: place + 1] for t in (trace.iteration, trace.objective, trace.x))), less)
+
+
+def test_the_first_snapshot_is_the_start() -> None:
+    wave, known = scene()
+    start = torch.rand(2, 2, *SHAPE, generator=torch.Generator().manual_seed(9))
+    for attack in (inverting_gradients(), idlg()):
+        found = attack.traced(3).continued(wave, known, Budget(6), streams(0, 1), start)
+        for k, result in enumerate(found):
+            torch.testing.assert_close(trace_of(result).x[0], (start[k] * 255).round().to(torch.uint8), rtol=0, atol=1)
+
+
+@pytest.mark.parametrize("attack", [inverting_gradients(), idlg()], ids=["adam", "lbfgs"])
+def test_the_trace_is_that_of_the_restart_that_was_chosen(attack: GradientMatching) -> None:
+    wave, known = scene()
+    restarts = 4
+
+    def only(stream: Stream, restart: int) -> Stream:
+        return lambda purpose, _: stream(purpose, restart)
+
+    together = attack.traced(4).reconstruct(wave, known, Budget(12, restarts), streams(0, 1))
+    single = [
+        attack.traced(4).reconstruct(wave, known, Budget(12), [only(s, r) for s in streams(0, 1)])
+        for r in range(restarts)
+    ]
+    for k, found in enumerate(together):
+        best = min((results[k] for results in single), key=lambda result: result.objective)
+        ours, theirs = trace_of(found), trace_of(best)
+        assert ours.iteration.tolist() == theirs.iteration.tolist()
+        torch.testing.assert_close(ours.objective, theirs.objective, rtol=1e-3, atol=1e-6)
+        assert float((ours.x[0] == theirs.x[0]).double().mean()) > 0.999, "the starts tell the restarts apart"
+        others = [trace_of(results[k]) for results in single if results[k] is not best]
+        assert all(float((ours.x[0] == other.x[0]).double().mean()) < 0.7 for other in others)
+
+
+def test_a_new_draw_of_lbfgs_is_shown_once_it_is_lower() -> None:
+    wave, known = scene(n=1)
+    attack = GradientMatching(squared(), (), lbfgs(plateau=0.9999, fit=1e-12), box=False)
+    for found in attack.traced(30).reconstruct(wave, known, Budget(300), streams(0, 1)):
+        trace = trace_of(found)
+        assert 30 < int(trace.iteration[-1]) == found.iterations <= 300, "it ended and began again"
+        assert float(trace.objective.diff().max()) <= 0
+        ends_in(trace, found)
+
+
+def test_a_problem_that_ends_early_keeps_what_it_has() -> None:
+    wave, known = scene(n=1)
+    attack = GradientMatching(squared(), (), lbfgs(plateau=0.9999), box=False)
+    for found in attack.traced(30).reconstruct(wave, known, Budget(300), streams(0, 1)):
+        trace = trace_of(found)
+        assert int(trace.iteration[-1]) == found.iterations < 40
+        assert 2 <= len(trace.iteration) <= 6
+        ends_in(trace, found)
+
+
+def test_time_ends_a_trace_with_what_was_found() -> None:
+    wave, known = scene()
+    for found in inverting_gradients().traced(6).reconstruct(wave, known, Budget(10**9, seconds=0.2), streams(0, 1)):
+        assert found.status == "out_of_budget"
+        assert trace_of(found).iteration.tolist() == [0, found.iterations]
+        ends_in(trace_of(found), found)
+
+
+def test_a_wave_that_is_tried_again_in_halves_has_one_trace_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    wave, known = scene()
+    whole = inverting_gradients().traced(3).reconstruct(wave, known, Budget(6), streams(0, 1))
+    advance = GradientMatching._advance
+
+    def narrow(self: GradientMatching, problems: Any, variables: Any, rows: Tensor, *others: Any) -> int:
+        done = advance(self, problems, variables, rows, *others)
+        if len(rows) > 1:
+            raise MemoryError("a machine that holds one problem at a time, and tells late")
+        return done
+
+    monkeypatch.setattr(GradientMatching, "_advance", narrow)
+    assert memory._exhausted(MemoryError())
+    halved = inverting_gradients().traced(3).reconstruct(wave, known, Budget(6), streams(0, 1))
+    for one, other in zip(whole, halved, strict=True):
+        assert trace_of(one).iteration.tolist() == trace_of(other).iteration.tolist() == [0, 3, 6]
+        torch.testing.assert_close(trace_of(one).objective, trace_of(other).objective, rtol=1e-3, atol=1e-6)
+
+
+def test_an_image_that_is_not_finite_is_black_and_its_objective_infinite() -> None:
+    tracer = Tracer(2, 1, 1, lambda x: x)
+    tracer.keep(torch.tensor([0]), torch.tensor([1]), torch.tensor([torch.nan]), torch.tensor([[[[[torch.nan, 0.5]]]]]))
+    trace = tracer.of(0)
+    assert trace is not None
+    assert trace.objective.tolist() == [torch.inf]
+    assert trace.x.flatten().tolist() == [0, 128]
+
+
+@pytest.mark.parametrize("snapshots", [1, -2])
+def test_fewer_than_two_snapshots_are_no_trace(snapshots: int) -> None:
+    words = f"trace must be at least 2 snapshots, the first and the last, got {snapshots}"
+    with pytest.raises(ValueError, match=words):
+        inverting_gradients().traced(snapshots)
+    with pytest.raises(ValueError, match=words):
+        replace(inverting_gradients(), trace=snapshots)
+    assert inverting_gradients().traced(3) == replace(inverting_gradients(), trace=3)
+
+
+def test_every_snapshot_is_in_the_truths_order(make_federation: Make, observe: Make) -> None:
+    fed = make_federation(data={"batch_size": 2}, clients=6)
+    table = {"use": "inverting_gradients", "iterations": 25, "trace": 4}
+    plan = PlannedAttack.from_table(table, "here")
+    auditor, wave = Auditor(fed), observe(fed, tuple(range(6)))
+    known = auditor.knowledge(plan)
+    unpaired = plan.build().reconstruct(wave, known, plan.budget, [auditor.stream(plan, 1, c) for c in range(6)])
+    moved = 0
+    for raw, audited in zip(unpaired, auditor.audit(plan, wave), strict=True):
+        found = audited.reconstruction
+        ends_in(trace_of(found), found)
+        assert raw.x is not None
+        assert found.x is not None
+        order = [next(i for i in range(2) if torch.equal(raw.x[i], image)) for image in found.x]
+        moved += order != [0, 1]
+        assert torch.equal(trace_of(found).x, trace_of(raw).x[:, order])
+    assert 0 < moved < 6, "some batches were found in another order than the truth's"

@@ -1,0 +1,133 @@
+"""Batches behind a fully connected first layer: exact where ReLU leaves zeros, near where images are independent, else a reason."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.exact.unmixing import cocktail_party, spear
+from fedgauge.attacks.grading.image_metrics import match, psnr
+from fedgauge.client.data.images import mnist5k
+from fedgauge.client.models.vision import Activation, detached_params, lenet, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd, per_example
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.noise import gaussian
+from fedgauge.defenses.prune import prune
+
+SHAPE, CLASSES = (1, 6, 6), 5
+MEAN, STD = (0.13,), (0.31,)
+
+
+def attack(
+    how: Attack, model: nn.Module, batch: Batch, links: Chain | None = None, budget: Budget | None = None
+) -> Reconstruction:
+    links, shape = links or chain(local_sgd(0.1)), batch.x.shape[1:]
+    params = detached_params(model)
+    update = links(gradient(model, normalise=lambda x: (x - MEAN[0]) / STD[0]))(params, batch, generator("noise"))
+    known = Knowledge(model, links, tuple(shape), CLASSES, len(batch.x), MEAN, STD)
+    wave = Wave.stack([Observation(1, 0, params, update)])
+    return how.reconstruct(wave, known, budget or Budget(200), [partial(generator, "unmixing")])[0]
+
+
+def examples(seed: int, n: int) -> Batch:
+    rng = torch.Generator().manual_seed(seed)
+    return Batch(torch.rand(n, *SHAPE, generator=rng), torch.randint(CLASSES, (n,), generator=rng))
+
+
+def network(seed: int = 0, hidden: tuple[int, ...] = (100, 40), activation: Activation = "relu") -> nn.Module:
+    torch.manual_seed(seed)
+    return mlp(SHAPE, CLASSES, hidden=list(hidden), activation=activation)
+
+
+def paired(found: Reconstruction, batch: Batch) -> tuple[Tensor, Tensor]:
+    """PSNR of each image, and whether its label is right."""
+    assert found.x is not None and found.y is not None, found.reason
+    order = match(batch.x, found.x)
+    return psnr(batch.x, found.x[order]), found.y[order] == batch.y
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 6), deep=st.booleans())
+def test_batches_behind_a_relu_are_read_off_with_their_labels(seed: int, size: int, deep: bool) -> None:
+    # behind a single hidden layer, error signals of more examples than classes are mixtures but for the silent neurons
+    batch = examples(seed, size if deep else min(size, CLASSES - 1))
+    found = attack(spear(), network(seed, (200, 40) if deep else (200,)), batch)
+    assert found.status == "converged", found.reason
+    value, right = paired(found, batch)
+    assert float(value.min()) > 60
+    assert bool(right.all())
+    assert found.objective < 1e-4
+
+
+def test_more_examples_take_more_tries_and_too_few_are_told() -> None:
+    batch = examples(1, 8)
+    starved = attack(spear(), network(1, (400, 40)), batch, budget=Budget(1))
+    assert starved.status == "out_of_budget" and starved.reason.startswith(("nothing was found", "not proven"))
+    found = attack(spear(), network(1, (400, 40)), batch, budget=Budget(100))
+    assert found.status == "converged"
+    assert float(paired(found, batch)[0].min()) > 60
+    assert found.iterations > 1000
+
+
+def test_clipping_each_example_leaves_the_images_where_they_are() -> None:
+    """It only changes how long the error signals are, which are not known anyway."""
+    links = chain(per_example(clip(0.1)), local_sgd(0.1))
+    batch = examples(2, 4)
+    found = attack(spear(), network(2), batch, links)
+    assert found.status == "converged", found.reason
+    assert float(paired(found, batch)[0].min()) > 60
+
+
+REFUSED: dict[str, tuple[nn.Module, Chain | None, str]] = {
+    "convolutions": (lenet(SHAPE, CLASSES), None, r"the image goes into .* \(Conv2d\), which is not fully connected"),
+    "tanh": (network(activation="tanh"), None, "no ReLU follows layer"),
+    "noise": (network(), chain(local_sgd(0.1), gaussian(0.01)), "gradient has rank 36, and one of 3 examples has 3"),
+    "pruned": (network(), chain(local_sgd(0.1), prune(0.3)), r"gradient has rank \d+, and one of 3 examples has 3"),
+    "steps": (network(), chain(local_sgd(0.1, steps=2)), "a mixture is of one gradient, and the clients take 2 local"),
+    "no bias": (
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 20, bias=False), nn.ReLU(), nn.Linear(20, 5)),
+        None,
+        "has no bias: how long the images are cannot be told",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "links", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_it_cannot_read_is_told(model: nn.Module, links: Chain | None, reason: str) -> None:
+    found = attack(spear(), model, examples(3, 3), links)
+    assert found.status == "not_applicable"
+    assert re.search(reason, found.reason), found.reason
+
+
+@pytest.mark.parametrize("how", [spear, cocktail_party])
+def test_an_image_seen_twice_is_a_smaller_rank(how: Callable[[], Attack]) -> None:
+    one = examples(4, 1)
+    twice = Batch(one.x.repeat(2, 1, 1, 1), one.y.repeat(2))
+    found = attack(how(), network(4), twice)
+    assert found.status == "not_applicable" and "has rank 1, and one of 2 examples" in found.reason
+
+
+def test_independence_unmixes_digits_where_no_relu_helps() -> None:
+    digits = mnist5k()
+    torch.manual_seed(0)
+    model = mlp((1, 28, 28), 10, hidden=[100], activation="tanh")
+    values = []
+    for first in range(0, 8, 4):
+        batch = Batch(digits.x[first : first + 4].float() / 255, digits.y[first : first + 4])
+        params = detached_params(model)
+        links = chain(local_sgd(0.1))
+        update = links(gradient(model))(params, batch, None)
+        known = Knowledge(model, links, (1, 28, 28), 10, 4, (0.0,), (1.0,))
+        wave = Wave.stack([Observation(1, 0, params, update)])
+        (found,) = cocktail_party().reconstruct(wave, known, Budget(300), [partial(generator, "unmixing", first)])
+        assert found.status == "converged"
+        values.append(paired(found, batch)[0])
+    every = torch.cat(values)
+    assert int((every > 40).sum()) >= 4, "half of the digits are there to a few grey values"

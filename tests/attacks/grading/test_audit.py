@@ -1,0 +1,537 @@
+"""The audit: attack first and truth afterwards, rows that can be recomputed, a threat model in words."""
+
+import json
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator, Tensor
+
+import fedgauge.client.data.images
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Remembering, Wave
+from fedgauge.attacks.grading import image_metrics as metrics
+from fedgauge.attacks.grading.audit import NO_DERIVATIVE, WHOLE_BATCH, Auditor, Row, card, invert_own
+from fedgauge.attacks.malicious.carried_input import carried_input
+from fedgauge.attacks.malicious.fishing import class_fishing
+from fedgauge.attacks.malicious.imprint import imprint
+from fedgauge.attacks.malicious.optimised_features import optimised_features
+from fedgauge.attacks.malicious.separate_models import separate_models
+from fedgauge.attacks.malicious.server_attack import Malice
+from fedgauge.attacks.malicious.targeting import knowledge
+from fedgauge.attacks.malicious.trap_weights import trap_weights
+from fedgauge.attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
+from fedgauge.client.data.images import Shards
+from fedgauge.client.protocol import Federation
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, OnUpdate, Update
+
+Make = Callable[..., Any]
+MLP = {"use": "mlp", "hidden": [16]}
+SGD = {"use": "local_sgd", "rate": 0.1}
+
+
+def planned(use: str, **table: Any) -> PlannedAttack:
+    return PlannedAttack.from_table({"iterations": 2, **table, "use": use}, "here")
+
+
+def rows_of(rows: tuple[Row, ...], attack: str, metric: str) -> list[float | None]:
+    found = sorted((row.example, row.value) for row in rows if (row.attack, row.metric) == (attack, metric))
+    return [value for _, value in found]
+
+
+# ----------------------------------------------------------------------------------------- the attacker sees no truth
+
+
+class TruthTouched(AssertionError):
+    """Somebody asked for private data while an attack ran."""
+
+
+@contextmanager
+def guarded(monkeypatch: pytest.MonkeyPatch, kind: type[Attack]) -> Iterator[list[str]]:
+    """Private data raises while an attack of this kind runs; yields the order of events."""
+    events: list[str] = []
+    attacking = False
+
+    def guard(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if attacking:
+                raise TruthTouched(name)
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return guarded
+
+    door = "advance" if issubclass(kind, Remembering) else "reconstruct"
+    original = getattr(kind, door)
+
+    def attack(self: Attack, wave: Wave, known: Knowledge, *others: Any) -> Any:
+        nonlocal attacking
+        attacking = True
+        events.append("attack begins")
+        try:
+            return original(self, wave, known, *others)
+        finally:
+            attacking = False
+            events.append("attack ends")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, door, attack)
+        patched.setattr(Shards, "batch_at", guard(Shards.batch_at, "truth"))
+        patched.setattr(Federation, "batch_at", guard(Federation.batch_at, "asked"))
+        patched.setattr(fedgauge.client.data.images, "batch_of", guard(fedgauge.client.data.images.batch_of, "images"))
+        patched.setattr(Federation, "client_update", guard(Federation.client_update, "update"))
+        yield events
+
+
+SMALL: dict[str, dict[str, int]] = {  # an attack that trains first trains little here
+    "gi_gip": {"latent": 8, "width": 4, "training": 5},
+    "learning_to_invert": {"hidden": 16},
+    "ridge_inversion": {"buckets": 64},
+}
+
+
+# those of text: test_text_audit.py, text/test_contract.py; decoders of a malicious server's weights: below
+OF_IMAGES = [
+    use
+    for use in ATTACK.names()
+    if not use.startswith((TEXT_ATTACKS, "fedgauge.attacks.malicious.")) and not use.endswith(":random_words")
+]
+DECODED: dict[str, Malice | None] = {  # by decoder, the malice whose answers it reads
+    "read_carried": carried_input(),
+    "lone_example": class_fishing(),
+    "read_imprint": imprint(bins=8),
+    "lone_target": None,
+    "read_features": optimised_features(),
+    "separated": separate_models(count=1),
+    "read_rows": trap_weights(),
+}
+
+
+def bent(use: str, make_federation: Make) -> tuple[Federation, Wave]:
+    """A federation under a malice, and what its first client (or group of two) answers."""
+    malice = DECODED[use]
+    changes = [malice.architecture] if malice is not None and malice.architecture is not None else []
+    together = {"secure_sum": {"group": 2}, "clients": 2} if malice is None else {}
+    data = {"auxiliary": 200}  # optimised_features fits what is public
+    fed: Federation = make_federation(model={**MLP, "dishonest": changes}, data=data, **together)
+    params, buffers = fed.initial()
+    if isinstance(malice, class_fishing):
+        malice = class_fishing(int(fed.batch_at(0, 1).y[0]))
+    if malice is not None:
+        params = malice.craft(params, knowledge(fed), generator("malice"))
+    return fed, Wave.stack([Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)])
+
+
+def test_every_decoder_is_held_to_the_truths_order_of_events() -> None:
+    assert sorted(DECODED) == [use for use in ATTACK.names() if use.startswith("fedgauge.attacks.malicious.")]
+
+
+@pytest.mark.parametrize("use", DECODED)
+def test_no_decoder_touches_private_data(use: str, make_federation: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed, wave = bent(use, make_federation)
+    plan = planned(use)
+    with guarded(monkeypatch, type(plan.build())) as events:
+        (audited,) = Auditor(fed).audit(plan, wave)
+    begin, end = events.index("attack begins"), events.index("attack ends")
+    assert "asked" not in events[:begin], "the truth was fetched before the attack"
+    assert events[begin + 1] == "attack ends"
+    assert "truth" in events[end:]
+    assert audited.reconstruction.x is not None, audited.reconstruction.reason
+    assert all(isinstance(value, float) for value in rows_of(audited.rows, plan.name, "psnr"))
+
+
+@pytest.mark.parametrize("use", OF_IMAGES)
+def test_no_attack_touches_private_data(
+    use: str, make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = make_federation(model=MLP)
+    wave, plan = observe(fed, (0, 1)), planned(use, **SMALL.get(use, {}))
+    with guarded(monkeypatch, type(plan.build())) as events:
+        audited = Auditor(fed).audit(plan, wave, others={0: 1, 1: 0})
+    begin, end = events.index("attack begins"), events.index("attack ends")
+    assert "asked" not in events[:begin], "the truth was fetched before the attack"
+    assert events[begin + 1] == "attack ends"
+    # two clients graded, each as itself and, baselines apart, as the other's wrong client
+    assert events[end:].count("truth") == (2 if "baselines" in use else 4)
+    for outcome in audited:
+        values = rows_of(outcome.rows, plan.name, "psnr")
+        assert len(values) == 1
+        assert isinstance(values[0], float)
+
+
+def test_the_guard_of_that_test_bites(make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedgauge.attacks.grading.baselines import mean_image
+
+    fed = make_federation(model=MLP)
+
+    def cheat(self: Attack, wave: Wave, *others: Any) -> list[Reconstruction]:
+        return [Reconstruction(fed.batch_at(c, wave.round).x, None, 0.0, 0, 0.0, "converged") for c in wave.clients]
+
+    monkeypatch.setattr(mean_image, "reconstruct", cheat)
+    wave = observe(fed, (0,))
+    with guarded(monkeypatch, mean_image), pytest.raises(TruthTouched):
+        Auditor(fed).audit(planned("mean_image"), wave)
+
+
+@pytest.mark.parametrize("use", OF_IMAGES)
+def test_another_truth_changes_the_scores_and_not_the_reconstruction(
+    use: str, make_federation: Make, observe: Make
+) -> None:
+    fed = make_federation(model=MLP)
+    wave, plan = observe(fed, (0,)), planned(use, **SMALL.get(use, {}))
+
+    def invented(client: int, round: int) -> Batch:
+        return Batch(torch.full((1, 1, 28, 28), 0.5), torch.tensor([0]))
+
+    honest, other = Auditor(fed).audit(plan, wave)[0], Auditor(fed).audit(plan, wave, truth=invented)[0]
+    assert honest.reconstruction.x is not None
+    assert other.reconstruction.x is not None
+    assert torch.equal(honest.reconstruction.x, other.reconstruction.x)
+    assert rows_of(honest.rows, plan.name, "mse") != rows_of(other.rows, plan.name, "mse")
+
+
+def test_what_an_attack_remembers_comes_before_the_truth(make_federation: Make, observe: Make) -> None:
+    """The truth arranges what is shown; what the next round starts from stays as the attack found it."""
+    fed = make_federation(model=MLP, data={"batch_size": 2})
+    wave, plan = observe(fed, (0, 1)), planned("feedback_blending", fit=1e9)
+
+    def turned(client: int, round: int) -> Batch:
+        private = fed.batch_at(client, round)
+        return Batch(private.x.flip(0), private.y.flip(0))
+
+    honest, other = Auditor(fed).audit(plan, wave), Auditor(fed).audit(plan, wave, truth=turned)
+    for a, b in zip(honest, other, strict=True):
+        assert a.memory is not None
+        assert b.memory is not None
+        assert torch.equal(a.memory["blend"], b.memory["blend"])
+        assert a.reconstruction.x is not None
+        assert b.reconstruction.x is not None
+        assert torch.equal(a.reconstruction.x, b.reconstruction.x.flip(0))
+        assert int(a.memory["images"]) == 1
+    assert {a.memory for a in Auditor(fed).audit(planned("idlg"), wave)} == {None}
+
+
+def test_an_attack_begins_with_what_it_is_told_to_remember_and_with_nothing_where_it_is_told_nothing(
+    make_federation: Make, observe: Make
+) -> None:
+    fed = make_federation(model=MLP)
+    wave, plan = observe(fed, (0, 1)), planned("feedback_blending", iterations=1, fit=0)
+    blend = torch.full((1, 1, 28, 28), 0.25)
+    alone = Auditor(fed).audit(plan, wave)
+    told = Auditor(fed).audit(plan, wave, memories={1: {"images": torch.tensor(2), "blend": blend}})
+    never, x = alone[0].reconstruction.x, told[1].reconstruction.x
+    assert never is not None
+    assert x is not None
+    assert told[0].reconstruction.x is not None
+    assert torch.equal(never, told[0].reconstruction.x)
+    torch.testing.assert_close(x, blend)  # a single evaluation of the objective moves nothing
+    assert told[1].memory is not None
+    assert torch.equal(told[1].memory["blend"], blend)
+
+
+def test_given_labels_hand_over_labels_and_never_images(
+    make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = make_federation(data={"batch_size": 4})
+    wave, plan = observe(fed, (0, 1)), planned("inverting_gradients", labels="given")
+    handed: list[Knowledge] = []
+    kind = type(plan.build())
+    original = kind.reconstruct
+
+    def reconstruct(self: Attack, wave: Wave, known: Knowledge, *others: Any) -> list[Reconstruction]:
+        handed.append(known)
+        return original(self, wave, known, *others)
+
+    monkeypatch.setattr(kind, "reconstruct", reconstruct)
+    audited = Auditor(fed).audit(plan, wave)
+    (known,) = handed
+    assert known.labels is not None
+    assert known.auxiliary is not None
+    for k in range(2):
+        private = fed.batch_at(k, 1)
+        assert known.labels[k].tolist() == sorted(private.y.tolist()), "sorted, so that the order tells nothing"
+        assert all((image != known.auxiliary.x).flatten(1).any(1).all() for image in private.x)
+        assert rows_of(audited[k].rows, plan.name, "label_accuracy") == [1.0]
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_rows_are_the_metrics_of_the_paired_reconstruction(make_federation: Make, observe: Make) -> None:
+    fed = make_federation(data={"batch_size": 3})
+    plan = planned("inverting_gradients", iterations=5)
+    for k, outcome in enumerate(Auditor(fed).audit(plan, observe(fed, (0, 1)))):
+        truth, x = fed.batch_at(k, 1).x, outcome.reconstruction.x
+        assert x is not None
+        assert metrics.match(truth, x).tolist() == [0, 1, 2], "the reconstruction stands in the truth's order"
+        for metric in (metrics.mse, metrics.psnr, metrics.ssim):
+            values = metric(truth, x).double().tolist()
+            assert rows_of(outcome.rows, plan.name, metric.name) == pytest.approx(values)
+        assert {row.metric for row in outcome.rows} == {"label_accuracy", "mse", "psnr", "ssim", "identified"}
+        assert all((row.round, row.client, row.status) == (1, k, "converged") for row in outcome.rows)
+        assert {row.example for row in outcome.rows if row.metric == "label_accuracy"} == {WHOLE_BATCH}
+        assert len({row.seconds for row in outcome.rows}) == 1
+
+
+def test_pairing_moves_the_labels_with_the_images(
+    make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedgauge.attacks.grading.baselines import mean_image
+
+    fed = make_federation(data={"batch_size": 4})
+    private = fed.batch_at(0, 1)
+    shuffle = torch.tensor([2, 0, 3, 1])
+
+    def perfect(self: Attack, wave: Wave, *others: Any) -> list[Reconstruction]:
+        return [Reconstruction(private.x[shuffle], private.y[shuffle], 0.0, 1, 0.0, "converged")]
+
+    monkeypatch.setattr(mean_image, "reconstruct", perfect)
+    (outcome,) = Auditor(fed).audit(planned("mean_image"), observe(fed, (0,)))
+    assert outcome.reconstruction.x is not None
+    assert outcome.reconstruction.y is not None
+    assert torch.equal(outcome.reconstruction.x, private.x)
+    assert torch.equal(outcome.reconstruction.y, private.y)
+    assert rows_of(outcome.rows, "mean_image", "psnr") == [math.inf] * 4, "the raw value; means cap it"
+    assert rows_of(outcome.rows, "mean_image", "identified") == [1.0] * 4
+    assert rows_of(outcome.rows, "mean_image", "label_accuracy") == [1.0]
+
+
+def test_a_failed_attack_is_counted(make_federation: Make, observe: Make) -> None:
+    fed = make_federation(data={"batch_size": 2})
+    (outcome,) = Auditor(fed).audit(planned("analytic"), observe(fed, (0,)), others={0: 1})
+    assert outcome.reconstruction.status == "not_applicable"
+    assert {row.status for row in outcome.rows} == {"not_applicable"}
+    for name in ("analytic", "wrong_client(analytic)"):
+        for metric in ("mse", "psnr", "ssim", "identified"):
+            assert rows_of(outcome.rows, name, metric) == [None, None]
+        assert rows_of(outcome.rows, name, "label_accuracy") == [], (
+            "an attack that claims no labels has no score of them"
+        )
+
+
+def test_the_wrong_client_is_graded_against_the_others_truth(make_federation: Make, observe: Make) -> None:
+    fed = make_federation(clients=3, model=MLP)
+    plan = planned("analytic", name="exact")
+    others = {0: 2, 1: 0}
+    audited = Auditor(fed).audit(plan, observe(fed, (0, 1, 2)), others=others)
+    for k, outcome in enumerate(audited):
+        wrong = [row for row in outcome.rows if row.attack == "wrong_client(exact)"]
+        if k not in others:
+            assert wrong == []
+            continue
+        x = outcome.reconstruction.x
+        assert x is not None
+        assert {row.client for row in wrong} == {others[k]}
+        assert rows_of(tuple(wrong), "wrong_client(exact)", "mse") == pytest.approx(
+            metrics.mse(fed.batch_at(others[k], 1).x, x).tolist()
+        )
+        assert rows_of(outcome.rows, "exact", "psnr")[0] > 100  # type: ignore[operator]
+        assert rows_of(outcome.rows, "wrong_client(exact)", "psnr")[0] < 30  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("baseline", ["mean_image", "random_image"])
+def test_a_baseline_has_no_wrong_client(baseline: str, make_federation: Make, observe: Make) -> None:
+    fed = make_federation()
+    (outcome,) = Auditor(fed).audit(
+        planned(f"fedgauge.attacks.grading.baselines:{baseline}"), observe(fed, (0,)), others={0: 1}
+    )
+    assert {row.attack for row in outcome.rows} == {baseline}
+
+
+def test_baselines_are_what_they_say(make_federation: Make, observe: Make) -> None:
+    fed = make_federation(data={"batch_size": 2, "auxiliary": 50})
+    public = fed.shards.auxiliary_batch().x
+    assert len(public) == 50
+    auditor, wave = Auditor(fed), observe(fed, (0, 1))
+    for outcome in auditor.audit(planned("mean_image"), wave):
+        assert outcome.reconstruction.x is not None
+        assert torch.equal(outcome.reconstruction.x, public.mean(0).expand(2, 1, 28, 28))
+    drawn = [o.reconstruction.x for o in auditor.audit(planned("random_image"), wave)]
+    assert all(x is not None and any(torch.equal(x[0], image) for image in public) for x in drawn)
+    assert not torch.equal(drawn[0], drawn[1])  # type: ignore[arg-type]
+
+
+def result(auditor: Auditor, plan: PlannedAttack, wave: Wave) -> Tensor:
+    x = auditor.audit(plan, wave)[0].reconstruction.x
+    assert x is not None
+    return x
+
+
+def test_starts_depend_on_seed_attack_round_and_client(make_federation: Make, observe: Make) -> None:
+    fed = make_federation()
+    start = planned("inverting_gradients", seconds=1e-9)
+    other = planned("inverting_gradients", seconds=1e-9, name="again")
+    first = result(Auditor(fed, 1), start, observe(fed, (0,)))
+    assert torch.equal(first, result(Auditor(fed, 1), start, observe(fed, (0, 1)))), "packing changes no start"
+    for changed in (
+        result(Auditor(fed, 2), start, observe(fed, (0,))),
+        result(Auditor(fed, 1), other, observe(fed, (0,))),
+        result(Auditor(fed, 1), start, observe(fed, (1,))),
+        result(Auditor(fed, 1), start, observe(fed, (0,), 2)),
+    ):
+        assert not torch.equal(first, changed)
+
+
+# --------------------------------------------------------------------------------------------------------- knowledge
+
+
+def test_the_defense_is_known_or_not(make_federation: Make, observe: Make) -> None:
+    prune = {"use": "prune", "keep": 0.1}
+    fed = make_federation(chain=[SGD, prune])
+    wave, batch = observe(fed, (0,)), fed.batch_at(0, 1)
+    forms = {
+        d: Auditor(fed).knowledge(planned("idlg", defense=d)).forward(wave.params, batch, None)
+        for d in ("known", "unknown")
+    }
+    assert all(torch.equal(forms["known"][k], wave.update[k][0]) for k in wave.update)
+    bare = make_federation(chain=[SGD]).client_update(wave.params, {}, 0, 1)
+    assert all(torch.equal(forms["unknown"][k], bare[k]) for k in bare)
+
+
+def test_the_attackers_form_holds_no_noise_of_the_client(make_federation: Make) -> None:
+    fed = make_federation(chain=[SGD, {"use": "gaussian", "sigma": 1.0}])
+    params, buffers = fed.initial()
+    known = Auditor(fed).knowledge(planned("idlg"))
+    bare = make_federation(chain=[SGD]).client_update(params, buffers, 0, 1)
+    expected = known.forward(params, fed.batch_at(0, 1), None)
+    assert all(torch.equal(expected[k], bare[k]) for k in bare)
+
+
+@pytest.mark.parametrize(
+    ("changes", "table", "text"),
+    [
+        (
+            {},
+            {"use": "idlg"},
+            "honest server; labels restored; chain known: local_sgd(rate=0.1); 1 example an update; "
+            "normalisation known, 1000 auxiliary images of the same distribution; 500 iterations x 1 restart",
+        ),
+        (
+            {
+                "data": {"batch_size": 4, "auxiliary": 20},
+                "chain": [{"use": "clip", "max_norm": 1.0, "each": True}, {**SGD, "steps": 2}],
+            },
+            {"use": "dlg", "labels": "given", "defense": "unknown", "iterations": 7, "restarts": 3},
+            "honest server; labels given; chain unknown: each clip(max_norm=1.0) > local_sgd(rate=0.1, steps=2); "
+            "4 examples an update; normalisation known, 20 auxiliary images of the same distribution; "
+            "7 iterations x 3 restarts",
+        ),
+        (
+            {"model": {"use": "convnet", "width": 1, "mode": "train"}, "data": {"batch_size": 2}},
+            {"use": "idlg"},
+            "honest server; labels restored; chain known: local_sgd(rate=0.1); 2 examples an update; normalisation "
+            "known, 1000 auxiliary images of the same distribution; BatchNorm in train mode, statistics known; "
+            "500 iterations x 1 restart",
+        ),
+        (
+            {},
+            {"use": "dlg", "iterations": 1500, "seconds": 60},  # it looks for labels beside the image
+            "honest server; labels optimised; chain known: local_sgd(rate=0.1); 1 example an update; normalisation "
+            "known, 1000 auxiliary images of the same distribution; 1,500 iterations x 1 restart, at most 60 s a wave",
+        ),
+        (
+            {},
+            {"use": "feedback_blending", "attack": "dlg"},
+            "honest server; labels optimised; chain known: local_sgd(rate=0.1); 1 example an update; normalisation "
+            "known, 1000 auxiliary images of the same distribution; each client's earlier rounds; 500 iterations x 1 restart",
+        ),
+        (
+            {"data": {"auxiliary": 20}},
+            {"use": "mean_image"},
+            "20 auxiliary images of the same distribution and nothing else",
+        ),
+    ],
+)
+def test_the_card_is_the_threat_model_in_words(
+    changes: dict[str, Any], table: dict[str, Any], text: str, make_federation: Make
+) -> None:
+    fed, plan = make_federation(**changes), PlannedAttack.from_table(table, "here")
+    assert card(fed, plan) == text
+
+
+@pytest.fixture
+def defense() -> Iterator[Callable[[Callable[[Tensor], Tensor]], dict[str, Any]]]:
+    """Adds a defense to the package as a new file would, an entrywise function; gives its table."""
+    added = []
+
+    def add(entrywise: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        @dataclass(frozen=True)
+        class plugin(OnUpdate):
+            def apply(self, update: Update, rng: Generator | None) -> Update:
+                return {k: entrywise(t) for k, t in update.items()}
+
+        name = f"defenses.plugin_{len(added)}"
+        plugin.__module__ = name
+        module = types.ModuleType(name)
+        module.plugin = plugin  # type: ignore[attr-defined]  # what a file would hold
+        sys.modules[name] = module
+        added.append(name)
+        return {"use": f"{name}:plugin"}
+
+    yield add
+    for name in added:
+        del sys.modules[name]
+
+
+FLAT = [lambda t: t.floor(), lambda t: (100 * t).round() / 100, lambda t: t.sign(), lambda t: t.detach()]
+
+
+@pytest.mark.parametrize("entrywise", FLAT, ids=["floor", "round", "sign", "detach"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_chain_that_lets_no_derivative_through_is_said_to(
+    entrywise: Callable[[Tensor], Tensor], before: bool, make_federation: Make, defense: Make
+) -> None:
+    link = defense(entrywise)
+    fed = make_federation(model=MLP, chain=[link, SGD] if before else [SGD, link])
+    assert NO_DERIVATIVE in card(fed, planned("inverting_gradients"))
+    assert NO_DERIVATIVE not in card(fed, planned("inverting_gradients", defense="unknown"))
+    assert NO_DERIVATIVE not in card(fed, planned("analytic")), "it needs no derivative"
+
+
+@pytest.mark.parametrize("link", [
+    {"use": "clip", "max_norm": 0.01, "each": True},
+    {"use": "gaussian", "sigma": 1.0},
+    {"use": "sign"},
+    {"use": "prune", "keep": 0.01},
+    {"use": "mask", "keep": 0.1},
+], ids=lambda link: link["use"])  # fmt: skip
+def test_every_shipped_defense_has_a_derivative(link: dict[str, Any], make_federation: Make) -> None:
+    fed = make_federation(model=MLP, chain=[link, SGD])
+    assert NO_DERIVATIVE not in card(fed, planned("inverting_gradients"))
+
+
+def test_an_update_that_is_zero_is_not_the_derivatives_fault(make_federation: Make, defense: Make) -> None:
+    fed = make_federation(model=MLP, chain=[SGD, defense(lambda t: 0 * t)])
+    assert NO_DERIVATIVE not in card(fed, planned("inverting_gradients"))
+
+
+# --------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_a_planned_attack_travels_as_json() -> None:
+    plan = planned("inverting_gradients", tv=0.1, restarts=2, seconds=3, labels="given", name="a-b_c")
+    again = PlannedAttack.from_json(plan.to_json())
+    assert again == plan
+    assert again.budget == Budget(2, 2, 3.0)
+    assert again.build() == plan.build()
+    assert json.loads(plan.to_json())["table"] == {"use": "inverting_gradients", "tv": 0.1}
+
+
+def test_a_clients_own_audit_that_ends_without_images_says_nothing_rather_than_safe(
+    make_federation: Make, observe: Make
+) -> None:
+    """The weights are the server's choice: weights that make the attack diverge must not open the guard."""
+    fed = make_federation(model=MLP)
+    wave = observe(fed, (0,))
+    update = {k: t[0] for k, t in wave.update.items()}
+    own = invert_own("inverting_gradients", iterations=2)
+    assert own.leak(fed, wave.params, wave.buffers, update, fed.batch_at(0, wave.round)) > 0
+    broken = {k: torch.full_like(t, 1e38) for k, t in wave.params.items()}
+    with pytest.raises(ValueError, match="not finite|no images|overflow"):
+        own.leak(fed, broken, wave.buffers, update, fed.batch_at(0, wave.round))

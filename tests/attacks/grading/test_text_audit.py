@@ -1,0 +1,265 @@
+"""Claims about audits of text: whole federations of sentences, their defenses, floors, threat models and refusals."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedgauge.attacks.base import Budget, Observation
+from fedgauge.attacks.grading.audit import Auditor, Row, card
+from fedgauge.attacks.grading.baselines import random_words
+from fedgauge.attacks.grading.replay import replay
+from fedgauge.attacks.grading.text_metrics import text_metrics
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.components import SpecError, allowing
+from fedgauge.client.data.images import batch_of
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.protocol import Federation
+from fedgauge.client.rng import generator
+from fedgauge.client.update import norm
+from fedgauge.server.app import evaluate
+from fedgauge.server.store.scenario import Scenario
+
+pytest.importorskip("transformers", reason="the extra [text] is not installed")
+Make = Callable[..., Federation]
+SMALL = {"use": "tiny_bert", "width": 16, "heads": 2}
+LOCAL = {"use": "local_sgd", "rate": 0.1}
+GPT = {"use": "tiny_gpt2", "width": 16, "heads": 2}
+NEXT = {"use": "next_token"}
+
+
+@pytest.fixture
+def make(tables: Callable[..., dict[str, Any]], make_federation: Make) -> Make:
+    def text(**changes: Any) -> Federation:
+        data = {"use": "phrases", "batch_size": 2, "auxiliary": 200, **changes.pop("data", {})}
+        return make_federation(**{"model": SMALL, **changes, "data": data})
+
+    return text
+
+
+def lm(make: Make, batch_size: int = 2, **changes: Any) -> Federation:
+    return make(data={"task": "next_token", "batch_size": batch_size}, model=GPT, loss=NEXT, **changes)
+
+
+# ----------------------------------------------------------------------------------------------------------- federation
+
+
+def test_a_tiny_bert_learns_the_two_classes_of_phrases(make: Make) -> None:
+    fed = make(data={"batch_size": 1})
+    params, shards = fed.initial()[0], fed.shards
+    leaves = {k: p.requires_grad_() for k, p in params.items()}
+    adam, rng = torch.optim.Adam(leaves.values(), 3e-3), generator("learns")
+    for _ in range(150):
+        rows = torch.randint(len(shards.dataset.y), (32,), generator=rng)
+        update = fed.gradient(
+            {k: p.detach() for k, p in leaves.items()}, batch_of(shards.dataset.x, shards.dataset.y, rows), None
+        )
+        for k, p in leaves.items():
+            p.grad = update[k]
+        adam.step()
+    assert evaluate(fed, {k: p.detach() for k, p in leaves.items()})[0] > 0.9
+
+
+def test_a_tiny_gpt2_learns_in_a_round_of_local_sgd(make: Make) -> None:
+    fed = lm(make, batch_size=1280, chain=[{**LOCAL, "rate": 0.5, "steps": 40, "batch_size": 32}])
+    params, buffers = fed.initial()
+    accuracy, loss = evaluate(fed, params)
+    update = fed.client_update(params, buffers, 0, 1)
+    after = evaluate(fed, {k: p + update[k] for k, p in params.items()})
+    assert after[1] < 0.9 * loss and after[0] > accuracy + 0.05
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        {"use": "gaussian", "sigma": 0.01},
+        {"use": "clip", "max_norm": 0.1},
+        {"use": "clip", "max_norm": 0.1, "each": True},
+        {"use": "sign"},
+        {"use": "prune", "keep": 0.1},
+        {"use": "dp_sgd", "max_norm": 0.1, "noise_multiplier": 1.0},
+        {"use": "quantize", "bits": 4},
+    ],
+    ids=lambda link: link["use"].split(":")[1] + ("_each" if link.get("each") else ""),
+)
+def test_defenses_of_updates_work_on_text_as_they_are(make: Make, link: dict[str, Any]) -> None:
+    fed = make(chain=[link, LOCAL])
+    params, buffers = fed.initial()
+    bare = make().client_update(params, buffers, 0, 1)
+    update = fed.client_update(params, buffers, 0, 1)
+    assert update.keys() == params.keys()
+    assert any(not torch.equal(update[k], bare[k]) for k in params)
+    again = fed.client_update(params, buffers, 0, 1)
+    assert all(torch.equal(update[k], again[k]) for k in params)
+    if link["use"].endswith(":clip"):
+        assert float(norm(update)) <= 0.1 * LOCAL["rate"] * (1 + 1e-5)  # type: ignore[operator]
+    assert replay(fed, seen_of(fed)).ok
+
+
+def seen_of(fed: Federation) -> Observation:
+    params, buffers = fed.initial()
+    return Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"chain": [{"use": "mixup", "alpha": 1.0}, LOCAL]},
+            "mixup blends images, and words have nothing",
+        ),
+        ({"chain": [{"use": "ats", "policy": "3-1-7"}, LOCAL]}, "ATS augments images"),
+        ({"chain": [{"use": "soteria"}, LOCAL]}, "soteria scores features by how pixels move them"),
+        (
+            {"model": {**SMALL, "defense": [{"use": "precode"}]}},
+            "precode stands in networks of images",
+        ),
+        ({"model": {"use": "lenet"}}, "lenet reads images, and .data. is text"),
+        ({"model": GPT}, "tiny_gpt2 is a model for next_token, and .data. is for classification"),
+        ({"loss": NEXT}, "next_token does not fit .data., which has one label an example"),
+        (
+            {"data": {"task": "next_token"}, "model": GPT},
+            "cross_entropy does not fit .data., which predicts each next token",
+        ),
+        ({"data": {"length": 200}}, "sentences of 200 tokens, and tiny_bert has 128 positions"),
+        ({"model": {"use": "encoder"}}, "not that of minilm|minilm comes from the package"),
+    ],
+)
+def test_what_does_not_fit_text_is_refused_in_a_sentence(make: Make, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        make(**changes).check()
+
+
+def test_a_model_of_words_refuses_images(make_federation: Make) -> None:
+    with pytest.raises(SpecError, match=r"tiny_bert reads text, and \[data\] is images"):
+        make_federation(model=SMALL).check()
+
+
+# ---------------------------------------------------------------------------------------------------------------- audit
+
+
+def rows_of(fed: Federation, observe: Any, planned: PlannedAttack, **more: Any) -> list[Row]:
+    (audited,) = Auditor(fed, **more).audit(planned, observe(fed))
+    return list(audited.rows)
+
+
+@pytest.mark.parametrize("made", [lambda m: m(), lm], ids=["classification", "next_token"])
+def test_random_words_are_graded_by_every_metric(made: Callable[[Make], Federation], make: Make, observe: Any) -> None:
+    fed = made(make)
+    planned = PlannedAttack("random_words", {"use": "random_words"})
+    found = rows_of(fed, observe, planned)
+    names = {m.name for m in text_metrics(fed.shards.dataset.tokenizer)}  # type: ignore[attr-defined]
+    assert {(r.metric, r.example) for r in found} == {(name, i) for name in names for i in range(2)}
+    assert all(r.value is not None and 0 <= r.value <= 100 for r in found)
+    assert "200 auxiliary sentences" in card(fed, planned)
+
+
+def test_random_words_are_as_frequent_as_in_auxiliary_text(make: Make, observe: Any) -> None:
+    fed = make(data={"batch_size": 600})
+    auditor = Auditor(fed)
+    known = auditor.knowledge(PlannedAttack("random_words", {"use": "random_words"}))
+    wave = observe(make())
+    (found,) = random_words().reconstruct(wave, known, Budget(1), [partial(generator, "t")])
+    assert found.x is not None
+    special = torch.tensor(sorted(fed.model.special))  # type: ignore[arg-type]
+    assert known.auxiliary is not None
+    for x in (found.x, known.auxiliary.x):
+        assert (x[:, 0] == fed.shards.dataset.tokenizer.cls).all()  # type: ignore[attr-defined]
+    counts = [
+        torch.bincount(x[~torch.isin(x, special)], minlength=fed.model.vocabulary).double()  # type: ignore[arg-type]
+        for x in (found.x, known.auxiliary.x)
+    ]
+    shares = [c / c.sum() for c in counts]
+    assert float((shares[0] - shares[1]).abs().max()) < 0.02
+    lengths = [(x != 0).sum(1).double().mean() for x in (found.x, known.auxiliary.x)]
+    assert abs(float(lengths[0] - lengths[1])) < 0.3
+
+
+OWN = '''
+from collections.abc import Sequence
+from dataclasses import dataclass
+import torch
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
+
+@dataclass(frozen=True)
+class told(Attack):
+    """What it was told, as a reconstruction."""
+    def reconstruct(self, wave, known, budget, streams):
+        assert known.text is not None
+        x = torch.full((known.batch_size, *known.shape), known.model.pad)
+        if known.text.lengths is not None:
+            for i, n in enumerate(known.text.lengths[0].tolist()):
+                x[i, :n] = 9
+        y = None if known.labels is None else known.labels[0]
+        return [Reconstruction(x, y, 0.0, 1, 0.0, "converged") for _ in wave.clients]
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "mytext.py").write_text(OWN)
+    with allowing(["mytext"], [tmp_path]):
+        yield
+
+
+@pytest.mark.usefixtures("own")
+def test_lengths_and_labels_are_handed_over_where_the_threat_model_says_so(make: Make, observe: Any) -> None:
+    fed = make()
+    batch = fed.batch_at(0, 1)
+    for lengths in ("hidden", "given"):
+        table = {"use": "mytext:told", "labels": "given", "lengths": lengths}
+        planned = PlannedAttack.from_table(table, "[[attack]]")
+        assert planned == PlannedAttack.from_json(planned.to_json())
+        (audited,) = Auditor(fed).audit(planned, observe(fed))
+        x, y = audited.reconstruction.x, audited.reconstruction.y
+        assert x is not None and y is not None
+        assert torch.equal(y.sort().values, batch.y.sort().values)
+        told = sorted((x == 9).sum(1).tolist())
+        assert told == (sorted((batch.x != 0).sum(1).tolist()) if lengths == "given" else [0, 0])
+        assert f"lengths {lengths}" in card(fed, planned)
+
+
+@pytest.mark.usefixtures("own")
+def test_the_labels_of_next_token_are_never_handed_over(make: Make, observe: Any) -> None:
+    planned = PlannedAttack.from_table({"use": "mytext:told", "labels": "given"}, "[[attack]]")
+    with pytest.raises(ValueError, match="would hand over the sentences"):
+        Auditor(lm(make)).audit(planned, observe(lm(make)))
+
+
+@pytest.mark.usefixtures("own")
+def test_a_defense_is_not_inferred_from_zeros_that_words_bring_by_nature(make: Make, observe: Any) -> None:
+    planned = PlannedAttack.from_table({"use": "mytext:told", "defense": "inferred"}, "[[attack]]")
+    with pytest.raises(ValueError, match="has where a word"):
+        Auditor(make()).audit(planned, observe(make()))
+
+
+def scenario(**changes: Any) -> dict[str, Any]:
+    data = {"use": "phrases", "auxiliary": 100}
+    return {"rounds": 1, "clients": 2, "data": data, "model": SMALL, "chain": [LOCAL], **changes}
+
+
+def test_a_scenario_of_text_has_the_floor_of_text_and_no_limit_of_images() -> None:
+    noisy = [{"use": "gaussian", "sigma": 0.1}, LOCAL]
+    assert [p.name for p in Scenario.from_tables(scenario(chain=noisy)).plan.attacks] == ["random_words"]
+
+
+def test_attacks_on_images_are_refused_for_text() -> None:
+    with pytest.raises(SpecError, match=r"\[\[attack\]\] #1: dlg reconstructs images, and \[data\] holds"):
+        Scenario.from_tables(scenario(attack=[{"use": "dlg"}]))
+
+
+def test_lengths_are_refused_for_images(tables: Callable[..., dict[str, Any]]) -> None:
+    attack = [{"use": "dlg", "lengths": "given"}]
+    with pytest.raises(SpecError, match='lengths = "given" is of sentences'):
+        Scenario.from_tables(tables(attack=attack))
+
+
+def test_frozen_words_travel_as_buffers_and_the_replay_is_exact(make: Make) -> None:
+    fed = make(model={**SMALL, "freeze": ["words", "biases"]})
+    assert isinstance(fed.model, LanguageModel)
+    seen = seen_of(fed)
+    assert fed.model.parts.word in seen.buffers and fed.model.parts.word not in seen.update
+    assert replay(fed, seen).ok

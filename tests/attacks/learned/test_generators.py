@@ -1,0 +1,350 @@
+"""A user's own generator, from its package and file to what attacks make of it; and a generator as the prior of a search."""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributions import Normal
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.grading.image_metrics import mse
+from fedgauge.attacks.learned.generators import GENERATOR, check, convolutional, fully_connected, located, own
+from fedgauge.attacks.matching.gi_gip import gi_gip
+from fedgauge.attacks.matching.gradient_matching import bayes, dlg, inverting_gradients
+from fedgauge.attacks.matching.priors import generator_prior, total_variation
+from fedgauge.client.components import SpecError, allowing
+from fedgauge.client.data.images import mnist5k
+from fedgauge.client.models.vision import detached_params, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd
+from fedgauge.defenses.noise import gaussian
+
+SHAPE = (1, 6, 5)
+OWN = """
+import torch
+from torch import nn
+
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc21, self.fc22 = nn.Linear(784, 400), nn.Linear(400, 20), nn.Linear(400, 20)
+        self.fc3, self.fc4 = nn.Linear(20, 400), nn.Linear(400, 784)
+
+class decoder(VAE):
+    def forward(self, z):
+        return torch.sigmoid(self.fc4(torch.relu(self.fc3(z))))
+
+class Upwards(nn.Module):
+    def __init__(self, end: str = "sigmoid"):
+        super().__init__()
+        self.up, self.norm, self.end = nn.ConvTranspose2d(3, 1, (6, 5)), nn.BatchNorm2d(1), end
+    def forward(self, z):
+        x = self.norm(self.up(z))
+        return {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda t: 255 * t.sigmoid()}[self.end](x)
+
+class Flat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 30)
+    def forward(self, z):
+        return torch.sigmoid(self.fc(z))
+
+class Noisy(Flat):
+    def forward(self, z):
+        return (super().forward(z) + 0.1 * torch.rand(len(z), 30)).clamp(0, 1)
+
+class Mixing(Flat):
+    def forward(self, z):
+        return (super().forward(z) + torch.arange(len(z))[:, None] / 100).clamp(0, 1)
+
+class Two(Flat):
+    def forward(self, z):
+        return super().forward(z), z
+
+class Broken(Flat):
+    def forward(self, z):
+        return torch.full((len(z), 30), float("nan"))
+
+class Branching(Flat):
+    def forward(self, z):
+        return super().forward(z) if float(self.fc.bias.sum()) > -9 else torch.zeros(len(z), 30)
+
+def no_network():
+    return 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Path]:
+    """A folder with a user's module, which is allowed."""
+    (tmp_path / "mygenerators.py").write_text(OWN)
+    with allowing(["mygenerators"], [tmp_path]):
+        yield tmp_path
+    sys.modules.pop("mygenerators", None)
+
+
+def table(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """A generator's table, and its weights as its constructor draws them."""
+    import mygenerators  # type: ignore[import-not-found]  # written by the fixture
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = getattr(mygenerators, name)()
+    save_file(network.state_dict(), folder / f"{name}.safetensors")
+    return {"use": f"mygenerators:{name}", "weights": str(folder / f"{name}.safetensors"), **changes}
+
+
+def imported(folder: Path) -> None:
+    sys.path.append(str(folder))  # as `resolve` would
+
+
+# ------------------------------------------------------------------------------------------------------- from file to images
+
+
+def test_the_latents_are_found_and_images_are_the_networks_own(here: Path) -> None:
+    imported(here)
+    flat = own(table(here, "Flat"), SHAPE)
+    z = torch.randn(7, 3)
+    assert (flat.latent, flat.numbers) == ((3,), 3)
+    torch.testing.assert_close(flat(z), flat.network(z).view(7, *SHAPE))
+    up = own(table(here, "Upwards"), SHAPE)
+    assert (up.latent, up.numbers) == ((3, 1, 1), 3)
+    torch.testing.assert_close(up(z), up.network(z[..., None, None]))
+    assert not any(p.requires_grad for p in up.network.parameters()) and not up.network.training
+
+
+def test_a_tanh_is_declared_and_brought_to_pixels(here: Path) -> None:
+    """(t + 1) / 2 of the same network."""
+    imported(here)
+    said = table(here, "Upwards", end="tanh", range=[-1, 1])
+    z, found = torch.randn(5, 3), own(said, SHAPE)
+    torch.testing.assert_close(found(z), (found.network(z[..., None, None]) + 1) / 2)
+    assert 0 <= float(found(z).min()) <= float(found(z).max()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("Upwards", {"end": "tanh"}, r"expected values in \[0, 1\], got -.*, \[-1, 1\] where a tanh ends it"),
+        ("Upwards", {"end": "none"}, r"expected values in \[0, 1\], got .* to 1\d\d: say range = \[black, white\]"),
+        ("Upwards", {"range": [-1, 1]}, "the upper half alone: leave range out where a sigmoid ends it"),
+        ("Flat", {"latent": 4}, "takes no latents of 4 numbers .*cannot be multiplied.*: say latent = n"),
+        ("Flat", {"latent": 0}, "latent must be at least 1, got 0"),
+        ("Flat", {"range": [1, 0]}, r"range must be black and white, as \[0, 1\] or \[-1, 1\], got \[1.0, 0.0\]"),
+        ("Flat", {"weights": "none.safetensors"}, "none.safetensors cannot be read"),
+        ("Flat", {"weights": 3}, "weights must be a path, got 3"),
+        ("Flat", {"wieghts": "a"}, r"Flat\(\) has no argument 'wieghts' \(it has: weights, latent, range\)"),
+        ("Two", {}, "expected a tensor of images, one a latent, got tuple"),
+        ("Noisy", {}, "depend on its own latents alone"),
+        ("Mixing", {}, "depend on its own latents alone"),
+        ("Broken", {}, "its images are not finite"),
+        ("Branching", {}, "several weights at once are not possible"),
+        ("no_network", {}, "gave int, expected a generator"),
+        ("os", {}, "nothing is called 'mygenerators:os'"),
+    ],
+)  # fmt: skip
+def test_a_generator_that_will_not_do_is_refused_in_words(
+    here: Path, name: str, changes: dict[str, Any], words: str
+) -> None:
+    imported(here)
+    made = table(here, name if name not in ("os", "no_network") else "Flat", **changes)
+    with pytest.raises(ValueError, match=words):
+        own({**made, "use": f"mygenerators:{name}"}, SHAPE)
+
+
+def test_images_of_another_shape_are_refused_with_both_shapes(here: Path) -> None:
+    imported(here)
+    with pytest.raises(ValueError, match=r"clients' shape \(1, 7, 5\), or as many numbers in a row, got \(30,\)"):
+        own(table(here, "Flat"), (1, 7, 5))
+
+
+def test_weights_of_another_network_are_refused(here: Path) -> None:
+    imported(here)
+    with pytest.raises(ValueError, match="does not fit the model: it lacks"):
+        own({**table(here, "Flat"), "weights": table(here, "Upwards")["weights"]}, SHAPE)
+
+
+def test_what_a_table_says_wrong_is_told_before_a_file_is_read(here: Path) -> None:
+    check({"use": "mygenerators:Flat", "weights": "not there yet"})
+    with pytest.raises(SpecError, match='needs weights = "a file.safetensors": drawn at random it would be no prior'):
+        gi_gip(generator={"use": "mygenerators:Flat"})
+    with pytest.raises(SpecError, match="prior: .*--allow theirs"):
+        bayes(prior={"use": "theirs:prior"})
+    with pytest.raises(SpecError, match="--allow theirs"):
+        bayes(prior={"use": "generator_prior", "generator": {"use": "theirs:x", "weights": "a"}})
+
+
+def test_paths_inside_an_attacks_table_become_absolute(tmp_path: Path) -> None:
+    inner = {"use": "m:x", "weights": "a.safetensors"}
+    said = {"use": "n:y", "prior": {"generator": inner}, "iterations": 3}
+    found = located(said, tmp_path)
+    assert found == {**said, "prior": {"generator": {**inner, "weights": str(tmp_path / "a.safetensors")}}}
+    assert located(found, Path("elsewhere")) == found
+
+
+def test_the_networks_that_have_a_name_make_every_shape() -> None:
+    for network in (convolutional((3, 9, 6), 4, 2), fully_connected((3, 9, 6), 4, (8,), "tanh")):
+        assert network(torch.zeros(2, 4)).flatten(1).shape == (2, 162)
+    assert GENERATOR.names() == ["convolutional", "fully_connected"]
+
+
+def test_an_attacker_without_images_searches_a_users_generator(here: Path) -> None:
+    """In its range the truth lies exactly, so the search has to find it."""
+    imported(here)
+    said = table(here, "Flat")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = mlp(SHAPE, 4, (24,)).eval()
+    truth = own(said, SHAPE)(torch.randn(2, 3, generator=generator("truth")))
+    known, wave = seen(model, chain(local_sgd(1.0)), truth, torch.tensor([0, 3]))
+    streams: list[Any] = [partial(generator, "own", k) for k in range(2)]
+    attack = gi_gip(generator=said, share=1.0, tv=0.0, prior=0.0)
+    found = attack.reconstruct(wave, known, Budget(300, restarts=2), streams)
+    assert [r.status for r in found] == ["converged"] * 2
+    images = torch.cat([r.x for r in found if r.x is not None])
+    assert float(mse(truth, images).max()) < 1e-5
+    (refused, _) = gi_gip(generator={**said, "latent": 5}).reconstruct(wave, known, Budget(2), streams)
+    assert refused.status == "not_applicable" and "takes no latents of 5 numbers" in refused.reason
+
+
+def seen(
+    model: nn.Module, links: Chain, truth: Tensor, y: Tensor, auxiliary: Tensor | None = None
+) -> tuple[Knowledge, Wave]:
+    """What the server saw of clients with an image each, and what it knows."""
+    classes = int(y.max()) + 1
+    shape = (int(truth.shape[1]), int(truth.shape[2]), int(truth.shape[3]))
+    known = Knowledge(model, links, shape, classes, 1, (0.2,), (0.3,), labels=y[:, None])
+    if auxiliary is not None:
+        known = replace(known, auxiliary=Batch(auxiliary, torch.zeros(len(auxiliary), dtype=torch.int64)))
+    client, params = links(gradient(model, normalise=known.normalise)), detached_params(model)
+    updates = [client(params, Batch(truth[[k]], y[[k]]), generator("client", k)) for k in range(len(truth))]
+    return known, Wave.stack([Observation(1, k, params, update) for k, update in enumerate(updates)])
+
+
+# ------------------------------------------------------------------------------------------------------------- real weights
+
+
+@pytest.mark.parametrize("name", ["mnist_vae.safetensors", "mnist_gan_mlp_G.safetensors"])
+def test_real_generators_make_digits(here: Path, local_file: Callable[[str], Path], name: str) -> None:
+    """Nearer to a real digit than a random one is, and not all the same: the file's weights, in the right places and range."""
+    weights = str(local_file(f"weights/{name}"))
+    said = {
+        "mnist_vae.safetensors": {"use": "mygenerators:decoder", "weights": weights},
+        "mnist_gan_mlp_G.safetensors": {
+            "use": "fully_connected", "latent": 64, "end": "tanh", "range": [-1, 1], "weights": weights,
+        },
+    }[name]  # fmt: skip
+    made = own(said, (1, 28, 28))
+    assert made.numbers == {"mnist_vae.safetensors": 20, "mnist_gan_mlp_G.safetensors": 64}[name]
+    images = made(torch.randn(100, made.numbers, generator=generator("real")))
+    digits = mnist5k().x.float() / 255
+    assert 0 <= float(images.min()) <= float(images.max()) <= 1
+    apart = torch.cdist(images.flatten(1), digits.flatten(1)).amin(1).square().mean() / 784
+    spread = float(digits.var(0, correction=0).mean())  # a random digit is at twice that
+    assert float(apart) < 0.6 * spread
+    assert float(images.var(0).mean()) > 0.5 * spread
+    with pytest.raises(ValueError, match="clients' shape|to fit|of shape"):
+        own(said, (3, 32, 32))
+
+
+# ------------------------------------------------------------------------------------------------------------ as a prior
+
+
+def gain(
+    x: Tensor, y: Tensor, model: nn.Module, classes: int, sigma: float, said: dict[str, Any], deviation: float
+) -> tuple[float, float, float]:
+    """Bayes behind noise: by how much a generator's prior lowers the error of the best of four weights of total variation,
+    which is chosen by the truth; half its 95 % interval (Student's t of 15 degrees of freedom); and that error.
+    """
+    known, wave = seen(model, chain(gaussian(sigma), local_sgd(1.0)), x, y)
+    known = replace(known, classes=classes)
+    streams: list[Any] = [partial(generator, "bayes", k) for k in range(len(x))]
+
+    def errors(tv: float, prior: dict[str, Any] | None = None) -> Tensor:
+        found = bayes(tv=tv, rate=0.05, prior=prior).reconstruct(wave, known, Budget(250), streams)
+        assert {r.status for r in found} == {"converged"}
+        return mse(x, torch.cat([r.x for r in found if r.x is not None]))
+
+    without = torch.stack([errors(tv) for tv in (30.0, 100.0, 300.0, 1000.0)])
+    best = without[without.mean(1).argmin()]
+    less = best - errors(0.0, {"use": "generator_prior", "generator": said, "deviation": deviation})
+    return float(less.mean()), 2.13 * float(less.std()) / 4, float(best.mean())
+
+
+def test_the_density_is_that_of_a_latent_and_of_noise_round_its_image(here: Path) -> None:
+    """By torch's normal distributions, up to what depends on neither; weights of 0 leave total variation out."""
+    imported(here)
+    said = table(here, "Flat")
+    known, wave = seen(mlp(SHAPE, 4, (8,)), chain(local_sgd(1.0)), torch.rand(1, *SHAPE), torch.tensor([3]))
+    bound = generator_prior(generator=said, deviation=0.2).bind(known, wave.params)
+    made = own(said, SHAPE)
+
+    def density(x: Tensor, z: Tensor) -> Tensor:
+        return -Normal(made(z), 0.2).log_prob(known.pixels(x)).sum() - Normal(0.0, 1.0).log_prob(z).sum()
+
+    pairs = [(torch.randn(2, *SHAPE), torch.randn(2, 3)) for _ in range(2)]
+    by_hand = density(*pairs[0]) - density(*pairs[1])
+    torch.testing.assert_close(bound.energy(*pairs[0]) - bound.energy(*pairs[1]), by_hand, rtol=1e-4, atol=1e-3)
+    named = {"use": "generator_prior", "generator": said}
+    assert bayes(tv=0.0, prior=named).priors == (generator_prior(generator=said),)
+    assert inverting_gradients(prior=named).priors == (total_variation(0.01), generator_prior(generator=said))
+
+
+def test_packing_changes_nothing_where_latents_are_found_beside_images(here: Path) -> None:
+    imported(here)
+    prior = {"use": "generator_prior", "generator": table(here, "Flat"), "weight": 1e-4}
+    x, y, model = torch.rand(3, *SHAPE), torch.tensor([0, 1, 3]), mlp(SHAPE, 4, (8,))
+    known, wave = seen(model, chain(local_sgd(1.0)), x, y)
+    streams: list[Any] = [partial(generator, "packed", k) for k in range(3)]
+    for attack in (
+        inverting_gradients(prior=prior),
+        bayes(prior=prior),
+        replace(dlg(), priors=bayes(tv=0.0, prior=prior).priors),
+    ):
+        together = attack.reconstruct(wave, known, Budget(20), streams)
+        for k, found in enumerate(together):
+            mine = replace(known, labels=y[[k], None])
+            (alone,) = attack.reconstruct(wave.of([k]), mine, Budget(20), streams[k : k + 1])
+            assert (found.status, alone.status) == ("converged", "converged")
+            torch.testing.assert_close(found.x, alone.x, atol=1e-3, rtol=0)
+
+
+def test_where_the_prior_is_the_truth_it_wins_under_noise(here: Path) -> None:
+    """Images that the generator has made, its noise added: what the prior says of them is exactly so."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        network, model = fully_connected(SHAPE, 3, (12,)), mlp(SHAPE, 4, (24,), "sigmoid").eval()
+    save_file({name: 3 * t for name, t in network.state_dict().items()}, here / "vivid.safetensors")
+    said = {
+        "use": "fully_connected",
+        "latent": 3,
+        "hidden": [12],
+        "weights": str(here / "vivid.safetensors"),
+    }
+    rng = generator("prior")
+    made = own(said, SHAPE)(torch.randn(16, 3, generator=rng))
+    x = (made + 0.05 * torch.randn(made.shape, generator=rng)).clamp(0, 1)
+    less, interval, best = gain(x, torch.arange(16) % 4, model, 4, 0.1, said, 0.05)
+    assert less > interval
+    assert less > 0.3 * best
+
+
+@pytest.mark.slow
+def test_with_a_real_generator_digits_are_found_under_noise(here: Path, local_file: Callable[[str], Path]) -> None:
+    """The file's makers trained it on MNIST's training part, from which these digits may well be."""
+    said = {"use": "mygenerators:decoder", "weights": str(local_file("weights/mnist_vae.safetensors"))}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        model = mlp((1, 28, 28), 10, (32,), "sigmoid").eval()
+    data = mnist5k()
+    rows = torch.randperm(len(data.x), generator=generator("rows"))[:16]
+    less, interval, best = gain(data.x[rows].float() / 255, data.y[rows], model, 10, 0.1, said, 0.1)
+    assert less > interval
+    assert less > 0.3 * best

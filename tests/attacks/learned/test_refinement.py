@@ -1,0 +1,171 @@
+"""Refinement: the linear answer moves to the likeliest image, behind any chain, and never to a worse one on held-out images."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.grading.image_metrics import match, mse
+from fedgauge.attacks.learned.cache import Shelf
+from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
+from fedgauge.attacks.learned.refinement import Misfit, Refined, White, _line
+from fedgauge.attacks.learned.ridge import Fitted, ridge_inversion
+from fedgauge.attacks.learned.shadow_updates import School, Simulator, View
+from fedgauge.client.data.images import mnist5k
+from fedgauge.client.models.vision import detached_params, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Summed, chain, gradient, local_sgd, per_example
+from fedgauge.defenses.noise import gaussian
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
+
+SHAPE = (1, 14, 14)
+STREAMS: list[Any] = [partial(generator, "refined", k) for k in range(8)]
+CHAINS = {
+    "bare": chain(local_sgd(0.5)),
+    "noise": chain(gaussian(0.01), local_sgd(1.0)),
+    "sign": chain(sign(), local_sgd(1.0)),
+    "prune": chain(prune(0.2), local_sgd(1.0)),
+    "local steps": chain(local_sgd(0.1, 3)),
+}
+
+
+def digits(links: Chain, batch_size: int = 1, count: int = 400) -> tuple[Knowledge, Wave, list[Tensor]]:
+    """A smooth MLP on digits of 14 x 14, auxiliary images, and the updates of eight clients that hold others; labels are given."""
+    data = mnist5k()
+    x = nn.functional.avg_pool2d(data.x[: count + 8 * batch_size].float() / 255, 2)
+    y = data.y[: count + 8 * batch_size]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = mlp(SHAPE, 10, hidden=(24, 24), activation="sigmoid").eval()
+    given = y[count:].view(8, batch_size).sort(1).values
+    auxiliary = Batch(x[:count], y[:count])
+    known = Knowledge(model, links, SHAPE, 10, batch_size, (0.13,), (0.31,), given, auxiliary)
+    params, client = detached_params(model), links(gradient(model, normalise=known.normalise))
+    batches = [Batch(*(t[count + k * batch_size :][:batch_size] for t in (x, y))) for k in range(8)]
+    seen = [Observation(1, k, params, client(params, b, generator("client", k))) for k, b in enumerate(batches)]
+    return known, Wave.stack(seen), [b.x for b in batches]
+
+
+def error_of(found: list[Any], truth: list[Tensor]) -> float:
+    return float(torch.stack([mse(t, r.x[match(t, r.x)]).mean() for r, t in zip(found, truth, strict=True)]).mean())
+
+
+def test_white_coordinates_are_white_and_lead_back() -> None:
+    x = torch.rand(4000, 1, 3, 3, generator=generator("w")) @ torch.rand(3, 3, generator=generator("m"))
+    white = White.of(x)
+    z = white.coordinates(x.flatten(1))
+    torch.testing.assert_close(white.images(z), x.flatten(1), atol=1e-4, rtol=0)
+    covariance = torch.cov(z.T, correction=0)
+    assert float(covariance.diagonal().max()) < 1.03
+    assert float((covariance - covariance.diagonal().diag()).abs().max()) < 0.02
+
+
+def test_a_line_through_variances_tells_noise_from_what_grows() -> None:
+    sizes = torch.logspace(-4, 2, 40)
+    assert _line(sizes, 0.01 + 0.3 * sizes) == pytest.approx((0.01, 0.3), rel=1e-6)
+    assert _line(sizes, 2 * sizes) == pytest.approx((0.0, 2.0), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "links",
+    [*CHAINS.values(), chain(per_example(sign()), local_sgd(1.0)), Chain((local_sgd(0.5), Summed(2))), chain(local_sgd(0.1, 2, 1))],
+    ids=[*CHAINS, "sign of each", "sum of two", "slices"],
+)  # fmt: skip
+def test_differentiable_updates_are_the_noise_free_ones_and_their_slopes_are_right(links: Chain) -> None:
+    """Against central differences, in double precision; the sign's soft form and the dropped entries' places are fixed ones."""
+    known, wave, _ = digits(links, batch_size=2)
+    known = replace(known, model=known.model.double())
+    params = {k: t.double() for k, t in wave.params.items()}
+    simulator = Simulator(known, params, quiet=True)
+    x = torch.rand(3, 2, *SHAPE, generator=generator("x"), dtype=torch.float64)
+    y = torch.tensor([[0, 1], [3, 3], [2, 9]])
+    (quiet,) = simulator.updates(x, y, generator("draws"))
+    found = simulator.differentiable(x.clone().requires_grad_(), y)
+    for k, t in found.items():
+        torch.testing.assert_close(t.detach(), quiet[k])
+    seen = {k: t + 0.01 for k, t in quiet.items()}
+    misfit = Misfit(known, params, {k: (1.0, 0.5) for k in params})
+    step = 1e-6 * torch.randn(x.shape, generator=generator("step"), dtype=torch.float64)
+
+    def value(at: Tensor) -> Tensor:
+        squares = misfit.squares(at.requires_grad_(), y, seen)
+        return torch.stack([t.detach().sum(1) / (2 + misfit.size(seen[k])) for k, t in squares.items()]).sum()
+
+    told = float((misfit.slopes(x, y, seen) * 2 * step).sum())
+    assert float(value(x + step) - value(x - step)) == pytest.approx(told, rel=1e-4, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in CHAINS if name != "sign"])
+def test_refined_answers_are_nearer_than_the_linear_ones(name: str) -> None:
+    known, wave, truth = digits(CHAINS[name])
+    linear = ridge_inversion().reconstruct(wave, known, Budget(1), STREAMS)
+    refined = learning_to_invert(architecture="refined").reconstruct(wave, known, Budget(60), STREAMS)
+    assert error_of(refined, truth) < 0.9 * error_of(linear, truth)
+    assert refined[0].objective < linear[0].objective
+
+
+def test_where_refinement_does_not_win_on_held_out_images_the_linear_answer_stays() -> None:
+    """Strokes are no normal images, and signs tell too little to make up for that."""
+    known, wave, _ = digits(CHAINS["sign"])
+    linear = ridge_inversion().reconstruct(wave, known, Budget(1), STREAMS)
+    refined = learning_to_invert(architecture="refined").reconstruct(wave, known, Budget(60), STREAMS)
+    assert refined[0].objective <= linear[0].objective + 1e-6
+    for a, b in zip(linear, refined, strict=True):
+        assert (b.iterations, b.status) == (0, "converged")
+        assert torch.equal(a.x, b.x)  # type: ignore[arg-type]  # both have images
+
+
+def test_two_images_of_one_update_are_refined_together() -> None:
+    known, wave, truth = digits(CHAINS["bare"], batch_size=2)
+    linear = ridge_inversion().reconstruct(wave, known, Budget(1), STREAMS)
+    refined = learning_to_invert(architecture="refined").reconstruct(wave, known, Budget(60), STREAMS)
+    assert error_of(refined, truth) < 0.9 * error_of(linear, truth)
+
+
+def test_what_refinement_would_make_worse_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, wave, _ = digits(CHAINS["bare"])
+    school = School(known, wave.params, View(), shelf=Shelf(tmp_path))
+    refined = Refined(Fitted(ridge_inversion(), school), 4)
+    monkeypatch.setattr(Refined, "descend", lambda self, seen, labels, start, trust, clock: (1 - start, 4))
+    assert refined.trust[0] == 0
+    _, batches, start = refined.held
+    assert refined.trust[1] == pytest.approx(float((start - batches.x.flatten(2)).square().mean()))
+
+
+def test_packing_changes_no_refinement_and_the_clock_ends_it() -> None:
+    known, wave, _ = digits(CHAINS["bare"])
+    attack = learning_to_invert(architecture="refined")
+    together = attack.reconstruct(wave, known, Budget(20), STREAMS)
+    assert known.labels is not None
+    alone = [
+        attack.reconstruct(wave.of([k]), replace(known, labels=known.labels[[k]]), Budget(20), STREAMS[k : k + 1])[0]
+        for k in (0, 5)
+    ]
+    for a, b in zip((together[0], together[5]), alone, strict=True):
+        torch.testing.assert_close(a.x, b.x, atol=1e-3, rtol=0)
+    (late, *_) = attack.reconstruct(wave, known, Budget(20, seconds=1e-9), STREAMS)
+    assert (late.status, late.iterations) == ("out_of_budget", 0)
+    assert late.reason == "0 of 20 steps of refinement when its seconds were over"
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 3e38, float("nan"), float("inf")])
+def test_garbage_is_answered_with_a_status(value: float) -> None:
+    known, wave, _ = digits(CHAINS["bare"])
+    wave = replace(wave, update={k: torch.full_like(t, value) for k, t in wave.update.items()})
+    found = learning_to_invert(architecture="refined").reconstruct(wave, known, Budget(5), STREAMS)
+    for one in found:
+        assert one.status in ("converged", "diverged")
+        assert (one.x is None) == (one.status == "diverged")
+    assert (found[0].status == "converged") == math.isfinite(value), "the linear answer is clamped, however far it lies"
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(ValueError, match="architecture must be one of published, refined, got 'deep'"):
+        learning_to_invert(architecture="deep")  # type: ignore[arg-type]  # wrong on purpose

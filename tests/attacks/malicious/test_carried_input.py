@@ -1,0 +1,336 @@
+"""Inputs carried to the classifier: exact to the bit, from numbers on paper to whole networks."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.grading.image_metrics import match, psnr
+from fedgauge.attacks.malicious.carried_input import (
+    Carried,
+    carried,
+    carried_input,
+    identity_convolutions,
+    read_carried,
+    reversible,
+    reversible_blocks,
+)
+from fedgauge.attacks.malicious.server_attack import MALICE, Malice
+from fedgauge.client.components import build
+from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Params, Update, chain, gradient, local_sgd
+from fedgauge.defenses.noise import gaussian
+
+SHAPE, CLASSES = (3, 6, 6), 6
+MEAN, STD = (0.4, 0.5, 0.3), (0.3, 0.2, 0.25)
+
+
+def plain() -> nn.Module:
+    return lenet(SHAPE, CLASSES, stride=1)
+
+
+def deep(activation: type[nn.Module]) -> nn.Module:
+    """Two convolutions of different sizes with an activation of choice."""
+    return nn.Sequential(
+        nn.Conv2d(3, 5, 3, padding=1),
+        activation(),
+        nn.Conv2d(5, 4, 1),
+        activation(),
+        nn.Flatten(),
+        nn.Linear(144, CLASSES),
+    )
+
+
+def no_spare() -> nn.Module:
+    """Every channel passes a colour on: what the classifier reads is linear in the image."""
+    return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(108, CLASSES))
+
+
+# malice (of the classifier's zeros) and network
+WAYS: dict[str, tuple[Callable[[bool], Malice], Callable[[], nn.Module]]] = {
+    "identity": (lambda zero: identity_convolutions(zero), plain),
+    "identity, tanh": (lambda zero: identity_convolutions(zero), lambda: deep(nn.Tanh)),
+    "identity, relu": (lambda zero: identity_convolutions(zero), lambda: deep(nn.ReLU)),
+    "identity, no channel to spare": (lambda zero: identity_convolutions(zero), lambda: no_spare()),
+    "carried": (lambda zero: carried_input(zero), lambda: carried(lenet(SHAPE, CLASSES), SHAPE, CLASSES)),
+    "carried, resnet": (
+        lambda zero: carried_input(zero),
+        lambda: carried(resnet20(SHAPE, CLASSES), SHAPE, CLASSES).eval(),
+    ),
+    "reversible": (lambda zero: reversible_blocks(zero=zero), lambda: reversible(SHAPE, CLASSES)),
+    "reversible, one block": (lambda zero: reversible_blocks(1, 2, zero), lambda: reversible(SHAPE, CLASSES, 1, 2)),
+}
+every = pytest.mark.parametrize(("make", "network"), WAYS.values(), ids=WAYS)
+
+
+def pictures(seed: int, labels: list[int]) -> Batch:
+    x = torch.randint(0, 256, (len(labels), *SHAPE), generator=torch.Generator().manual_seed(seed))
+    return Batch(x.float() / 255, torch.tensor(labels))
+
+
+def knowledge(model: nn.Module, size: int, links: Chain | None = None) -> Knowledge:
+    return Knowledge(model, links or chain(local_sgd(0.1)), SHAPE, CLASSES, size, MEAN, STD)
+
+
+def craft(malice: Malice, known: Knowledge) -> Params:
+    return malice.craft(detached_params(known.model), known, torch.Generator().manual_seed(0))
+
+
+def read(known: Knowledge, params: Params, update: Update) -> Reconstruction:
+    wave = Wave.stack([Observation(1, 0, params, update)])
+    return read_carried().reconstruct(wave, known, Budget(1), [partial(generator, "carry")])[0]
+
+
+def attacked(known: Knowledge, params: Params, batch: Batch) -> Reconstruction:
+    client = known.chain(gradient(known.model, normalise=known.normalise))
+    return read(known, params, client(params, batch, generator("noise")))
+
+
+def proven(found: Reconstruction) -> int:
+    return int(found.reason.split()[0])
+
+
+def test_two_images_of_one_pixel_on_paper() -> None:
+    """p = 1/3; dW = sum of (p - e_y) x / 2 and db = p - k / 2, for x = .2 of class 0 and .4 of class 1."""
+    model = carried(mlp((1, 1, 1), 3, hidden=[1]), (1, 1, 1), 3)
+    known = Knowledge(model, chain(local_sgd(0.5)), (1, 1, 1), 3, 2, (0.0,), (1.0,))
+    params = craft(carried_input(zero=True), known)
+    rows = torch.tensor([0.0, -0.1, 0.1])
+    update = {k: torch.zeros_like(t) for k, t in params.items()}
+    update["classifier.weight"] = -0.5 * torch.stack([torch.zeros(3), rows], 1)
+    update["classifier.bias"] = -0.5 * torch.tensor([-1 / 6, -1 / 6, 1 / 3])
+    found = read(known, params, update)
+    assert found.x is not None and found.y is not None
+    assert found.x.flatten().tolist() == pytest.approx([0.2, 0.4], abs=1e-6)
+    assert found.y.tolist() == [0, 1]
+    assert proven(found) == 2
+
+
+@every
+@pytest.mark.parametrize("zero", [False, True])
+def test_one_example_is_carried_to_the_bit(
+    make: Callable[[bool], Malice], network: Callable[[], nn.Module], zero: bool
+) -> None:
+    torch.manual_seed(1)
+    known = knowledge(network(), 1)
+    params = craft(make(zero), known)
+    for seed in range(5):
+        batch = pictures(seed, [seed])
+        found = attacked(known, params, batch)
+        assert found.x is not None and found.y is not None, found.reason
+        assert torch.equal(found.x, batch.x)
+        assert found.y.tolist() == [seed]
+        assert proven(found) == 1
+
+
+@every
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10**6), labels=st.lists(st.integers(0, CLASSES - 1), min_size=2, max_size=5, unique=True))
+def test_distinct_labels_are_taken_apart_by_a_classifier_of_zeros(
+    make: Callable[[bool], Malice], network: Callable[[], nn.Module], seed: int, labels: list[int]
+) -> None:
+    torch.manual_seed(seed)
+    known, batch = knowledge(network(), len(labels)), pictures(seed, labels)
+    found = attacked(known, craft(make(True), known), batch)
+    assert found.x is not None and found.y is not None, found.reason
+    order = batch.y.argsort()
+    assert torch.equal(found.x, batch.x[order])
+    assert torch.equal(found.y, batch.y[order])
+    assert proven(found) == len(labels)
+
+
+def test_images_off_the_grid_are_proven_by_their_update() -> None:
+    torch.manual_seed(0)
+    known = knowledge(plain(), 2)
+    batch = Batch(torch.rand(2, *SHAPE, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3]))
+    found = attacked(known, craft(identity_convolutions(zero=True), known), batch)
+    assert found.x is not None and proven(found) == 2
+    assert float(psnr(batch.x, found.x).min()) > 100
+
+
+@every
+def test_of_one_label_twice_nothing_is_called_exact(
+    make: Callable[[bool], Malice], network: Callable[[], nn.Module]
+) -> None:
+    """Whatever the mean of what the classifier read gives back: other images that give the same update are not the client's."""
+    torch.manual_seed(0)
+    known, batch = knowledge(network(), 3), pictures(0, [2, 5, 2])
+    found = attacked(known, craft(make(True), known), batch)
+    assert found.x is not None and found.y is not None, found.reason
+    assert found.y.tolist() == [2, 2, 5]
+    assert torch.equal(found.x[2], batch.x[1])
+    assert proven(found) == 1
+    assert found.objective == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("way", ["carried", "identity, no channel to spare"])
+def test_of_one_label_twice_the_mean_is_found(way: str) -> None:
+    make, network = WAYS[way]
+    known, batch = knowledge(network(), 3), pictures(0, [2, 5, 2])
+    found = attacked(known, craft(make(True), known), batch)
+    assert found.x is not None
+    assert torch.allclose(found.x[:2], batch.x[[0, 2]].mean(0), atol=1e-5)
+
+
+def test_a_mean_that_happens_to_be_on_the_grid_is_no_image() -> None:
+    """Of even grey values every mean of two is a grey value, and here it gives the update, too."""
+    known, drawn = knowledge(no_spare(), 3), pictures(0, [2, 5, 2])
+    batch = Batch((drawn.x * 255 / 2).floor() * 2 / 255, drawn.y)
+    found = attacked(known, craft(identity_convolutions(zero=True), known), batch)
+    assert proven(found) == 1
+
+
+def test_dlg_without_strides_at_the_size_of_photographs() -> None:
+    torch.manual_seed(0)
+    shape = (3, 32, 32)
+    known = Knowledge(lenet(shape, 10, stride=1), chain(local_sgd(0.1)), shape, 10, 2, MEAN, STD)
+    rng = torch.Generator().manual_seed(0)
+    batch = Batch(torch.randint(0, 256, (2, *shape), generator=rng).float() / 255, torch.tensor([7, 4]))
+    found = attacked(known, craft(identity_convolutions(zero=True), known), batch)
+    assert found.x is not None
+    assert float(psnr(batch.x, found.x[match(batch.x, found.x)]).min()) > 60
+
+
+def test_lenet_without_strides_has_the_parameters_of_paper() -> None:
+    count = sum(p.numel() for p in lenet((3, 32, 32), 10, stride=1).parameters())
+    assert count == 3 * 12 * 25 + 12 + 2 * (12 * 12 * 25 + 12) + 12 * 32 * 32 * 10 + 10
+
+
+def test_other_channels_stay_as_they_were() -> None:
+    known = knowledge(plain(), 1)
+    sent = detached_params(known.model)
+    kept = {k: t.clone() for k, t in sent.items()}
+    made = identity_convolutions().craft(sent, known, torch.Generator())
+    assert all(torch.equal(sent[k], kept[k]) for k in kept)
+    for k in kept:
+        rest = slice(0, None) if k.startswith("linear") else slice(3, None)
+        assert torch.equal(made[k][rest], kept[k][rest])
+    assert not torch.equal(made["conv1.weight"][:3], kept["conv1.weight"][:3])
+
+
+def test_carried_leaves_the_given_network_alone() -> None:
+    model = lenet(SHAPE, CLASSES)
+    before = {k: t.clone() for k, t in model.state_dict().items()}
+    made = carried(model, SHAPE, CLASSES)
+    assert isinstance(made, Carried) and isinstance(model.get_submodule("linear"), nn.Linear)
+    assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6), blocks=st.integers(1, 5), width=st.integers(1, 8))
+def test_reversible_blocks_are_reversed(seed: int, blocks: int, width: int) -> None:
+    torch.manual_seed(seed)
+    model = reversible(SHAPE, CLASSES, blocks, width).double()
+    x = torch.randn(3, *SHAPE, dtype=torch.float64)
+    seen: list[Tensor] = []
+    model.classifier.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
+    with torch.no_grad():
+        model(x)
+        back = model.image(seen[0], detached_params(model))
+    assert torch.allclose(back, x.flatten(1), atol=1e-10)
+    assert not torch.allclose(seen[0], x.flatten(1), atol=1e-2), "the blocks do something"
+
+
+def test_by_name_in_a_scenario() -> None:
+    malice = build({"use": "reversible_blocks", "blocks": 2}, "malice", MALICE)
+    assert malice.architecture == {"use": "reversible", "blocks": 2, "width": 16}
+    malice = build({"use": "carried_input"}, "malice", MALICE)
+    assert malice.architecture == {"use": "carried"}
+    assert build({"use": "identity_convolutions"}, "malice", MALICE).architecture is None
+
+
+def few_channels() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Flatten(), nn.Linear(72, CLASSES))
+
+
+NOT_CARRYING: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "strides": (lambda: lenet(SHAPE, CLASSES), "convolution 'conv1' has stride 2, which drops pixels"),
+    "pools": (
+        lambda: convnet((3, 9, 9), CLASSES, width=4, norm="none"),
+        r"layer 'pool5' \(MaxPool2d\) carries no image",
+    ),
+    "no convolution": (lambda: mlp(SHAPE, CLASSES), r"layer '1' \(Linear\) carries no image"),
+    "shortcuts": (lambda: resnet20(SHAPE, CLASSES), "do not lead to the classifier one after the other"),
+    "channels": (few_channels, "convolution '0' needs a bias and at least 3 channels"),
+    "nothing": (lambda: mlp(SHAPE, CLASSES, hidden=[]), "no convolution stands before the classifier '1'"),
+    "unpadded": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 6)),
+        "does not keep the image's",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), NOT_CARRYING.values(), ids=NOT_CARRYING)
+def test_a_network_that_cannot_carry_is_refused_by_both(make: Callable[[], nn.Module], reason: str) -> None:
+    known = knowledge(make(), 1)
+    with pytest.raises(ValueError, match=reason):
+        craft(identity_convolutions(), known)
+    params = detached_params(known.model)
+    found = read(known, params, params)
+    assert found.status == "not_applicable" and found.reason != ""
+
+
+UNREADABLE: dict[str, tuple[Callable[[], nn.Module], list[int], bool, Chain, str]] = {
+    "not crafted": (
+        plain,
+        [1],
+        False,
+        chain(local_sgd(0.1)),
+        "convolution 'conv1' does not pass the image on as it is",
+    ),
+    "a batch": (plain, [1, 2], True, chain(local_sgd(0.1)), "2 examples are taken apart by a classifier of zeros"),
+    "steps": (plain, [1], True, chain(local_sgd(0.1, steps=2)), "the clients take 2 local steps"),
+}
+
+
+@pytest.mark.parametrize(("make", "labels", "crafted", "links", "reason"), UNREADABLE.values(), ids=UNREADABLE)
+def test_what_cannot_be_read_is_told(
+    make: Callable[[], nn.Module], labels: list[int], crafted: bool, links: Chain, reason: str
+) -> None:
+    known = knowledge(make(), len(labels), links)
+    params = craft(identity_convolutions(), known) if crafted else detached_params(known.model)
+    found = attacked(known, params, pictures(0, labels))
+    assert found.status == "not_applicable" and reason in found.reason
+
+
+def test_all_classes_at_once_and_counts_under_noise_are_told() -> None:
+    model = carried(lenet(SHAPE, CLASSES), SHAPE, CLASSES)
+    known = knowledge(model, CLASSES)
+    full = attacked(known, craft(carried_input(zero=True), known), pictures(0, list(range(CLASSES))))
+    assert full.status == "not_applicable" and "all 6 classes are in the batch" in full.reason
+    noisy = knowledge(model, 2, chain(local_sgd(0.1), gaussian(0.5)))
+    found = attacked(noisy, craft(carried_input(zero=True), noisy), pictures(0, [0, 1]))
+    assert found.status == "not_applicable" and "gives no whole numbers of examples" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("fill", "reason"), [(0.0, "the gradient of 'classifier' is zero"), (float("nan"), "the update is not finite")]
+)
+def test_an_update_that_says_nothing_is_told(fill: float, reason: str) -> None:
+    known = knowledge(reversible(SHAPE, CLASSES), 1)
+    params = craft(reversible_blocks(), known)
+    found = read(known, params, {k: torch.full_like(t, fill) for k, t in params.items()})
+    assert found.status == "not_applicable" and reason in found.reason
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "odd": (lambda: reversible((1, 7, 8), 2), "images of even height and width, got 7 x 8"),
+    "no blocks": (lambda: reversible(SHAPE, 2, 0), "blocks and width must be at least 1, got 0 and 16"),
+    "words": (lambda: carried(mlp(SHAPE, 2), (16,), 2), r"images \(C, H, W\) are carried"),
+    "words, reversed": (lambda: reversible((16,), 2), r"images \(C, H, W\) are carried"),
+    "no classifier": (lambda: carried(mlp(SHAPE, 4), SHAPE, 2), "'3', is not the classifier of 2 classes"),
+    "not carried": (lambda: craft(carried_input(), knowledge(plain(), 1)), "the classifier does not read the image"),
+    "not reversible": (lambda: craft(reversible_blocks(), knowledge(plain(), 1)), "has no reversible blocks"),
+}
+
+
+@pytest.mark.parametrize(("act", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused(act: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        act()

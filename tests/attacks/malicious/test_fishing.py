@@ -1,0 +1,143 @@
+"""Fishing leaves one example of a batch its gradient, and the rest none: by a class, or by a threshold that is halved."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.malicious.fishing import class_fishing, feature_fishing, fished, lone_example
+from fedgauge.attacks.malicious.server_attack import Isolating, Malice
+from fedgauge.attacks.matching.gradient_matching import dlg
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.components import SpecError
+from fedgauge.client.models.vision import detached_params, last_linear, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Params, Summed, Update, chain, gradient, local_sgd, per_example
+from fedgauge.defenses.clip import clip
+
+SHAPE, CLASSES, SIZE = (1, 5, 5), 6, 8
+
+
+def known(links: Chain | None = None, size: int = SIZE) -> Knowledge:
+    torch.manual_seed(0)
+    public = Batch(torch.rand(50, *SHAPE, generator=generator("public")), torch.arange(50) % CLASSES)
+    model = mlp(SHAPE, CLASSES, hidden=[20])
+    return Knowledge(model, links or chain(local_sgd(0.1)), SHAPE, CLASSES, size, (0.4,), (0.3,), auxiliary=public)
+
+
+def examples(labels: list[int], seed: int = 0) -> Batch:
+    return Batch(torch.rand(len(labels), *SHAPE, generator=generator("own", seed)), torch.tensor(labels))
+
+
+def answer(threat: Knowledge, params: Params, batch: Batch) -> Update:
+    client = threat.chain(gradient(threat.model, normalise=threat.normalise))
+    return {k: t.detach() for k, t in client(params, batch, generator("client")).items()}
+
+
+def meet(malice: Malice, threat: Knowledge, batch: Batch, rounds: int) -> list[Observation]:
+    honest, seen = detached_params(threat.model), list[Observation]()
+    for round in range(1, rounds + 1):
+        params = malice.craft(honest, threat, generator("malice", round), seen)
+        seen.append(Observation(round, 0, params, answer(threat, params, batch)))
+    return seen
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_a_fished_class_alone_has_a_gradient_and_its_bias_counts_the_examples(times: int) -> None:
+    threat = known()
+    batch = examples([2] * times + [0, 1, 3, 4, 5, 0, 1, 3][: SIZE - times])
+    (seen,) = meet(class_fishing(target=2), threat, batch, 1)
+    assert fished(seen, threat) == pytest.approx(times, abs=1e-4)
+    mine = batch.y == 2
+    names = [k for k in seen.update if not k.startswith(last_linear(threat.model))]
+    if not times:
+        assert all(float(seen.update[k].abs().max()) < 1e-9 for k in names)
+        return
+    alone = answer(threat, seen.params, Batch(batch.x[mine], batch.y[mine]))
+    for name in names:  # the mean over the whole batch is that over the class, times its share
+        torch.testing.assert_close(seen.update[name], alone[name] * times / SIZE, rtol=1e-4, atol=1e-9)
+
+
+def test_classes_are_tried_in_turn_until_one_occurs_once() -> None:
+    threat, batch = known(), examples([0, 0, 0, 3, 3, 3, 3, 1])
+    seen = meet(class_fishing(), threat, batch, 5)
+    assert [round(fished(o, threat)) for o in seen] == [3, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_a_threshold_halved_round_by_round_leaves_one_example_of_a_class(seed: int) -> None:
+    threat, batch = known(), examples([4] * SIZE, seed)
+    seen = meet(feature_fishing(target=4), threat, batch, 25)
+    counts = [fished(o, threat) for o in seen]
+    assert counts[-1] == pytest.approx(1, abs=2e-3)
+    first = next(i for i, count in enumerate(counts) if abs(count - 1) < 1e-3)
+    assert all(torch.equal(seen[first + 1].params[k], t) for k, t in seen[-1].params.items())  # kept, once found
+    singles = [Batch(batch.x[i : i + 1], batch.y[i : i + 1]) for i in range(SIZE)]
+    sizes = sorted(float(answer(threat, seen[-1].params, single)["1.weight"].norm()) for single in singles)
+    assert sizes[-2] < 2e-3 * sizes[-1]
+
+
+@pytest.mark.parametrize("links", [chain(local_sgd(0.1)), chain(per_example(clip(0.5)), local_sgd(0.1))])
+def test_the_isolated_example_is_inverted_as_if_it_were_alone(links: Chain) -> None:
+    threat, batch = known(links), examples([0, 0, 0, 3, 3, 3, 3, 1])
+    (seen,) = meet(class_fishing(target=1), threat, batch, 1)
+    attack = lone_example({"use": "inverting_gradients", "tv": 0.0})
+    streams = [partial(generator, "attack")]
+    (found,) = attack.reconstruct(Wave.stack([seen]), threat, Budget(600), streams)
+    assert found.x is not None and found.x.shape == batch.x.shape
+    error = float((found.x[0] - batch.x[-1]).square().mean())
+    assert error < 1e-3, found.reason
+    assert threat.auxiliary is not None
+    torch.testing.assert_close(
+        found.x[1:], threat.auxiliary.x.mean(0).expand(SIZE - 1, *SHAPE)
+    )  # nothing was seen of them
+
+
+def test_what_cannot_be_fished_is_refused_in_words() -> None:
+    threat = known()
+    with pytest.raises(ValueError, match="target must be a class from 0 to 5, got 6"):
+        class_fishing(target=6).craft(detached_params(threat.model), threat, generator("malice"))
+    with pytest.raises(SpecError, match="analitic"):
+        lone_example({"use": "analitic"})
+    honest = detached_params(threat.model)
+    batch = examples([0] * SIZE)
+    wave = Wave.stack([Observation(1, 0, honest, answer(threat, honest, batch))])
+    (found,) = lone_example().reconstruct(wave, threat, Budget(1), [partial(generator, "a")])
+    assert (found.status, found.x) == ("not_applicable", None)
+    assert "6 rows of the classifier are not zero" in found.reason
+    (seen,) = meet(class_fishing(target=1), threat, batch, 1)
+    (found,) = lone_example().reconstruct(Wave.stack([seen]), threat, Budget(1), [partial(generator, "a")])
+    assert found.reason == "no example of class 1 was fished"
+    local, group = local_sgd(0.1), Chain((clip(1.0), local_sgd(0.1), Summed(2)))
+    for links, words in (
+        (chain(local_sgd(0.1, steps=2)), "the clients take 2 local steps"),
+        (chain(replace(local, batch_size=2)), "the batch is trained on in parts"),
+        (group, "the batch is trained on in parts"),
+    ):
+        (found,) = lone_example().reconstruct(Wave.stack([seen]), known(links), Budget(1), [partial(generator, "a")])
+        assert found.status == "not_applicable" and words in found.reason
+
+
+def test_what_is_said_of_one_client_does_not_depend_on_who_else_is_in_the_wave() -> None:
+    threat, streams = known(), [partial(generator, "a"), partial(generator, "b")]
+    malice = class_fishing(target=2)
+    (caught,), (spared,) = (meet(malice, threat, examples([label] + [0] * (SIZE - 1)), 1) for label in (2, 0))
+    attack, budget = lone_example(), Budget(3)
+    (alone,) = attack.reconstruct(Wave.stack([spared]), threat, budget, streams[:1])
+    beside, other = attack.reconstruct(Wave.stack([spared, caught]), threat, budget, streams)
+    assert (beside.status, beside.reason) == (alone.status, alone.reason) == ("not_applicable", alone.reason)
+    assert other.x is not None and other.reason.startswith("one example is isolated")
+    (by_itself,) = attack.reconstruct(Wave.stack([caught]), threat, budget, streams[1:])
+    assert by_itself.x is not None
+    torch.testing.assert_close(other.x, by_itself.x)
+
+
+def test_the_attack_that_inverts_it_is_named_by_a_table_of_a_scenario() -> None:
+    table = {"use": "dlg", "restarts": 2}
+    for use in ("fishing:lone_example", "inconsistency:lone_target", "separate:separated"):
+        made = PlannedAttack("a", {"use": f"fedgauge.attacks.malicious.{use}", "attack": {"use": "dlg"}}).build()
+        assert isinstance(made, Isolating) and made.inner == dlg()
+    with pytest.raises(SpecError, match="unknown argument|restarts"):
+        PlannedAttack("a", {"use": "lone_example", "attack": table}).build()

@@ -1,0 +1,227 @@
+"""Imprinting: as many images are read as are alone in their bin, which theory says on paper, and what is called exact is."""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.malicious.decoding import Rows, on_grid, snapped
+from fedgauge.attacks.malicious.imprint import Imprinted, imprint, imprint_block, read_imprint
+from fedgauge.attacks.malicious.server_attack import MALICE
+from fedgauge.client.components import build
+from fedgauge.client.models.vision import detached_params, lenet, mlp
+from fedgauge.client.protocol import build_model
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Params, Update, chain, gradient, local_sgd, per_example
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.noise import gaussian
+
+SHAPE, CLASSES = (1, 6, 6), 5
+MEAN, STD = (0.4,), (0.3,)
+
+
+def pictures(seed: int, n: int) -> Tensor:
+    """8-bit images, each with a brightness and a contrast of its own."""
+    rng = torch.Generator().manual_seed(seed)
+    middle, reach = torch.rand(n, 1, 1, 1, generator=rng), torch.rand(n, 1, 1, 1, generator=rng)
+    return (255 * (middle + 0.5 * reach * torch.randn(n, *SHAPE, generator=rng)).clamp(0, 1)).round() / 255
+
+
+def examples(seed: int, n: int) -> Batch:
+    return Batch(pictures(seed, n), torch.randint(CLASSES, (n,), generator=torch.Generator().manual_seed(seed)))
+
+
+@lru_cache
+def shown(n: int) -> Batch:
+    """The public images."""
+    return examples(10**6, n)
+
+
+def network(bins: int, seed: int = 0) -> Imprinted:
+    torch.manual_seed(seed)
+    return imprint_block(mlp(SHAPE, CLASSES, hidden=[20]), SHAPE, bins)
+
+
+def knowledge(model: nn.Module, size: int, public: int = 2000, links: Chain | None = None) -> Knowledge:
+    auxiliary = shown(public) if public else None
+    return Knowledge(model, links or chain(local_sgd(0.1)), SHAPE, CLASSES, size, MEAN, STD, auxiliary=auxiliary)
+
+
+def crafted(known: Knowledge, bins: int, seed: int = 0) -> Params:
+    return imprint(bins).craft(detached_params(known.model), known, torch.Generator().manual_seed(seed))
+
+
+def answer(known: Knowledge, params: Params, batch: Batch) -> Update:
+    return known.chain(gradient(known.model, normalise=known.normalise))(params, batch, generator("noise"))
+
+
+def read(known: Knowledge, params: Params, update: Update) -> Reconstruction:
+    wave = Wave.stack([Observation(1, 0, params, update)])
+    return read_imprint().reconstruct(wave, known, Budget(1), [partial(generator, "imprint")])[0]
+
+
+def bins_of(params: Params, x: Tensor) -> Tensor:
+    """Which bin each image falls in: rows that are on, by the weights as they were sent, in float64."""
+    fed = ((x.double() - MEAN[0]) / STD[0]).flatten(1)
+    rows: Tensor = (fed @ params["query.weight"].double().T + params["query.bias"].double() > 0).sum(1)
+    return rows
+
+
+def proven(found: Reconstruction) -> int:
+    return int(found.reason.split()[0])
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 12), bins=st.integers(1, 24))
+def test_proven_are_the_images_alone_in_their_bins(seed: int, size: int, bins: int) -> None:
+    known, batch = knowledge(network(bins, seed), size), examples(seed, size)
+    params = crafted(known, bins, seed)
+    found = read(known, params, answer(known, params, batch))
+    counts = torch.bincount(bins_of(params, batch.x), minlength=bins + 1)
+    assert int(counts[0]) == 0, "below the lowest threshold there is no image"
+    assert found.x is not None and found.status == "converged"
+    assert proven(found) == int((counts == 1).sum())
+    for x in found.x[: proven(found)]:
+        assert bool((batch.x == x).flatten(1).all(1).any()), "what is proven is the image to the bit"
+
+
+@pytest.mark.parametrize(("bins", "size"), [(16, 8), (32, 32)])
+def test_one_of_n_images_is_alone_in_its_bin_as_theory_has_it(bins: int, size: int) -> None:
+    known, batches = knowledge(network(bins), size), 600 // size
+    alone = 0
+    for k in range(batches):
+        batch, params = examples(k, size), crafted(known, bins, k)
+        alone += proven(read(known, params, answer(known, params, batch)))
+    rate, n = (1 - 1 / bins) ** (size - 1), batches * size
+    assert abs(alone / n - rate) < 4 * (rate * (1 - rate) / n) ** 0.5
+
+
+@pytest.mark.parametrize(("public", "off"), [(2000, 0.35), (200, 0.7)])
+def test_every_bin_holds_about_its_share(public: int, off: float) -> None:
+    bins = 16
+    known = knowledge(network(bins), 1, public)
+    counts = torch.bincount(bins_of(crafted(known, bins), pictures(7, 8000)), minlength=bins + 1)[1:].double()
+    assert float((counts / 8000 * bins - 1).abs().max()) < off
+
+
+def test_without_public_images_the_normalisation_says_where_the_bins_lie() -> None:
+    known = knowledge(network(8), 1, public=0)
+    params = crafted(known, 8)
+    grey = torch.full((1, *SHAPE), MEAN[0])
+    assert int(bins_of(params, grey + 0.01)) == 5, "half of eight bins lie below the mean"
+    assert int(bins_of(params, grey - 0.01)) == 4
+
+
+@pytest.mark.parametrize("public", [0, 50, 2000])
+def test_a_black_image_turns_on_the_first_row_alone_and_is_read(public: int) -> None:
+    known = knowledge(network(16), 2, public)
+    params = crafted(known, 16)
+    batch = Batch(torch.stack([torch.zeros(SHAPE), torch.ones(SHAPE)]), torch.tensor([0, 1]))
+    assert bins_of(params, batch.x).tolist() == [1, 16]
+    assert proven(read(known, params, answer(known, params, batch))) == 2
+
+
+def test_images_of_one_bin_are_told_as_their_mixture_and_not_as_exact() -> None:
+    known, batch = knowledge(network(1), 2), examples(3, 2)
+    params = crafted(known, 1)
+    update = answer(known, params, batch)
+    found = read(known, params, update)
+    assert proven(found) == 0 and found.x is not None and found.x.shape == (2, *SHAPE)
+    (mixture,) = Rows.of(update, "query").differences().images(known).double()
+    a, b = batch.x.double()
+    share = float(((mixture - a) * (b - a)).sum() / (b - a).square().sum())
+    assert torch.allclose(mixture, a + share * (b - a), atol=1e-4)
+
+
+def test_it_lasts_through_local_steps_and_clipping_of_each_example() -> None:
+    batch = examples(5, 6)
+    for links in (chain(local_sgd(0.01, steps=3)), chain(per_example(clip(0.1)), local_sgd(0.1))):
+        known = knowledge(network(64), 6, links=links)
+        params = crafted(known, 64)
+        expected = int((torch.bincount(bins_of(params, batch.x)) == 1).sum())
+        assert proven(read(known, params, answer(known, params, batch))) == expected >= 4
+
+
+def test_noise_leaves_nothing_that_is_called_exact() -> None:
+    known = knowledge(network(32), 4, links=chain(local_sgd(0.1), gaussian(1e-2)))
+    params = crafted(known, 32)
+    found = read(known, params, answer(known, params, examples(1, 4)))
+    assert found.x is not None and found.x.shape == (4, *SHAPE) and proven(found) == 0
+
+
+def test_the_block_is_nothing_before_it_is_crafted_and_next_to_nothing_after() -> None:
+    torch.manual_seed(0)
+    plain = lenet(SHAPE, CLASSES)
+    model, x = imprint_block(plain, SHAPE, 64), (pictures(0, 50) - MEAN[0]) / STD[0]
+    assert torch.equal(model(x), plain(x))
+    seen: list[Tensor] = []
+    plain.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model.load_state_dict(crafted(knowledge(model, 1), 64), strict=False)
+    with torch.no_grad():
+        model(x)
+    moved = (seen[0] - x).abs()
+    assert 0 < float(moved.max()) < 6 * imprint().strength
+    assert torch.allclose(moved, moved.flatten(1).mean(1)[:, None, None, None].expand_as(moved), atol=1e-5)
+
+
+def test_sent_is_left_alone_and_the_rest_of_the_network_is_as_agreed() -> None:
+    known = knowledge(network(4), 1)
+    sent = detached_params(known.model)
+    made = crafted(known, 4)
+    assert {k for k in sent if not torch.equal(sent[k], made[k])} == {"query.weight", "query.bias", "back.weight"}
+    assert all(torch.equal(sent[k], p) for k, p in known.model.named_parameters())
+
+
+def test_by_name_in_a_scenario() -> None:
+    malice = build({"use": "imprint", "bins": 7}, "malice", MALICE)
+    assert malice.architecture == {"use": "imprint_block", "bins": 7}
+    plain = build_model({"use": "lenet"}, "[model]", {"shape": SHAPE, "classes": CLASSES}, 0)
+    assert imprint_block(plain, SHAPE, 7).query.out_features == 7
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "no bins": (lambda: imprint_block(mlp(SHAPE, 2), SHAPE, 0), "bins must be at least 1, got 0"),
+    "no bins to craft": (lambda: imprint(0), "bins must be at least 1, got 0"),
+    "no strength": (lambda: imprint(strength=0.0), "strength must be above 0, got 0.0"),
+    "words": (lambda: imprint_block(mlp(SHAPE, 2), (16,), 4), r"reads images \(C, H, W\), and the examples here are"),
+    "no block": (lambda: crafted(knowledge(mlp(SHAPE, CLASSES), 1), 4), "the model has no imprint block"),
+    "another size": (lambda: crafted(knowledge(network(8), 1), 4), "has 8 rows, and imprint was given bins = 4"),
+}
+
+
+@pytest.mark.parametrize(("act", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused(act: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        act()
+
+
+@pytest.mark.parametrize(
+    ("fill", "reason"), [(0.0, "the gradient of 'query' is zero"), (float("nan"), "the update is not finite")]
+)
+def test_an_update_that_says_nothing_is_told(fill: float, reason: str) -> None:
+    known = knowledge(network(8), 2)
+    params = crafted(known, 8)
+    found = read(known, params, {k: torch.full_like(t, fill) for k, t in params.items()})
+    assert found.status == "not_applicable" and reason in found.reason
+
+
+def test_an_honest_network_has_nothing_to_read() -> None:
+    known = knowledge(mlp(SHAPE, CLASSES), 2)
+    params = detached_params(known.model)
+    found = read(known, params, answer(known, params, examples(0, 2)))
+    assert found.status == "not_applicable" and "no imprint block" in found.reason
+
+
+@given(seed=st.integers(0, 10**6), share=st.floats(0.05, 0.95))
+def test_the_grid_knows_images_from_mixtures(seed: int, share: float) -> None:
+    x = torch.randint(1, 255, (2, 3, 8, 8), generator=torch.Generator().manual_seed(seed)).double() / 255
+    noise = 1e-4 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+    assert bool(on_grid(x).all()) and bool(on_grid(x + noise).all())
+    assert torch.equal(snapped(x + noise), x.float())
+    assert not bool(on_grid(share * x[:1] + (1 - share) * x[1:]).any())
+    assert not bool(on_grid(x + 1).any()), "out of range"

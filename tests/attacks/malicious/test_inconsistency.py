@@ -1,0 +1,84 @@
+"""Dead layers: whoever gets them adds nothing to a secure sum but to the classifier's bias."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.grading.image_metrics import match, psnr
+from fedgauge.attacks.malicious.inconsistency import dead_layer, lone_target
+from fedgauge.client.models.vision import convnet, detached_params, last_linear, lenet, mlp, resnet20
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Summed, average, chain, gradient, local_sgd
+
+CLASSES, MEMBERS = 5, 4
+
+
+def knowledge(model: nn.Module, shape: tuple[int, int, int], members: int = MEMBERS) -> Knowledge:
+    links = Chain((local_sgd(0.1), Summed(members)))
+    return Knowledge(model.eval(), links, shape, CLASSES, members, (0.4,) * shape[0], (0.3,) * shape[0])
+
+
+@pytest.mark.parametrize("make", [lenet, convnet, resnet20, mlp])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_dead_network_sends_its_bias_and_nothing_else(make: object, steps: int) -> None:
+    torch.manual_seed(0)
+    shape = (3, 12, 12)
+    model = make(shape, CLASSES)  # type: ignore[operator]
+    known = knowledge(model, shape)
+    honest = detached_params(model)
+    before = {k: t.clone() for k, t in honest.items()}
+    params = dead_layer().craft(honest, known, generator("malice"))
+    assert all(torch.equal(honest[k], t) for k, t in before.items())
+    batch = Batch(torch.rand(3, *shape, generator=generator("own")), torch.tensor([0, 1, 1]))
+    client = chain(local_sgd(0.1, steps))(gradient(model.eval(), normalise=known.normalise))
+    update = client(params, batch, generator("client"))
+    assert [k for k, t in update.items() if bool(t.count_nonzero())] == [f"{last_linear(model)}.bias"]
+
+
+def test_a_network_that_does_not_die_is_refused() -> None:
+    shape = (1, 6, 6)
+    bare = nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES))
+    with pytest.raises(ValueError, match="no layer with a bias stands before the classifier '1'"):
+        dead_layer().craft(detached_params(bare), knowledge(bare, shape), generator("malice"))
+    tanh = mlp(shape, CLASSES, activation="tanh")  # which is not zero where it is flat
+    with pytest.raises(ValueError, match="still have gradients: .*weight"):
+        dead_layer().craft(detached_params(tanh), knowledge(tanh, shape), generator("malice"))
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Linear(8, CLASSES))
+    with pytest.raises(ValueError, match="still have gradients: .*2.weight"):
+        dead_layer().craft(detached_params(linear), knowledge(linear, shape), generator("malice"))
+
+
+def test_the_target_of_a_secure_sum_is_inverted_and_nobody_else() -> None:
+    torch.manual_seed(0)
+    shape = (1, 6, 6)
+    model = mlp(shape, CLASSES, hidden=[30])
+    known, honest = knowledge(model, shape), detached_params(model)
+    dead = dead_layer().craft(honest, known, generator("malice"))
+    client = chain(local_sgd(0.1))(gradient(model, normalise=known.normalise))
+    rng = generator("own")
+    batch = Batch(torch.rand(MEMBERS, *shape, generator=rng), torch.randint(CLASSES, (MEMBERS,), generator=rng))
+    updates = [
+        client(honest if i == 2 else dead, Batch(batch.x[i : i + 1], batch.y[i : i + 1]), rng) for i in range(MEMBERS)
+    ]
+    wave = Wave.stack([Observation(1, 0, honest, average(updates, [1] * MEMBERS))])
+    attack = lone_target({"use": "inverting_gradients", "tv": 0.0})
+    (found,) = attack.reconstruct(wave, known, Budget(600), [partial(generator, "attack")])
+    assert found.x is not None and found.y is None
+    scores = psnr(batch.x, found.x[match(batch.x, found.x)])
+    assert scores[2] > 30
+    assert scores[[0, 1, 3]].max() < 20
+    assert "1 of 4 images are the target's, if all others were sent dead weights" in found.reason
+
+
+def test_without_a_sum_there_is_nothing_to_take_apart() -> None:
+    torch.manual_seed(0)
+    model = mlp((1, 6, 6), CLASSES)
+    known = Knowledge(model, chain(local_sgd(0.1)), (1, 6, 6), CLASSES, 1, (0.4,), (0.3,))
+    params = detached_params(model)
+    wave = Wave.stack([Observation(1, 0, params, params)])
+    (found,) = lone_target().reconstruct(wave, known, Budget(1), [partial(generator, "a")])
+    assert (found.status, found.x) == ("not_applicable", None)
+    assert "there is no sum to take apart" in found.reason

@@ -1,0 +1,128 @@
+"""Parameters that keep principal components: nothing is lost where a layer is wide enough, and least where it is not."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.grading.image_metrics import psnr
+from fedgauge.attacks.malicious.optimised_features import Linear, optimised_features, read_features
+from fedgauge.client.models.vision import detached_params, lenet, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Params, chain, gradient, local_sgd
+from fedgauge.defenses.noise import gaussian
+
+SHAPE, CLASSES = (3, 8, 8), 10
+
+
+def pictures(count: int, seed: int) -> Tensor:
+    """Images of eight smooth components of their own kind, in [0, 1]."""
+    rng = generator(seed)
+    smooth = torch.rand(count, 3, 3, 3, generator=rng)
+    return nn.functional.interpolate(smooth, SHAPE[1:], mode="bilinear", align_corners=True)
+
+
+def knowledge(model: nn.Module, size: int = 1, public: int = 400, links: Chain | None = None) -> Knowledge:
+    batch = Batch(pictures(public, 1), torch.zeros(public, dtype=torch.int64))
+    mean, std = (0.4, 0.5, 0.3), (0.3, 0.2, 0.25)
+    return Knowledge(model, links or chain(local_sgd(0.1)), SHAPE, CLASSES, size, mean, std, auxiliary=batch)
+
+
+def crafted(known: Knowledge, zero: bool = False) -> Params:
+    return optimised_features(zero).craft(detached_params(known.model), known, generator("malice"))
+
+
+def attacked(known: Knowledge, params: Params, batch: Batch) -> Reconstruction:
+    client = known.chain(gradient(known.model, normalise=known.normalise))
+    wave = Wave.stack([Observation(1, 0, params, client(params, batch, generator("noise")))])
+    (found,) = read_features().reconstruct(wave, known, Budget(1), [partial(generator, "features")])
+    return found
+
+
+def decibel(known: Knowledge, params: Params, count: int = 20) -> float:
+    """Mean PSNR over batches of images that are not public."""
+    values = []
+    for x in pictures(count * known.batch_size, 2).split(known.batch_size):
+        found = attacked(known, params, Batch(x, torch.arange(len(x))))
+        assert found.x is not None
+        values += [float(v) for v in psnr(found.x, x)]
+    return sum(values) / len(values)
+
+
+def test_the_estimate_is_the_conditional_mean_on_paper() -> None:
+    """x = h + e of variances 4 and 1, with noise of variance 4 on h: half of what h says is believed."""
+    h = torch.tensor([[2.0], [-2.0], [2.0], [-2.0]])
+    x = h + torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]) + 5
+    fit = Linear.fitted(h, x, 0.0)
+    assert fit(torch.tensor([[2.0]]), torch.zeros(1)).item() == pytest.approx(7)
+    assert fit(torch.tensor([[2.0]]), torch.full((1,), 4.0)).item() == pytest.approx(6)
+
+
+@pytest.mark.parametrize("hidden", [[192], [400], [250, 192]])
+def test_a_layer_as_wide_as_its_input_loses_nothing(hidden: list[int]) -> None:
+    known = knowledge(mlp(SHAPE, CLASSES, hidden=hidden))
+    assert decibel(known, crafted(known)) > 40
+
+
+def test_components_tell_more_than_honest_weights() -> None:
+    for model in (lenet(SHAPE, CLASSES), mlp(SHAPE, CLASSES, hidden=[30])):
+        known = knowledge(model)
+        assert decibel(known, crafted(known)) > decibel(known, detached_params(model)) + 4
+
+
+def test_a_batch_of_distinct_labels_is_taken_apart_at_a_classifier_of_zeros() -> None:
+    alone, four = (knowledge(lenet(SHAPE, CLASSES), size) for size in (1, 4))
+    single, together = decibel(alone, crafted(alone)), decibel(four, crafted(four, zero=True), 5)
+    assert together == pytest.approx(single, abs=1.0)
+    found = attacked(four, crafted(four), Batch(pictures(4, 3), torch.arange(4)))
+    assert found.status == "not_applicable" and "a classifier of zeros" in found.reason
+
+
+def test_noise_that_drowns_what_was_read_leaves_the_mean_image() -> None:
+    quiet, loud = (knowledge(lenet(SHAPE, CLASSES), links=chain(local_sgd(0.1), gaussian(s))) for s in (1e-6, 100.0))
+    x = pictures(1, 4)
+    near, far = (attacked(known, crafted(known), Batch(x, torch.tensor([2]))).x for known in (quiet, loud))
+    assert near is not None and far is not None and quiet.auxiliary is not None
+    mean = quiet.auxiliary.x.mean(0, keepdim=True)
+    assert float(psnr(near, x)[0]) > float(psnr(mean, x)[0]) + 8
+    torch.testing.assert_close(far, mean, atol=1e-2, rtol=0)
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    few, flat = knowledge(lenet(SHAPE, CLASSES), public=3), knowledge(mlp(SHAPE, CLASSES, hidden=[]))
+    with pytest.raises(ValueError, match="at least 16 .*, and there are 3"):
+        crafted(few)
+    with pytest.raises(ValueError, match="no layer before the classifier .* could be optimised"):
+        crafted(flat)
+    padded = nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten(), nn.Linear(256, CLASSES))
+    with pytest.raises(ValueError, match="no layer before the classifier .* could be optimised"):
+        crafted(knowledge(padded))
+    found = attacked(few, detached_params(few.model), Batch(pictures(1, 3), torch.tensor([1])))
+    assert found.status == "not_applicable" and "there are 3" in found.reason
+    steps = knowledge(lenet(SHAPE, CLASSES), links=chain(local_sgd(0.1, steps=2)))
+    assert "2 local steps" in attacked(steps, crafted(steps), Batch(pictures(1, 3), torch.tensor([1]))).reason
+    with pytest.raises(ValueError, match="ridge must be at least 0, got -1"):
+        read_features(ridge=-1)
+
+
+class Difference(nn.Module):
+    """Two branches; the classifier reads how far they differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(192, 20), nn.Linear(192, 20)
+        self.classifier = nn.Linear(20, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.one(x.flatten(1)) - self.other(x.flatten(1)))
+        return logits
+
+
+def test_a_network_that_mixes_the_components_is_refused() -> None:
+    """Both branches would keep the same ones."""
+    with pytest.raises(
+        ValueError, match=r"would tell less of public images \(.* dB\) than the honest weights \(.* dB\)"
+    ):
+        crafted(knowledge(Difference()))

@@ -1,0 +1,169 @@
+"""A network for each example: the parts of an update are those of single examples, on which any attack works."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.grading.image_metrics import psnr
+from fedgauge.attacks.malicious.separate_models import Separate, separate, separate_models, separated
+from fedgauge.attacks.malicious.server_attack import MALICE
+from fedgauge.client.components import SpecError, build
+from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, Params, chain, gradient, local_sgd, per_example
+from fedgauge.defenses.clip import clip
+
+SHAPE, CLASSES = (1, 6, 6), 5
+MEAN, STD = (0.4,), (0.3,)
+
+
+def examples(seed: int, n: int) -> Batch:
+    rng = torch.Generator().manual_seed(seed)
+    return Batch(torch.rand(n, *SHAPE, generator=rng), torch.randint(CLASSES, (n,), generator=rng))
+
+
+def network(count: int, seed: int = 0) -> Separate:
+    torch.manual_seed(seed)
+    return separate(mlp(SHAPE, CLASSES, hidden=[12]), count)
+
+
+def knowledge(model: nn.Module, size: int, links: Chain | None = None) -> Knowledge:
+    return Knowledge(model, links or chain(local_sgd(0.1)), SHAPE, CLASSES, size, MEAN, STD)
+
+
+def attacked(known: Knowledge, batch: Batch, how: separated, params: Params | None = None) -> Reconstruction:
+    params = params or detached_params(known.model)
+    update = known.chain(gradient(known.model, normalise=known.normalise))(params, batch, None)
+    wave = Wave.stack([Observation(1, 0, params, update)])
+    return how.reconstruct(wave, known, Budget(20), [partial(generator, "separate")])[0]
+
+
+@given(size=st.integers(1, 9), count=st.integers(1, 5))
+def test_each_example_goes_through_its_own_network_and_comes_back_in_its_place(size: int, count: int) -> None:
+    model, x = network(count), examples(size, size).x
+    for place, own in enumerate(model.models):  # otherwise they all say the same
+        own.load_state_dict({k: t * (1 + place) for k, t in own.state_dict().items()})
+    with torch.no_grad():
+        logits = model(x)
+        alone = torch.cat([model.models[i % count](x[i : i + 1]) for i in range(size)])
+    assert torch.allclose(logits, alone, atol=1e-6)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 6), steps=st.integers(1, 3))
+def test_a_part_is_the_update_of_a_client_with_this_example_at_a_rate_of_one_bth(
+    seed: int, size: int, steps: int
+) -> None:
+    model, batch = network(size, seed), examples(seed, size)
+    whole = chain(local_sgd(0.3, steps))(gradient(model))(detached_params(model), batch, None)
+    for i, own in enumerate(model.models):
+        one = Batch(batch.x[i : i + 1], batch.y[i : i + 1])
+        part = chain(local_sgd(0.3 / size, steps))(gradient(own))(detached_params(own), one, None)
+        for k, t in part.items():
+            assert torch.allclose(whole[f"models.{i}.{k}"], t, atol=1e-6)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 6), spare=st.integers(0, 2))
+def test_a_batch_is_read_in_its_order_with_its_labels(seed: int, size: int, spare: int) -> None:
+    known, batch = knowledge(network(size + spare, seed), size), examples(seed, size)
+    found = attacked(known, batch, separated())
+    assert found.status == "converged", found.reason
+    assert found.x is not None and found.y is not None
+    assert float(psnr(batch.x, found.x).min()) > 60
+    assert torch.equal(found.y, batch.y)
+    assert found.reason.startswith(f"{size} of {size} images proven exact")
+
+
+def test_any_attack_works_on_the_parts() -> None:
+    torch.manual_seed(0)
+    known = knowledge(separate(lenet(SHAPE, CLASSES), 2), 2)
+    how = separated({"use": "idlg"})
+    found, again = (attacked(known, examples(1, 2), how) for _ in range(2))
+    assert found.x is not None and again.x is not None and found.x.shape == (2, *SHAPE)
+    assert torch.equal(found.x, again.x)
+    assert found.iterations > attacked(known, examples(1, 2), separated()).iterations
+    assert not torch.equal(found.x[0], found.x[1])
+
+
+def test_buffers_of_each_network_are_its_own_and_what_any_image_gives_proves_none() -> None:
+    """In this network every neuron is off: the update is the same for all images."""
+    torch.manual_seed(0)
+    model = separate(convnet((1, 9, 9), CLASSES, width=1), 2).eval()
+    known = Knowledge(model, chain(local_sgd(0.1)), (1, 9, 9), CLASSES, 2, MEAN, STD)
+    batch = Batch(torch.rand(2, 1, 9, 9), torch.tensor([0, 1]))
+    params = detached_params(model)
+    update = known.chain(gradient(model, normalise=known.normalise))(params, batch, None)
+    buffers = {k: b for k, b in model.named_buffers() if b.is_floating_point()}
+    wave = Wave.stack([Observation(1, 0, params, update, buffers)])
+    how = separated({"use": "inverting_gradients"})
+    (found,) = how.reconstruct(wave, known, Budget(2), [partial(generator, "separate")])
+    assert found.x is not None and found.x.shape == (2, 1, 9, 9)
+    assert "0 of 2 images proven exact" in found.reason
+
+
+def test_what_several_examples_share_is_left_open() -> None:
+    """Three networks for four examples: the first has two, which the analytic attack does not take apart."""
+    known, batch = knowledge(network(3), 4), examples(2, 4)
+    found = attacked(known, batch, separated())
+    assert found.x is not None and found.y is None
+    assert found.status == "converged" and "2 of 4 images proven exact" in found.reason
+    assert "one example an update is exact; this one sums 2" in found.reason
+    assert float(psnr(batch.x, found.x)[1:3].min()) > 60
+    assert bool((found.x[[0, 3]] == 0.5).all()), "grey, where there are no public images"
+
+
+IN_THE_WAY: dict[str, tuple[Callable[[], nn.Module], Chain, str]] = {
+    "one network": (lambda: mlp(SHAPE, CLASSES), chain(local_sgd(0.1)), "the network is one for all examples"),
+    "one by one": (
+        lambda: network(4),
+        chain(per_example(clip(1.0)), local_sgd(0.1)),
+        "the chain takes examples one by one: each comes first in its batch",
+    ),
+    "slices": (lambda: network(4), chain(local_sgd(0.1, steps=2, batch_size=2)), "a batch is trained on in parts"),
+}
+
+
+@pytest.mark.parametrize(("make", "links", "reason"), IN_THE_WAY.values(), ids=IN_THE_WAY)
+def test_what_does_not_come_apart_is_refused_by_both(make: Callable[[], nn.Module], links: Chain, reason: str) -> None:
+    known = knowledge(make(), 4, links)
+    with pytest.raises(ValueError, match=reason):
+        separate_models(4).craft(detached_params(known.model), known, torch.Generator())
+    found = attacked(known, examples(0, 4), separated())
+    assert found.status == "not_applicable" and reason in found.reason
+
+
+def test_one_by_one_all_examples_really_meet_the_first_network() -> None:
+    """The reason that is given for per-example chains, seen in an update."""
+    model = network(3)
+    update = chain(per_example(clip(1.0)), local_sgd(0.1))(gradient(model))(
+        detached_params(model), examples(0, 3), None
+    )
+    assert bool(update["models.0.1.weight"].any())
+    assert not any(bool(t.any()) for k, t in update.items() if not k.startswith("models.0."))
+
+
+def test_the_architecture_is_all_there_is() -> None:
+    malice = build({"use": "separate_models", "count": 3}, "malice", MALICE)
+    assert malice.architecture == {"use": "separate", "count": 3}
+    known = knowledge(network(3), 3)
+    sent = detached_params(known.model)
+    made = malice.craft(sent, known, torch.Generator())
+    assert made is not sent and all(torch.equal(made[k], t) for k, t in sent.items())
+    x = examples(0, 3).x
+    with torch.no_grad():
+        assert functional_call(known.model, made, (x,)).shape == (3, CLASSES)
+
+
+def test_bad_arguments_are_told() -> None:
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        separate(mlp(SHAPE, CLASSES), 0)
+    with pytest.raises(SpecError, match=r"attack: nothing is called 'no'"):
+        separated({"use": "no"})

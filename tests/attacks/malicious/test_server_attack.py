@@ -1,0 +1,97 @@
+"""What every malice and every decoder promises, whichever it is: found by walking the package."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.malicious.label_flipping import label_flipping
+from fedgauge.attacks.malicious.server_attack import MALICE, Malice
+from fedgauge.attacks.plan import ATTACK
+from fedgauge.client.components import build
+from fedgauge.client.models.vision import detached_params, last_linear
+from fedgauge.client.protocol import build_model
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, chain, gradient, local_sgd
+
+SHAPE, CLASSES, SIZE = (3, 8, 8), 5, 2
+ARGUMENTS: dict[str, dict[str, Any]] = {"feature_fishing": {"target": 1}}  # those without a default
+NETWORKS: tuple[dict[str, Any], ...] = (
+    {"use": "mlp", "hidden": [30, 12]},
+    {"use": "lenet"},
+    {"use": "lenet", "stride": 1},
+)
+DECODERS = [name for name in ATTACK.names() if name.startswith("fedgauge.attacks.malicious.")]
+every = pytest.mark.parametrize("name", MALICE.names())
+
+
+def malice(name: str) -> Malice:
+    found: Malice = build({"use": name, **ARGUMENTS.get(name, {})}, "test", MALICE)
+    return found
+
+
+def known(how: Malice | None = None) -> Knowledge:
+    """Of the network that a malice makes of the first that it does not refuse."""
+    offered = {"shape": SHAPE, "classes": CLASSES}
+    public = Batch(torch.rand(60, *SHAPE, generator=generator("public")), torch.arange(60) % CLASSES)
+    told: list[str] = []
+    for table in NETWORKS:
+        if how is not None and how.architecture is not None:
+            table = {**table, "dishonest": [how.architecture]}
+        model = build_model(table, "test", offered, 0).eval()
+        threat = Knowledge(model, chain(local_sgd(0.1)), SHAPE, CLASSES, SIZE, (0.4,) * 3, (0.3,) * 3, auxiliary=public)
+        try:
+            if how is not None:
+                how.craft(detached_params(model), threat, generator("malice"))
+            return threat
+        except ValueError as refusal:
+            told.append(str(refusal))
+    raise AssertionError(told)
+
+
+@every
+def test_a_malice_crafts_weights_of_the_same_form_and_leaves_the_honest_ones_alone(name: str) -> None:
+    how = malice(name)
+    threat = known(how)
+    sent = detached_params(threat.model)
+    before = {k: t.clone() for k, t in sent.items()}
+    once, again = (how.craft(sent, threat, generator("malice")) for _ in range(2))
+    assert all(torch.equal(sent[k], t) for k, t in before.items())
+    assert {k: (t.shape, t.dtype) for k, t in once.items()} == {k: (t.shape, t.dtype) for k, t in sent.items()}
+    assert list(once) == list(sent)
+    assert all(bool(torch.isfinite(t).all()) for t in once.values())
+    assert all(torch.equal(again[k], t) for k, t in once.items())
+    assert how.architecture is not None or any(not torch.equal(sent[k], t) for k, t in once.items())
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_says_why_an_honest_update_is_not_for_it(name: str) -> None:
+    threat = known()
+    params = detached_params(threat.model)
+    batch = Batch(torch.rand(SIZE, *SHAPE, generator=generator("own")), torch.arange(SIZE))
+    update = threat.chain(gradient(threat.model, normalise=threat.normalise))(params, batch, None)
+    wave = Wave.stack([Observation(1, c, params, {k: t.detach() for k, t in update.items()}) for c in range(2)])
+    decoder = build({"use": name}, "test", ATTACK)
+    found = decoder.reconstruct(wave, threat, Budget(2), [partial(generator, k) for k in range(2)])
+    assert len(found) == 2
+    for one in found:  # a decoder of weights alone may read what honest ones leave, and says what it could not prove
+        assert one.reason or one.x is not None
+        assert one.x is None or one.x.shape == batch.x.shape
+        assert one.status != "not_applicable" or (one.x is None and len(one.reason) > 20)
+
+
+def test_flipping_moves_rows_and_changes_nothing_else() -> None:
+    threat = known()
+    sent, name = detached_params(threat.model), last_linear(threat.model)
+    craft: Callable[[Malice], Any] = lambda how: how.craft(sent, threat, generator("malice"))  # noqa: E731
+    swapped, moved = craft(label_flipping(classes=(1, 3))), craft(label_flipping())
+    for part in ("weight", "bias"):
+        key = f"{name}.{part}"
+        assert torch.equal(swapped[key][[0, 3, 2, 1, 4]], sent[key])
+        assert torch.equal(moved[key].roll(-1, 0), sent[key])
+    assert all(torch.equal(swapped[k], t) for k, t in sent.items() if not k.startswith(name))
+    with pytest.raises(ValueError, match="two different ones from 0 to 4"):
+        craft(label_flipping(classes=(2, 2)))

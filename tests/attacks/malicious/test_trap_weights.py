@@ -1,0 +1,170 @@
+"""Trap weights: rows are what the paper says, and what is read are the images that rows hold alone."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.malicious.server_attack import MALICE
+from fedgauge.attacks.malicious.trap_weights import SCALES, alone, read_rows, trap_weights
+from fedgauge.client.components import build
+from fedgauge.client.data.images import batch_of, cifar10
+from fedgauge.client.models.vision import detached_params, lenet, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Params, chain, gradient, local_sgd
+
+SHAPE, CLASSES, ROWS = (3, 6, 6), 5, 60
+MEAN, STD = (0.4, 0.5, 0.3), (0.3, 0.2, 0.25)
+
+
+def examples(seed: int, n: int) -> Batch:
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 256, (n, *SHAPE), generator=rng).float() / 255
+    return Batch(x, torch.randint(CLASSES, (n,), generator=rng))
+
+
+def knowledge(size: int, model: nn.Module | None = None, public: int = 64) -> Knowledge:
+    torch.manual_seed(0)
+    network = model or mlp(SHAPE, CLASSES, hidden=[ROWS])
+    auxiliary = examples(10**6, public) if public else None
+    return Knowledge(network, chain(local_sgd(0.1)), SHAPE, CLASSES, size, MEAN, STD, auxiliary=auxiliary)
+
+
+def crafted(known: Knowledge, scale: float | None = None, seed: int = 0) -> Params:
+    return trap_weights(scale).craft(detached_params(known.model), known, torch.Generator().manual_seed(seed))
+
+
+def read(known: Knowledge, params: Params, batch: Batch) -> Reconstruction:
+    update = known.chain(gradient(known.model, normalise=known.normalise))(params, batch, None)
+    wave = Wave.stack([Observation(1, 0, params, update)])
+    return read_rows().reconstruct(wave, known, Budget(1), [partial(generator, "trap")])[0]
+
+
+def proven(found: Reconstruction) -> int:
+    return int(found.reason.split()[0])
+
+
+def on(known: Knowledge, params: Params, x: Tensor) -> Tensor:
+    """Which rows (B, m) images turn on, in float64."""
+    fed = known.normalise(x.double()).flatten(1)
+    rows: Tensor = fed @ params["1.weight"].double().T + params["1.bias"].double()
+    assert float(rows.abs().min()) > 1e-6, "none is on the edge"
+    return rows > 0
+
+
+def test_half_of_every_row_is_negative_and_larger() -> None:
+    known = knowledge(1)
+    params = crafted(known, scale=0.25)
+    pixels = params["1.weight"].view(ROWS, *SHAPE) / torch.tensor(STD).view(3, 1, 1)
+    assert (pixels < 0).flatten(1).sum(1).tolist() == [54] * ROWS
+    assert (pixels > 0).flatten(1).sum(1).tolist() == [54] * ROWS
+    up, down = pixels[pixels > 0].mean(), -pixels[pixels < 0].mean()
+    assert float(up / down) == pytest.approx(0.25, rel=0.1)
+    black = known.normalise(torch.zeros(1, *SHAPE)).flatten(1)
+    assert torch.allclose(black @ params["1.weight"].T + params["1.bias"], torch.zeros(1, ROWS), atol=1e-5)
+
+
+def test_whoever_turns_on_a_row_by_himself_is_alone() -> None:
+    rows = torch.tensor([[[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]], dtype=torch.bool)
+    assert alone(rows).tolist() == [[True, True, False]]
+    assert alone(rows[:, :, 1:2]).tolist() == [[False, False, False]]
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 10), scale=st.sampled_from([0.8, 0.9, 1.0]))
+def test_proven_are_the_images_that_are_alone_in_a_row(seed: int, size: int, scale: float) -> None:
+    known, batch = knowledge(size), examples(seed, size)
+    params = crafted(known, scale, seed)
+    expected = int(alone(on(known, params, batch.x)[None]).sum())
+    found = read(known, params, batch)
+    if found.x is None:
+        assert not on(known, params, batch.x).any()
+        assert found.status == "not_applicable" and "it says nothing of this batch" in found.reason
+        return
+    assert found.x.shape == (size, *SHAPE)
+    assert proven(found) == expected
+    for x in found.x[:expected]:
+        assert bool((batch.x == x).flatten(1).all(1).any()), "what is proven is the image to the bit"
+
+
+def test_rows_that_agree_prove_nothing() -> None:
+    """Two images of one label, with rows that hold both alike: all agree on what is neither."""
+    known, batch = knowledge(2), examples(3, 2)
+    params = detached_params(known.model)
+    params["1.bias"] += 100  # every row is on
+    params["3.weight"] *= 1e-4  # an untrained network that says the same of everything
+    found = read(known, params, Batch(batch.x, torch.tensor([1, 1])))
+    assert found.x is not None and "0 of 2 images proven exact (on the 8-bit grid; 1 more are agreed on" in found.reason
+    assert torch.allclose(found.x[0], batch.x.mean(0), atol=1e-2)
+
+
+def test_the_scale_is_the_one_by_which_most_public_images_are_alone() -> None:
+    known = knowledge(8)
+    assert known.auxiliary is not None
+    params = crafted(known)
+
+    def share(params: Params) -> float:
+        assert known.auxiliary is not None
+        return float(alone(on(known, params, known.auxiliary.x).view(-1, 8, ROWS)).float().mean())
+
+    tuned, others = share(params), [share(crafted(known, float(s))) for s in SCALES[::8]]
+    assert tuned >= max(others)
+    assert tuned > min(others) + 0.1
+
+
+def test_a_third_of_a_batch_of_twenty_photographs_and_hardly_any_without(local_data: Path) -> None:
+    data = cifar10()
+    torch.manual_seed(0)
+    model = mlp(data.shape, 10, hidden=[1000])
+    public = batch_of(data.x, data.y, torch.arange(len(data.y) - 200, len(data.y)))
+    known = Knowledge(model, chain(local_sgd(0.01)), data.shape, 10, 20, data.mean, data.std, auxiliary=public)
+    batch = batch_of(data.x_test, data.y_test, torch.arange(20))
+    trapped, honest = read(known, crafted(known), batch), read(known, detached_params(model), batch)
+    assert proven(trapped) >= 6
+    assert proven(honest) <= 2
+    assert trapped.x is not None
+    there = (trapped.x[:, None] == batch.x[None]).flatten(2).all(2).any(1)
+    assert int(there.sum()) == proven(trapped)
+
+
+def test_by_name_in_a_scenario() -> None:
+    malice = build({"use": "trap_weights", "scale": 0.9}, "malice", MALICE)
+    assert malice == trap_weights(0.9) and malice.architecture is None
+
+
+WITHOUT_BIAS = nn.Sequential(nn.Flatten(), nn.Linear(108, 9, bias=False), nn.ReLU(), nn.Linear(9, CLASSES))
+UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "convolutions": (lambda: lenet(SHAPE, CLASSES), r"goes into 'conv1' \(Conv2d\), which is not fully connected"),
+    "tanh": (lambda: mlp(SHAPE, CLASSES, activation="tanh"), "no ReLU follows layer '1'"),
+    "one layer": (lambda: mlp(SHAPE, CLASSES, hidden=[]), "no ReLU follows layer '1'"),
+    "no bias": (lambda: WITHOUT_BIAS, "layer '1' has no bias"),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), UNFIT.values(), ids=UNFIT)
+def test_a_network_without_the_layer_is_refused_by_both(make: Callable[[], nn.Module], reason: str) -> None:
+    known = knowledge(2, make())
+    with pytest.raises(ValueError, match=reason):
+        crafted(known)
+    found = read(known, detached_params(known.model), examples(0, 2))
+    assert found.status == "not_applicable"
+    assert reason.split("(")[0].rstrip("\\") in found.reason.split("(")[0]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1.5, float("nan")])
+def test_a_scale_that_is_none_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"scale must lie in \(0, 1\]"):
+        trap_weights(scale)
+
+
+@pytest.mark.parametrize("public", [0, 7])
+def test_tuning_needs_a_batch_of_public_images(public: int) -> None:
+    with pytest.raises(ValueError, match=f"batches of 8 public images, and there are {public}: name a scale"):
+        crafted(knowledge(8, public=public))
+    assert crafted(knowledge(8, public=public), scale=0.9)

@@ -1,0 +1,153 @@
+"""The compiled step finds what the plain one finds; where it cannot be compiled, that is said before anything starts."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
+from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.engine.distances import Distance, cosine, squared
+from fedgauge.attacks.engine.optimizers import adam, lbfgs
+from fedgauge.attacks.matching import compiled_step as compiled
+from fedgauge.attacks.matching.compiled_step import Compiled, missing
+from fedgauge.attacks.matching.gradient_matching import CUTS, GradientMatching, dlg, inverting_gradients
+from fedgauge.attacks.matching.priors import total_variation
+from fedgauge.attacks.matching.problems import Problems
+from fedgauge.client.models.vision import detached_params, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd
+
+CPU = torch.device("cpu")
+SHAPE, CLASSES = (1, 8, 8), 4
+ROOT = Path(compiled.__file__).parents[1]
+needs_compiler = pytest.mark.skipif(missing(CPU) != "", reason=f"torch.compile needs {missing(CPU)}")
+
+
+def scene(clients: int, links: Chain | None = None) -> tuple[Wave, Knowledge]:
+    torch.manual_seed(0)
+    model, links = mlp(SHAPE, CLASSES, (12,), "tanh"), links or chain(local_sgd(0.1))
+    params = detached_params(model)
+    client = links(gradient(model))
+    x = torch.rand(clients, 2, *SHAPE, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(2 * clients).view(clients, 2) % CLASSES
+    seen = [Observation(1, k, params, client(params, Batch(x[k], y[k]), None)) for k in range(clients)]
+    return Wave.stack(seen), Knowledge(model, links, SHAPE, CLASSES, 2, (0.0,), (1.0,), labels=y)
+
+
+def streams(count: int) -> list[Stream]:
+    return [partial(generator, "compiled", k) for k in range(count)]
+
+
+CASES: dict[str, tuple[Distance, Chain]] = {
+    "factors of a large layer": (cosine(), chain(local_sgd(0.1))),
+    "by vmap": (squared(), chain(local_sgd(0.1, 2, batch_size=1))),
+}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile itself uses
+@pytest.mark.parametrize("case", CASES)
+def test_the_compiled_step_is_the_plain_one_for_any_problems(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedgauge.attacks.engine.gradients.FORM_BELOW", 300)
+    distance, links = CASES[case]
+    wave, known = scene(4, links)
+    attack = GradientMatching(distance, (total_variation(0.01),))
+    problems = Problems(attack, wave, known, known.labels, 1, torch.float32)
+    step = Compiled(problems, Places(3))
+    compilations: list[int] = []
+    compile_it = torch.compile
+
+    def counted(*arguments: object, **settings: object) -> object:
+        compilations.append(1)
+        return compile_it(*arguments, **settings)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "compile", counted)
+    rng = torch.Generator().manual_seed(5)
+    for rows in ([0, 1, 2], [0, 1, 2], [3, 1, 0], [2, 3], [1]):  # fewer are filled up
+        x = torch.randn(len(rows), 2, *SHAPE, generator=rng)
+        heat = torch.rand(len(rows), generator=rng)
+        value, slopes = step.value_and_slopes({"x": x}, torch.tensor(rows), heat)
+        expected, theirs = problems.value_and_slopes({"x": x}, torch.tensor(rows), heat)
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(slopes["x"], theirs["x"], rtol=1e-4, atol=1e-5 * float(theirs["x"].abs().max()))
+    assert compilations == [1], "once for all of them"
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_attack_ends_where_the_plain_one_does() -> None:
+    """Without signs, which rounding turns; with draws in a box, and problems that leave early."""
+    wave, known = scene(3)
+    wave.update["1.weight"][1, 0, 0] = torch.nan
+    plain = GradientMatching(squared(), optimizer=adam(0.05, cuts=CUTS), samples=2, radius=0.01)
+    fast = GradientMatching(squared(), optimizer=adam(0.05, cuts=CUTS), samples=2, radius=0.01, compile=True)
+    ours, theirs = (a.reconstruct(wave, known, Budget(40), streams(3)) for a in (fast, plain))
+    assert [f.status for f in ours] == [f.status for f in theirs] == ["converged", "diverged", "converged"]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.iterations == other.iterations
+        if one.status == "converged":
+            assert one.objective == pytest.approx(other.objective, rel=1e-3)
+            torch.testing.assert_close(one.x, other.x, rtol=0, atol=1e-3)
+
+
+def test_without_a_compiler_it_says_what_is_missing_and_what_to_do_instead() -> None:
+    code = """
+import runpy, sys
+from fedgauge.attacks.base import Budget
+from fedgauge.attacks.matching.gradient_matching import inverting_gradients
+here = runpy.run_path(sys.argv[1])
+(wave, known), streams = here["scene"](1), here["streams"](1)
+(found,) = inverting_gradients(compile=True).reconstruct(wave, known, Budget(1), streams)
+print(found.status, "|", found.reason)
+(found,) = inverting_gradients().reconstruct(wave, known, Budget(1), streams)
+print(found.status)
+"""
+    environment = {**os.environ, "PATH": str(ROOT / "no such folder"), "PYTHONPATH": str(ROOT)}
+    environment.pop("CXX", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code, __file__], env=environment, capture_output=True, text=True, check=True
+    )
+    refused, plain = done.stdout.splitlines()
+    assert refused == (
+        "not_applicable | compile needs a C++ compiler (g++ or clang++, or the one that CXX names), and this machine has"
+        " none; with compile = false the same is found without"
+    )
+    assert plain == "converged"
+
+
+def test_lbfgs_is_not_compiled() -> None:
+    with pytest.raises(ValueError, match="lbfgs advances fewer problems from step to step"):
+        GradientMatching(squared(), optimizer=lbfgs(), compile=True)
+    assert not dlg().compile
+    assert not inverting_gradients().compile, "opt-in"
+
+
+def test_padding_repeats_the_last_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    wave, known = scene(4)
+    problems = Problems(GradientMatching(squared()), wave, known, known.labels, 1, torch.float32)
+    step = Compiled(problems, Places(4))
+    seen: list[list[int]] = []
+
+    def full(
+        variables: dict[str, Tensor], rows: Tensor, heat: Tensor, nearby: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        seen.append(rows.tolist())
+        assert [len(variables["x"]), len(heat), nearby.shape[1]] == [4, 4, 4]
+        return heat, variables
+
+    monkeypatch.setattr(step, "_full", full)
+    x = torch.arange(2.0).view(2, 1, 1, 1, 1)
+    value, slopes = step.value_and_slopes(
+        {"x": x}, torch.tensor([2, 0]), torch.tensor([0.5, 0.7]), torch.zeros(3, 2, 1)
+    )
+    assert seen == [[2, 0, 0, 0]]
+    assert value.tolist() == pytest.approx([0.5, 0.7])
+    assert torch.equal(slopes["x"], x)

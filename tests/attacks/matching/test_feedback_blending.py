@@ -1,0 +1,245 @@
+"""Feedback blending, and as many problems at once as memory holds."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Budget, Knowledge, Memory, Observation, Reconstruction, Stream, Wave
+from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.engine.optimizers import adam
+from fedgauge.attacks.matching.feedback_blending import FeedbackBlending, feedback_blending
+from fedgauge.attacks.matching.gradient_matching import GradientMatching, dlg, idlg
+from fedgauge.client.models.vision import detached_params
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, chain, local_sgd
+
+SHAPE = (1, 4, 4)
+
+
+class Recorded(GradientMatching):
+    """The engine, remembering where it was told to start."""
+
+    starts: list[Tensor | None]
+
+    def continued(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None
+    ) -> list[Reconstruction]:
+        self.starts.append(start)
+        return super().continued(wave, known, budget, streams, start)
+
+
+def recorded_starts(blending: FeedbackBlending) -> list[Tensor | None]:
+    assert isinstance(blending.attack, Recorded)
+    return blending.attack.starts
+
+
+def recorded() -> Recorded:
+    attack = Recorded(optimizer=adam())
+    object.__setattr__(attack, "starts", [])
+    return attack
+
+
+def sequence(count: int, clients: int = 2) -> tuple[list[Wave], Knowledge]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
+    params = detached_params(model)
+    y = torch.arange(clients) % 4
+    auxiliary = Batch(torch.rand(9, *SHAPE), torch.zeros(9, dtype=torch.int64))
+    known = Knowledge(model, chain(local_sgd(0.1)), SHAPE, 4, 1, (0.1,), (0.4,), labels=y[:, None], auxiliary=auxiliary)
+    waves = []
+    for _ in range(count):
+        batches = [Batch(torch.rand(1, *SHAPE), y[[k]]) for k in range(clients)]
+        seen = [Observation(1, k, params, known.forward(params, b, None)) for k, b in enumerate(batches)]
+        waves.append(Wave.stack(seen))
+    return waves, known
+
+
+def streams(place: int) -> list[Stream]:
+    return [partial(generator, "feedback", place, k) for k in range(2)]
+
+
+def run(blending: FeedbackBlending, waves: list[Wave], known: Knowledge, **judged: bool) -> list[list[Reconstruction]]:
+    return blending.sequence(waves, [known] * len(waves), Budget(3), streams, **judged)  # type: ignore[arg-type]
+
+
+def test_the_third_image_starts_from_the_blend_of_the_first_two_and_a_failure_is_left_out() -> None:
+    waves, known = sequence(5)
+    attack = recorded()
+    successes = {0: {0, 1, 2, 3}, 1: {0, 2, 3}}  # the second client's second image is a failure
+
+    def judge(place: int, k: int, found: Reconstruction) -> bool:
+        return place in successes[k]
+
+    found = FeedbackBlending(attack, alpha=0.25).sequence(waves, [known] * 5, Budget(3), streams, judge)
+    images = [[r.x for r in results] for results in found]
+    third, fourth = attack.starts[2], attack.starts[3]
+    assert third is not None
+    assert fourth is not None
+    first, second, later = (images[i][0] for i in range(3))
+    assert first is not None
+    assert second is not None
+    assert later is not None
+    blend = 0.25 * first + 0.75 * second
+    torch.testing.assert_close(third[0], blend)
+    torch.testing.assert_close(fourth[0], 0.25 * blend + 0.75 * later)
+    noise = known.pixels(torch.randn(1, *SHAPE, generator=streams(2)[1]("start", 0)))
+    torch.testing.assert_close(third[1], noise), "one success is no blend yet"
+    a, b = images[0][1], images[2][1]
+    assert a is not None
+    assert b is not None
+    torch.testing.assert_close(fourth[1], 0.25 * a + 0.75 * b)
+
+
+def test_success_is_judged_by_the_attacks_own_objective() -> None:
+    waves, known = sequence(3)
+    hard, easy = recorded(), recorded()
+    run(FeedbackBlending(hard, fit=-1.0), waves, known)
+    run(FeedbackBlending(easy, fit=2.0), waves, known)
+    noise = torch.stack([known.pixels(torch.randn(1, *SHAPE, generator=s("start", 0))) for s in streams(2)])
+    assert hard.starts[2] is not None
+    assert easy.starts[2] is not None
+    torch.testing.assert_close(hard.starts[2], noise)
+    assert float((easy.starts[2] - noise).abs().max()) > 0.1
+    failing = recorded()
+    run(FeedbackBlending(failing, fit=-1.0, discard_failures=False), waves, known)
+    assert failing.starts[2] is not None
+    torch.testing.assert_close(failing.starts[2], easy.starts[2])
+
+
+@pytest.mark.parametrize("start", ["half", "mean", "noise"])
+def test_the_controls_start_where_they_say(start: str) -> None:
+    waves, known = sequence(2)
+    attack = recorded()
+    run(FeedbackBlending(attack, start=start), waves, known)  # type: ignore[arg-type]
+    assert known.auxiliary is not None
+    expected = {"half": torch.full(SHAPE, 0.5), "mean": known.auxiliary.x.mean(0)}.get(start)
+    for begun in attack.starts:
+        if expected is None:
+            assert begun is None
+        else:
+            assert begun is not None
+            torch.testing.assert_close(begun[1, 0], expected)
+
+
+def test_noise_is_the_attack_itself() -> None:
+    waves, known = sequence(1)
+    alone = GradientMatching(optimizer=adam()).reconstruct(waves[0], known, Budget(3), streams(0))
+    (found,) = run(FeedbackBlending(recorded()), waves, known)
+    for a, b in zip(alone, found, strict=True):
+        torch.testing.assert_close(a.x, b.x, rtol=0, atol=1e-6)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="alpha"):
+        FeedbackBlending(recorded(), alpha=1.5)
+    waves, known = sequence(1)
+    (found,) = run(FeedbackBlending(recorded(), start="mean"), waves, replace(known, auxiliary=None))
+    assert {(r.status, r.reason) for r in found} == {
+        ("not_applicable", "the mean image needs auxiliary images, and the attacker has none")
+    }
+
+
+# ---------------------------------------------------------------------------------- one wave at a time, as in a live run
+
+
+def test_round_by_round_is_the_whole_sequence_bit_for_bit_and_writes_to_nothing() -> None:
+    waves, known = sequence(4)
+    alone = [
+        GradientMatching(optimizer=adam()).reconstruct(w, known, Budget(3), streams(i)) for i, w in enumerate(waves)
+    ]
+    fit = sorted(r.objective for results in alone for r in results)[3]
+    blending = FeedbackBlending(GradientMatching(optimizer=adam()), fit=fit)
+    expected = run(blending, waves, known)
+    memories: list[Memory] = [blending.initial(), blending.initial()]
+    counts = []
+    for place, wave in enumerate(waves):
+        before = [{name: t.clone() for name, t in memory.items()} for memory in memories]
+        found, after = blending.advance(wave, known, Budget(3), streams(place), memories)
+        for memory, copy in zip(memories, before, strict=True):
+            assert all(torch.equal(memory[name], copy[name]) for name in copy)
+            assert memory.keys() == copy.keys()
+        for a, b in zip(found, expected[place], strict=True):
+            assert a.x is not None
+            assert b.x is not None
+            assert torch.equal(a.x, b.x)
+            assert a.objective == b.objective
+        memories = after
+        counts.append([int(memory["images"]) for memory in memories])
+    successes = [[r.objective <= fit for r in results] for results in expected]
+    assert counts == torch.tensor(successes).int().cumsum(0).tolist()
+    assert {True, False} <= {s for of_round in successes for s in of_round}, "or this test would say less than it seems"
+
+
+def test_what_is_remembered_of_a_client_owes_nothing_to_the_others_of_its_wave() -> None:
+    waves, known = sequence(1)
+    blending, blend = FeedbackBlending(recorded(), fit=2.0), torch.rand(1, *SHAPE)
+    kept = {"images": torch.tensor(2), "blend": blend}
+    _, (first, second) = blending.advance(waves[0], known, Budget(3), streams(0), [kept, blending.initial()])
+    start = recorded_starts(blending)[0]
+    assert start is not None
+    assert torch.equal(start[0], blend)
+    torch.testing.assert_close(start[1], known.pixels(torch.randn(1, *SHAPE, generator=streams(0)[1]("start", 0))))
+    assert (int(first["images"]), int(second["images"])) == (3, 1)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(first["blend"], blend)
+
+
+def test_what_is_of_another_batch_is_neither_a_start_nor_blended() -> None:
+    """As where a secure sum is of more clients in one round than in the next."""
+    waves, known = sequence(1)
+    blending = FeedbackBlending(recorded(), fit=2.0)
+    kept = {"images": torch.tensor(2), "blend": torch.rand(3, *SHAPE)}
+    _, after = blending.advance(waves[0], known, Budget(3), streams(0), [kept, kept])
+    start = recorded_starts(blending)[0]
+    assert start is not None
+    torch.testing.assert_close(start[1], known.pixels(torch.randn(1, *SHAPE, generator=streams(0)[1]("start", 0))))
+    assert all(torch.equal(memory["blend"], kept["blend"]) and int(memory["images"]) == 2 for memory in after)
+
+
+def test_an_attack_that_found_nothing_is_not_remembered() -> None:
+    waves, known = sequence(1)
+    known = replace(known, model=nn.Sequential(known.model, nn.Dropout()))  # which the engine refuses
+    blending = FeedbackBlending(GradientMatching(optimizer=adam()), discard_failures=False)
+    kept = {"images": torch.tensor(2), "blend": torch.rand(1, *SHAPE)}
+    found, after = blending.advance(waves[0], known, Budget(3), streams(0), [kept, kept])
+    assert {(r.status, r.x) for r in found} == {("not_applicable", None)}
+    assert all(torch.equal(memory["blend"], kept["blend"]) and int(memory["images"]) == 2 for memory in after)
+
+
+def test_a_name_or_a_table_makes_the_same_attack() -> None:
+    assert feedback_blending() == FeedbackBlending(idlg()) == feedback_blending({"use": "idlg"})
+    made = feedback_blending({"use": "dlg", "fit": 1e-5}, alpha=0.25, discard_failures=False, fit=1e-3)
+    assert made == FeedbackBlending(dlg(fit=1e-5), 0.25, False, 1e-3)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 8])
+def test_what_does_not_fit_is_halved_and_nothing_is_lost(room: int) -> None:
+    done: list[int] = []
+
+    def work(items: Tensor) -> list[int]:
+        if len(items) > room:
+            raise RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            )
+        done.extend(items.tolist())
+        return items.tolist()
+
+    found = Places(7).each(work, torch.arange(7))
+    assert [k for part in found for k in part] == done == list(range(7))
+
+
+def test_other_errors_and_a_single_problem_too_large_are_told() -> None:
+    def wrong(items: Tensor) -> None:
+        raise RuntimeError("shapes differ")
+
+    def large(items: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        Places(4).each(wrong, torch.arange(4))
+    with pytest.raises(MemoryError, match="a single problem does not fit"):
+        Places(4).each(large, torch.arange(4))

@@ -1,0 +1,306 @@
+"""What every attack promises, whichever it is: found by walking the package, so a new one is held to it at once."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import (
+    Attack,
+    Budget,
+    Knowledge,
+    Memory,
+    Observation,
+    Reconstruction,
+    Remembering,
+    Stream,
+    Wave,
+)
+from fedgauge.attacks.exact.analytic import analytic
+from fedgauge.attacks.exact.unmixing import cocktail_party, spear
+from fedgauge.attacks.grading import baselines
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
+from fedgauge.attacks.learned.ridge import ridge_inversion
+from fedgauge.attacks.matching.adaptive import leave_layer_out, precode_joint
+from fedgauge.attacks.matching.feedback_blending import feedback_blending
+from fedgauge.attacks.matching.gi_gip import gi_gip
+from fedgauge.attacks.matching.gradient_matching import (
+    bayes,
+    dlg,
+    federated_averaging,
+    grad_inversion,
+    idlg,
+    inverting_gradients,
+    surrogate,
+)
+from fedgauge.attacks.matching.several_rounds import several_rounds
+from fedgauge.attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
+from fedgauge.client.protocol import Federation
+from fedgauge.client.rng import generator
+from fedgauge.server.store.tape import read_tensors, write_tensors
+
+Make = Callable[..., Any]
+
+# how each is built with its defaults; a new attack needs a line here
+ATTACKS: dict[str, Callable[[], Attack]] = {
+    "leave_layer_out": leave_layer_out,
+    "precode_joint": precode_joint,
+    "analytic": analytic,
+    "mean_image": baselines.mean_image,
+    "random_image": baselines.random_image,
+    "feedback_blending": feedback_blending,
+    "gi_gip": partial(gi_gip, latent=8, width=4, training=5),
+    "learning_to_invert": partial(learning_to_invert, hidden=16, batch=32),
+    "bayes": bayes,
+    "dlg": dlg,
+    "federated_averaging": federated_averaging,
+    "grad_inversion": grad_inversion,
+    "idlg": idlg,
+    "inverting_gradients": inverting_gradients,
+    "surrogate": surrogate,
+    "several_rounds": several_rounds,
+    "ridge_inversion": partial(ridge_inversion, buckets=64),
+    "cocktail_party": cocktail_party,
+    "spear": spear,
+}
+STATUSES = {"converged", "out_of_budget", "diverged", "not_applicable"}
+every = pytest.mark.parametrize("name", ATTACKS)
+with_memory = pytest.mark.parametrize("name", [n for n, make in ATTACKS.items() if isinstance(make(), Remembering)])
+SEARCHES = (
+    "fedgauge.attacks.matching.gradient_matching:",
+    "fedgauge.attacks.matching.feedback_blending:",
+    "fedgauge.attacks.matching.adaptive:",
+)
+
+
+def test_every_attack_of_the_package_is_held_to_the_contract() -> None:
+    # of text: tests/attacks/text/test_text_contract.py and tests/attacks/grading/test_text_audit.py; decoders: tests/attacks/dishonest
+    elsewhere = {n for n in ATTACK.names() if n.startswith((TEXT_ATTACKS, "fedgauge.attacks.malicious."))}
+    assert set(ATTACKS) | elsewhere | {"random_words"} == set(ATTACK.names())
+
+
+@pytest.fixture(scope="module")
+def seen(make_federation: Make) -> tuple[Federation, Wave, Knowledge]:
+    """Three clients of an MLP federation, B = 1, which every attack can work on."""
+    fed = make_federation(clients=3, model={"use": "mlp", "hidden": [16]})
+    params, buffers = fed.initial()
+    wave = Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(3)])
+    return fed, wave, Auditor(fed).knowledge(PlannedAttack("x", {"use": "analytic"}))
+
+
+def streams(n: int) -> list[Stream]:
+    return [partial(generator, "contract", k) for k in range(n)]
+
+
+def run(name: str, wave: Wave, known: Knowledge, budget: Budget | None = None) -> list[Reconstruction]:
+    return ATTACKS[name]().reconstruct(wave, known, budget or Budget(4, restarts=2), streams(len(wave)))
+
+
+def well_formed(results: list[Reconstruction], wave: Wave, known: Knowledge) -> None:
+    assert len(results) == len(wave)
+    for found in results:
+        assert found.status in STATUSES
+        assert found.reason or found.status == "converged"
+        assert found.seconds >= 0
+        assert found.x is not None or found.status in {"not_applicable", "diverged"}
+        if found.x is not None:
+            assert found.x.shape == (known.batch_size, *known.shape)
+            assert found.x.dtype == torch.float32
+            assert torch.isfinite(found.x).all()
+            assert 0 <= float(found.x.min()) <= float(found.x.max()) <= 1
+            assert not found.x.requires_grad
+        if found.y is not None:
+            assert found.y.shape == (known.batch_size,)
+            assert found.y.dtype == torch.int64
+            assert 0 <= int(found.y.min()) <= int(found.y.max()) < known.classes
+
+
+@every
+def test_an_attack_is_a_frozen_value(name: str) -> None:
+    attack = ATTACKS[name]()
+    assert dataclasses.is_dataclass(attack)
+    assert attack == ATTACKS[name]()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        attack.anything = 1  # type: ignore[attr-defined]
+    assert type(attack).__mro__[1] in (Attack, Remembering), "one level under Attack, or under Attack with memory"
+
+
+@every
+def test_one_answer_for_each_observation(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
+    _, wave, known = seen
+    results = run(name, wave, known)
+    well_formed(results, wave, known)
+    assert [found.status for found in results] == ["converged"] * 3
+
+
+@every
+def test_equal_streams_give_equal_answers_and_the_global_generator_is_left_alone(
+    name: str, seen: tuple[Federation, Wave, Knowledge]
+) -> None:
+    _, wave, known = seen
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first, again = run(name, wave, known), run(name, wave, known)
+    assert torch.equal(torch.get_rng_state(), state)
+    for a, b in zip(first, again, strict=True):
+        assert a.x is not None
+        assert b.x is not None
+        assert torch.equal(a.x, b.x)
+
+
+@every
+def test_the_observation_and_the_model_are_not_written_to(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
+    fed, wave, known = seen
+    everything: list[Tensor] = [*wave.params.values(), *wave.update.values(), *fed.model.state_dict().values()]
+    kept = [t.clone() for t in everything]
+    run(name, wave, known)
+    assert all(torch.equal(a, b) for a, b in zip(everything, kept, strict=True))
+    assert all(p.grad is None for p in fed.model.parameters())
+
+
+def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda t: t * factor
+
+
+GARBAGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": torch.zeros_like,
+    "huge": scaled(1e30),
+    "tiny": scaled(1e-30),
+    "largest": lambda t: torch.full_like(t, 3e38),
+    "noise": lambda t: torch.randn(t.shape, generator=torch.Generator().manual_seed(0)),
+    "nan": lambda t: torch.full_like(t, float("nan")),
+    "inf": lambda t: torch.full_like(t, float("inf")),
+    "one nan": lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == 0, torch.nan, t),
+}
+
+
+@every
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_garbage_gives_a_status_never_an_exception(
+    name: str, garbage: str, batch_size: int, seen: tuple[Federation, Wave, Knowledge]
+) -> None:
+    _, wave, known = seen
+    spoilt = dataclasses.replace(wave, update={k: GARBAGE[garbage](t) for k, t in wave.update.items()})
+    known = dataclasses.replace(known, batch_size=batch_size)
+    well_formed(run(name, spoilt, known), spoilt, known)
+
+
+@every
+def test_an_attack_that_iterates_can_be_traced_and_another_says_so(
+    name: str, seen: tuple[Federation, Wave, Knowledge]
+) -> None:
+    _, wave, known = seen
+    attack = ATTACKS[name]()
+    if not name.startswith(SEARCHES):
+        with pytest.raises(ValueError, match=f"{type(attack).__name__} does not iterate: it has no trace"):
+            attack.traced(3)
+        return
+    for found in attack.traced(3).reconstruct(wave, known, Budget(4, restarts=2), streams(3)):
+        assert found.trace is not None
+        assert int(found.trace.iteration[-1]) <= found.iterations
+        assert found.trace.x.shape == (len(found.trace.iteration), known.batch_size, *known.shape)
+
+
+@every
+def test_an_attack_ends_when_its_seconds_are_over(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
+    _, wave, known = seen
+    well_formed(run(name, wave, known, Budget(10**9, seconds=0.05)), wave, known)
+
+
+SGD = {"use": "local_sgd", "rate": 0.1}
+MASK = {"use": "mask", "keep": 0.5, "seed": 1}
+NOISE = {"use": "gaussian", "sigma": 0.1}
+CLIENTS: dict[str, dict[str, Any]] = {
+    "batch of three": {"model": {"use": "lenet"}, "data": {"batch_size": 3}},
+    "train-mode BatchNorm": {
+        "model": {"use": "convnet", "width": 1, "mode": "train"},
+        "data": {"batch_size": 2},
+    },
+    "group": {"model": {"use": "convnet", "width": 1, "norm": "group"}},
+    "local steps": {"chain": [{**SGD, "steps": 2, "batch_size": 1}], "data": {"batch_size": 2}},
+    "each clip": {"chain": [{"use": "clip", "max_norm": 0.1, "each": True}, SGD]},
+    "each mask": {"chain": [{**MASK, "each": True}, SGD]},
+    "mask": {"chain": [SGD, MASK]},
+    "sign": {"chain": [SGD, {"use": "sign"}, NOISE]},
+    "prune": {"chain": [{"use": "prune", "keep": 0.01}, SGD, NOISE]},
+}
+
+
+@every
+@pytest.mark.parametrize("changes", CLIENTS.values(), ids=CLIENTS)
+def test_an_attack_meets_every_kind_of_client(
+    name: str, changes: dict[str, Any], make_federation: Make, observe: Make
+) -> None:
+    fed = make_federation(**changes)
+    wave = observe(fed, clients=(0, 1))
+    known = Auditor(fed).knowledge(PlannedAttack("x", {"use": "analytic"}))
+    results = run(name, wave, known, Budget(2))
+    well_formed(results, wave, known)
+    if name.startswith((*SEARCHES, "fedgauge.attacks.grading.baselines")):
+        assert {found.status for found in results} == {"converged"}
+
+
+# --------------------------------------------------------------------------------------------------------- with memory
+
+
+def equal(a: Memory, b: Memory) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def remembering(name: str) -> Remembering:
+    attack = ATTACKS[name]()
+    assert isinstance(attack, Remembering)
+    return attack
+
+
+@with_memory
+def test_memory_goes_to_disk_and_back_and_is_not_written_to(
+    name: str, seen: tuple[Federation, Wave, Knowledge], tmp_path: Path
+) -> None:
+    """Three rounds, as a pool lives through them: what is remembered is a file in between."""
+    _, wave, known = seen
+    attack = remembering(name)
+    kept = stored = [attack.initial() for _ in wave.clients]
+    for round in range(3):
+        before = [{k: t.clone() for k, t in memory.items()} for memory in kept]
+        found, after = attack.advance(wave, known, Budget(4), streams(3), kept)
+        again, same = attack.advance(wave, known, Budget(4), streams(3), stored)
+        well_formed(found, wave, known)
+        assert all(map(equal, kept, before))
+        assert all(map(equal, after, same))
+        assert [a.objective for a in found] == [b.objective for b in again]
+        for k, memory in enumerate(after):
+            write_tensors(tmp_path / f"{round}-{k}", memory)
+        kept, stored = after, [read_tensors(tmp_path / f"{round}-{k}") for k in range(3)]
+
+
+@with_memory
+def test_a_client_never_met_is_met_as_by_the_attack_alone(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
+    _, wave, known = seen
+    attack = remembering(name)
+    begun, _ = attack.advance(wave, known, Budget(4), streams(3), [attack.initial() for _ in wave.clients])
+    for a, b in zip(begun, attack.reconstruct(wave, known, Budget(4), streams(3)), strict=True):
+        assert a.x is not None
+        assert b.x is not None
+        assert torch.equal(a.x, b.x)
+
+
+def test_an_attack_is_handed_no_truth() -> None:
+    fields = {f.name for kind in (Observation, Wave, Knowledge) for f in dataclasses.fields(kind)}
+    assert fields == {
+        *("round", "client", "clients", "params", "update", "buffers", "model", "chain", "shape", "classes"),
+        *("batch_size", "mean", "std", "labels", "auxiliary", "loss", "text"),
+    }
+    for name in ATTACKS:
+        asked = inspect.signature(ATTACKS[name]().reconstruct).parameters
+        assert list(asked) == ["wave", "known", "budget", "streams"]
+        if isinstance(attack := ATTACKS[name](), Remembering):
+            assert list(inspect.signature(attack.advance).parameters) == [*asked, "memories"]

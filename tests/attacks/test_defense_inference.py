@@ -1,0 +1,331 @@
+"""Inference: the defense is read off the updates alone, whatever it was, and an attack that had to do so loses little by it."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedgauge.attacks.defense_inference import Inferred, infer
+from fedgauge.attacks.grading.audit import Auditor, card
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.data.images import Dataset, batch_of, mnist5k
+from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Transform, Update, chain, gradient, local_sgd, norm, per_example
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.mask import mask
+from fedgauge.defenses.noise import gaussian, laplace
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
+
+KINDS = ("none", "sign", "prune", "mask", "clip")
+CHAINS = 100
+RIGHT = 0.95
+
+
+@pytest.fixture(scope="module")
+def digits() -> Dataset:
+    return mnist5k()
+
+
+# --------------------------------------------------------------------------------------------- a hundred random chains
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """A random federation's round: a net, its local training, and several clients' batches."""
+
+    net: str
+    model: nn.Module
+    local: local_sgd
+    batches: list[Batch]
+    normalise: Callable[[Tensor], Tensor] | None
+    draws: np.random.Generator
+
+    @classmethod
+    def random(cls, seed: int, digits: Dataset) -> "World":
+        draws = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        net = str(draws.choice(["mlp", "deep mlp", "lenet", "convnet16", "resnet20"]))
+        written = net in ("mlp", "deep mlp", "lenet") and draws.random() < 0.7
+        shape = (1, 28, 28) if written else (3, 20, 20)
+        model = {
+            "mlp": lambda: mlp(shape, 10, [int(draws.choice([16, 64, 256]))]),
+            "deep mlp": lambda: mlp(shape, 10, [64, 32]),
+            "lenet": lambda: lenet(shape, 10),
+            "convnet16": lambda: convnet(shape, 10, 16),
+            "resnet20": lambda: resnet20(shape, 10),
+        }[net]()
+        size, steps = int(draws.choice([1, 1, 2, 4, 8])), int(draws.choice([1, 1, 2, 3]))
+        local = local_sgd(
+            float(10 ** draws.uniform(-2, -0.5)), steps, max(1, size // 2) if draws.random() < 0.3 else None
+        )
+
+        def batch(client: int) -> Batch:
+            if written:
+                return batch_of(digits.x, digits.y, torch.from_numpy(draws.integers(0, len(digits.x), size)))
+            rng = generator(seed, "batch", client)
+            return Batch(torch.rand(size, *shape, generator=rng), torch.randint(10, (size,), generator=rng))
+
+        batches = [batch(client) for client in range(int(draws.integers(2, 6)))]
+        normalise = (lambda x: (x - 0.13) / 0.31) if draws.random() < 0.7 else None  # black is zero, or is not
+        return cls(net, model.eval(), local, batches, normalise, draws)
+
+    def updates(self, *links: Transform) -> list[Update]:
+        client, params = chain(*links)(gradient(self.model, normalise=self.normalise)), detached_params(self.model)
+        return [client(params, batch, generator(i, "client")) for i, batch in enumerate(self.batches)]
+
+    def defended(self, kind: str) -> tuple[tuple[Transform, ...], list[Update]]:
+        """By one random defense at a random place."""
+        draws = self.draws
+        keep = float(draws.uniform(0.01, 0.9) if draws.random() < 0.5 else 10 ** draws.uniform(-2, math.log10(0.9)))
+        known_to_all = int(draws.integers(100)) if draws.random() < 0.5 else None
+        link = {
+            "sign": sign(float(10 ** draws.uniform(-3, 0))),
+            "prune": prune(keep),
+            "mask": mask(keep, known_to_all),
+        }.get(kind)
+        inside = draws.random() < 0.5  # in each local step
+        if kind == "clip":  # what several steps clipped is no longer of one norm
+            inside = inside and self.local.steps == 1
+            bare = self.updates(self.local)
+            norms = sorted(float(norm(u)) / (self.local.rate if inside else 1) for u in bare)
+            second_largest_or_all = norms[-2] if draws.random() < 0.3 else norms[0]
+            link = clip(second_largest_or_all * float(draws.uniform(0.3, 0.99)))
+        links = (self.local,) if link is None else (link, self.local) if inside else (self.local, link)
+        return links, self.updates(*links)
+
+    def inferred(self, updates: list[Update]) -> Inferred:
+        return infer(updates, self.model, self.local, len(self.batches[0].x))
+
+
+@pytest.mark.slow
+def test_a_single_defense_is_told_from_the_updates(digits: Dataset) -> None:
+    confusion: Counter[tuple[str, str]] = Counter()
+    wrong, keeps = [], []
+    for seed in range(CHAINS):
+        kind, world = KINDS[seed % len(KINDS)], World.random(seed, digits)
+        links, updates = world.defended(kind)
+        found = world.inferred(updates)
+        confusion[kind, found.kind] += 1
+        if found.kind != kind:
+            wrong.append(f"{seed}: {world.net}, {len(world.batches)} x {len(world.batches[0].x)}, {links} -> {found}")
+        elif kind in ("prune", "mask") and isinstance(links[1], prune | mask):  # else several were summed
+            keeps.append(abs(math.log(found.parameters["keep"] / links[1].keep)))
+    table = "\n".join(f"{k:>6} " + " ".join(f"{f}={n}" for (t, f), n in confusion.items() if t == k) for k in KINDS)
+    assert CHAINS - len(wrong) >= RIGHT * CHAINS, "\n".join([table, *wrong])
+    assert len(keeps) > 10
+    assert np.median(keeps) < 0.05, keeps
+
+
+def test_one_update_shows_all_but_a_clip(digits: Dataset) -> None:
+    wrong = []
+    for seed in range(1000, 1024):
+        kind, world = KINDS[seed % 4], World.random(seed, digits)
+        links, updates = world.defended(kind)
+        if (found := world.inferred(updates[:1])).kind != kind:
+            wrong.append(f"{seed}: {links} -> {found}")
+    assert len(wrong) <= 1, wrong
+    world = World.random(7, digits)
+    updates = world.updates(world.local, clip(1e-3))
+    assert "a clip cannot be seen in one update" in world.inferred(updates[:1]).evidence
+    assert world.inferred(updates[:1]).kind == "none"
+    assert world.inferred(updates).kind == "clip"
+
+
+# ------------------------------------------------------------------------------------------------- what is read off it
+
+
+@pytest.fixture
+def world(digits: Dataset) -> World:
+    """A relu net on digits whose background is zero: half of an undefended update is zero by nature."""
+    torch.manual_seed(0)
+    batches = [batch_of(digits.x, digits.y, torch.arange(4 * i, 4 * i + 4)) for i in range(4)]
+    return World("mlp", mlp((1, 28, 28), 10, [32, 24]), local_sgd(0.1), batches, None, np.random.default_rng(0))
+
+
+def test_zeros_by_nature_are_no_defense(world: World) -> None:
+    updates = world.updates(world.local)
+    zeros = [float((u["1.weight"] == 0).float().mean()) for u in updates]
+    assert min(zeros) > 0.3, "else this shows nothing"
+    found = world.inferred(updates)
+    assert (found.kind, found.parameters, found.chain.links) == ("none", {}, (world.local,))
+    assert str(found) == "none from 4 updates"
+
+
+def test_a_trained_nets_zeros_are_no_defense_either(digits: Dataset) -> None:
+    torch.manual_seed(0)
+    model = mlp((1, 28, 28), 10, [64])
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    few = batch_of(digits.x, digits.y, torch.arange(64))
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(few.x), few.y)
+        loss.backward()
+        optimizer.step()
+    assert loss < 1e-3, "else this shows nothing: signals of labels must vanish"
+    batches = [batch_of(digits.x, digits.y, torch.arange(60 + 8 * i, 68 + 8 * i)) for i in range(3)]  # learnt and new
+    world = World("mlp", model, local_sgd(0.1), batches, None, np.random.default_rng(0))
+    assert world.inferred(world.updates(world.local)).kind == "none"
+    assert world.inferred(world.updates(world.local, mask(0.9))).kind == "mask"
+
+
+@pytest.mark.parametrize("keep", [0.03, 0.1, 0.5, 0.85])
+def test_a_prunings_keep_is_exact_enough_to_repeat_it(world: World, keep: float) -> None:
+    found = world.inferred(world.updates(world.local, prune(keep)))
+    assert (found.kind, found.parameters) == ("prune", {"keep": keep})
+    undefended = world.updates(world.local)
+    for bare, pruned in zip(undefended, world.updates(world.local, prune(keep)), strict=True):
+        again = found.chain.links[1](lambda *_, bare=bare: bare)({}, world.batches[0], None)  # type: ignore[misc]  # mypy infers no default
+        for k, t in pruned.items():
+            assert torch.equal(again[k], t), k
+
+
+def test_signs_of_steps_and_of_examples_are_summed(world: World) -> None:
+    steps = local_sgd(0.1, steps=3)
+    inside = World("mlp", world.model, steps, world.batches, None, world.draws)
+    found = inside.inferred(inside.updates(sign(0.5), steps))
+    assert found.kind == "sign"
+    assert found.parameters["scale"] == pytest.approx(0.5)
+    assert found.chain.links[1] == steps, "in each step"
+    found = world.inferred(world.updates(per_example(sign(0.5)), world.local))
+    assert found.kind == "sign"
+    assert isinstance(found.chain.links[0], per_example)
+    found = world.inferred(world.updates(world.local, sign(0.02)))
+    assert found.parameters["scale"] == pytest.approx(0.02)
+    assert found.chain.links[0] == world.local, "on the finished update"
+
+
+def test_a_mask_that_all_know_has_its_zeros_everywhere_in_the_same_places(world: World) -> None:
+    known, secret = (world.inferred(world.updates(world.local, mask(0.3, seed))) for seed in (5, None))
+    assert known.kind == secret.kind == "mask"
+    assert "a mask that everybody knows" in known.evidence
+    assert "a mask that everybody knows" not in secret.evidence
+    assert known.parameters["keep"] == pytest.approx(0.3, rel=0.2)
+    assert secret.parameters["keep"] == pytest.approx(0.3, rel=0.2)
+    # what the attacker expects is hidden where the clients hide it, and nowhere where they show something
+    bare, seen = world.updates(world.local)[0], world.updates(world.local, mask(0.3, 5))
+    expected = known.chain.links[1](lambda *_: bare)({}, world.batches[0], None)
+    assert all(torch.equal(expected[k], t) for k, t in seen[0].items())
+
+
+def test_a_clips_bound_is_its_norm(world: World) -> None:
+    found = world.inferred(world.updates(clip(0.5), world.local))
+    assert found.kind == "clip"
+    assert found.parameters["max_norm"] == pytest.approx(0.05)
+    assert world.inferred(world.updates(clip(1e6), world.local)).kind == "none", (
+        "a bound that nobody reaches shows nothing"
+    )
+
+
+def test_equal_updates_are_no_clip(world: World) -> None:
+    updates = world.updates(world.local)
+    assert world.inferred([updates[0], updates[0]]).kind == "none"
+
+
+@pytest.mark.parametrize("sigma", [1e-4, 1e-2])
+def test_noise_shows_in_the_rank_and_its_spread_is_read(world: World, sigma: float) -> None:
+    for noise in (gaussian(sigma), laplace(sigma / math.sqrt(2))):
+        found = world.inferred(world.updates(world.local, noise))
+        assert found.kind == "noise"
+        assert found.parameters["sigma"] == pytest.approx(sigma, rel=0.1)
+        assert found.chain.conditional is not None
+        assert found.chain.conditional.sigma == found.parameters["sigma"]
+
+
+def test_noise_that_no_layer_can_show_is_not_denied(digits: Dataset) -> None:
+    batches = [batch_of(digits.x, digits.y, torch.arange(32 * i, 32 * i + 32)) for i in range(2)]
+    world = World("lenet", lenet((1, 28, 28), 10), local_sgd(0.1), batches, None, np.random.default_rng(0))
+    found = world.inferred(world.updates(world.local, gaussian(1e-3)))
+    assert found.kind == "none"
+    assert "noise could not be told from none" in found.evidence
+
+
+@pytest.mark.parametrize("defense", [sign(0.1), prune(0.2), mask(0.4), clip(1e-3), gaussian(1e-3)], ids=repr)
+def test_the_inferred_chain_is_the_attackers_form_of_the_true_one(world: World, defense: Transform) -> None:
+    true, found = chain(world.local, defense), world.inferred(world.updates(world.local, defense)).chain
+    bare, params = gradient(world.model), detached_params(world.model)
+    expected, got = (c.mean(bare)(params, world.batches[0], None) for c in (true, found))
+    for k, t in expected.items():
+        assert torch.allclose(got[k], t, rtol=0.2, atol=0), k
+    assert true.conditional is not None
+    assert found.conditional is not None
+    for name in ("sparse", "signed", "noisy"):
+        assert getattr(found.conditional, name) == getattr(true.conditional, name)
+    assert found.conditional.shrink == pytest.approx(true.conditional.shrink, rel=0.2)
+
+
+def test_updates_that_say_nothing(world: World) -> None:
+    zero = {k: torch.zeros_like(t) for k, t in world.updates(world.local)[0].items()}
+    found = world.inferred([zero, zero])
+    assert (found.kind, found.margin, found.evidence) == ("none", 0.0, "the updates are zero")
+    updates = [*world.updates(world.local, prune(0.1)), zero]
+    assert str(world.inferred(updates)) == "prune(keep~0.1) from 5 updates", (
+        "a client without a gradient disturbs nothing"
+    )
+
+
+def test_under_a_secure_sum_what_several_clients_pruned_was_summed(world: World) -> None:
+    from fedgauge.client.update import average
+
+    means = [average(pair, [1, 1]) for u in [world.updates(world.local, prune(0.1))] for pair in (u[:2], u[2:])]
+    found = infer(means, world.model, world.local, len(world.batches[0].x), members=2)
+    assert found.kind == "prune"
+    assert found.parameters["keep"] == pytest.approx(0.1, rel=0.5)
+
+
+# -------------------------------------------------------------------------------------------------- through the audit
+
+
+def planned(**table: Any) -> PlannedAttack:
+    table = {"use": "bayes", "iterations": 120, "name": "attack", **table}
+    return PlannedAttack.from_table(table, "here")
+
+
+@pytest.mark.slow
+def test_an_inferred_pruning_serves_about_as_well_as_a_known_one(make_federation: Any, observe: Any) -> None:
+    local = {"use": "local_sgd", "rate": 0.1}
+    fed = make_federation(clients=4, chain=[local, {"use": "prune", "keep": 0.03}])
+    wave, scores = observe(fed, (0, 1, 2, 3)), {}
+    for defense in ("known", "unknown", "inferred"):
+        audited = Auditor(fed).audit(planned(defense=defense), wave)  # of one name: all start from the same image
+        said = "chain inferred: prune(keep~0.03) from 4 updates" if defense == "inferred" else ""
+        assert all(a.reconstruction.reason.startswith(said) for a in audited)
+        values = [row.value for a in audited for row in a.rows if (row.attack, row.metric) == ("attack", "psnr")]
+        scores[defense] = np.array(values, dtype=float)
+    assert len(scores["inferred"]) == 4
+    assert np.abs(scores["inferred"] - scores["known"]).max() < 1, scores
+    assert (scores["inferred"] > scores["unknown"]).all(), scores
+    assert (scores["inferred"] - scores["unknown"]).mean() > 2, scores
+
+
+def test_the_card_says_what_was_inferred_and_what_was_true(make_federation: Any, observe: Any) -> None:
+    fed = make_federation(clients=2, chain=[{"use": "local_sgd", "rate": 0.1}, {"use": "sign", "scale": 0.5}])
+    true = "(the true one: local_sgd(rate=0.1) > sign(scale=0.5))"
+    auditor, plan = Auditor(fed), planned(defense="inferred")
+    assert f"chain inferred: from the updates of each wave {true}" in card(fed, plan)
+    inferred = auditor.inferred(observe(fed, (0, 1)))
+    assert str(inferred) == "sign(scale~0.5) from 2 updates"
+    known = auditor.knowledge(plan, inferred=inferred)
+    assert not any(isinstance(link, sign) for link in known.chain.links), "the attacker holds a link of its own"
+    with pytest.raises(ValueError, match="attack: a defense is inferred from updates"):
+        auditor.knowledge(plan)
+
+
+def test_nothing_of_the_true_chain_but_its_local_training_is_asked(make_federation: Any, observe: Any) -> None:
+    def found(**changes: Any) -> Inferred:
+        fed = make_federation(clients=2, **changes)
+        return Auditor(fed).inferred(pruned)
+
+    local = {"use": "local_sgd", "rate": 0.1}
+    fed = make_federation(clients=2, chain=[local, {"use": "prune", "keep": 0.1}])
+    pruned = observe(fed, (0, 1))
+    for link in ({"use": "prune", "keep": 0.5}, {"use": "sign"}):
+        assert found(chain=[local, link]).chain == found(chain=[local]).chain == Auditor(fed).inferred(pruned).chain

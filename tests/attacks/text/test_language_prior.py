@@ -1,0 +1,198 @@
+"""Claims about language models as priors: what they score, what they learn, what they remember, what they refuse."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedgauge.attacks.learned.cache import Shelf
+from fedgauge.attacks.text.language_prior import OwnPrior, Prior, PublicPrior, Training, load_prior, surprise
+from fedgauge.client.data.corpora import phrases
+from fedgauge.client.models.language import tiny_bert
+from fedgauge.client.models.tokenizer import Tokenizer, wordpiece
+
+transformers = pytest.importorskip("transformers", reason="the extra [text] is not installed")
+
+SENTENCES = ("the cat sat on the mat", "a dog barks", "the dog sat on a mat", "we sing")
+SMALL = Training(layers=1, width=16, heads=2, steps=60, batch=8)
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    return wordpiece(SENTENCES, 100)
+
+
+@pytest.fixture(scope="module")
+def text() -> Tensor:
+    return phrases(12).x[:600]
+
+
+@pytest.fixture(scope="module")
+def learned(text: Tensor, tmp_path_factory: pytest.TempPathFactory) -> OwnPrior:
+    folder = tmp_path_factory.mktemp("shelf")
+    return OwnPrior(text, 0, 1500, Training(layers=1, width=32, heads=2, steps=200), Shelf(folder))
+
+
+def test_the_surprise_of_a_model_that_knows_nothing_is_the_logarithm_of_its_words() -> None:
+    ids, seen = (
+        torch.tensor([[3, 1, 4, 0], [2, 2, 0, 0]]),
+        torch.tensor([[True] * 3 + [False], [True] * 2 + [False] * 2]),
+    )
+    assert surprise(torch.zeros(2, 4, 7).log_softmax(-1), ids, seen).tolist() == pytest.approx([math.log(7)] * 2)
+    sure = 50 * F.one_hot(ids.roll(-1, 1), 7).float()
+    assert surprise(sure.log_softmax(-1), ids, seen).tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_what_follows_a_word_has_probabilities_that_sum_to_one(text: Tensor, tmp_path: Path) -> None:
+    size = int(text.max()) + 50  # words that the text never has
+    prior = OwnPrior(text, 0, size, SMALL, Shelf(tmp_path))
+    told = prior([[int(text[0, 1]), w] for w in range(size)])
+    assert float((-told).exp().sum()) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_it_learns_the_language_of_held_out_sentences(learned: OwnPrior) -> None:
+    before, after = learned.told
+    assert before == pytest.approx(math.log(1500), rel=0.2)
+    assert after < before - 1.5
+
+
+def test_sentences_as_they_are_said_are_less_surprising_than_shuffled(learned: OwnPrior) -> None:
+    others = phrases(12).x[-100:]
+    rng = torch.Generator().manual_seed(0)
+    said = [row[row != 0].tolist() for row in others]
+    shuffled = [[s[0], *(s[1:-1][i] for i in torch.randperm(len(s) - 2, generator=rng).tolist()), s[-1]] for s in said]
+    assert float((learned(shuffled) - learned(said)).median()) > 0.3
+
+
+def test_the_score_of_a_sentence_does_not_depend_on_those_beside_it(learned: OwnPrior) -> None:
+    said = [(2, 10, 20, 3), (2, 30, 3), (2, 40, 50, 60, 70, 3)]
+    together = learned.score(said)
+    for sentence, value in zip(said, together, strict=True):
+        assert float(learned.score([sentence])[0]) == pytest.approx(float(value), rel=1e-4)
+    assert learned.score([(2,)]).tolist() == [0.0]
+
+
+def test_it_is_trained_once(text: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = OwnPrior(text, 0, 1500, SMALL, Shelf(tmp_path))
+    state = torch.get_rng_state()
+
+    def never(*_: object) -> Any:
+        raise AssertionError("it was kept")
+
+    monkeypatch.setattr(OwnPrior, "_train", never)
+    again = OwnPrior(text, 0, 1500, SMALL, Shelf(tmp_path))
+    assert torch.equal(first([[2, 10, 11, 3]]), again([[2, 10, 11, 3]]))
+    assert first.told == again.told
+    assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
+    with pytest.raises(AssertionError, match="it was kept"):
+        OwnPrior(text[1:], 0, 1500, SMALL, Shelf(tmp_path))
+
+
+class Counting(Prior):
+    """As surprising as a sentence is long; it counts what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, ...]] = []
+
+    def score(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
+        self.asked += sentences
+        return torch.tensor([float(len(s)) for s in sentences])
+
+
+def test_a_sentence_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prior = Counting()
+    assert prior([[1, 2], [3], [1, 2]]).tolist() == [2, 1, 2]
+    assert prior([[3], [4, 4, 4]]).tolist() == [1, 3]
+    assert prior.asked == [(1, 2), (3,), (4, 4, 4)]
+    monkeypatch.setattr("fedgauge.attacks.text.language_prior.REMEMBERED", 3)
+    assert prior([[5], [3]]).tolist() == [1, 1]
+    assert prior([[1, 2], [5]]).tolist() == [2, 1], "what was forgotten is scored again"
+    assert prior.asked[3:] == [(5,), (1, 2)]
+
+
+def public(folder: Path, words: Tokenizer, positions: int = 16) -> Any:
+    """A GPT-2 of random weights with these words, as its makers would publish it."""
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words.backend, pad_token="[PAD]", unk_token="[UNK]")
+    fast.save_pretrained(folder)
+    config = transformers.GPT2Config(
+        vocab_size=words.size,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=positions,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = transformers.GPT2LMHeadModel(config).eval()
+    net.save_pretrained(folder)
+    return net
+
+
+def test_a_public_model_with_the_victims_words_scores_its_own_loss(words: Tokenizer, tmp_path: Path) -> None:
+    net = public(tmp_path, words)
+    prior = PublicPrior(tmp_path, words)
+    said = [words.encode(s) for s in SENTENCES]
+    framed = [[2, *ids, 3] for ids in said]  # what frames a sentence is no language
+    for ids, value in zip(said, prior(framed).tolist(), strict=True):
+        whole = torch.tensor([ids])
+        assert value == pytest.approx(float(net(input_ids=whole, labels=whole).loss.detach()), rel=1e-4)
+
+
+def test_a_public_model_with_words_of_its_own_reads_what_is_written(words: Tokenizer, tmp_path: Path) -> None:
+    others = wordpiece(("the cats are singing on a mat we see",), 80)
+    net = public(tmp_path, others)
+    sentence = "the dog sat on a mat"
+    (value,) = PublicPrior(tmp_path, words)([[2, *words.encode(sentence), 3]]).tolist()
+    whole = torch.tensor([others.encode(sentence)])
+    assert value == pytest.approx(float(net(input_ids=whole, labels=whole).loss.detach()), rel=1e-4)
+
+
+def test_a_public_model_reads_no_further_than_it_has_positions(words: Tokenizer, tmp_path: Path) -> None:
+    net = public(tmp_path, words, positions=3)
+    ids = words.encode(SENTENCES[0])
+    (value,) = PublicPrior(tmp_path, words)([ids]).tolist()
+    whole = torch.tensor([ids[:3]])
+    assert value == pytest.approx(float(net(input_ids=whole, labels=whole).loss.detach()), rel=1e-4)
+
+
+def test_without_auxiliary_text_there_is_nothing_to_train_on(words: Tokenizer) -> None:
+    model = tiny_bert((8,), words, "classification", 2, width=16)
+    with pytest.raises(ValueError, match=r"there is none: set \[data\] auxiliary, name a public model"):
+        load_prior("auxiliary", None, model, None, SMALL)
+    with pytest.raises(ValueError, match="no word after another"):
+        OwnPrior(torch.tensor([[5, 0], [6, 0]]), 0, 10, SMALL)
+
+
+def test_a_model_that_is_not_there_is_refused_without_asking_a_hub(
+    words: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> Any:
+        raise AssertionError("a hub was asked")
+
+    monkeypatch.setattr("socket.create_connection", never)
+    monkeypatch.setattr("socket.getaddrinfo", never)
+    model = tiny_bert((8,), words, "classification", 2, width=16)
+    with pytest.raises(ValueError, match="is no folder of a model"):
+        load_prior("auxiliary", tmp_path / "none", model, None, SMALL)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_prior("gpt2-that-is-not-there", None, model, None, SMALL)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words.backend, pad_token="[PAD]", unk_token="[UNK]")
+    fast.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the language model .* cannot be loaded"):
+        load_prior("auxiliary", tmp_path, model, None, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"), [({"steps": 0}, "steps .* at least 1"), ({"width": 10}, "divide among 4")]
+)
+def test_impossible_settings_are_refused(setting: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Training(**setting)

@@ -1,0 +1,197 @@
+"""What every attack on sentences promises, whichever it is: found by walking the package, so a new one is held to it at once."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.protocol import Federation
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch
+
+pytest.importorskip("transformers", reason="the extra [text] is not installed")
+
+# what makes an attack small enough for seconds; one that needs nothing needs no line
+SMALL: dict[str, dict[str, Any]] = {
+    "lamp": {"lm_steps": 10, "draws": 3, "orders": 3, "period": 2, "candidates": 4},
+}
+NAMES = [name for name in ATTACK.names() if name.startswith(TEXT_ATTACKS)]
+STATUSES = {"converged", "out_of_budget", "diverged", "not_applicable"}
+BUDGET = Budget(4)
+every = pytest.mark.parametrize("name", NAMES)
+
+Make = Callable[..., Federation]
+
+
+class Seen(NamedTuple):
+    """Two clients of a tiny federation, as the server sees them."""
+
+    federation: Federation
+    wave: Wave
+    known: Knowledge
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "classification": {"model": {"use": "tiny_bert", "width": 48, "heads": 2}},
+    "next_token": {
+        "model": {"use": "tiny_gpt2", "width": 48, "heads": 2, "tied": False},
+        "loss": {"use": "next_token"},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def seen(request: pytest.FixtureRequest, make_federation: Make) -> Seen:
+    return observed(make_federation, request.param)
+
+
+def observed(make_federation: Make, task: str, batch_size: int = 1) -> Seen:
+    data = {"use": "phrases", "length": 12, "task": task, "auxiliary": 40, "batch_size": batch_size}
+    fed = make_federation(data=data, **TASKS[task])
+    params, buffers = fed.initial()
+    wave = Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(2)])
+    return Seen(fed, wave, Auditor(fed).knowledge(PlannedAttack("x", {"use": NAMES[0]})))
+
+
+def built(name: str) -> Attack:
+    return PlannedAttack.from_table({"use": name, **SMALL.get(name, {})}, "[[attack]]").build()
+
+
+def run(name: str, wave: Wave, known: Knowledge, budget: Budget = BUDGET) -> list[Reconstruction]:
+    streams = [partial(generator, "contract", client) for client in wave.clients]
+    return built(name).reconstruct(wave, known, budget, streams)
+
+
+def well_formed(results: list[Reconstruction], wave: Wave, known: Knowledge) -> None:
+    assert isinstance(known.model, LanguageModel)
+    assert len(results) == len(wave)
+    for found in results:
+        assert found.status in STATUSES
+        assert found.reason or found.status == "converged"
+        assert found.seconds >= 0
+        assert found.x is not None or found.status in {"not_applicable", "diverged"}
+        if found.x is not None:
+            assert found.x.shape == (known.batch_size, *known.shape)
+            assert found.x.dtype == torch.int64
+            assert 0 <= int(found.x.min()) <= int(found.x.max()) < known.model.vocabulary
+            said = found.x != known.model.pad
+            assert bool((said[:, 1:] <= said[:, :-1]).all()), "padding stands on the right alone"
+        if found.y is not None:
+            assert known.model.task == "classification"
+            assert found.y.shape == (known.batch_size,)
+            assert found.y.dtype == torch.int64
+            assert 0 <= int(found.y.min()) <= int(found.y.max()) < known.classes
+
+
+def test_there_are_attacks_to_be_held_to_it() -> None:
+    assert {"exact", "dager"} <= set(NAMES)
+
+
+@every
+def test_an_attack_is_a_frozen_value(name: str) -> None:
+    attack = built(name)
+    assert dataclasses.is_dataclass(attack)
+    assert attack == built(name)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        attack.anything = 1  # type: ignore[attr-defined]
+
+
+@every
+def test_one_answer_for_each_observation(name: str, seen: Seen) -> None:
+    results = run(name, seen.wave, seen.known)
+    well_formed(results, seen.wave, seen.known)
+    assert all(found.x is not None for found in results)
+
+
+@every
+def test_another_truth_changes_the_scores_and_not_the_reconstruction(name: str, seen: Seen) -> None:
+    """An audit that grades against sentences read backwards hands out the same ones."""
+    table = {"use": name, "iterations": BUDGET.iterations, **SMALL.get(name, {})}
+    fed, plan, wave = seen.federation, PlannedAttack.from_table(table, "[[attack]]"), seen.wave.of([0])
+
+    def invented(client: int, round: int) -> Batch:
+        own = fed.batch_at(client, round)
+        return Batch(own.x.flip(1), own.y.flip(1) if own.y.dim() > 1 else own.y)
+
+    honest, other = Auditor(fed).audit(plan, wave)[0], Auditor(fed).audit(plan, wave, truth=invented)[0]
+    assert honest.reconstruction.x is not None and other.reconstruction.x is not None
+    assert torch.equal(honest.reconstruction.x, other.reconstruction.x)
+    scores = [[r.value for r in audited.rows if r.metric == "token_accuracy"] for audited in (honest, other)]
+    assert len(scores[0]) == len(scores[1]) == 1
+    if honest.reconstruction.reason.startswith("certified"):
+        assert scores[0] != scores[1]
+
+
+@every
+def test_what_is_found_of_a_client_follows_its_update_and_its_randomness(name: str, seen: Seen) -> None:
+    """The other way round in the wave, the same sentences come out the other way round."""
+    first, second = run(name, seen.wave, seen.known)
+    turned = run(name, seen.wave.of([1, 0]), seen.known)
+    for a, b in zip((second, first), turned, strict=True):
+        assert a.x is not None and b.x is not None
+        assert torch.equal(a.x, b.x)
+
+
+@every
+def test_equal_streams_give_equal_answers_and_the_global_generator_is_left_alone(name: str, seen: Seen) -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first, again = run(name, seen.wave, seen.known), run(name, seen.wave, seen.known)
+    assert torch.equal(torch.get_rng_state(), state)
+    for a, b in zip(first, again, strict=True):
+        assert a.x is not None and b.x is not None
+        assert torch.equal(a.x, b.x)
+
+
+@every
+def test_the_observation_and_the_model_are_not_written_to(name: str, seen: Seen) -> None:
+    model = seen.federation.model
+    everything = [*seen.wave.params.values(), *seen.wave.update.values(), *model.state_dict().values()]
+    kept = [t.clone() for t in everything]
+    run(name, seen.wave, seen.known)
+    assert all(torch.equal(a, b) for a, b in zip(everything, kept, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+GARBAGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": torch.zeros_like,
+    "huge": lambda t: t * 1e30,
+    "tiny": lambda t: t * 1e-30,
+    "noise": lambda t: torch.randn(t.shape, generator=torch.Generator().manual_seed(0)),
+    "nan": lambda t: torch.full_like(t, float("nan")),
+    "inf": lambda t: torch.full_like(t, float("inf")),
+    "one nan": lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == 0, torch.nan, t),
+}
+
+
+@every
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_garbage_gives_a_status_never_an_exception(name: str, garbage: str, batch_size: int, seen: Seen) -> None:
+    spoilt = dataclasses.replace(seen.wave, update={k: GARBAGE[garbage](t) for k, t in seen.wave.update.items()})
+    known = dataclasses.replace(seen.known, batch_size=batch_size)
+    well_formed(run(name, spoilt, known), spoilt, known)
+
+
+@every
+@pytest.mark.parametrize("task", TASKS)
+def test_two_sentences_an_update_are_read_or_refused_with_a_reason(name: str, task: str, make_federation: Make) -> None:
+    _, wave, known = observed(make_federation, task, batch_size=2)
+    well_formed(run(name, wave, known), wave, known)
+
+
+@every
+def test_where_there_are_no_words_an_attack_says_so(name: str, seen: Seen) -> None:
+    images = dataclasses.replace(seen.known, text=None)
+    for found in run(name, seen.wave, images):
+        assert (found.status, found.x, found.y) == ("not_applicable", None, None)
+        assert found.reason

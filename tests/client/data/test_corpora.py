@@ -1,0 +1,371 @@
+"""Claims about text data: what a sentence becomes, that it becomes so everywhere, and what is refused."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from csv import writer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.data.corpora import Text, csv, phrases, rotten_tomatoes, sst2, wikitext2
+from fedgauge.client.data.corpora import cola as read_cola
+from fedgauge.client.data.grammar import sentences
+from fedgauge.client.data.images import batch_of, may_download, split
+from fedgauge.client.data.own_images import wrong
+from fedgauge.client.deployment.owner import Own, Owner, Terms
+from fedgauge.client.models.tokenizer import SPECIAL, Tokenizer, framed, wordpiece
+from fedgauge.client.protocol import Federation, Protocol
+
+LINES = ("The cat, sat on the mat!", "a dog barks; it BARKS", "unbelievably éclair")
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    return wordpiece(LINES, 100)
+
+
+# ------------------------------------------------------------------------------------------------------------- phrases
+
+
+def test_phrases_are_short_distinct_and_of_two_classes_in_equal_parts() -> None:
+    found = sentences()
+    assert len(dict(found)) == len(found) == 4000
+    assert Counter(label for _, label in found) == {0: 2000, 1: 2000}
+    assert {len(s.split()) for s, _ in found} <= set(range(4, 13))
+    assert len({w for s, _ in found for w in s.split()}) >= 300
+
+
+def test_phrases_can_be_told_apart_by_their_words() -> None:
+    # naive Bayes on word counts, from 3,200 sentences, on the 800 others
+    found = sentences()
+    tested, trained = found[:800], found[800:]
+    counts = [Counter(w for s, label in trained if label == k for w in s.split()) for k in (0, 1)]
+    totals = [sum(c.values()) + 500 for c in counts]
+    right = 0
+    for sentence, label in tested:
+        odds = sum(
+            torch.tensor((counts[1][w] + 1) / totals[1]).log() - torch.tensor((counts[0][w] + 1) / totals[0]).log()
+            for w in sentence.split()
+        )
+        right += int((float(odds) > 0) == (label == 1))
+    assert right > 760
+
+
+@pytest.mark.slow
+def test_every_process_makes_the_same_phrases_and_the_same_ids(tmp_path: Path) -> None:
+    code = "from fedgauge.client.data.corpora import phrases; d = phrases(); print(d.x.sum().item(), (d.x * d.x.roll(1)).sum().item())"
+    told = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "XDG_CACHE_HOME": str(tmp_path / seed)}
+        told.add(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout)
+    assert len(told) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- tokenizers
+
+
+def test_a_word_piece_tokenizer_writes_what_it_has_read(words: Tokenizer) -> None:
+    assert words.decode(words.encode("the dog sat on a mat")) == "the dog sat on a mat"
+    assert words.tokens(words.encode("The CAT")) == ["the", "cat"]
+    assert words.tokens(range(5)) == list(SPECIAL)
+    assert words.decode([words.cls, *words.encode("a dog"), words.sep, words.pad]) == "a dog"  # type: ignore[list-item]
+
+
+def test_unknown_words_are_spelt_in_pieces_of_known_ones(words: Tokenizer) -> None:
+    assert "".join(t.removeprefix("##") for t in words.tokens(words.encode("dots"))) == "dots"
+    assert words.tokens(words.encode("Ω")) == ["[UNK]"]
+
+
+def test_the_vocabulary_keeps_to_its_size_with_the_commonest_words_first() -> None:
+    text = ["alpha alpha alpha beta beta gamma"]
+    letters = len(set("alphabetagamma"))
+    room = len(SPECIAL) + 2 * letters
+    assert wordpiece(text, room).size == room
+    small = wordpiece(text, room + 2)
+    assert small.size == room + 2
+    assert small.tokens(small.encode("alpha")) == ["alpha"]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.text(alphabet="abc .,!", min_size=1, max_size=20), min_size=1, max_size=5))
+def test_nothing_of_the_corpus_is_unknown(lines: list[str]) -> None:
+    own = wordpiece(lines, 60)
+    assert all(SPECIAL.index("[UNK]") not in own.encode(line) for line in lines)
+
+
+def test_a_sentence_is_cut_before_what_frames_its_end() -> None:
+    found = framed([[7, 8, 9, 10], [7]], 5, 0, (2,), (3,))
+    assert found.tolist() == [[2, 7, 8, 9, 3], [2, 7, 3, 0, 0]]
+
+
+# ------------------------------------------------------------------------------------------------------------ data sets
+
+
+def test_a_classified_sentence_is_framed_and_padded() -> None:
+    data = phrases(length=16)
+    assert (data.x.shape, data.x_test.shape, data.classes, data.shape) == ((3200, 16), (800, 16), 2, (16,))
+    words = data.tokenizer
+    assert (data.x[:, 0] == words.cls).all()
+    assert ((data.x == words.sep).sum(1) == 1).all()
+    ended = (data.x == words.sep).cumsum(1) - (data.x == words.sep).long()
+    assert (data.x[ended.bool()] == words.pad).all()
+    read = {words.decode(row) for row in data.x.tolist()}
+    assert read <= {s for s, _ in sentences()}
+    assert wrong(data) == ""
+
+
+def test_the_labels_of_next_token_are_the_words() -> None:
+    data = phrases(length=16, task="next_token")
+    said = data.x != data.tokenizer.pad
+    assert torch.equal(data.y[said], data.x[said])
+    assert (data.y[~said] == -100).all()
+    assert data.classes == data.tokenizer.size
+    assert data.tokenizer.cls not in data.x
+
+
+def test_longer_sentences_are_cut_or_dropped() -> None:
+    cut, dropped = phrases(length=8), phrases(length=8, longer="drop")
+    fits = [s for s, _ in sentences() if len(s.split()) <= 6]
+    assert len(cut.x) == 3200 and len(dropped.x) + len(dropped.x_test) == len(fits)
+    assert {dropped.tokenizer.decode(row) for row in dropped.x.tolist()} <= set(fits)
+
+
+def test_a_batch_of_words_stays_as_it_is() -> None:
+    data = phrases()
+    batch = batch_of(data.x, data.y, torch.tensor([3, 1]))
+    assert torch.equal(batch.x, data.x[[3, 1]]) and batch.x.dtype == torch.int64
+    assert data.normalise(batch.x) is batch.x
+
+
+def test_text_is_dealt_out_as_images_are() -> None:
+    data = phrases()
+    shards = split(data, 3, 0, "dirichlet", alpha=0.3, batch_size=2, auxiliary=100)
+    together = torch.cat([*shards.indices, shards.auxiliary])
+    assert torch.equal(together.sort().values, torch.arange(len(data.x)))
+    rows = split(phrases(task="next_token"), 3, 0, auxiliary=100)
+    assert sum(map(len, rows.indices)) == 3100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"length": 1}, "length must be at least 2, got 1"),
+        ({"length": 2}, "length = 2 leaves no room between the 2 tokens"),
+        ({"length": 4, "longer": "drop"}, "phrases has no sentence of 2 tokens or fewer"),
+        ({"vocabulary": 10}, "vocabulary must be at least 200, got 10"),
+        ({"tokenizer_folder": Path("missing")}, "missing is no folder of a model"),
+    ],
+)
+def test_what_makes_no_text_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        phrases(**arguments)
+
+
+def test_what_is_wrong_with_text_is_said() -> None:
+    data = phrases()
+    fields = {
+        k: getattr(data, k)
+        for k in ("name", "x", "y", "x_test", "y_test", "classes", "mean", "std", "tokenizer", "task")
+    }
+    for changed, words in (
+        ({"x": data.x.float()}, "x is torch.float32"),
+        ({"y": data.y[:-1]}, "the labels of x are"),
+        ({"x_test": data.x_test + 9999}, "x_test has tokens"),
+        ({"y": data.y + 2}, "the labels of x lie in 2..3, expected 0..1"),
+        ({"x_test": data.x_test[:, :5]}, "x_test is torch.int64 of shape"),
+    ):
+        assert words in wrong(Text(**{**fields, **changed}))
+
+
+# ---------------------------------------------------------------------------------------------------------- local files
+
+
+def test_public_corpora_are_read_from_their_local_files(local_file: Callable[[str], Path]) -> None:
+    local_file("text/*")
+    found = read_cola()
+    assert (len(found.x), len(found.x_test)) == (8551, 527)
+    assert found.tokenizer.decode(found.x_test[0].tolist()) == "the sailors rode the breeze clear of the rocks."
+    assert found.y_test[:5].tolist() == [1, 1, 1, 1, 0]
+    films = sst2(longer="drop")
+    assert films.y[:3].unique().tolist() == [0, 1]
+    tomatoes = rotten_tomatoes()
+    assert len(tomatoes.x) + len(tomatoes.x_test) == 10662
+    assert torch.bincount(tomatoes.y).tolist() == [len(tomatoes.x) // 2] * 2
+    wiki = wikitext2()
+    assert wiki.x.shape[1] == 16 and not (wiki.x == wiki.tokenizer.pad).any()
+    assert all(wrong(d) == "" for d in (found, films, tomatoes, wiki))
+
+
+@pytest.mark.usefixtures("no_local_data")
+def test_without_files_and_offline_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "connect", refuse_network)
+    allowed = may_download.set(False)
+    try:
+        with pytest.raises(FileNotFoundError, match=r"cola is neither in a local folder .* phrases needs no network"):
+            read_cola()
+    finally:
+        may_download.reset(allowed)
+
+
+def refuse_network(*args: object) -> None:
+    raise AssertionError("the network was asked")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"), [("gj04\tx\t\tSentence", "line 1: expected a label 0 or 1"), ("one\t1", "line 1")]
+)
+def test_a_damaged_table_is_named_with_its_line(no_local_data: Path, line: str, words: str) -> None:
+    folder = no_local_data / "text" / "cola"
+    folder.mkdir(parents=True)
+    for part in ("train", "dev"):
+        (folder / f"in_domain_{part}.tsv").write_text(line + "\n")
+    with pytest.raises(ValueError, match=words):
+        read_cola()
+
+
+def test_a_missing_file_is_named(no_local_data: Path) -> None:
+    (no_local_data / "text" / "cola").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="in_domain_train.tsv is missing"):
+        read_cola()
+
+
+# ------------------------------------------------------------------------------------------------- a table of one's own
+
+ROWS = [
+    ('I feel, oddly, "fine"', "well"),
+    ("my back hurts", "ill"),
+    ("two\nlines", "ill"),
+    ("é è", "well"),
+    ("  ", "ill"),
+] * 3
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Written by the standard library: what it writes, with quotes, commas and line breaks, is what CSV is."""
+    path = tmp_path / "diary.csv"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        out = writer(file)
+        out.writerows([("label", "day", "text"), *((label, i, text) for i, (text, label) in enumerate(ROWS))])
+    return path
+
+
+def told(data: Text) -> Counter[tuple[str, int]]:
+    """Every sentence with its class, training and test together, without what frames it."""
+    decode, frame = data.tokenizer.backend.decode, {"[CLS]", "[SEP]"}
+    rows = torch.cat([data.x, data.x_test]), torch.cat([data.y, data.y_test])
+    return Counter(
+        (" ".join(w for w in decode(x[x != data.tokenizer.pad].tolist()).split() if w not in frame), int(y))
+        for x, y in zip(*rows, strict=True)
+    )
+
+
+def test_a_table_gives_each_of_its_sentences_once_with_its_class(table: Path) -> None:
+    data = csv(table, test=0.25)
+    assert (data.name, data.classes, wrong(data)) == ("diary", 2, "")
+    assert (len(data.y), len(data.y_test)) == (8, 4), "of each class of six a quarter, and empty rows are none"
+    assert data.y.tolist().count(0) == data.y.tolist().count(1) == 4
+    found = told(data)
+    assert found["my back hurts", 0] == found["two lines", 0] == 3, "classes count in alphabetical order"
+    assert sorted(found.values()) == [3, 3, 3, 3] and {y for _, y in found} == {0, 1}
+    assert torch.equal(data.x, csv(table, test=0.25).x), "the same every time"
+
+
+def test_numbers_are_classes_and_names_may_be_given_an_order(table: Path, tmp_path: Path) -> None:
+    numbered = tmp_path / "numbered.csv"
+    numbered.write_text("text,label\n" + "".join(f"word {i},{2 * (i % 2)}\n" for i in range(8)))
+    data = csv(numbered)
+    assert (data.classes, sorted(set(data.y.tolist()))) == (3, [0, 2])
+    ordered = csv(table, classes=["well", "worse", "ill"])
+    assert ordered.classes == 3 and set(ordered.y.tolist()) == {0, 2}
+    assert ordered.y.eq(0).sum() == csv(table).y.eq(1).sum()
+
+
+def test_words_to_come_need_no_label(tmp_path: Path) -> None:
+    path = tmp_path / "lines.csv"
+    path.write_text("said\n" + "".join(f"this is line {i}\n" for i in range(10)))
+    data = csv(path, text="said", task="next_token", length=8)
+    assert data.classes == data.tokenizer.size and data.y.shape == data.x.shape == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "words"),
+    [
+        ("", {}, "has no column 'text' (it has: nothing)"),
+        ("text;label\na;1\n", {}, "has no column 'text' (it has: 'text;label')"),
+        ("text,text,label\na,b,1\n", {}, "has more than one column 'text'"),
+        ("text,label\na,b,c\n", {}, "line 2: expected 2 fields as in the first line; a text with a comma"),
+        ("text,label\na,0\nb\n", {}, "line 3: expected 2 fields"),
+        ('text,label\n"a,0\n', {}, "is not a CSV file in UTF-8 that can be read: unexpected end of data"),
+        ("text,label\na,0\n", {}, "has sentences fewer than two"),
+        ("text,label\na,1\nb,1\n", {}, "has sentences of one class only"),
+        ("text,label\na,0\nb,1\n", {}, "no class has the two sentences that test = 0.2 needs"),
+        ("text,label\na,0\nb,99999999\n", {}, "has the label 99999999; labels count from 0, to 99999 at most"),
+        ("text,label\na,x\nb,y\n", {"classes": ["x"]}, "has 'y', which is none of classes (x)"),
+        ("text,label\na,x\nb,y\n", {"classes": ["x", "x"]}, "classes names one twice"),
+        ("text,label\na,0\nb,1\na,0\n", {"test": 1.0}, "test must be above 0 and below 1, got 1"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_told(tmp_path: Path, content: str, arguments: dict[str, Any], words: str) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        csv(path, **arguments)
+
+
+def test_a_table_that_is_no_file_or_no_text_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such file"):
+        csv(tmp_path / "none.csv")
+    with pytest.raises(ValueError, match="is not a CSV file in UTF-8"):
+        csv(tmp_path)
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=60, deadline=None)
+def test_any_table_is_read_or_refused_with_its_name(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
+    path = tmp_path_factory.mktemp("junk") / "junk.csv"
+    path.write_bytes(b"text,label\n" + junk)
+    told = ""
+    try:
+        told = wrong(csv(path))
+    except ValueError as error:
+        told = str(error).replace(str(path), "").replace("junk has no sentence", "")
+        told = "" if told != str(error) else f"without a name: {error}"
+    assert told == ""
+
+
+def test_a_scenario_and_an_owners_file_train_on_a_table(table: Path) -> None:
+    tables: dict[str, Any] = {
+        "rounds": 1,
+        "clients": 2,
+        "data": {"use": "csv", "path": str(table), "length": 8, "batch_size": 2, "auxiliary": 2},
+        "model": {"use": "tiny_bert"},
+        "chain": [{"use": "local_sgd", "rate": 0.1}],
+    }
+    protocol = Protocol.from_tables(tables)
+    federation = Federation(protocol).check()
+    params, buffers = federation.initial()
+    simulated = federation.own_update(params, buffers, client=1, round=1)
+    path = table.parent / "client.toml"
+    data = {"use": "csv", "path": "diary.csv", "length": 8, "batch_size": 2, "auxiliary": 2}
+    path.write_text(tomli_w.dumps({"client": 1, "data": data | {"sampling": "agreed"}, "chain": tables["chain"]}))
+    own = Own.of(Owner.load(path), Terms.parse(protocol.to_json()))
+    deployed = own.compute(params, buffers, own.owner.batch(own.draw(1)), {})
+    assert simulated.keys() == deployed.keys() and any(t.any() for t in simulated.values())
+    assert all(torch.equal(simulated[k], deployed[k]) for k in simulated), "the path starts from the owner's file"
+    tables["data"]["label"] = "mood"
+    with pytest.raises(
+        SpecError, match=r"\[data\]: .*diary.csv has no column 'mood' \(it has: 'label', 'day', 'text'\)"
+    ):
+        Federation(Protocol.from_tables(tables)).check()

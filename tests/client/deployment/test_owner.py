@@ -1,0 +1,383 @@
+"""The owner's file: what a client of a deployment computes on and applies, whatever the server's protocol says."""
+
+import json
+import stat
+import threading
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.data.images import may_download
+from fedgauge.client.deployment.owner import MOST_TEXT, Damaged, Drawn, Own, Owner, Refused, State, Terms, digest_of
+from fedgauge.client.protocol import Federation, Protocol
+from fedgauge.client.rng import secret_generator
+from fedgauge.client.update import Batch
+from fedgauge.defenses.clip import clip
+
+SGD = {"use": "local_sgd", "rate": 0.1}
+DATA = {"use": "mnist5k", "batch_size": 4, "auxiliary": 64}
+MLP = {"use": "mlp", "hidden": [8]}
+SERVERS = {"seed": 3, "rounds": 5, "clients": 3, "data": DATA, "model": MLP, "chain": [SGD]}
+
+
+def terms(**changes: Any) -> Terms:
+    return Terms.parse(json.dumps(SERVERS | changes))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def make(**changes: Any) -> Path:
+        tables = {"client": 1, "data": DATA, "chain": [SGD], **changes}
+        path = tmp_path / "client.toml"
+        path.write_text(tomli_w.dumps({k: v for k, v in tables.items() if v is not None}))
+        return path
+
+    return make
+
+
+Write = Callable[..., Path]
+
+# --------------------------------------------------------------------------------------------------------------- the file
+
+
+def test_a_short_file_means_the_careful_choice(write: Write, tmp_path: Path) -> None:
+    owner = Owner.load(write())
+    assert (owner.sampling, owner.whole, owner.grading.mode, owner.guard, owner.allow) == (
+        "secret",
+        False,
+        "off",
+        None,
+        frozenset(),
+    )
+    assert owner.state == tmp_path / "state", "paths are relative to the file"
+
+
+MISTAKES = [
+    ({"clients": 3}, "unknown key 'clients' (an owner's file has: client, state, allow, data, loss, chain"),
+    ({"chain": None}, "the owner's file needs 'chain'"),
+    ({"client": -1}, "client must lie in 0..99999, got -1"),
+    ({"client": "0"}, "client must be a whole number, got '0'"),
+    ({"data": {**DATA, "sampling": "open"}}, "[data]: sampling must be one of 'secret', 'agreed', got 'open'"),
+    ({"data": {**DATA, "batch_size": 0}}, "[data]: batch_size must be at least 1, got 0"),
+    (
+        {"data": {**DATA, "whole": True}},
+        "[data]: auxiliary deals out what clients share; whole = true is all one's own",
+    ),
+    ({"grading": {"mode": "all"}}, "[grading]: mode must be one of 'off', 'scores', got 'all'"),
+    ({"grading": {"modus": "off"}}, "[grading]: unknown key 'modus' (it has: mode, precision, queries)"),
+    ({"grading": {"precision": 0.0}}, "[grading]: precision must be above 0 dB, got 0.0"),
+    ({"grading": {"queries": 0}}, "[grading]: queries must be at least 1, got 0"),
+    ({"guard": {"max_norm": -1.0}}, "[guard]: max_norm must be above 0, got -1.0"),
+    (
+        {"guard": {"norm": 1.0}},
+        "[guard]: unknown key 'norm' (it has: max_norm, audit, iterations, seconds, threshold, inspect, architecture, "
+        "examples)",
+    ),
+    ({"allow": "mine"}, "allow must be a list, each a text, got 'mine'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), MISTAKES, ids=[str(c) for c, _ in MISTAKES])
+def test_a_mistake_is_told_with_the_file_and_what_is_allowed(write: Write, changes: Any, words: str) -> None:
+    path = write(**changes)
+    with pytest.raises(SpecError) as told:
+        Owner.load(path)
+    assert str(told.value).startswith(f"{path}: {words}")
+
+
+def test_a_file_that_is_missing_or_no_toml_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="there is no such file"):
+        Owner.load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("client = = 1")
+    with pytest.raises(SpecError, match="bad.toml: not a readable TOML file"):
+        Owner.load(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"chain": [{**SGD, "rat": 1.0}]}, {"data": {**DATA, "pixels": 3}}], ids=["chain", "data"]
+)
+def test_a_mistake_in_a_component_names_the_owners_file(write: Write, changes: Any) -> None:
+    path = write(**changes)
+    with pytest.raises(SpecError, match="client.toml: .*has no argument"):
+        Own.of(Owner.load(path), terms())
+
+
+# ------------------------------------------------------------------------------------------ the server's word, and its limits
+
+
+def test_a_protocol_cannot_weaken_the_chain_or_name_the_data(write: Write) -> None:
+    strict = [{"use": "clip", "max_norm": 0.5, "each": True}, SGD]
+    own = Own.of(
+        Owner.load(write(chain=strict)),
+        terms(
+            chain=[{**SGD, "rate": 100.0}],
+            data={"use": "mnist5k", "batch_size": 1},
+            loss={"use": "mean_squared_error"},
+            stragglers={"probability": 0.9},
+        ),
+    )
+    assert own.chain.local.rate == 0.1
+    assert own.chain.links[0].inner == clip(max_norm=0.5)  # type: ignore[union-attr]
+    assert own.shards.batch_size == 4
+    assert own.loss is torch.nn.functional.cross_entropy
+    params, buffers = own.initial()
+    batch = own.owner.batch(own.draw(1))
+    update = own.compute(params, buffers, batch, {})
+    assert torch.stack([t.square().sum() for t in update.values()]).sum().sqrt() <= 0.1 * 0.5 * 1.0001
+
+
+REFUSED = [
+    ("no json", "the protocol cannot be read"),
+    ("[]", "the protocol cannot be read: the protocol must be a table"),
+    ("[" * 5000, "the protocol cannot be read"),
+    ("{" + " " * MOST_TEXT + "}", "the protocol has 65538 characters, more than 65536"),
+    (json.dumps(SERVERS | {"rounds": 0}), "rounds must lie in 1.."),
+    (json.dumps(SERVERS | {"clients": 10**9}), "clients must lie in 1..100000"),
+    (json.dumps(SERVERS | {"seed": -1}), "seed must lie in 0.."),
+    (json.dumps(SERVERS | {"seed": "0"}), "seed must be a whole number"),
+    (json.dumps(SERVERS | {"model": {**MLP, "hidden": [1] * 2000}}), "[model] has more than 4096 characters"),
+    (json.dumps(SERVERS | {"model": {**MLP, "weights": "secret.safetensors"}}), "does not make a client read a file"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_a_protocol_that_is_none_is_refused(text: str, words: str) -> None:
+    with pytest.raises(Refused) as told:
+        Terms.parse(text)
+    assert words in str(told.value)
+
+
+FOREIGN = [
+    "os:system",
+    "subprocess:run",
+    "builtins:exec",
+    "mnist5k",
+    "dlg",
+    "mine.nets:small",
+]
+
+
+@pytest.mark.parametrize("use", FOREIGN)
+def test_a_server_names_no_code_outside_the_models(write: Write, use: str) -> None:
+    with pytest.raises(Refused, match="is not allowed here|is not a model"):
+        Own.of(Owner.load(write()), terms(model={"use": use}))
+
+
+NETS = """
+from pathlib import Path
+from torch import nn
+
+def small(shape, classes: int, width: int = 3) -> nn.Module:
+    channels, height, wide = shape
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * wide, width), nn.Linear(width, classes))
+
+def stored(shape, classes: int, source: Path) -> nn.Module:
+    raise AssertionError(f"read {source}")
+
+def fetched(shape, classes: int) -> nn.Module:
+    from fedgauge.client.data.images import may_download
+    raise ValueError(f"may download: {may_download.get()}")
+"""
+
+
+def test_a_model_of_a_package_is_built_where_the_owner_allows_that_package(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "ownersnets.py").write_text(NETS)
+    mine = {"use": "ownersnets:small", "width": 5}
+    with pytest.raises(Refused, match="is not allowed here"):
+        Own.of(Owner.load(write()), terms(model=mine))
+    own = Own.of(Owner.load(write(allow=["ownersnets"])), terms(model=mine))
+    assert [tuple(p.shape) for p in own.model.parameters()] == [(5, 784), (5,), (10, 5), (10,)]
+
+
+def test_a_server_makes_a_client_fetch_nothing(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "ownersfetch.py").write_text(NETS)
+    with pytest.raises(Refused, match="may download: False"):
+        Own.of(Owner.load(write(allow=["ownersfetch"])), terms(model={"use": "ownersfetch:fetched"}))
+    assert may_download.get(), "the owner's own data may"
+
+
+def test_a_server_gives_no_path_even_to_a_package_that_the_owner_allows(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "ownersfiles.py").write_text(NETS)
+    with pytest.raises(Refused, match="does not make a client read a file"):
+        Own.of(
+            Owner.load(write(allow=["ownersfiles"])), terms(model={"use": "ownersfiles:stored", "source": "passwords"})
+        )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"use": "mlp", "hidden": [10**9]},
+        {"use": "mlp", "hidden": [10**5, 10**5]},
+        {"use": "mlp", "hidden": [2**62, 2**62]},
+        {"use": "convnet", "width": 10**6},
+    ],
+    ids=str,
+)
+def test_a_model_of_a_thousand_million_entries_is_refused_before_memory_is_taken(write: Write, model: Any) -> None:
+    own = Own(Protocol(3, 5, 3, DATA, model, (SGD,)), Owner.load(write()))
+    _ = own.shards
+    tracemalloc.start()
+    with pytest.raises(Refused, match=r"\[model\]"):
+        _ = own.model
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10_000_000, "bytes of Python's; torch's own would have failed or been killed"
+
+
+def test_a_client_beyond_the_protocols_is_none_of_it(write: Write) -> None:
+    with pytest.raises(Refused, match="this is client 7, the protocol has 3 clients"):
+        Own.of(Owner.load(write(client=7)), terms())
+
+
+# -------------------------------------------------------------------------------------------------- draws, and what is secret
+
+
+def test_agreed_sampling_draws_the_simulations_rows(write: Write) -> None:
+    own = Own.of(Owner.load(write(data={**DATA, "sampling": "agreed"})), terms())
+    simulation = Federation(Protocol.from_tables(SERVERS))
+    for round in (1, 2, 5):
+        assert own.draw(round) == simulation.rows_at(1, round).tolist()
+
+
+def test_secret_sampling_draws_from_the_own_shard_and_never_the_same_again(write: Write) -> None:
+    own = Own.of(Owner.load(write()), terms())
+    shard = set(own.shards.indices[1].tolist())
+    drawn = [own.draw(1) for _ in range(20)]
+    assert all(len(set(rows)) == 4 and set(rows) <= shard for rows in drawn)
+    agreed = Federation(Protocol.from_tables(SERVERS)).rows_at(1, 1).tolist()
+    # of some 1,300 images, four in order: 3e12 draws
+    assert len({tuple(rows) for rows in drawn}) == 20 and agreed not in drawn
+
+
+def test_secret_sampling_draws_every_image_equally_often(write: Write) -> None:
+    """A chi-squared statistic over a shard of 20 images: 19 degrees of freedom, so beyond 60 once in 250,000 times."""
+    owner = Owner.load(write(client=0, data={**DATA, "auxiliary": 3980, "batch_size": 5}))
+    few = Own.of(owner, terms(clients=1))
+    shard = few.shards.indices[0].tolist()
+    assert len(shard) == 20
+    counts = dict.fromkeys(shard, 0)
+    for _ in range(400):
+        for row in few.draw(1):
+            counts[row] += 1
+    expected = 400 * 5 / 20
+    statistic = sum((n - expected) ** 2 / expected for n in counts.values())
+    assert statistic < 60
+
+
+def test_whole_is_all_of_the_training_images(write: Write) -> None:
+    data = {"use": "mnist5k", "batch_size": 4, "whole": True}
+    own = Own.of(Owner.load(write(data=data)), terms())
+    assert [len(each) for each in own.shards.indices] == [0, 4000, 0]
+    assert len(own.shards.auxiliary) == 0
+
+
+def test_noise_is_drawn_anew_whatever_the_seed(write: Write) -> None:
+    noisy = [SGD, {"use": "gaussian", "sigma": 1.0}]
+    data = {**DATA, "sampling": "agreed"}
+    own = Own.of(Owner.load(write(chain=noisy, data=data)), terms())
+    params, buffers = own.initial()
+    batch = own.owner.batch(own.draw(1))
+    first, second = (own.compute(params, buffers, batch, {}) for _ in range(2))
+    simulated = Federation(Protocol.from_tables(SERVERS | {"chain": noisy})).own_update(params, buffers, 1, 1)
+    for a, b in ((first, second), (first, simulated), (second, simulated)):
+        assert not any((a[k] == b[k]).all() for k in a)
+        difference = torch.cat([(a[k] - b[k]).flatten() for k in a])
+        assert abs(float(difference.std()) - 2**0.5) < 0.05, "independent, each of standard deviation 1"
+
+
+def test_a_secret_generator_has_more_than_the_32_bits_of_a_seed() -> None:
+    """Torch's own manual_seed throws the upper half of a seed away: a server could try the rest."""
+    seeded = [torch.Generator().manual_seed(s) for s in (5, 5 + 2**32)]
+    assert torch.equal(*(torch.randn(8, generator=g) for g in seeded)), "why manual_seed is not enough"
+    words = secret_generator().get_state()[24 : 24 + 8 * 624].view(torch.int64)
+    assert words.min() >= 0 and words.max() < 2**32
+    # MT19937's own initialisation makes each word of the one before; entropy does not
+    before, after = words[:-1], words[1:]
+    made = (1812433253 * (before ^ (before >> 30)) + torch.arange(1, 624)) & 0xFFFFFFFF
+    assert not (made == after).any()
+    seeded_words = seeded[0].manual_seed(9).get_state()[24 : 24 + 8 * 624].view(torch.int64)
+    made = (1812433253 * (seeded_words[:-1] ^ (seeded_words[:-1] >> 30)) + torch.arange(1, 624)) & 0xFFFFFFFF
+    assert bool((made == seeded_words[1:]).all()), "the test knows the initialisation"
+
+
+def test_a_secret_generator_draws_normal_and_uniform_numbers() -> None:
+    generator = secret_generator()
+    normal, uniform = torch.randn(200_000, generator=generator), torch.rand(200_000, generator=generator)
+    assert abs(float(normal.mean())) < 0.015 and abs(float(normal.std()) - 1) < 0.01  # six standard errors
+    assert abs(float(uniform.mean()) - 0.5) < 0.004 and float(uniform.min()) >= 0 and float(uniform.max()) < 1
+    assert torch.randperm(1000, generator=generator).unique().numel() == 1000
+
+
+# ---------------------------------------------------------------------------------------------------------- the own folder
+
+
+def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    state = State(tmp_path / "state")
+    with state.held():
+        state.keep_drawn(1, Drawn(7, (1, 2), "ab"))
+        state.keep_answers("ab", {"dlg": {"images": "", "psnr": [1.0]}})
+        state.note("sent", round=1)
+    for path in (state.folder, *state.folder.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_what_was_drawn_and_answered_outlives_the_process(tmp_path: Path) -> None:
+    State(tmp_path).keep_drawn(3, Drawn(7, (5, 1), "ab"))
+    State(tmp_path).keep_answers("ab", {"dlg": {"images": "x", "psnr": [20.5]}})
+    assert State(tmp_path).drawn(7, 3) == Drawn(7, (5, 1), "ab")
+    assert State(tmp_path).drawn(7, 4) is None
+    assert State(tmp_path).drawn(8, 3) is None, "of another run"
+    assert State(tmp_path).answers("ab") == {"dlg": {"images": "x", "psnr": [20.5]}}
+    assert State(tmp_path).answers("cd") == {}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"run": 1}', '{"run": 1, "rows": ["x"], "digest": ""}'])
+def test_a_damaged_count_is_no_fresh_count(tmp_path: Path, text: str) -> None:
+    state = State(tmp_path)
+    state.keep_drawn(1, Drawn(7, (1,), "ab"))
+    state.keep_answers("ab", {})
+    next(tmp_path.glob("rounds/*")).write_text(text)
+    with pytest.raises(Damaged, match="run-7-round-00001.json is damaged"):
+        state.drawn(7, 1)
+    next(tmp_path.glob("answers/*")).write_text("{")
+    with pytest.raises(Damaged, match="is damaged"):
+        state.answers("ab")
+
+
+def test_two_holders_wait_for_each_other(tmp_path: Path) -> None:
+    state, order = State(tmp_path), []
+
+    def other() -> None:
+        with State(tmp_path).held():
+            order.append("other")
+
+    with state.held():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.3)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"]
+
+
+def test_lines_of_the_log_are_json_in_their_order(tmp_path: Path) -> None:
+    state = State(tmp_path)
+    for i in range(3):
+        state.note("sent", round=i, words="line\nbreak")
+    events = [json.loads(line) for line in state.log.read_text().splitlines()]
+    assert [(e["event"], e["round"], e["words"]) for e in events] == [("sent", i, "line\nbreak") for i in range(3)]
+
+
+def test_a_batch_is_known_whatever_its_order() -> None:
+    x = torch.rand(3, 1, 4, 4)
+    y = torch.zeros(3, dtype=torch.int64)
+    assert digest_of(Batch(x, y)) == digest_of(Batch(x[[2, 0, 1]], y))
+    assert digest_of(Batch(x, y)) != digest_of(Batch(x + 1e-6, y))
+    assert digest_of(Batch(x[:2], y[:2])) != digest_of(Batch(x, y))

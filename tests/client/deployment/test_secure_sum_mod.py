@@ -1,0 +1,395 @@
+"""The secure sum: as a Flower mod, masked integers leave the client, and nothing else does; the ideal one of simulations."""
+
+import warnings
+
+with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
+    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
+    import flwr.clientapp  # noqa: F401
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD, content_of, read, secure_sum
+from fedgauge.client.mods import as_mod
+from fedgauge.client.protocol import Federation, Protocol
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.secure_sum import PairwiseMasking, Record, Sum
+
+pytestmark = pytest.mark.usefixtures("identity")
+
+THETA = {
+    "weight": torch.tensor([[1.0, -2.0], [0.5, 4.0]]),
+    "bias": torch.tensor([3.0, 0.0]),
+    "num_batches_tracked": torch.tensor(7),
+}
+TERMS = PairwiseMasking(group=3, clip=8.0, threshold=2)
+CLIENTS = (5, 6, 7)
+Train = Callable[[Message, Context], RecordDict | Error]
+
+
+def travel(message: Message) -> Message:
+    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
+
+
+def trained(node: int, **changes: Any) -> RecordDict:
+    """Weights that have moved by node / 10 everywhere, and by 3 in one place; node examples."""
+    moved = {k: t + node / 10 if t.is_floating_point() else t + 2 for k, t in THETA.items()}
+    moved["bias"] = moved["bias"] + torch.tensor([3.0, 0.0])
+    metrics = MetricRecord({"num-examples": node, "loss": 0.5})
+    return RecordDict({"model": ArrayRecord(moved | changes), "numbers": metrics})
+
+
+class Nodes:
+    """Three nodes with an ordinary ClientApp under the mod, asked without a server."""
+
+    def __init__(self, train: Train | None = None, inner: Any = (), replies: Any = "weights") -> None:
+        self.contexts = {n: Context(1, n, {}, RecordDict(), {}) for n in CLIENTS}
+        self.seen: list[Message] = []
+        self.app = ClientApp()
+
+        @self.app.train(mods=[secure_sum(TERMS, replies), *inner])
+        def run(message: Message, context: Context) -> Message:
+            self.seen.append(message)
+            made = train(message, context) if train else trained(context.node_id)
+            return Message(made, reply_to=message)
+
+    def ask(self, node: int, question: Record, arrays: bool = False) -> Message:
+        content = content_of(question)
+        content["config"] = ConfigRecord({"lr": 0.1})
+        if arrays:
+            content["arrays"] = ArrayRecord(THETA)
+        message = travel(Message(content, dst_node_id=node, message_type="train"))
+        return travel(self.app(message, self.contexts[node]))
+
+    def converse(self, lost: tuple[int, ...] = ()) -> tuple[Sum, list[dict[int, Message]]]:
+        """The whole conversation: the sum, and each step's replies; the masked vectors of lost nodes never arrive."""
+        server = TERMS.rounds(CLIENTS, 6)
+        questions, replies = next(server), []
+        try:
+            for step in range(4):
+                asked = {n: self.ask(n, q, arrays=step == 2) for n, q in questions.items()}
+                replies.append(asked)
+                came = {
+                    n: read(m.content) for n, m in asked.items() if not m.has_error() and (step != 2 or n not in lost)
+                }
+                questions = server.send(came)
+        except StopIteration as end:
+            return end.value, replies
+        raise AssertionError("a fifth question")
+
+
+def test_the_sum_is_that_of_the_updates_weighed_by_their_examples() -> None:
+    found, _ = Nodes().converse()
+    # on paper: (5 * .5 + 6 * .6 + 7 * .7) / 18 = 11 / 18, in the message's order: weight, then bias
+    assert found.mean == pytest.approx([11 / 18] * 4 + [11 / 18 + 3, 11 / 18], abs=8 / (2**24 - 2) + 1e-6)
+    assert (found.examples, found.members) == (18, CLIENTS)
+
+
+def test_a_client_that_drops_out_after_the_keys_is_left_out_exactly() -> None:
+    found, _ = Nodes().converse(lost=(6,))
+    assert found.mean == pytest.approx([7.4 / 12] * 4 + [7.4 / 12 + 3, 7.4 / 12], abs=8 / (2**24 - 2) + 1e-6)
+    assert (found.examples, found.members) == (12, (5, 7))
+
+
+def test_nothing_but_masked_integers_leaves() -> None:
+    _, replies = Nodes().converse()
+    for node, reply in replies[2].items():
+        assert sorted(reply.content) == [RECORD, ARRAYS]
+        assert dict(reply.content.config_records[RECORD]) == {}
+        (vector,) = reply.content.array_records[ARRAYS].values()
+        assert vector.numpy().dtype == np.uint64
+        assert vector.numpy().shape == (7,), "six entries and the number of examples"
+        assert not set(vector.numpy().tolist()) & set(TERMS.quantise(np.zeros(6), node).tolist())
+    assert all(sorted(m.content) == [RECORD] for step in (0, 1, 3) for m in replies[step].values())
+
+
+def test_the_clientapp_trains_once_and_sees_an_ordinary_message() -> None:
+    nodes = Nodes()
+    nodes.converse()
+    assert len(nodes.seen) == 3
+    assert all(sorted(m.content) == ["arrays", "config"] for m in nodes.seen)
+
+
+def test_defenses_nearer_to_the_training_act_before_the_masks() -> None:
+    """Each update of norm sqrt(5 a^2 + (3 + a)^2) is clipped to 1, in its own direction."""
+    found, _ = Nodes(inner=[as_mod(clip(1.0))]).converse()
+    expected = np.zeros(6)
+    for node in CLIENTS:
+        update = np.full(6, node / 10) + np.eye(6)[4] * 3
+        expected += node * update / np.linalg.norm(update) / 18
+    assert found.mean == pytest.approx(expected, abs=2e-6)
+
+
+def test_a_clientapp_that_answers_with_updates() -> None:
+    def update(message: Message, context: Context) -> RecordDict:
+        arrays = ArrayRecord({"weight": torch.full((2, 2), 0.5), "bias": torch.tensor([1.0, -1.0])})
+        return RecordDict({"update": arrays, "metrics": MetricRecord({"num-examples": 4})})
+
+    found, _ = Nodes(update, replies="updates").converse()
+    assert found.mean == pytest.approx([0.5] * 4 + [1.0, -1.0], abs=1e-6)
+
+
+def test_the_secrets_stay_in_the_nodes_state_and_end_with_the_session() -> None:
+    nodes = Nodes()
+    _, replies = nodes.converse()
+    told = b"".join(str(m.content).encode() for step in replies for m in step.values())
+    assert told
+    for node, context in nodes.contexts.items():
+        state = context.state.config_records[RECORD]
+        assert state["step"] == "unmask", node
+        assert (state["mask_key"], state["cipher_key"], state["seed"]) == (b"", b"", b"")
+
+
+def test_a_server_that_asks_for_an_update_alone_gets_none() -> None:
+    nodes = Nodes()
+    message = Message(RecordDict({"arrays": ArrayRecord(THETA)}), dst_node_id=5, message_type="train")
+    with pytest.raises(ValueError, match=r"would see by itself: wrap its strategy in server\.secure\.SecureSum"):
+        nodes.app(travel(message), nodes.contexts[5])
+    assert nodes.seen == []
+
+
+def asked_to_mask(nodes: Nodes) -> dict[int, Record]:
+    server = TERMS.rounds(CLIENTS, 6)
+    questions = next(server)
+    for _ in range(2):
+        questions = server.send({n: read(nodes.ask(n, q).content) for n, q in questions.items()})
+    return questions
+
+
+def test_an_error_of_the_clientapp_passes_and_the_client_has_masked_nothing() -> None:
+    fate: list[RecordDict | Error] = [Error(100, "too late"), trained(5)]
+    nodes = Nodes(lambda message, context: fate.pop(0))
+    question = asked_to_mask(nodes)[5]
+    reply = nodes.ask(5, question, arrays=True)
+    assert (reply.error.code, reply.error.reason) == (100, "too late")
+    assert nodes.contexts[5].state.config_records[RECORD]["step"] == "share"
+    assert not nodes.ask(5, question, arrays=True).has_error(), "it may try again: nothing was given away"
+    with pytest.raises(ValueError, match="asked to mask after mask"):
+        nodes.ask(5, question, arrays=True)
+
+
+def test_a_client_refuses_to_give_both_secrets_of_one() -> None:
+    nodes = Nodes()
+    questions = asked_to_mask(nodes)
+    for node in CLIENTS:
+        nodes.ask(node, questions[node], arrays=True)
+    base = {k: v for k, v in questions[5].items() if k in ("session", "terms")}
+    both: Record = {**base, "step": "unmask", "survivors": [1, 2, 3], "dropped": [3]}
+    with pytest.raises(ValueError, match="both secrets of client 3 are asked for"):
+        nodes.ask(5, both)
+    assert not nodes.ask(5, {**both, "dropped": []}).has_error()
+    with pytest.raises(ValueError, match="asked to unmask after unmask"):
+        nodes.ask(5, {**both, "survivors": [1, 2], "dropped": [3]})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (lambda: trained(5, extra=torch.zeros(1)), "are not those of the message: extra differ"),
+        (lambda: trained(5, bias=torch.zeros(3)), "bias differ"),
+        (lambda: trained(5, bias=torch.tensor([3, 4])), "bias differ"),
+        (lambda: trained(5, bias=torch.tensor([3.0, float("nan")])), "not finite"),
+        (lambda: RecordDict({"model": ArrayRecord(THETA)}), "expected one whole num-examples in the reply, got none"),
+        (
+            lambda: RecordDict({"model": ArrayRecord(THETA), "n": MetricRecord({"num-examples": 1.5})}),
+            r"expected one whole num-examples in the reply, got \[1.5\]",
+        ),
+        (
+            lambda: RecordDict({"model": ArrayRecord(THETA), "n": MetricRecord({"num-examples": 0})}),
+            "number of examples must be in 1",
+        ),
+        (
+            lambda: RecordDict({"n": MetricRecord({"num-examples": 1})}),
+            "exactly one ArrayRecord in a message, got none",
+        ),
+    ],
+)
+def test_a_reply_that_cannot_be_masked_does_not_leave(content: Callable[[], RecordDict], words: str) -> None:
+    nodes = Nodes(lambda message, context: content())
+    question = asked_to_mask(nodes)[5]
+    with pytest.raises(ValueError, match=words):
+        nodes.ask(5, question, arrays=True)
+
+
+def test_records_travel_as_they_are() -> None:
+    record: Record = {"a": 1, "b": b"x", "c": "y", "d": [1, 2], "e": [b"p", b"q"], "f": np.array([2**63, 1], "<u8")}
+    message = travel(Message(content_of(record), dst_node_id=5, message_type="train"))
+    found = read(message.content)
+    assert {k: v for k, v in found.items() if k != "f"} == {k: v for k, v in record.items() if k != "f"}
+    assert isinstance(found["f"], np.ndarray)
+    assert found["f"].tolist() == [2**63, 1]
+    assert read(RecordDict()) == {}
+
+
+# ------------------------------------------------------------------------------------------- the ideal one of simulations
+
+SGD = {"use": "local_sgd", "rate": 0.1}
+EIGHT = {"clients": 8, "data": {"batch_size": 2, "auxiliary": 64}, "model": {"use": "mlp", "hidden": [8]}}
+CHAINS = {
+    "one step": [SGD],
+    "two steps": [SGD | {"steps": 2}],
+    "slices": [SGD | {"steps": 2, "batch_size": 1}],
+    "clipped": [{"use": "clip", "max_norm": 0.1}, SGD],
+    "clipped one by one": [{"use": "clip", "max_norm": 0.1, "each": True}, SGD],
+    "clipped afterwards": [SGD, {"use": "clip", "max_norm": 0.01}],
+    "pruned": [SGD, {"use": "prune", "keep": 0.2}],
+    "identity": [{"use": "identity"}, SGD],
+}
+BATCHNORM = {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"}
+MakeFederation = Callable[..., Federation]
+
+
+def apart_and_together(make: MakeFederation, **changes: Any) -> tuple[Federation, Federation]:
+    """The same federation, seen one by one and in groups of four."""
+    return make(**EIGHT, **changes), make(**EIGHT, **changes, secure_sum={"group": 4})
+
+
+@pytest.mark.parametrize("chain", [*CHAINS.values(), [SGD, {"use": "gaussian", "sigma": 0.1}]], ids=str)
+def test_what_is_seen_of_a_group_is_the_mean_of_its_clients(make_federation: MakeFederation, chain: Any) -> None:
+    """Noise included, each with its own."""
+    alone, together = apart_and_together(make_federation, chain=chain)
+    params, buffers = alone.initial()
+    for first in (0, 4):
+        seen = together.client_update(params, buffers, first, 2)
+        each = [alone.client_update(params, buffers, c, 2) for c in range(first, first + 4)]
+        for k, t in seen.items():
+            torch.testing.assert_close(t, torch.stack([u[k] for u in each]).mean(0), rtol=0, atol=1e-7)
+        batches = [alone.batch_at(c, 2) for c in range(first, first + 4)]
+        assert torch.equal(together.batch_at(first, 2).x, torch.cat([b.x for b in batches]))
+        assert torch.equal(together.batch_at(first, 2).y, torch.cat([b.y for b in batches]))
+        assert torch.equal(
+            together.rows_at(first, 2), torch.cat([alone.shards.rows_at(c, 2) for c in range(first, first + 4)])
+        )
+    own = together.own_update(params, buffers, 5, 2)
+    assert all(torch.equal(t, own[k]) for k, t in alone.client_update(params, buffers, 5, 2).items()), (
+        "a client's is its own"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "chain"),
+    [
+        *((EIGHT["model"], chain) for chain in CHAINS.values()),
+        # an example alone has no batch statistics
+        *((BATCHNORM, chain) for name, chain in CHAINS.items() if name != "clipped one by one"),
+    ],
+)
+def test_the_attackers_chain_makes_of_a_groups_examples_what_is_seen(
+    make_federation: MakeFederation, model: Any, chain: Any
+) -> None:
+    fed = make_federation(**(EIGHT | {"model": model}), chain=chain, secure_sum={"group": 4})
+    params, buffers = fed.initial()
+    fed.load_buffers(buffers)
+    expected = fed.as_seen(fed.chain, 4).mean(fed.gradient)(params, fed.batch_at(4, 1), None)
+    for k, t in fed.client_update(params, buffers, 4, 1).items():
+        torch.testing.assert_close(expected[k], t, rtol=1e-4, atol=1e-7)
+
+
+def test_a_sum_is_taken_apart_only_where_it_matters(make_federation: MakeFederation) -> None:
+    """Fast where a group is as one client: one step of a mean gradient."""
+
+    def parts(chain: Any, model: Any = EIGHT["model"]) -> int:
+        fed = make_federation(**(EIGHT | {"model": model}), chain=chain, secure_sum={"group": 4})
+        return fed.as_seen(fed.chain, 4).parts
+
+    assert {name: parts(chain) for name, chain in CHAINS.items()} == {
+        name: 1 if name in ("one step", "identity") else 4 for name in CHAINS
+    }
+    assert parts([SGD], BATCHNORM) == 4, "each client normalises by its own batch"
+    assert parts([SGD, {"use": "gaussian", "sigma": 0.1}]) == 1
+    fed = make_federation(**EIGHT, chain=CHAINS["slices"], secure_sum={"group": 4})
+    assert fed.as_seen(fed.chain, 4).slice_of(8) == 1
+    two = make_federation(**EIGHT, chain=CHAINS["two steps"], secure_sum={"group": 4})
+    assert two.as_seen(two.chain, 4).slice_of(8) == 2
+    assert two.as_seen(two.chain, 1) is two.chain
+    assert two.chain.slice_of(2) == 2
+
+
+@pytest.mark.parametrize("noise", [{"use": "gaussian", "sigma": 0.3}, {"use": "laplace", "scale": 0.3}])
+def test_noise_averages_out_as_the_attacker_is_told(make_federation: MakeFederation, noise: Any) -> None:
+    bare, noisy = (make_federation(**EIGHT, chain=c, secure_sum={"group": 4}) for c in ([SGD], [SGD, noise]))
+    params, buffers = bare.initial()
+    difference = [
+        noisy.client_update(params, buffers, 0, 1)[k] - t for k, t in bare.client_update(params, buffers, 0, 1).items()
+    ]
+    conditional = noisy.as_seen(noisy.chain, 4).conditional
+    assert conditional is not None
+    assert conditional.scale == 0
+    assert float(torch.cat([d.flatten() for d in difference]).std()) == pytest.approx(conditional.sigma, rel=0.03)
+
+
+@pytest.mark.parametrize("last", ["sign", "prune", "mask"])
+def test_sums_of_signs_and_of_masked_entries_have_no_closed_form(make_federation: MakeFederation, last: str) -> None:
+    keep = {} if last.endswith("sign") else {"keep": 0.5}
+    fed = make_federation(**EIGHT, chain=[SGD, {"use": last, **keep}], secure_sum={"group": 4})
+    assert fed.chain.conditional is not None
+    assert fed.as_seen(fed.chain, 4).conditional is None
+
+
+def test_groups_are_of_consecutive_clients_or_drawn_anew_in_each_round(make_federation: MakeFederation) -> None:
+    fixed = make_federation(**EIGHT, secure_sum={"group": 4}).protocol
+    assert [fixed.groups(r) for r in (1, 2)] == [[(0, 1, 2, 3), (4, 5, 6, 7)]] * 2
+    drawn = make_federation(**EIGHT, secure_sum={"group": 2, "drawn": True}).protocol
+    rounds = [drawn.groups(r) for r in range(1, 9)]
+    assert len({str(groups) for groups in rounds}) > 4
+    for groups in rounds:
+        assert sorted(c for group in groups for c in group) == list(range(8))
+        assert groups == sorted(groups)
+        assert all(len(group) == 2 and group[0] < group[1] for group in groups)
+    assert rounds == [Protocol.from_json(drawn.to_json()).groups(r) for r in range(1, 9)]
+    assert make_federation(**EIGHT).protocol.groups(1) == [(c,) for c in range(8)]
+
+
+def test_stragglers_are_not_in_a_sum(make_federation: MakeFederation) -> None:
+    late = {"probability": 0.3}
+    fed = make_federation(**EIGHT, stragglers=late, secure_sum={"group": 4, "threshold": 3})
+    protocol = fed.protocol
+    sizes = set()
+    for round in (1, 2, 3):
+        for group in protocol.groups(round):
+            present = tuple(c for c in group if not protocol.misses(c, round))
+            assert all(protocol.members(c, round) == present for c in group)
+            assert len(fed.batch_at(group[0], round).y) == 2 * len(present)
+            sizes.add(len(present))
+    assert len(sizes) > 1, "a seed in which groups differ"
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"group": 3}, r"\[secure_sum\]: group = 3 does not divide clients = 8"),
+        ({"group": 1}, r"\[secure_sum\]: group must be at least 2, got 1"),
+        ({"group": 4, "threshold": 2}, r"\[secure_sum\]: threshold must be above half of group = 4"),
+        ({"group": 4, "threshold": 5}, "at most all of it, got 5"),
+        ({"grup": 4}, r"\[secure_sum\]: SecureSum\(\) has no argument 'grup' \(it has: group, threshold, drawn\)"),
+        ({"group": 2.5}, r"\[secure_sum\]: group must be a whole number, got 2.5"),
+        ({}, r"\[secure_sum\]: SecureSum\(\) needs the argument 'group'"),
+    ],
+)
+def test_an_impossible_secure_sum_is_refused(tables: Callable[..., Any], table: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        Protocol.from_tables(tables(**EIGHT, secure_sum=table))
+
+
+def test_a_link_with_memory_has_no_place_under_a_secure_sum(make_federation: MakeFederation) -> None:
+    chain = [SGD, {"use": "top_k", "keep": 0.5, "error_feedback": True}]
+    make_federation(**EIGHT, chain=chain).check()
+    forgetful = [SGD, {"use": "top_k", "keep": 0.5, "error_feedback": False}]
+    make_federation(**EIGHT, chain=forgetful, secure_sum={"group": 4}).check()
+    with pytest.raises(SpecError, match=r"#2: top_k remembers, and no replay of a \[secure_sum\]"):
+        make_federation(**EIGHT, chain=chain, secure_sum={"group": 4}).check()
+
+
+def test_the_protocol_travels_with_its_secure_sum(make_federation: MakeFederation) -> None:
+    protocol = make_federation(**EIGHT, secure_sum={"group": 4, "threshold": 3, "drawn": True}).protocol
+    assert Protocol.from_json(protocol.to_json()) == protocol
+    assert "secure_sum" not in make_federation(**EIGHT).protocol.to_json()

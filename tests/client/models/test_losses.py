@@ -1,0 +1,380 @@
+"""[loss]: what clients minimise is used everywhere, and refused where only the cross-entropy would do."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedgauge.attacks import labels as labelling
+from fedgauge.attacks.base import Budget, Observation, Wave
+from fedgauge.attacks.engine.gradients import Factors, gradients, trained
+from fedgauge.attacks.exact.analytic import analytic
+from fedgauge.attacks.grading.audit import Auditor, card
+from fedgauge.attacks.grading.image_metrics import psnr_of
+from fedgauge.attacks.grading.replay import replay
+from fedgauge.attacks.limits import BLOCKS, bayes_limit, trace_bound
+from fedgauge.attacks.matching.gradient_matching import dlg, inverting_gradients
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.components import SpecError, allowing
+from fedgauge.client.models.losses import (
+    build_loss,
+    cross_entropy,
+    hits,
+    is_mean,
+    is_of_tokens,
+    mean_squared_error,
+    next_token,
+    slope,
+    takes_probabilities,
+)
+from fedgauge.client.models.vision import detached_params, lenet, mlp
+from fedgauge.client.protocol import Federation
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Summed, chain, gradient, local_sgd
+from fedgauge.defenses.noise import gaussian
+
+SQUARED = {"use": "mean_squared_error"}
+SGD = {"use": "local_sgd", "rate": 0.1}
+MakeFederation = Callable[..., Federation]
+
+OWN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def focal(logits, labels, gamma=2.0):
+    chances = logits.softmax(1).gather(1, labels[:, None])[:, 0]
+    return -((1 - chances) ** gamma * chances.log()).mean()
+
+class Smooth(nn.Module):
+    def __init__(self, part: float = 0.1):
+        super().__init__()
+        self.part = part
+    def forward(self, logits, labels):
+        return F.cross_entropy(logits, labels, label_smoothing=self.part)
+
+def total(logits, labels): return F.cross_entropy(logits, labels, reduction="sum")
+def each(logits, labels): return F.cross_entropy(logits, labels, reduction="none")
+def number(logits, labels): return F.cross_entropy(logits, labels).item()
+def detached(logits, labels): return F.cross_entropy(logits.detach(), labels)
+def nan(logits, labels): return logits.sum() * float("nan")
+def alone(logits): return logits.sum()
+def named(logits, labels) -> str: return "no loss"
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[None]:
+    import sys
+
+    (tmp_path / "mylosses.py").write_text(OWN)
+    with allowing(["mylosses"], [tmp_path]):
+        yield
+    sys.modules.pop("mylosses", None)
+
+
+def probe(classes: int = 5, n: int = 7) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    return torch.randn(n, classes, generator=rng, dtype=torch.float64), torch.arange(n) % classes
+
+
+# ------------------------------------------------------------------------------------------------------ the losses alone
+
+
+def test_the_losses_are_their_formulas() -> None:
+    logits, y = probe()
+    one_hot = F.one_hot(y, 5).double()
+    assert torch.allclose(mean_squared_error()(logits, y), (logits - one_hot).square().sum() / 35)
+    assert torch.equal(cross_entropy()(logits, y), F.cross_entropy(logits, y))
+    target = 0.8 * one_hot + 0.2 / 5
+    assert torch.allclose(cross_entropy(0.2)(logits, y), -(target * logits.log_softmax(1)).sum(1).mean())
+    for loss in (mean_squared_error(), cross_entropy(0.2)):
+        assert torch.allclose(loss(logits, one_hot), loss(logits, y)), "labels may be probabilities"
+        assert is_mean(loss, 5) and takes_probabilities(loss, 5)
+
+
+def test_slopes_are_those_on_paper() -> None:
+    logits, y = probe()
+    one_hot = F.one_hot(y, 5).double()
+    assert torch.allclose(slope(F.cross_entropy, logits, y), logits.softmax(1) - one_hot)
+    assert torch.allclose(slope(mean_squared_error(), logits, y), 2 * (logits - one_hot) / 5)
+
+
+def test_a_sum_and_a_weighted_mean_are_no_mean_of_examples() -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert not is_mean(lambda logits, y: F.cross_entropy(logits, y, reduction="sum"), 5)
+    assert not is_mean(lambda logits, y: F.cross_entropy(logits, y, weight), 5)
+    assert not takes_probabilities(lambda logits, y: F.nll_loss(logits.log_softmax(1), y), 5)
+
+
+@pytest.mark.parametrize("table", [{}, {"label_smoothing": 0.0}, {"label_smoothing": 0}])
+def test_the_default_is_torchs_own_function(table: dict[str, Any]) -> None:
+    assert build_loss({"use": "cross_entropy", **table}, "[loss]", 10) is F.cross_entropy
+
+
+def test_a_users_function_gets_its_arguments_from_the_table(own: None) -> None:
+    logits, y = probe()
+    plain = build_loss({"use": "mylosses:focal", "gamma": 0.0}, "[loss]", 5)
+    assert torch.allclose(plain(logits, y), F.cross_entropy(logits, y)), "focal loss without focus (Lin et al., 2017)"
+    chances = logits.softmax(1)[torch.arange(7), y]
+    focal = build_loss({"use": "mylosses:focal"}, "[loss]", 5)
+    assert torch.allclose(focal(logits, y), -((1 - chances) ** 2 * chances.log()).mean())
+    assert is_mean(focal, 5) and not takes_probabilities(focal, 5)
+    smooth = build_loss({"use": "mylosses:Smooth", "part": 0.3}, "[loss]", 5)
+    assert torch.equal(smooth(logits, y), F.cross_entropy(logits, y, label_smoothing=0.3))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"use": "mylosses:each"}, "'mylosses:each' gave a tensor of shape (6,), expected a scalar: the mean"),
+        ({"use": "mylosses:number"}, "gave float, expected a scalar"),
+        ({"use": "mylosses:detached"}, "has no derivative by the logits"),
+        ({"use": "mylosses:nan"}, "gave nan for random logits, expected a finite number"),
+        ({"use": "mylosses:alone"}, "a loss is called with logits and labels, and 'mylosses:alone' takes ['logits']"),
+        ({"use": "mylosses:named"}, "'mylosses:named' is not a loss"),
+        ({"use": "mylosses:focal", "gama": 1}, "focal() has no argument 'gama' (it has: gamma)"),
+        ({"use": "cross_entropy", "label_smoothing": 2.0}, "label_smoothing must be in [0, 1], got 2.0"),
+        ({"use": "hinge"}, "nothing is called 'hinge'; a loss is one of"),
+        ({"use": "elsewhere:loss"}, "--allow elsewhere "),
+        ({}, 'needs use = "module:name"'),
+    ],
+)
+def test_what_is_no_loss_is_told(own: None, table: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as told:
+        build_loss(table, "[loss]", 5)
+    assert str(told.value).startswith("[loss]: ") and message in str(told.value)
+
+
+# ------------------------------------------------------------------------------------------------------- in a federation
+
+
+def test_without_the_table_nothing_changes(make_federation: MakeFederation) -> None:
+    plain, named = make_federation(), make_federation(loss={"use": "cross_entropy"})
+    assert plain.protocol.to_json() == named.protocol.to_json() and '"loss"' not in plain.protocol.to_json()
+    params, buffers = plain.initial()
+    bare = plain.chain(gradient(plain.model, normalise=plain.shards.dataset.normalise))
+    expected = bare(params, plain.shards.batch_at(0, 1), None)
+    update = named.own_update(params, buffers, 0, 1)
+    assert all(torch.equal(update[k], expected[k]) for k in expected)
+
+
+def test_the_loss_travels_with_the_protocol_and_clients_minimise_it(make_federation: MakeFederation) -> None:
+    fed = make_federation(loss=SQUARED, data={"batch_size": 3})
+    again = Federation(type(fed.protocol).from_json(fed.protocol.to_json()))
+    assert again.loss == mean_squared_error()
+    params, buffers = fed.initial()
+    batch = fed.shards.batch_at(1, 1)
+    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
+    logits = torch.func.functional_call(fed.model, leaves, (fed.shards.dataset.normalise(batch.x),))
+    by_hand = torch.autograd.grad((logits - F.one_hot(batch.y, 10)).square().mean(), list(leaves.values()))
+    update = again.own_update(params, buffers, 1, 1)
+    assert all(torch.allclose(update[k], -0.1 * g, atol=1e-7) for k, g in zip(leaves, by_hand, strict=True))
+
+
+def test_accuracy_and_mean_loss_are_the_losses_own(make_federation: MakeFederation) -> None:
+    from fedgauge.server.app import evaluate
+
+    fed = make_federation(loss=SQUARED)
+    params, data = fed.initial()[0], fed.shards.dataset
+    logits = torch.func.functional_call(fed.model, params, (data.normalise(data.x_test.float() / 255),))
+    accuracy, loss = evaluate(fed, params, chunk=333)
+    assert loss == pytest.approx(float((logits - F.one_hot(data.y_test, 10)).square().mean()), rel=1e-5)
+    assert accuracy == pytest.approx(float((logits.argmax(1) == data.y_test).double().mean()), abs=1e-9)
+
+
+def test_a_loss_of_whole_labels_and_a_link_that_blends_them_exclude_each_other(
+    own: None, make_federation: MakeFederation
+) -> None:
+    blend = [{"use": "mixup", "alpha": 0.5}, SGD]
+    with pytest.raises(
+        SpecError, match=r"\[loss\]: mylosses:focal takes whole labels only, and \[\[chain\]\] #1 makes prob"
+    ):
+        make_federation(loss={"use": "mylosses:focal"}, chain=blend, data={"batch_size": 2}).check()
+    make_federation(loss=SQUARED, chain=blend, data={"batch_size": 2}).check()
+
+
+def test_a_secure_sum_is_as_one_client_only_where_the_loss_is_a_mean(
+    own: None, make_federation: MakeFederation
+) -> None:
+    together = {"secure_sum": {"group": 2}}
+
+    def last(**changes: Any) -> Summed:
+        fed = make_federation(**together, **changes)
+        found = fed.as_seen(fed.chain, 2).links[-1]
+        assert isinstance(found, Summed)
+        return found
+
+    assert last().together and last(loss=SQUARED).together
+    assert not last(loss={"use": "mylosses:total"}).together
+
+
+# ------------------------------------------------------------------------------------------------------------ to attacks
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("loss", [mean_squared_error(), cross_entropy(0.1)], ids=["squared", "smooth"])
+def test_the_engines_one_pass_gives_every_problems_own_gradient(loss: Any, steps: int) -> None:
+    """Against plain autograd, one problem after the other."""
+    model = lenet((1, 8, 8), 5).double()
+    params = detached_params(model)
+    rng = torch.Generator().manual_seed(1)
+    x = torch.rand(3, 2, 1, 8, 8, generator=rng, dtype=torch.float64).requires_grad_()
+    y = torch.tensor([[0, 1], [2, 2], [4, 3]])
+    rule = local_sgd(0.1, steps)
+    client = chain(rule)(gradient(model, loss))
+    found = trained(model, params, x, y, rule, False, loss)
+    for k in range(3):
+        expected = client(params, Batch(x[k], y[k]), None)
+        assert all(torch.allclose(found[n][k], t, rtol=1e-9, atol=1e-12) for n, t in expected.items())
+    if steps == 1:
+        one = gradients(model, params, x, y, 1.0, False, loss)
+        total = sum(t.square().sum() for t in one.values() if not isinstance(t, Factors))
+        assert isinstance(total, Tensor)
+        (by_x,) = torch.autograd.grad(total, x)
+        single = x[0].detach().requires_grad_()
+        update = gradient(model, loss)(params, Batch(single, y[0]), None)
+        (expected_x,) = torch.autograd.grad(torch.stack([t.square().sum() for t in update.values()]).sum(), single)
+        assert torch.allclose(by_x[0], expected_x, rtol=1e-7, atol=1e-12), "and twice"
+
+
+def wave_of(fed: Federation, clients: tuple[int, ...] = (0,)) -> Wave:
+    params, buffers = fed.initial()
+    return Wave.stack([Observation(1, c, params, fed.own_update(params, buffers, c, 1), buffers) for c in clients])
+
+
+def planned(use: str, **options: Any) -> PlannedAttack:
+    return PlannedAttack.from_table({"use": use, **options}, "[[attack]]")
+
+
+@pytest.mark.parametrize(
+    "loss", [SQUARED, {"use": "mylosses:focal"}, {"use": "mylosses:total"}], ids=lambda t: t["use"]
+)
+def test_the_attacker_matches_the_loss_that_it_knows(own: None, make_federation: MakeFederation, loss: Any) -> None:
+    """By one pass, by vmap for a sum; from the truth the objective is zero, under another loss it is not."""
+    fed = make_federation(loss=loss, data={"batch_size": 2})
+    wave, batch = wave_of(fed), fed.shards.batch_at(0, 1)
+    known = replace(Auditor(fed).knowledge(planned("inverting_gradients")), labels=batch.y[None])
+    attack, streams = replace(inverting_gradients(tv=0.0), box=False), [lambda *_: torch.Generator()]
+    attack = replace(attack, optimizer=replace(attack.optimizer, rate=1e-9))
+    (right,) = attack.continued(wave, known, Budget(1), streams, batch.x[None])
+    wrong = replace(known, loss=cross_entropy(0.5))
+    (other,) = attack.continued(wave, wrong, Budget(1), streams, batch.x[None])
+    assert right.objective < 1e-4 and other.objective > 10 * max(right.objective, 1e-6)
+    assert f"loss {loss['use'].split(':')[1]}() known" in card(fed, planned("inverting_gradients"))
+
+
+def test_labels_are_not_read_off_another_loss(make_federation: MakeFederation) -> None:
+    fed = make_federation(loss=SQUARED)
+    auditor, wave = Auditor(fed), wave_of(fed)
+    known = auditor.knowledge(planned("idlg"))
+    with pytest.raises(ValueError, match="the plain cross-entropy, and \\[loss\\] names another"):
+        labelling.restore(wave, known)
+    (told,) = auditor.audit(planned("idlg", iterations=2), wave)
+    assert told.reconstruction.status == "not_applicable" and 'labels = "given"' in told.reconstruction.reason
+    (found,) = auditor.audit(planned("idlg", iterations=2, labels="given"), wave)
+    assert found.reconstruction.status != "not_applicable"
+    assert "loss mean_squared_error() known" in card(fed, planned("idlg"))
+    assert "loss" not in card(make_federation(), planned("idlg"))
+
+
+def test_optimised_labels_need_a_loss_of_probabilities(own: None, make_federation: MakeFederation) -> None:
+    known = Auditor(make_federation(loss={"use": "mylosses:focal"})).knowledge(planned("dlg"))
+    wave = wave_of(make_federation(loss={"use": "mylosses:focal"}))
+    (told,) = dlg().reconstruct(wave, known, Budget(2), [lambda *_: torch.Generator()])
+    assert (told.status, told.reason) == (
+        "not_applicable",
+        "the loss takes whole labels only, so that they cannot be optimised beside the images",
+    )
+
+
+def test_analytic_inversion_owes_nothing_to_the_loss(make_federation: MakeFederation) -> None:
+    fed = make_federation(loss=SQUARED, model={"use": "mlp"})
+    known = Auditor(fed).knowledge(planned("analytic"))
+    (found,) = analytic().reconstruct(wave_of(fed), known, Budget(1), [lambda *_: torch.Generator()])
+    assert found.y is None and found.x is not None
+    assert float(psnr_of(fed.shards.batch_at(0, 1).x, found.x)) > 100
+
+
+def test_a_defense_is_not_inferred_from_another_losss_zeros(make_federation: MakeFederation) -> None:
+    fed = make_federation(loss=SQUARED)
+    with pytest.raises(
+        ValueError, match="a defense is inferred from zeros that the cross-entropy's gradient never has"
+    ):
+        Auditor(fed).inferred(wave_of(fed))
+
+
+def test_the_replay_check_names_a_client_that_minimises_the_cross_entropy(make_federation: MakeFederation) -> None:
+    said, done = make_federation(loss=SQUARED), make_federation()
+    params, buffers = done.initial()
+    seen = Observation(1, 0, params, done.own_update(params, buffers, 0, 1), buffers)
+    assert replay(said, seen).verdict == "the loss differs: the client minimises the plain cross-entropy"
+    assert replay(said, replace(seen, update=said.own_update(params, buffers, 0, 1))).ok
+
+
+def test_the_limit_is_that_of_the_loss(make_federation: MakeFederation) -> None:
+    """Where the loss is nearly flat an update tells less: the bound must be near that of no update at all."""
+    limits = {}
+    for scale in (1e-4, 1.0):
+        fed = make_federation(loss=SQUARED, model={"use": "mlp", "hidden": [6]},
+                              data={"auxiliary": 200})  # fmt: skip
+        auditor = Auditor(fed)
+        known = auditor.knowledge(planned("idlg"))
+        known = replace(known, chain=chain(gaussian(1.0), local_sgd(0.1)),
+                        loss=lambda logits, y, s=scale: 100 * s * mean_squared_error()(logits, y))  # fmt: skip
+        limits[scale] = bayes_limit(known, fed.initial()[0], auditor.prior, generator("limit"))
+    blocks = auditor.prior.blocks(BLOCKS)
+    nothing = trace_bound(torch.zeros(len(blocks), dtype=torch.float64), blocks)
+    assert limits[1.0] < 0.99 * limits[1e-4]
+    assert 0.99 * nothing < limits[1e-4] <= nothing * (1 + 1e-6)
+
+
+def test_an_mlp_of_a_users_loss_is_built_for_notebooks(own: None) -> None:
+    """A loss is a plain function: gradient() takes it without any scenario."""
+    model = mlp((1, 4, 4), 3)
+    loss = build_loss({"use": "mylosses:focal"}, "[loss]", 3)
+    update = gradient(model, loss)(detached_params(model), Batch(torch.rand(2, 1, 4, 4), torch.tensor([0, 2])), None)
+    assert all(t.isfinite().all() and t.any() for t in update.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- next token
+
+
+def test_next_token_is_a_mean_over_a_sentences_words_then_over_sentences() -> None:
+    # on paper: uniform logits over 4 words cost log 4 a word, whatever the lengths; a certain right word costs nothing
+    logits = torch.zeros(2, 4, 4)
+    y = torch.tensor([[0, 1, 2, 3], [2, 3, -100, -100]])
+    assert float(next_token()(logits, y)) == pytest.approx(math.log(4))
+    logits[1, 0, 3] = 100.0  # of the second sentence its only predicted word
+    assert float(next_token()(logits, y)) == pytest.approx(math.log(4) / 2)
+
+
+def test_next_token_is_what_hugging_face_calls_the_loss_of_one_sentence() -> None:
+    rng = torch.Generator().manual_seed(0)
+    logits, y = torch.randn(1, 6, 9, generator=rng), torch.tensor([[3, 1, 4, 1, -100, -100]])
+    theirs = F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten(), ignore_index=-100)
+    torch.testing.assert_close(next_token()(logits, y), theirs)
+
+
+def test_next_token_is_a_mean_takes_probabilities_and_ignores_padding() -> None:
+    loss = build_loss({"use": "next_token"}, "[loss]", 5)
+    assert is_of_tokens(loss) and is_mean(loss, 5) and takes_probabilities(loss, 5)
+    rng = torch.Generator().manual_seed(0)
+    logits, y = torch.randn(2, 5, 5, generator=rng), torch.tensor([[0, 1, 2, -100, -100], [4, 3, 2, 1, 0]])
+    soft = F.one_hot(y.clamp(min=0), 5) * (y != -100).unsqueeze(-1)
+    torch.testing.assert_close(loss(logits, soft.float()), loss(logits, y))
+    changed = logits.clone()
+    changed[0, 2:] = 7.0  # what would predict padding
+    torch.testing.assert_close(loss(changed, y), loss(logits, y))
+
+
+def test_hits_are_labels_or_words_that_are_predicted() -> None:
+    assert hits(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([1, 1])).tolist() == [1.0, 0.0]
+    logits = F.one_hot(torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]]), 4).float()
+    assert hits(logits, torch.tensor([[0, 1, 2, 3], [0, 3, -100, -100]])).tolist() == [pytest.approx(2 / 3), 1.0]

@@ -1,0 +1,309 @@
+"""What every defense promises, whichever it is: found by walking the package, so a new one is held to it at once."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator, Tensor, nn
+from torch.func import vmap
+
+from fedgauge.client.components import build
+from fedgauge.client.models.vision import detached_params
+from fedgauge.client.protocol import TRANSFORM
+from fedgauge.client.update import (
+    Batch,
+    Chain,
+    Link,
+    OnUpdate,
+    Params,
+    Transform,
+    Update,
+    UpdateFn,
+    WithMemory,
+    chain,
+    gradient,
+    local_sgd,
+    mean_of,
+    per_example,
+)
+
+# arguments under which a defense changes a small gradient visibly; a new defense needs a line here
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "ats": {"policy": "7-4-15+21-13-3"},
+    "clip": {"max_norm": 0.05},
+    "dp_sgd": {"max_norm": 0.05, "noise_multiplier": 0.5},
+    "freeze": {"layers": ["scale", "conv"]},
+    "mask": {"keep": 0.5},
+    "mixup": {"alpha": 0.4},
+    "gaussian": {"sigma": 0.1},
+    "identity": {},
+    "laplace": {"scale": 0.1},
+    "prune": {"keep": 0.3},
+    "quantize": {"bits": 4},
+    "sign": {"scale": 0.5},
+    "soteria": {"rate": 0.5},
+    "top_k": {"keep": 0.3},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **ARGUMENTS,
+    "ats inverted through": {"policy": "6-7-4-15", "invert_through": 3},
+    "mask known": {"keep": 0.5, "seed": 3},
+    "quantize uniform": {"bits": 3, "kind": "uniform"},
+    "top_k without memory": {"keep": 0.3, "error_feedback": False},
+}
+RANDOM = {
+    "ats",
+    "ats inverted through",
+    "dp_sgd",
+    "mask",
+    "mixup",
+    "gaussian",
+    "laplace",
+    "quantize",
+    "quantize uniform",
+}
+# what zeros do not become zeros again under
+NOISE = {"gaussian", "laplace"}
+
+
+class Small(nn.Module):
+    """A kernel, matrices, vectors and a scalar: every form that a parameter has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 2)
+        self.hidden, self.last = nn.Linear(18, 4), nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.scale * self.last(self.hidden(self.conv(x).sigmoid().flatten(1)).sigmoid())
+        return logits
+
+
+def seeded(seed: int = 0) -> Generator:
+    return Generator().manual_seed(seed)
+
+
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(0)
+    MODEL = Small().double()
+PARAMS: Params = detached_params(MODEL)
+BATCH = Batch(torch.rand(4, 1, 4, 4, generator=seeded(), dtype=torch.float64), torch.tensor([0, 1, 2, 0]))
+BARE: UpdateFn = gradient(MODEL)
+OFFERED = {"model": MODEL, "shape": (1, 4, 4), "classes": 3, "batch_size": 4, "normalise": lambda x: x}
+
+
+def make(name: str) -> Link:
+    link = build({"use": name.split(" ")[0], **VARIANTS[name]}, "here", TRANSFORM, OFFERED)
+    assert isinstance(link, Link)
+    return link
+
+
+every = pytest.mark.parametrize("name", VARIANTS)
+OF_UPDATES = [name for name in VARIANTS if isinstance(make(name), OnUpdate | WithMemory)]
+of_updates = pytest.mark.parametrize("name", OF_UPDATES)
+ALONE = [name for name in VARIANTS if isinstance(make(name), OnUpdate)]
+
+
+def test_every_defense_of_the_package_is_held_to_the_contract() -> None:
+    listed, there = set(ARGUMENTS), set(TRANSFORM.names()) - {"local_sgd"}
+    assert not there - listed, (
+        f"new: {sorted(there - listed)}; add to ARGUMENTS, above, what changes a small gradient visibly (to RANDOM, if it "
+        "draws), and its row to README's table"
+    )
+    assert not listed - there, f"gone: {sorted(listed - there)}; take their lines out of ARGUMENTS"
+
+
+def an_update(dtype: torch.dtype = torch.float64) -> Update:
+    rng = seeded(1)
+    return {k: torch.randn(p.shape, generator=rng, dtype=torch.float64).to(dtype) for k, p in PARAMS.items()}
+
+
+def applied(link: Transform, update: Update, rng: Generator | None) -> Update:
+    """What a defense of the update makes of one."""
+    return link(lambda params, batch, rng: update)(PARAMS, BATCH, rng)
+
+
+def same(a: Update, b: Update) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_names_shapes_and_types_stay(name: str, dtype: torch.dtype) -> None:
+    params, batch = {k: p.to(dtype) for k, p in PARAMS.items()}, Batch(BATCH.x.to(dtype), BATCH.y)
+    link = make(name)
+    if name in OF_UPDATES:
+        defended = link(lambda *_: an_update(dtype))(params, batch, seeded())
+    else:
+        defended = link(BARE)(params, batch, seeded())
+    assert list(defended) == list(PARAMS)
+    assert {k: (t.shape, t.dtype) for k, t in defended.items()} == {k: (t.shape, dtype) for k, t in PARAMS.items()}
+
+
+@every
+def test_it_does_what_it_is_for(name: str) -> None:
+    assert same(make(name)(BARE)(PARAMS, BATCH, seeded()), BARE(PARAMS, BATCH, None)) == (name == "identity")
+
+
+@every
+def test_the_weights_and_the_examples_are_not_written_to(name: str) -> None:
+    params, batch = {k: p.clone() for k, p in PARAMS.items()}, Batch(*(t.clone() for t in BATCH))
+    for client in (make(name)(BARE), make(name).mean(BARE)):
+        client(params, batch, seeded())
+        assert same(params, PARAMS)
+        assert torch.equal(batch.x, BATCH.x)
+        assert torch.equal(batch.y, BATCH.y)
+
+
+@of_updates
+def test_the_update_is_not_written_to(name: str) -> None:
+    update, kept = an_update(), an_update()
+    defended = applied(make(name), update, seeded())
+    applied(make(name).mean, update, None)
+    assert same(update, kept)
+    if name != "identity":
+        assert all(d.data_ptr() != update[k].data_ptr() for k, d in defended.items())
+
+
+@of_updates
+def test_a_zero_update_stays_finite(name: str) -> None:
+    zero = {k: torch.zeros_like(t) for k, t in an_update().items()}
+    defended = applied(make(name), zero, seeded())
+    assert all(torch.isfinite(t).all() for t in defended.values())
+    if name not in NOISE:
+        assert same(defended, zero)
+
+
+@every
+def test_all_randomness_comes_from_the_generator(name: str) -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first, again, other = (make(name)(BARE)(PARAMS, BATCH, seeded(s)) for s in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert same(first, again)
+    assert same(first, other) == (name not in RANDOM)
+
+
+# ------------------------------------------------------------------------------------------------------- composition
+
+
+def moved(update: Update) -> Update:
+    return {k: -0.5 * t for k, t in update.items()}
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(ALONE, repeat=2)))
+def test_defenses_of_the_update_compose_in_every_order_and_position(first: str, second: str) -> None:
+    a, b, sgd = make(first), make(second), local_sgd(0.5)
+    g = BARE(PARAMS, BATCH, None)
+
+    def by_hand(*steps: Any) -> Update:
+        update, rng = g, seeded(3)
+        for step in steps:
+            update = step.apply(update, rng) if isinstance(step, OnUpdate) else moved(update)
+        return update
+
+    for links in ((a, b, sgd), (a, sgd, b), (sgd, a, b)):
+        assert same(chain(*links)(BARE)(PARAMS, BATCH, seeded(3)), by_hand(*links)), links
+    several = chain(per_example(chain(a, b)), a, local_sgd(0.5, 3), b)(BARE)(PARAMS, BATCH, seeded(3))
+    assert all(torch.isfinite(t).all() for t in several.values())
+    assert {k: t.shape for k, t in several.items()} == {k: p.shape for k, p in PARAMS.items()}
+
+
+def makes_sense(composed: Chain) -> bool:
+    """Whether a federation would take this order."""
+    try:
+        composed.check()
+    except ValueError:
+        return False
+    local = composed.links.index(composed.local)
+    return not any(isinstance(link, WithMemory) for link in composed.links[:local])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [p for p in itertools.permutations(ARGUMENTS, 2) if not set(p) <= set(ALONE)]
+)
+def test_defenses_of_other_kinds_compose_wherever_a_federation_takes_them(first: str, second: str) -> None:
+    a, b, sgd = make(first), make(second), local_sgd(0.5, 2)
+    sensible = [c for c in map(Chain, ((a, b, sgd), (a, sgd, b), (sgd, a, b))) if makes_sense(c)]
+    for composed in sensible:
+        update = composed(BARE)(PARAMS, BATCH, seeded(3))
+        assert all(torch.isfinite(t).all() for t in update.values())
+        assert {k: t.shape for k, t in update.items()} == {k: p.shape for k, p in PARAMS.items()}
+        assert same(update, composed(BARE)(PARAMS, BATCH, seeded(3))), "the same seed, the same bits"
+
+
+def alone(x: Tensor, y: Tensor) -> Batch:
+    return Batch(x[None], y[None])
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_per_example_is_the_loop_over_examples(name: str) -> None:
+    link = make(name)
+    found = per_example(link)(BARE)(PARAMS, BATCH, seeded())
+    if name in RANDOM:
+        assert same(found, per_example(link)(BARE)(PARAMS, BATCH, seeded()))
+        return
+    looped = [applied(link, BARE(PARAMS, alone(x, y), None), None) for x, y in zip(*BATCH, strict=True)]
+    for k, t in found.items():
+        torch.testing.assert_close(t, torch.stack([u[k] for u in looped]).mean(0), rtol=0, atol=1e-12)
+
+
+def places(link: Link) -> Sequence[Chain]:
+    """Everywhere that a federation takes a defense."""
+    anywhere = [(link, local_sgd(0.5, 2)), (local_sgd(0.5, 2), link)]
+    each = [(per_example(link), local_sgd(0.5, 2))] if isinstance(link, OnUpdate) else []
+    found = [c for c in map(Chain, [*each, *anywhere]) if makes_sense(c)]
+    assert found, "no place for it in any chain"
+    return found
+
+
+@every
+def test_the_attackers_form_is_its_loop_under_vmap(name: str) -> None:
+    """As the matching engine calls it: no generator, and vmap refuses any draw of torch's."""
+    problems = torch.rand(3, *BATCH.x.shape, generator=seeded(5), dtype=torch.float64)
+    for composed in places(make(name)):
+        client = composed.mean(BARE)
+        state = torch.get_rng_state()
+        together = vmap(lambda x, client=client: client(PARAMS, Batch(x, BATCH.y), None))(problems)
+        assert torch.equal(torch.get_rng_state(), state)
+        for k, x in enumerate(problems):
+            for name_, t in client(PARAMS, Batch(x, BATCH.y), None).items():
+                torch.testing.assert_close(together[name_][k], t, rtol=0, atol=1e-12)
+
+
+@every
+def test_the_attackers_form_can_be_differentiated(name: str) -> None:
+    client = chain(make(name), local_sgd(0.5)).mean(BARE)
+
+    def of_x(x: Tensor) -> Tensor:
+        return torch.cat([t.flatten() for t in client(PARAMS, Batch(x, BATCH.y), None).values()])
+
+    x = BATCH.x.clone().requires_grad_()
+    assert torch.autograd.gradcheck(of_x, x, eps=1e-7, atol=1e-5)
+    (g,) = torch.autograd.grad(of_x(x).square().sum(), x)
+    if name != "clip":  # a clipped update always has the same norm
+        assert g.abs().max() > 1e-8
+
+
+@of_updates
+def test_the_attackers_form_is_the_average_of_the_clients(name: str) -> None:
+    link, update = make(name), an_update()
+    expected = applied(mean_of(link), update, None)
+    if name == "sign":  # its stand-in agrees on the sign and stays inside the true values
+        defended = applied(link, update, None)
+        assert all(torch.equal(expected[k].sign(), defended[k].sign()) for k in update)
+        assert all((expected[k].abs() < defended[k].abs()).all() for k in update)
+        return
+    if name not in RANDOM:
+        assert same(expected, applied(link, update, None))
+        return
+    rng, n = seeded(), 1500
+    draws = [applied(link, update, rng) for _ in range(n)]
+    for k, mean in expected.items():
+        stacked = torch.stack([d[k] for d in draws])
+        # an entry that is a level, or the only one of its tensor, is rounded to itself each time
+        error = (stacked.mean(0) - mean).abs() / (stacked.std(0) / n**0.5 + 1e-12)
+        assert error.max() < 5, "an average off by five standard errors"

@@ -1,0 +1,507 @@
+"""The page in a real browser: it shows what the ledger says, follows a run, and can be linked, sorted and operated by keys."""
+
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedgauge.attacks.grading.audit import WHOLE_BATCH, Row
+from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.server.dashboard.web import make_app
+from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.store.ledger import UNGRADED, Seen
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views import analysis
+from fedgauge.server.views.analysis import Scores
+from fedgauge.server.views.format import LABELS
+from fedgauge.server.views.png import png
+from fedgauge.simulations.reports.report import write_comparison, write_report
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+uvicorn = pytest.importorskip("uvicorn")
+expect = playwright.expect
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")]
+
+HOSTILE = "<img src=x onerror=window.harmed=1><b>bold</b>"
+WAIT = 60_000  # ms: what a page shows within 2 s may take long on a machine that has other things to do
+LOST = "ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE"
+
+MakeRun = Callable[..., Run]
+expect.set_options(timeout=WAIT)
+
+
+# ------------------------------------------------------------------------------------------------ runs, server, browser
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, make_scenario: Callable[..., Scenario], make_taped: MakeRun
+) -> Path:
+    """Two complete runs: one followed over its iterations, and one that differs in its chain."""
+    root = tmp_path_factory.mktemp("watched")
+    traced = {"use": "inverting_gradients", "iterations": 40, "trace": 4}
+    clipped = [{"use": "clip", "max_norm": 0.5}, {"use": "local_sgd", "rate": 0.1}]
+    for name, changes in {"first": {"attack": [traced]}, "second": {"attack": [traced], "chain": clipped}}.items():
+        serve(make_taped(root / name, make_scenario(**changes), reason=HOSTILE), LocalExecutor())
+    return root
+
+
+@contextmanager
+def serving(path: Path, port: int = 0) -> Iterator[str]:
+    """The real server in a thread; gives its address."""
+    listening = socket.create_server(("127.0.0.1", port))
+    app = make_app(path)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        app.state.feed.stop()
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with serving(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Watched:
+    """A page, what its console said, and where it asked."""
+
+    page: Any
+    told: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def open(self, address: str) -> Any:
+        self.page.goto(address)
+        expect(self.page.locator("h1")).to_be_visible()
+        return self.page
+
+
+@pytest.fixture(params=[1280], ids=["wide"])
+def watched(chromium: Any, request: pytest.FixtureRequest) -> Iterator[Watched]:
+    """A fresh page; in the end its console must be empty, and nothing may have been asked of elsewhere."""
+    context = chromium.new_context(viewport={"width": request.param, "height": 900}, reduced_motion="reduce")
+    context.set_default_timeout(WAIT)
+    found = Watched(context.new_page())
+    found.page.on("console", lambda message: found.told.append(f"{message.type}: {message.text}"))
+    found.page.on("pageerror", lambda error: found.told.append(f"error: {error}"))
+    found.page.on("request", lambda asked: found.asked.append(asked.url))
+    yield found
+    context.close()
+    assert found.told == []
+    assert [url for url in found.asked if not re.match(r"(http://127\.0\.0\.1:\d+/|data:|blob:|file:)", url)] == []
+
+
+def column(page: Any, caption: str, number: int) -> list[str]:
+    """The cells of a table's column, from the top."""
+    rows = page.get_by_role("region", name=caption).locator("tbody tr")
+    return [text.split("\n")[0] for text in rows.locator(f"td:nth-child({number})").all_inner_texts()]
+
+
+def decibels(page: Any) -> list[float]:
+    """The first PSNR of each card, in the cards' order."""
+    first = "card => [...card.querySelectorAll('b')].map(b => b.textContent).find(words => words.endsWith(' dB'))"
+    return [
+        float(told.removesuffix(" dB"))
+        for told in page.locator(".gallery .card").evaluate_all(f"all => all.map({first})")
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- finished runs
+
+
+def test_a_finished_run_opens_with_its_numbers(watched: Watched, address: str, folder: Path) -> None:
+    page = watched.open(f"{address}/run/first")
+    expect(page.locator(".js-line").first).to_be_visible()
+    with Run(folder / "first").ledger() as ledger:
+        scores = Scores.read(ledger)
+        (leak,) = [k for k in analysis.leakage(scores, "psnr") if k.round is None and k.attack == "inverting_gradients"]
+        expect(page.locator(".verdict")).to_have_text(analysis.verdict(scores, ledger).sentence)
+    row = page.get_by_role("region", name="All rounds together").locator("tbody tr").first
+    assert leak.mean is not None and leak.best is not None
+    expect(row.locator("td").nth(2)).to_have_text(f"{leak.mean:.1f}")
+    expect(row.locator("td").nth(5)).to_have_text(f"{leak.best:.1f}")
+    expect(page.locator("#live")).to_have_text("finished")
+    assert page.locator(".plot").first.get_attribute("aria-label").startswith("Leakage and test accuracy over rounds. ")
+    page.get_by_role("combobox", name="Leakage as").select_option("ssim")
+    expect(page.locator(".ytitle").first).to_have_text("SSIM")
+    assert page.url.endswith("?metric=ssim")
+
+
+@pytest.mark.parametrize("watched", [390, 1280], indirect=True, ids=["narrow", "wide"])
+def test_no_view_is_wider_than_its_window(watched: Watched, address: str) -> None:
+    for path in ("/", "/run/first", "/run/first/gallery", "/run/first/clients?client=0", "/compare"):
+        page = watched.open(address + path)
+        page.wait_for_load_state("load")
+        over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert over <= 0, path
+        levels = [int(tag[1]) for tag in page.locator("h1, h2, h3").evaluate_all("all => all.map(h => h.tagName)")]
+        assert levels[0] == 1 and all(b <= a + 1 for a, b in zip(levels, levels[1:], strict=False)), path
+
+
+def test_a_switch_hides_a_curve_and_keeps_its_place_in_the_legend(watched: Watched, address: str) -> None:
+    page = watched.open(f"{address}/run/first")
+    curves = page.locator(".plot").first.locator(".scatter .js-line")
+    expect(curves.first).to_be_visible()
+    before, entries = curves.count(), page.locator(".plot").first.locator(".legend .traces").count()
+    height = page.locator(".plot").first.bounding_box()["height"]
+    page.get_by_label("baselines").uncheck()
+    expect(curves).to_have_count(before - 3)
+    expect(page.locator(".plot").first.locator(".legend .traces")).to_have_count(entries)
+    assert page.locator(".plot").first.bounding_box()["height"] == height
+    page.reload()
+    expect(page.get_by_label("baselines")).not_to_be_checked()
+
+
+# -------------------------------------------------------------------------------------------------------------- gallery
+
+
+def test_the_slider_goes_through_the_rounds_by_keys(watched: Watched, address: str, folder: Path) -> None:
+    page = watched.open(f"{address}/run/first/gallery")
+    expect(page.locator("output")).to_have_text("round 2")
+    slider = page.get_by_role("slider", name="Round")
+    slider.focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("output")).to_have_text("round 1")
+    expect(page.locator(".gallery .card")).to_have_count(4)
+    expect(page.locator(".meaning strong")).to_have_text("4 examples in round 1.")
+    expect(slider).to_be_focused()
+    assert page.url.endswith("?round=1")
+    federation, shown = Run(folder / "first").scenario().federation, {}
+    for card in page.locator(".gallery .card").all():
+        client, example = re.match(r"client (\d+) · round 1 · example (\d+)", card.locator("h3").inner_text()).groups()  # type: ignore[union-attr]
+        shown[int(client), int(example)] = card.locator("img").first.get_attribute("src")
+    for (client, example), source in shown.items():
+        assert source == png(federation.batch_at(client, 1).x[example])
+    assert sorted(shown) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    page.get_by_label("all rounds").check()
+    expect(page.locator(".gallery .card")).to_have_count(8)
+    page.get_by_role("combobox", name="Client").select_option("1")
+    expect(page.locator(".gallery .card")).to_have_count(4)
+
+
+def test_the_gallery_sorts_by_leak(watched: Watched, address: str) -> None:
+    page = watched.open(f"{address}/run/first/gallery?round=all")
+    worst_first = decibels(page)
+    assert len(worst_first) == 8 and worst_first == sorted(worst_first, reverse=True)
+    page.get_by_role("combobox", name="Sort").select_option("best hidden first")
+    expect(page.locator(".gallery .card").first).to_contain_text(f"{worst_first[-1]} dB")
+    assert decibels(page) == worst_first[::-1]
+
+
+def test_a_card_opens_the_image_and_the_attacks_way_to_it(watched: Watched, address: str) -> None:
+    page = watched.open(f"{address}/run/first/gallery")
+    page.locator(".card a").first.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_contain_text("of client")
+    assert re.search(r"/run/first/image/\d+\?client=\d$", page.url)
+    expect(page.locator("h1")).not_to_be_empty()
+    page.get_by_role("button", name="iterations").first.click()
+    expect(page.locator(".trace img").first).to_be_visible()
+    film = page.locator(".film").last.locator("li")
+    assert film.count() >= 4
+    page.get_by_role("slider", name="Iteration").focus()
+    page.keyboard.press("Home")
+    expect(page.locator("output")).to_have_text("iteration 0")
+    assert page.locator(".trace img").nth(1).get_attribute("src") == film.first.locator("img").get_attribute("src")
+    expect(page.get_by_text("takes its own objective from")).to_be_visible()
+    page.go_back()
+    expect(page.locator(".gallery")).to_be_visible()
+
+
+# --------------------------------------------------------------------------------------------------- clients, comparison
+
+
+def test_the_clients_table_sorts_and_opens_a_client(watched: Watched, address: str) -> None:
+    page = watched.open(f"{address}/run/first/clients")
+    assert column(page, "Clients, PSNR (dB)", 1)[-1] == "client 2", "who was never attacked comes last"
+    head = page.get_by_role("button", name="mean")
+    head.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("th[aria-sort=descending]")).to_have_text(re.compile("mean"))
+    down = column(page, "Clients, PSNR (dB)", 3)
+    page.keyboard.press("Enter")
+    expect(page.locator("th[aria-sort=ascending]")).to_have_text(re.compile("mean"))
+    up = column(page, "Clients, PSNR (dB)", 3)
+    assert down[:2] == up[:2][::-1] and down[2] == up[2] == "–", "no value comes last, whichever way"
+    page.get_by_role("button", name="client 2").click()
+    expect(page.locator("h2")).to_have_text("Client 2")
+    expect(page.get_by_role("region", name="Replies of client 2")).to_contain_text(HOSTILE)
+    assert "client=2" in page.url
+
+
+def test_runs_are_compared_and_chosen(watched: Watched, address: str) -> None:
+    page = watched.open(f"{address}/compare")
+    rows = page.get_by_role("region", name="Every attack on every run").locator("tbody tr")
+    expect(rows).to_have_count(2)
+    expect(page.get_by_role("region", name="Run by attack").locator("tbody tr")).to_have_count(2)
+    expect(page.get_by_role("region", name="Settings that differ")).to_contain_text("max_norm")
+    page.get_by_role("button", name="mean").click()
+    means = [float(text.removesuffix(" dB")) for text in column(page, "Every attack on every run", 4)]
+    assert means == sorted(means, reverse=True)
+    page.get_by_role("checkbox", name="second").uncheck()
+    expect(rows).to_have_count(1)
+    assert "runs=first" in page.url
+    page.reload()
+    expect(rows).to_have_count(1)
+
+
+def test_links_lead_somewhere_and_back(watched: Watched, address: str) -> None:
+    page = watched.open(f"{address}/run/first/gallery?round=1&client=1&sort=hidden")
+    expect(page.locator(".gallery .card")).to_have_count(2)
+    expect(page.get_by_role("combobox", name="Sort")).to_have_value("hidden")
+    page.get_by_role("link", name="Clients").click()
+    expect(page.locator("h1")).to_have_text("Who leaks most")
+    expect(page.get_by_role("link", name="Clients")).to_have_attribute("aria-current", "page")
+    page.go_back()
+    expect(page.locator(".gallery .card")).to_have_count(2)
+    page.go_forward()
+    expect(page.locator("h1")).to_have_text("Who leaks most")
+    page.get_by_role("link", name="fedgauge").click()
+    expect(page.locator(".run")).to_have_count(2)
+    page.get_by_role("link", name="second").click()
+    expect(page.locator("h1")).to_have_text("second")
+
+
+# ------------------------------------------------------------------------------------------------------------------ live
+
+
+@pytest.fixture
+def training(tmp_path: Path, make_scenario: Callable[..., Scenario], make_taped: MakeRun) -> Iterator[Run]:
+    """A run at work: two rounds trained of twenty, nothing attacked yet."""
+    run = make_taped(tmp_path / "runs" / "working", make_scenario(rounds=20))
+    with run.lock("training"):
+        yield run
+
+
+def attack_once(run: Run, decibel: float) -> None:
+    """The next wave's scores, as the attack service writes them."""
+    with run.ledger() as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.finish(
+            lease,
+            {
+                c: [Row(lease.round, c, lease.attack.name, e, "psnr", decibel, "converged", 0.1) for e in range(2)]
+                for c in lease.clients
+            },
+        )
+
+
+def test_rows_appear_without_reload(
+    watched: Watched, training: Run, record_property: Callable[[str, object], None]
+) -> None:
+    with serving(training.folder.parent) as address:
+        page = watched.open(f"{address}/run/working")
+        expect(page.locator("#live")).to_have_text("live")
+        expect(page.get_by_text("No attack has given a score yet; they appear")).to_be_visible()
+        page.evaluate("window.same = true")
+        page.get_by_text("Scenario", exact=True).click()
+        page.get_by_text("Scenario", exact=True).focus()
+        seconds = []
+        for decibel in (21.5, 33.5):
+            written = time.monotonic()
+            attack_once(training, decibel)
+            expect(page.get_by_role("region", name="All rounds together")).to_contain_text(f"{decibel}")
+            seconds.append(time.monotonic() - written)
+        record_property("seconds_until_shown", seconds)
+        with training.ledger() as ledger:
+            ledger.record_round(3, 0.55, 1.0, 1.0, 0.0)
+        expect(page.locator(".strip")).to_contain_text("round 3 of 20 · accuracy 55")
+        assert page.evaluate("window.same"), "the page was not loaded again"
+        expect(page.locator("details").first).to_have_attribute("open", "")
+        expect(page.get_by_text("Scenario", exact=True)).to_be_focused()
+
+
+def test_what_stands_on_the_page_keeps_its_place_while_rows_arrive(watched: Watched, training: Run) -> None:
+    with serving(training.folder.parent) as address:
+        attack_once(training, 20.5)
+        page = watched.open(f"{address}/run/working")
+        expect(page.locator(".points path").first).to_be_visible()
+        places = "() => ['.verdict', '.strip', '.plot', 'h2'].map(s => document.querySelector(s).getBoundingClientRect().top)"
+        page.mouse.wheel(0, 250)
+        page.wait_for_function("scrollY > 200")
+        before, scrolled = page.evaluate(places), page.evaluate("scrollY")
+        attack_once(training, 40.5)
+        expect(page.get_by_role("region", name="All rounds together")).to_contain_text("40.5")
+        assert page.evaluate(places) == before
+        assert page.evaluate("scrollY") == scrolled
+
+
+def test_new_rounds_and_runs_appear_everywhere(watched: Watched, training: Run, folder: Path) -> None:
+    with serving(training.folder.parent) as address:
+        page = watched.open(f"{address}/run/working/gallery")
+        expect(page.get_by_text("Nothing has been reconstructed yet")).to_be_visible()
+        attack_once(training, 20.5)
+        expect(page.locator(".gallery .card")).to_have_count(4)
+        page.get_by_role("link", name="fedgauge").click()
+        expect(page.locator(".run")).to_have_count(1)
+        shutil.copytree(folder / "first", training.folder.parent / "another")
+        expect(page.locator(".run")).to_have_count(2)
+        page.get_by_role("link", name="another").click()
+        expect(page.locator(".verdict")).to_be_visible()
+
+
+def test_a_lost_connection_is_told_and_taken_up_again(watched: Watched, training: Run) -> None:
+    with serving(training.folder.parent) as address:
+        page = watched.open(f"{address}/run/working")
+        expect(page.locator("#live")).to_have_text("live")
+    expect(page.locator("#live")).to_have_text("connection lost, trying again")
+    attack_once(training, 25.5)
+    expect(page.locator(".verdict")).to_be_visible()
+    with serving(training.folder.parent, port=int(address.rsplit(":", 1)[1])):
+        expect(page.get_by_role("region", name="All rounds together")).to_contain_text("25.5")
+        expect(page.locator("#live")).to_have_text("live")
+    watched.told[:] = [words for words in watched.told if not re.search(LOST, words)]
+
+
+def test_a_run_that_is_gone_is_said_to_be(watched: Watched, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "first", tmp_path / "runs" / "passing")
+    with serving(tmp_path / "runs") as address:
+        page = watched.open(f"{address}/run/passing")
+        expect(page.locator(".verdict")).to_be_visible()
+        shutil.rmtree(tmp_path / "runs" / "passing")
+        expect(page.locator("h1")).to_have_text("Not found")
+        expect(page.locator("main")).to_contain_text("It may have been deleted or moved")
+        page.get_by_role("link", name="All runs").click()
+        expect(page.locator("main")).to_contain_text("fedgauge run simulations/quickstart.toml")
+    with suppress(ValueError):
+        watched.told.remove("error: Failed to load resource: the server responded with a status of 404 (Not Found)")
+
+
+# ----------------------------------------------------------------------------------------------- others' words, and text
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, make_scenario: Callable[..., Scenario]) -> Run:
+    """A run with markup wherever others can write."""
+    run = Run.create(tmp_path / "runs" / "hostile", make_scenario(attack=[]))
+    plan = AttackPlan((PlannedAttack(HOSTILE, {"use": "mean_image", "x": HOSTILE}),))
+    with run.ledger() as ledger:
+        ledger.add_attacks(plan, {HOSTILE: f"honest; {HOSTILE}"})
+        ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
+        ledger.record_intake(1, [Seen(0, "accepted", "", 2, "digest"), Seen(1, "rejected", HOSTILE)], plan)
+        ledger.record_round(1, 0.2, 2.3, 0.1, 0.0)
+        ledger.set_meta(replay="mismatch", replay_detail=HOSTILE)
+    attack_once(run, 30.5)
+    return run
+
+
+def test_what_others_wrote_is_text_and_runs_nothing(watched: Watched, hostile: Run) -> None:
+    with serving(hostile.folder.parent) as address:
+        for path in ("/", "/run/hostile", "/run/hostile/gallery", "/run/hostile/clients?client=1", "/compare"):
+            page = watched.open(address + path)
+            page.wait_for_load_state("load")
+            expect(page.locator("main")).to_contain_text(HOSTILE)
+            assert page.evaluate("window.harmed") is None
+            assert page.locator("main b:text-is('bold'), main img[src='x']").count() == 0, path
+
+
+def test_tokens_are_marked_by_colour_line_and_word(watched: Watched, address: str) -> None:
+    tile = {"attack": "tag", "image": None, "psnr": None, "exact": False, "note": "2 of 3", "label": "", "trace": False}
+    tile["words"] = [["the", "right"], ["cat", "misplaced"], [HOSTILE, "wrong"]]
+    card = {"round": 1, "client": 0, "example": 0, "image": 5, "why": "", "truth": None, "label": None}
+    card |= {"truth_words": ["the", "black", "cat"], "tiles": [tile]}
+    answer = {"kind": "text", "rounds": [1], "clients": [0], "attacks": ["tag"], "labels": [], "round": 1, "total": 1}
+    answer |= {"offset": 0, "page": 24, "cards": [card], "state": "complete", "version": "1"}
+    watched.page.route("**/api/runs/first/gallery*", lambda route: route.fulfill(json=answer))
+    page = watched.open(f"{address}/run/first/gallery")
+    styles = {
+        kind: page.locator(f".texts .token.{kind}").evaluate(
+            "e => { const s = getComputedStyle(e); return [s.textDecorationStyle, s.color] }"
+        )
+        for kind in ("right", "misplaced", "wrong")
+    }
+    assert len({line for line, _ in styles.values()}) == len({colour for _, colour in styles.values()}) == 3
+    assert page.locator(".texts .token.misplaced").text_content() == "cat (misplaced)"
+    expect(page.locator(".texts .token.wrong")).to_contain_text(HOSTILE)
+    expect(page.locator(".legend")).to_contain_text("right, but misplaced")
+    expect(page.locator(".texts dd").first).to_have_text("theblackcat")
+
+
+# ---------------------------------------------------------------------------------------------------------------- report
+
+
+def test_a_report_opened_from_its_file_draws(watched: Watched, folder: Path) -> None:
+    path = write_report(Run(folder / "first"))
+    page = watched.open(path.resolve().as_uri())
+    expect(page.locator(".js-line").first).to_be_visible()
+    expect(page.locator(".heatmaplayer").first).to_be_attached()
+    expect(page.locator(".gallery .card")).to_have_count(4)
+    page.get_by_role("slider", name="Round").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".meaning strong")).to_have_text("4 examples in round 1.")
+    page.get_by_label("all rounds").check()
+    worst_first = decibels(page)
+    assert len(worst_first) == 8 and worst_first == sorted(worst_first, reverse=True)
+    page.get_by_role("combobox", name="Client").select_option("1")
+    expect(page.locator(".gallery .card")).to_have_count(4)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    expect(page.locator(".gallery .card")).to_have_count(8)
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    expect(page.locator(".gallery .card")).to_have_count(4)
+
+
+def test_a_report_shows_what_nobody_graded_and_claims_no_rate(
+    watched: Watched, tmp_path: Path, make_scenario: Callable[..., Scenario], make_taped: MakeRun
+) -> None:
+    run = make_taped(tmp_path / "refused", make_scenario(rounds=1))
+    with run.ledger() as ledger:
+        ledger.set_meta(mode="deployment", state="trained", grading="not graded: the owner does not allow it")
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        for job in ledger.ungraded():
+            rows = [Row(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
+            ledger.grade(job.id, rows, "not graded: the owner does not allow it")
+    page = watched.open(write_report(run).resolve().as_uri())
+    expect(page.locator(".verdict")).to_contain_text("none graded (the owner does not allow it)")
+    cards = page.locator(".gallery .card")
+    expect(cards.first).to_contain_text("the truth stays at the client")
+    expect(cards.first).to_contain_text("not graded")
+    assert cards.count() > 0 and page.locator(".gallery .pair img").count() >= cards.count()
+    expect(page.locator("#success")).to_have_count(0)
+    expect(page.locator("main")).to_contain_text("No score: ")
+    expect(page.locator("main")).not_to_contain_text("0 % of the attacked examples")
+
+
+def test_a_comparison_opened_from_its_file_draws(watched: Watched, folder: Path, tmp_path: Path) -> None:
+    runs = [Run(path) for path in sorted(folder.iterdir())]
+    page = watched.open(write_comparison(runs, tmp_path / "comparison.html").resolve().as_uri())
+    expect(page.locator(".js-plotly-plot").first).to_be_visible()
+    name = f"Every attack on every run, {LABELS['psnr']}"
+    assert set(column(page, name, 2)) <= {"inverting_gradients", "analytic", "idlg", "dlg"}
+    page.get_by_role("combobox", name="Leakage as").select_option("ssim")
+    expect(page.get_by_role("region", name=f"Every attack on every run, {LABELS['ssim']}")).to_be_visible()
+
+
+def test_a_reports_words_run_nothing(watched: Watched, hostile: Run) -> None:
+    page = watched.open(write_report(hostile).resolve().as_uri())
+    expect(page.locator(".js-plotly-plot").first).to_be_visible()
+    expect(page.locator("main")).to_contain_text(HOSTILE)
+    assert page.evaluate("window.harmed") is None
+    assert page.locator("main b:text-is('bold'), main img[src='x']").count() == 0

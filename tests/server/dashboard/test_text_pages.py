@@ -1,0 +1,160 @@
+"""Claims about the pages of a run on text: sentences stand where images would, marked, by their own measure, and nothing fails."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from rich.console import Console
+
+from fedgauge.client.components import allowing
+from fedgauge.server.dashboard.web import make_app
+from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views import analysis
+from fedgauge.server.views.analysis import Scores
+from fedgauge.server.views.gallery import Gallery, Query, marked, pieces
+from fedgauge.server.views.reading import Reading
+from fedgauge.simulations.live.progress import Standing
+from fedgauge.simulations.live.terminal import Picture
+from fedgauge.simulations.live.view import words
+from fedgauge.simulations.reports.figures import write_figures
+from fedgauge.simulations.reports.report import write_report
+
+pytest.importorskip("transformers", reason="the extra [text] is not installed")
+pytest.importorskip("rouge_score", reason="the extra [text] is not installed")
+
+OWN = '''
+from dataclasses import dataclass
+from fedgauge.attacks.base import Attack, Reconstruction
+
+@dataclass(frozen=True)
+class copies(Attack):
+    """Auxiliary sentences as they are."""
+    def reconstruct(self, wave, known, budget, streams):
+        return [Reconstruction(known.auxiliary.x[: known.batch_size], None, 0.0, 1, 0.0, "converged") for _ in wave.clients]
+'''
+
+
+@pytest.fixture(scope="module", params=["classification", "next_token"])
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]
+) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "mypages.py").write_text(OWN)
+    decoder = request.param == "next_token"
+    tables: dict[str, Any] = {
+        "seed": 1,
+        "rounds": 2,
+        "clients": 3,
+        "data": {"use": "phrases", "batch_size": 2, "auxiliary": 100, "task": request.param},
+        "model": {
+            "use": f"fedgauge.client.models.language:{'tiny_gpt2' if decoder else 'tiny_bert'}",
+            "width": 16,
+            "heads": 2,
+        },
+        "chain": [{"use": "local_sgd", "rate": 0.1}],
+        "attack": [{"use": "mypages:copies"}],
+        "audit": {"executor": "local"},
+    }
+    if decoder:
+        tables["loss"] = {"use": "next_token"}
+    with allowing(["mypages"], [folder]):
+        made = make_taped(folder / "run", Scenario.from_tables(tables))
+        serve(made, LocalExecutor())
+        yield made
+
+
+def test_the_gallery_shows_sentences_with_their_words_marked(run: Run) -> None:
+    with closing(Reading(run)) as reading, reading.now():
+        gallery = Gallery(reading)
+        page = gallery.page(Query())
+        federation, data = reading.scenario.federation, gallery.text
+    assert data is not None
+    assert (page["kind"], page["total"]) == ("text", 2 * 2 * 2)
+    best = 0.0
+    for card in page["cards"]:
+        truth = federation.batch_at(card["client"], card["round"]).x[card["example"]]
+        assert card["truth"] is None
+        assert list(card["truth_words"]) == data.tokenizer.tokens(truth[truth != data.tokenizer.pad].tolist())
+        (tile,) = card["tiles"]
+        assert tile["attack"] == "copies" and tile["image"] is None and tile["note"].endswith(" %")
+        right = {word for word, mark in tile["words"] if mark == "right"}
+        assert right <= set(card["truth_words"])
+        best = max(best, tile["psnr"])
+    assert page["cards"][0]["tiles"][0]["psnr"] == best
+    json.dumps(page)
+
+
+def test_a_word_is_right_misplaced_as_often_as_the_truth_has_it_or_wrong(run: Run) -> None:
+    data = run.scenario().federation.shards.dataset
+    a, b, c, d = range(10, 14)
+    truth, guess = torch.tensor([a, b, c, b, 0, 0]), torch.tensor([a, c, b, d, b, b])
+    marks = [mark for _, mark in marked(guess, truth, data)]  # type: ignore[arg-type]
+    assert marks == ["right", "misplaced", "misplaced", "wrong", "misplaced", "wrong"]
+    assert {mark for _, mark in marked(guess, None, data)} == {"wrong"}  # type: ignore[arg-type]
+    assert len(pieces(truth, data)) == 4  # type: ignore[arg-type]
+
+
+def test_the_verdict_compares_by_rouge_with_the_floor_of_text(run: Run) -> None:
+    with run.ledger() as ledger:
+        scores = Scores.read(ledger)
+        found, lines = analysis.verdict(scores, ledger), analysis.round_table(scores, ledger)
+    assert scores.measure == analysis.OF_TEXT
+    assert "% ROUGE-1 on average" in found.sentence and "sentences" in found.sentence and "dB" not in found.sentence
+    assert found.strongest is not None
+    assert found.strongest.baseline in ("random_words", "wrong_client(copies)")
+    assert all(line.attack == "copies" and line.psnr.metric == "rouge1" and line.baseline for line in lines)
+
+
+def test_the_report_and_its_figures_are_written(run: Run, tmp_path: Path) -> None:
+    told = write_report(run).read_text()
+    assert "mean ROUGE-1" in told and "Private sentences and their reconstructions" in told
+    assert "mean PSNR" not in told
+    written, missing = write_figures([run], tmp_path)
+    names = {p.stem for p in written}
+    assert {"leakage-rouge1", "leakage-exact", "clients", "gallery"} <= names and not missing
+    assert not any("psnr" in name for name in names)
+
+
+def test_the_page_answers_every_question(run: Run) -> None:
+    app = make_app(run.folder)
+
+    def get(address: str) -> httpx.Response:
+        async def ask() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+                return await client.get(address)
+
+        return asyncio.run(ask())
+
+    api = f"/api/runs/{run.name}"
+    overview = get(f"{api}/overview")
+    assert overview.status_code == 200 and overview.json()["measure"]["metric"] == "rouge1"
+    assert {row["attack"] for row in overview.json()["summary"]} == {"copies", "random_words", "wrong_client(copies)"}
+    for question in ("gallery", "gallery?round=all&sort=hidden", "clients", "clients?metric=rouge2", "clients/0"):
+        assert get(f"{api}/{question}").status_code == 200, question
+    image = get(f"{api}/image/0?client=0")
+    assert image.status_code == 404
+
+
+def test_the_terminal_shows_sentences_and_percent(run: Run) -> None:
+    console = Console(file=StringIO(), width=150, height=40, force_terminal=True, color_system="truecolor", record=True)
+    with run.ledger() as ledger:
+        standing = Standing(ledger, run.scenario(), training=True)
+        standing.look(force=True)
+        assert "ROUGE-1 best" in words(standing) and "dB" not in words(standing)
+        console.print(Picture(standing, run, console))
+        drawn = console.export_text()
+        assert standing.best is not None
+        attack, round, hit = standing.best
+        truth = standing.scenario.federation.batch_at(hit.client, round).x[hit.example]
+    data = run.scenario().federation.shards.dataset
+    assert " ".join(pieces(truth, data))[:30] in drawn  # type: ignore[arg-type]
+    assert "worst case" in drawn and "dB" not in drawn

@@ -1,0 +1,535 @@
+"""The attack service: every job of the ledger ends in rows, whatever happens to files, attacks and pools."""
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
+from fedgauge.attacks.grading.audit import WHOLE_BATCH
+from fedgauge.client.protocol import Federation
+from fedgauge.server.pool.executors import ATTEMPTS, LocalExecutor, Result, WorkerDied, make_executor, serve
+from fedgauge.server.pool.worker import Task
+from fedgauge.server.store.ledger import Progress
+from fedgauge.server.store.run import Busy, Run
+
+IG = {"use": "inverting_gradients", "iterations": 4}
+Score = tuple[Any, ...]
+
+
+def score_rows(run: Run) -> list[Score]:
+    """Every score but its seconds, the value's bits in hexadecimal."""
+    with run.ledger() as ledger:
+        return [
+            (r["round"], r["client"], r["attack"], r["example"], r["metric"], r["status"],
+             None if r["value"] is None else float(r["value"]).hex())
+            for r in ledger.scores()
+        ]  # fmt: skip
+
+
+def progress(run: Run) -> Progress:
+    with run.ledger() as ledger:
+        return ledger.progress()
+
+
+def meta(run: Run) -> dict[str, str]:
+    with run.ledger() as ledger:
+        return ledger.meta()
+
+
+def job_errors(run: Run) -> dict[tuple[str, int], str | None]:
+    """By attack and client of round 1: a failed job's error."""
+    query = "SELECT a.name, j.client, j.error FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+    query += " WHERE j.round = 1 AND j.state = 'failed'"
+    with run.ledger() as ledger:
+        return {(r["name"], r["client"]): r["error"] for r in ledger._db.execute(query)}
+
+
+def file_of(run: Run, round: int, client: int) -> Path:
+    return run.folder / "tape" / f"round-{round:05d}-client-{client:05d}.safetensors"
+
+
+@pytest.fixture
+def plugin() -> Iterator[Callable[[type[Attack]], str]]:
+    """Adds an attack to the package as a new file would; returns the name that a scenario uses."""
+    added = []
+
+    def add(attack: type[Attack]) -> str:
+        name = f"attacks.plugin_{len(added)}"
+        module = types.ModuleType(name)
+        attack.__module__ = name
+        setattr(module, attack.__name__, attack)
+        sys.modules[name] = module
+        added.append(name)
+        return f"{name}:{attack.__name__}"
+
+    yield add
+    for name in added:
+        del sys.modules[name]
+
+
+# ------------------------------------------------------------------------------------------------------------ all well
+
+
+def test_every_job_is_done_and_everything_is_written(kit: Any, tmp_path: Path) -> None:
+    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[IG], audit={"executor": "local", "wave": 3}), rounds=2)
+    serve(run, LocalExecutor())
+    assert progress(run) == Progress(done=2 * 3 * 4)
+    rows = score_rows(run)
+    assert len(rows) == len(set(rows))
+    attacks = {"inverting_gradients", "mean_image", "random_image", "wrong_client(inverting_gradients)"}
+    for metric in ("mse", "psnr", "ssim", "identified"):
+        found = {(r, c, a, e) for r, c, a, e, m, _, _ in rows if m == metric}
+        assert found == {(r, c, a, e) for r in (1, 2) for c in range(4) for a in attacks for e in (0, 1)}
+    assert {(a, e) for _, _, a, e, m, _, _ in rows if m == "label_accuracy"} == {("inverting_gradients", WHOLE_BATCH)}
+    assert {status for *_, status, _ in rows} == {"converged"}
+    x = run.read_reconstruction(2, 3, "inverting_gradients")["x"]
+    assert x.shape == (2, 1, 28, 28)
+    assert 0 <= float(x.min()) <= float(x.max()) <= 1
+    assert len(list((run.folder / "reconstructions").iterdir())) == 2 * 3 * 4
+
+
+def test_a_score_is_the_metric_of_the_kept_image_and_the_true_one(kit: Any, tmp_path: Path) -> None:
+    scenario = kit.scenario(attack=[IG])
+    run = kit.make_run(tmp_path / "run", scenario)
+    serve(run, LocalExecutor())
+    truth = Federation(scenario.protocol).batch_at(2, 1).x.double()
+    kept = run.read_reconstruction(1, 2, "inverting_gradients")["x"].double()
+    expected = ((truth - kept) ** 2).flatten(1).mean(1).tolist()
+    with run.ledger() as ledger:
+        found = [r["value"] for r in ledger.scores("mse") if (r["client"], r["attack"]) == (2, "inverting_gradients")]
+        cards = {r["knowledge"] for r in ledger.scores() if r["attack"] == "wrong_client(inverting_gradients)"}
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert len(cards) == 1
+    assert "labels restored" in cards.pop(), "the threat model stands beside every score"
+
+
+def test_the_replay_is_recorded_before_anything_is_attacked(kit: Any, tmp_path: Path) -> None:
+    run = kit.make_run(tmp_path / "run", kit.scenario())
+    seen: list[tuple[bool, int]] = []
+    serve(run, LocalExecutor(), tick=lambda: seen.append(("replay" in meta(run), progress(run).done)))
+    assert seen[0] == (True, 0)
+    assert meta(run)["replay"] == "ok"
+    assert meta(run)["replay_detail"].endswith("exact to rounding")
+
+
+def test_a_replay_with_batchnorm_in_train_mode_is_exact_too(kit: Any, tmp_path: Path) -> None:
+    net = {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"}
+    data = {"use": "mnist5k", "batch_size": 4, "auxiliary": 64}
+    run = kit.make_run(tmp_path / "run", kit.scenario(model=net, data=data, attack=[]))
+    serve(run, LocalExecutor())
+    assert meta(run)["replay"] == "ok"
+
+
+def test_a_run_whose_clients_did_something_else_says_so_and_is_not_attacked(kit: Any, tmp_path: Path) -> None:
+    scenario = kit.scenario(attack=[])
+    run = kit.make_run(tmp_path / "run", scenario, tape=False)
+    other = kit.scenario(attack=[], chain=[{"use": "local_sgd", "rate": 0.2}])
+    with run.ledger() as ledger:
+        kit.record_rounds(run, ledger, scenario, Federation(other.protocol), 1)
+    for _ in range(2):  # asked again, it looks again
+        serve(run, LocalExecutor(), follow=lambda: True)
+        assert meta(run)["replay"] == "mismatch"
+        assert "2 times the size: the learning rate" in meta(run)["replay_detail"]
+        assert progress(run) == Progress(queued=4 * 2)
+        assert score_rows(run) == []
+    serve(run, LocalExecutor(), other)  # what differed is mended
+    assert meta(run)["replay"] == "ok"
+    assert progress(run) == Progress(done=4 * 2)
+
+
+def test_who_insists_may_attack_after_a_failed_replay_check(kit: Any, tmp_path: Path) -> None:
+    scenario = kit.scenario(attack=[])
+    run = kit.make_run(tmp_path / "run", scenario, tape=False)
+    other = kit.scenario(attack=[], chain=[{"use": "local_sgd", "rate": 0.2}])
+    with run.ledger() as ledger:
+        kit.record_rounds(run, ledger, scenario, Federation(other.protocol), 1)
+    serve(run, LocalExecutor(), force=True)
+    assert meta(run)["replay"] == "mismatch"
+    assert progress(run) == Progress(done=4 * 2)
+
+
+def test_the_same_run_twice_gives_the_same_bits(kit: Any, tmp_path: Path) -> None:
+    rows = []
+    for name in ("a", "b"):
+        run = kit.make_run(tmp_path / name, kit.scenario(attack=[IG], audit={"executor": "local", "wave": 3}))
+        serve(run, LocalExecutor())
+        rows.append(score_rows(run))
+    assert rows[0] == rows[1] != []
+
+
+def test_a_run_that_is_done_is_not_done_again(kit: Any, tmp_path: Path) -> None:
+    run = kit.make_run(tmp_path / "run", kit.scenario())
+    serve(run, LocalExecutor())
+    before = score_rows(run)
+    serve(run, Refusing())
+    assert score_rows(run) == before
+
+
+class Refusing(LocalExecutor):
+    """An executor for a pool that has nothing to do."""
+
+    def submit(self, ticket: int, task: Task) -> None:
+        raise AssertionError("nothing was left to attack")
+
+
+# -------------------------------------------------------------------------------------------------- stopped and going on
+
+
+def test_an_interrupted_audit_goes_on_to_the_same_scores(kit: Any, tmp_path: Path) -> None:
+    scenario = kit.scenario(attack=[IG], audit={"executor": "local", "wave": 2})
+    whole, parts = (kit.make_run(tmp_path / name, scenario, rounds=2) for name in ("whole", "parts"))
+    serve(whole, LocalExecutor())
+    turns = 0
+    while progress(parts).queued and turns < 50:
+        turns += 1
+        begun = progress(parts).done
+        serve(parts, LocalExecutor(), stop=lambda begun=begun: progress(parts).done > begun)
+        assert progress(parts).leased == 0, "what is in flight is finished"
+    assert turns == 12, "a stop after every wave"
+    assert score_rows(parts) == score_rows(whole)
+
+
+def test_jobs_of_a_pool_that_died_are_taken_up_again(kit: Any, tmp_path: Path) -> None:
+    scenario = kit.scenario(attack=[IG])
+    run, other = (kit.make_run(tmp_path / name, scenario) for name in ("run", "other"))
+
+    class PowerCut(BaseException):
+        pass
+
+    class Dying(LocalExecutor):
+        def next_done(self, timeout: float) -> tuple[int, Result] | None:
+            raise PowerCut
+
+    for _ in range(ATTEMPTS + 1):
+        with pytest.raises(PowerCut):
+            serve(run, Dying())
+        assert progress(run).leased == 4
+    serve(run, LocalExecutor())
+    serve(other, LocalExecutor())
+    assert score_rows(run) == score_rows(other)
+
+
+def test_a_pool_that_follows_waits_for_what_is_still_to_come(kit: Any, tmp_path: Path) -> None:
+    scenario = kit.scenario(attack=[])
+    run = kit.make_run(tmp_path / "run", scenario, tape=False)
+    coming = iter([True, True, True, False])
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        ticks += 1
+        if ticks == 3:
+            with run.ledger() as ledger:
+                kit.record_rounds(run, ledger, scenario, Federation(scenario.protocol), 1)
+
+    serve(run, LocalExecutor(), follow=lambda: next(coming, False), tick=tick)
+    assert progress(run) == Progress(done=8)
+    assert meta(run)["replay"] == "ok"
+
+
+def test_a_job_that_comes_with_the_end_of_the_training_is_not_missed(kit: Any, tmp_path: Path) -> None:
+    """Training writes its last jobs and ends between two looks of the pool."""
+    scenario = kit.scenario(attack=[])
+    run = kit.make_run(tmp_path / "run", scenario, tape=False)
+    training = True
+
+    def follow() -> bool:
+        nonlocal training
+        was, training = training, False
+        return was
+
+    def tick() -> None:
+        if not progress(run).total:
+            with run.ledger() as ledger:
+                kit.record_rounds(run, ledger, scenario, Federation(scenario.protocol), 1)
+
+    serve(run, LocalExecutor(), follow=follow, tick=tick)
+    assert progress(run) == Progress(done=8)
+
+
+def test_two_pools_on_one_run_are_one_too_many(kit: Any, tmp_path: Path) -> None:
+    run = kit.make_run(tmp_path / "run", kit.scenario())
+    with run.lock("audit"), pytest.raises(Busy, match="holds its audit"):
+        serve(run, LocalExecutor())
+    assert progress(run).queued == 12
+    serve(run, LocalExecutor())
+    assert progress(run).done == 12
+
+
+class Slow(LocalExecutor):
+    """Three waves in flight, finished in the reverse order."""
+
+    slots = 3
+
+    def next_done(self, timeout: float) -> tuple[int, Result] | None:
+        self._waiting.reverse()
+        done = super().next_done(timeout)
+        self._waiting.reverse()
+        return done
+
+
+def test_the_order_in_which_waves_finish_changes_nothing(kit: Any, tmp_path: Path) -> None:
+    scenario = kit.scenario(attack=[IG], audit={"executor": "local", "wave": 1})
+    runs = [kit.make_run(tmp_path / name, scenario) for name in ("a", "b")]
+    serve(runs[0], LocalExecutor())
+    serve(runs[1], Slow())
+    assert score_rows(runs[0]) == score_rows(runs[1])
+
+
+# ------------------------------------------------------------------------------------------------------- what goes wrong
+
+
+@dataclass(frozen=True)
+class breaks(Attack):
+    """Raises what it is told to, for the clients it is told to."""
+
+    words: str = "cuda went away"
+    client: int = 1
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        if self.client in wave.clients:
+            raise RuntimeError(self.words)
+        return [Reconstruction(None, None, 0.0, 1, 0.0, "diverged", f"as {client} was told") for client in wave.clients]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("first\nlast", "RuntimeError: last"), ("", "RuntimeError"), (" \n ", "RuntimeError")],
+)
+def test_an_attack_that_raises_fails_at_once_with_a_row(
+    kit: Any, tmp_path: Path, plugin: Callable[[type[Attack]], str], words: str, told: str
+) -> None:
+    table = {"use": plugin(breaks), "words": words, "iterations": 1}
+    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[table], audit={"executor": "local", "wave": 1}))
+    executor = Counting()
+    serve(run, executor)
+    assert executor.submitted.count(("breaks", (1,))) == 1, "what it raised it would raise again"
+    assert progress(run) == Progress(done=11, failed=1)
+    assert job_errors(run) == {("breaks", 1): told}
+    rows = [r for r in score_rows(run) if r[2] == "breaks"]
+    assert [r for r in rows if r[5] == "failed"] == [(1, 1, "breaks", WHOLE_BATCH, "psnr", "failed", None)]
+    assert {r[1] for r in rows if r[5] == "diverged"} == {0, 2, 3}, "a diverged attack is a result with a status"
+
+
+def test_an_observation_that_raises_fails_none_of_its_wave(
+    kit: Any, tmp_path: Path, plugin: Callable[[type[Attack]], str]
+) -> None:
+    table = {"use": plugin(breaks), "iterations": 1}
+    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[table], audit={"executor": "local", "wave": 4}))
+    executor = Counting()
+    serve(run, executor)
+    waves = [clients for name, clients in executor.submitted if name == "breaks"]
+    assert (waves[0], sorted(waves[1:])) == ((0, 1, 2, 3), [(0,), (1,), (2,), (3,)])
+    assert progress(run) == Progress(done=11, failed=1)
+    assert job_errors(run) == {("breaks", 1): "RuntimeError: cuda went away"}
+
+
+def test_why_an_attack_ended_as_it_did_reaches_the_ledger(
+    kit: Any, tmp_path: Path, plugin: Callable[[type[Attack]], str]
+) -> None:
+    table = {"use": plugin(breaks), "client": 9, "iterations": 1}
+    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[table], audit={"executor": "local", "wave": 4}))
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        told = [tuple(r) for r in ledger.reasons()]
+    assert told == [("breaks", f"as {client} was told", 1) for client in range(4)]
+
+
+class Deadly(LocalExecutor):
+    """Loses its worker over some client's update, as often as it is told to."""
+
+    def __init__(self, client: int, times: int) -> None:
+        super().__init__()
+        self.client = client
+        self.left = times
+        self.lost: list[tuple[int, ...]] = []
+
+    def next_done(self, timeout: float) -> tuple[int, Result] | None:
+        ticket, task = self._waiting[0]
+        if "inverting" not in task.planned or self.client not in task.clients or not self.left:
+            return super().next_done(timeout)
+        self._waiting.popleft()
+        self.left -= 1
+        self.lost.append(task.clients)
+        return ticket, WorkerDied("ActorDiedError: killed")
+
+
+@pytest.mark.parametrize(
+    ("times", "lost", "left"),
+    [
+        (1, [(0, 1)], Progress(done=12)),
+        (ATTEMPTS, [(0, 1)] * ATTEMPTS, Progress(done=12)),
+        (99, [(0, 1)] * ATTEMPTS + [(1,)], Progress(done=11, failed=1)),
+    ],
+    ids=["once", "as a wave", "always"],
+)
+def test_a_wave_that_loses_its_worker_is_tried_again_and_then_one_by_one(
+    kit: Any, tmp_path: Path, times: int, lost: list[tuple[int, ...]], left: Progress
+) -> None:
+    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[IG], audit={"executor": "local", "wave": 2}))
+    executor = Deadly(1, times)
+    serve(run, executor)
+    assert executor.lost == lost
+    assert progress(run) == left
+    assert set(job_errors(run).values()) <= {"WorkerDied: ActorDiedError: killed"}
+
+
+class Counting(LocalExecutor):
+    """Remembers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submitted: list[tuple[str, tuple[int, ...]]] = []
+
+    def submit(self, ticket: int, task: Task) -> None:
+        import json
+
+        self.submitted.append((json.loads(task.planned)["name"], task.clients))
+        super().submit(ticket, task)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing", "truncated"])
+def test_a_damaged_update_fails_its_own_jobs_by_name_and_no_others(kit: Any, tmp_path: Path, damage: str) -> None:
+    scenario = kit.scenario(attack=[IG], audit={"executor": "local", "wave": 4})
+    run, whole = (kit.make_run(tmp_path / name, scenario, rounds=2) for name in ("run", "whole"))
+    path = file_of(run, 1, 2)
+    data = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-1] if damage == "truncated" else data[:-1] + bytes([data[-1] ^ 1]))
+    serve(run, LocalExecutor())
+    serve(whole, LocalExecutor())
+    assert progress(run) == Progress(done=21, failed=3)
+    failed = job_errors(run)
+    assert set(failed) == {(a, 2) for a in ("inverting_gradients", "mean_image", "random_image")}
+    assert all(v is not None and str(path) in v for v in failed.values())
+    keys = {r[:5] for r in score_rows(run) if r[5] != "failed"}
+    expected = {r[:5] for r in score_rows(whole)}
+    # the reconstruction from client 2's update would also have been graded against client 3's truth
+    lost = {k for k in expected - keys if k[0] == 1}
+    assert {(k[1], k[2]) for k in lost} == {
+        (2, "inverting_gradients"),
+        (2, "mean_image"),
+        (2, "random_image"),
+        (3, "wrong_client(inverting_gradients)"),
+    }
+
+
+def test_damaged_weights_fail_the_round_and_not_the_others(kit: Any, tmp_path: Path) -> None:
+    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[]), rounds=2)
+    path = run.folder / "tape" / "round-00001.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    serve(run, LocalExecutor())
+    assert progress(run) == Progress(done=8, failed=8)
+    assert meta(run)["replay"] == "unknown"
+    with run.ledger() as ledger:
+        assert [str(path) in error for error in ledger.errors()] == [True]
+
+
+# --------------------------------------------------------------------------------------------------------- [tape] keep
+
+
+def test_keep_none_deletes_what_was_attacked_and_keeps_what_was_found(kit: Any, tmp_path: Path) -> None:
+    run = kit.make_run(tmp_path / "run", kit.scenario(tape={"keep": "none"}), rounds=2)
+    assert len(list((run.folder / "tape").iterdir())) == 10
+    left: list[int] = []
+    serve(run, LocalExecutor(), tick=lambda: left.append(len(list((run.folder / "tape").iterdir()))))
+    assert list((run.folder / "tape").iterdir()) == []
+    assert 5 in left, "a round is deleted when its last attack is over, not at the end"
+    assert progress(run).done == 24
+    assert meta(run)["replay"] == "ok"
+    assert run.read_reconstruction(1, 0, "mean_image")["x"].shape == (2, 1, 28, 28)
+    with run.ledger() as ledger:
+        assert {o["digest"] for o in ledger.observations()} == {None}
+
+
+def test_keep_none_deletes_what_an_earlier_pool_had_no_time_to(kit: Any, tmp_path: Path) -> None:
+    """That pool died between the last score and the deletion: nothing is left to attack, and all to delete."""
+    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[], tape={"keep": "all"}))
+    serve(run, LocalExecutor())
+    (run.folder / "scenario.toml").write_text(kit.scenario(attack=[], tape={"keep": "none"}).to_toml())
+    serve(run, Refusing())
+    assert list((run.folder / "tape").iterdir()) == []
+
+
+def test_keep_none_lets_the_replay_check_have_its_update_first(kit: Any, tmp_path: Path) -> None:
+    """Round 1 is not attacked: its one update is there for the replay check alone, and comes while the pool waits."""
+    scenario = kit.scenario(attack=[], audit={"executor": "local", "rounds": [2]}, tape={"keep": "none"})
+    run = kit.make_run(tmp_path / "run", scenario, tape=False)
+    coming = iter([True, True])
+
+    def tick() -> None:
+        with run.ledger() as ledger:
+            if not ledger.observations():
+                kit.record_rounds(run, ledger, scenario, Federation(scenario.protocol), 1)
+
+    serve(run, LocalExecutor(), follow=lambda: next(coming, False), tick=tick)
+    assert meta(run).get("replay") == "ok"
+    assert list((run.folder / "tape").iterdir()) == []
+
+
+def test_a_pool_asked_to_stop_at_once_takes_nothing(kit: Any, tmp_path: Path) -> None:
+    run = kit.make_run(tmp_path / "run", kit.scenario())
+    serve(run, Refusing(), stop=lambda: True)
+    assert progress(run) == Progress(queued=12)
+
+
+# ------------------------------------------------------------------------------------------------------------- workers
+
+
+def test_a_worker_gives_what_the_auditor_gives(kit: Any, tmp_path: Path) -> None:
+    """Plain arrays and JSON lose nothing on the way."""
+    from fedgauge.attacks.base import Wave as AttackWave
+    from fedgauge.attacks.grading.audit import Auditor
+    from fedgauge.server.pool.worker import attack_wave
+    from fedgauge.server.store.tape import as_arrays
+
+    scenario = kit.scenario(attack=[IG])
+    run = kit.make_run(tmp_path / "run", scenario)
+    observations = [run.tape().read(1, c) for c in (0, 3)]
+    planned = scenario.plan.attacks[0]
+    task = Task(
+        scenario.protocol.to_json(), planned.to_json(), 3, 1, (0, 3), {0: 3},
+        as_arrays(observations[0].params), {}, tuple(as_arrays(o.update) for o in observations),
+    )  # fmt: skip
+    outcome = attack_wave(task)
+    expected = Auditor(Federation(scenario.protocol), 3).audit(planned, AttackWave.stack(observations), {0: 3})
+    for audited in expected:
+        assert torch.equal(torch.tensor(outcome.images[audited.client]["x"]), audited.reconstruction.x)
+        assert [(r.client, r.attack, r.metric, r.example, r.value) for r in outcome.rows[audited.client]] == [
+            (r.client, r.attack, r.metric, r.example, r.value) for r in audited.rows
+        ]
+    assert {r.attack for r in outcome.rows[0]} == {"inverting_gradients", "wrong_client(inverting_gradients)"}
+    assert {r.attack for r in outcome.rows[3]} == {"inverting_gradients"}
+
+
+def test_a_trace_is_kept_in_the_reconstructions_file_and_changes_no_score(kit: Any, tmp_path: Path) -> None:
+    plain, traced = (
+        kit.make_run(tmp_path / name, kit.scenario(attack=[{**IG, **more}]))
+        for name, more in (("plain", {}), ("traced", {"trace": 3}))
+    )
+    for run in (plain, traced):
+        serve(run, LocalExecutor())
+    assert score_rows(plain) == score_rows(traced)
+    assert set(plain.read_reconstruction(1, 2, "inverting_gradients")) == {"x", "y"}
+    kept = traced.read_reconstruction(1, 2, "inverting_gradients")
+    assert set(kept) == {"x", "y", "trace_iteration", "trace_objective", "trace_x"}
+    assert kept["trace_iteration"].tolist() == [0, 2, 4]
+    assert (kept["trace_objective"].shape, kept["trace_objective"].dtype) == ((3,), torch.float64)
+    assert (kept["trace_x"].shape, kept["trace_x"].dtype) == ((3, 2, 1, 28, 28), torch.uint8)
+    torch.testing.assert_close(kept["trace_x"][-1], (kept["x"] * 255).round().to(torch.uint8), rtol=0, atol=1)
+    assert set(traced.read_reconstruction(1, 2, "mean_image")) == {"x"}
+
+
+def test_executors_by_name() -> None:
+    assert isinstance(make_executor("local", 3), LocalExecutor)

@@ -1,0 +1,220 @@
+"""Ray workers: the same scores as in this process, and rows for every job however often a worker is killed."""
+
+import gc
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedgauge.server.pool.executors import ATTEMPTS, LocalExecutor, RayExecutor, Result, serve
+from fedgauge.server.pool.worker import Task
+from fedgauge.server.store.ledger import Progress
+from fedgauge.server.store.run import Run
+
+pytestmark = pytest.mark.slow
+
+IG = {"use": "inverting_gradients", "iterations": 60}
+AUDIT = {"executor": "ray", "wave": 2}
+
+
+def descendants() -> dict[int, str]:
+    """Every process below this one, with its command line; Ray writes into it what a worker is doing."""
+    parents, names = {}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+            name = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # ended while we looked
+            continue
+        if state != "Z":
+            parents[int(entry.name)], names[int(entry.name)] = int(parent), name
+    found: dict[int, str] = {}
+    for pid in parents:
+        above = pid
+        while above in parents and above != os.getpid():
+            above = parents[above]
+        if above == os.getpid() != pid:
+            found[pid] = names[pid]
+    return found
+
+
+def at_work() -> list[int]:
+    return [pid for pid, name in descendants().items() if "ray::Worker.attack" in name]
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Ray leaves files open and lets go of its daemons' handles while they run; neither is ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def ray_executor() -> Iterator[RayExecutor]:
+    """One worker for this module; Ray takes seconds to start."""
+    before = set(descendants())
+    with pytest.MonkeyPatch.context() as patch, quietly():
+        patch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # somebody's cluster: not for us
+        executor = RayExecutor(1)
+    scratch = Path(executor._scratch)
+    yield executor
+    with quietly():
+        executor.close()
+    deadline = time.monotonic() + 20
+    while (left := {p: n for p, n in descendants().items() if p not in before}) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == {}, "Ray's processes outlive the pool"
+    assert not scratch.exists(), "Ray's files outlive the pool"
+
+
+class Murderous:
+    """Ray's worker, killed by SIGKILL while it attacks a certain client, as often as it is told to.
+
+    It is the pool's own executor with a machine under it that fails.
+    """
+
+    def __init__(self, executor: RayExecutor, client: int, times: int) -> None:
+        self.executor = executor
+        self.client = client
+        self.left = times
+        self.tasks: dict[int, Task] = {}
+        self.kills: list[int] = []
+        self.slots = executor.slots
+
+    def submit(self, ticket: int, task: Task) -> None:
+        self.tasks[ticket] = task
+        self.executor.submit(ticket, task)
+
+    def next_done(self, timeout: float) -> tuple[int, Result] | None:
+        doomed = any(self.client in t.clients and "inverting" in t.planned for t in self.tasks.values())
+        if doomed and self.left and (pids := at_work()):
+            self.left -= 1
+            self.kills += pids
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+        done = self.executor.next_done(0.05 if doomed and self.left else timeout)
+        if done is not None:
+            del self.tasks[done[0]]
+        return done
+
+    def close(self) -> None:
+        raise AssertionError("the pool does not close what it was given")
+
+
+def scores(run: Run) -> dict[tuple[Any, ...], float | None]:
+    with run.ledger() as ledger:
+        rows = list(ledger.scores())
+    found = {(r["round"], r["client"], r["attack"], r["example"], r["metric"]): r["value"] for r in rows}
+    assert len(found) == len(rows), "a score is there twice"
+    return found
+
+
+def attempts(run: Run) -> dict[tuple[str, int], tuple[str, int]]:
+    query = "SELECT a.name, j.client, j.state, j.attempts FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+    with run.ledger() as ledger:
+        return {(r["name"], r["client"]): (r["state"], r["attempts"]) for r in ledger._db.execute(query)}
+
+
+@pytest.fixture
+def run(kit: Any, tmp_path: Path) -> Run:
+    made: Run = kit.make_run(tmp_path / "run", kit.scenario(attack=[IG], audit=AUDIT))
+    return made
+
+
+def test_ray_scores_what_this_process_scores(kit: Any, tmp_path: Path, run: Run, ray_executor: RayExecutor) -> None:
+    local = kit.make_run(tmp_path / "local", kit.scenario(attack=[IG], audit=AUDIT))
+    serve(local, LocalExecutor())
+    serve(run, ray_executor)
+    here, there = scores(local), scores(run)
+    assert here.keys() == there.keys()
+    psnr = [k for k in here if k[4] == "psnr"]
+    differences = [abs((here[k] or 0.0) - (there[k] or 0.0)) for k in psnr]
+    assert len(psnr) == 4 * 4 * 2
+    assert sum(differences) / len(differences) < 0.1
+    assert max(abs((here[k] or 0.0) - (there[k] or 0.0)) for k in psnr if "image" in k[2]) < 1e-4
+    x = run.read_reconstruction(1, 0, "inverting_gradients")["x"]
+    assert x.shape == (2, 1, 28, 28)
+
+
+def test_an_attack_with_memory_goes_through_the_rounds_in_order_in_workers_too(
+    kit: Any, tmp_path: Path, ray_executor: RayExecutor
+) -> None:
+    table = {"use": "feedback_blending", "attack": IG["use"], "fit": 1e9, "iterations": 20}
+    local, there = (
+        kit.make_run(tmp_path / name, kit.scenario(attack=[table], audit=AUDIT), rounds=3) for name in ("local", "ray")
+    )
+    serve(local, LocalExecutor())
+    serve(there, ray_executor)
+    assert scores(local).keys() == scores(there).keys()
+    for client in range(4):
+        for round in (1, 2, 3):
+            here, found = (r.read_memory(round, client, "feedback_blending") for r in (local, there))
+            assert int(here["images"]) == int(found["images"]) == round
+            assert float((here["blend"] - found["blend"]).abs().mean()) < 0.01
+
+
+def test_a_worker_killed_in_the_middle_of_a_wave_costs_an_attempt_and_no_row(
+    kit: Any, tmp_path: Path, run: Run, ray_executor: RayExecutor
+) -> None:
+    whole = kit.make_run(tmp_path / "whole", kit.scenario(attack=[IG], audit=AUDIT))
+    serve(whole, LocalExecutor())
+    murderous = Murderous(ray_executor, 0, times=1)
+    serve(run, murderous)
+    assert len(murderous.kills) == 1
+    assert scores(run).keys() == scores(whole).keys()
+    with run.ledger() as ledger:
+        assert ledger.progress() == Progress(done=12)
+    tried = attempts(run)
+    assert {k: v for k, v in tried.items() if v != ("done", 1)} == {
+        ("inverting_gradients", 0): ("done", 2),
+        ("inverting_gradients", 1): ("done", 2),
+    }
+
+
+def test_an_update_that_always_kills_its_worker_fails_with_a_row_and_the_others_go_on(
+    run: Run, ray_executor: RayExecutor
+) -> None:
+    murderous = Murderous(ray_executor, 3, times=100)
+    serve(run, murderous)
+    assert len(murderous.kills) == ATTEMPTS + 1, "each attempt of the wave, and then its own, had a living worker"
+    with run.ledger() as ledger:
+        assert ledger.progress() == Progress(done=11, failed=1)
+        failed = [(r["client"], r["attack"], r["value"]) for r in ledger.scores() if r["status"] == "failed"]
+        (error,) = ledger.errors()
+    assert failed == [(3, "inverting_gradients", None)]
+    assert error.startswith("WorkerDied: ") and len(error) > len("WorkerDied: "), "Ray's own words follow"
+    assert {a for _, c, a, _, _ in scores(run) if c == 0} >= {"inverting_gradients", "mean_image", "random_image"}
+
+
+def test_an_attack_that_raises_in_a_worker_is_the_waves_failure_and_not_the_pools(
+    kit: Any, tmp_path: Path, ray_executor: RayExecutor
+) -> None:
+    """A plan that the worker cannot build: as a run of another version would bring."""
+    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[IG], audit=AUDIT))
+    with run.ledger() as ledger:
+        spoiled = '{"name": "inverting_gradients", "table": {"use": "attacks.gone:gone"}, "budget": {"iterations": 1}}'
+        ledger._db.execute("UPDATE attacks SET planned = ? WHERE name = 'inverting_gradients'", (spoiled,))
+    serve(run, ray_executor)
+    with run.ledger() as ledger:
+        assert ledger.progress() == Progress(done=8, failed=4)
+        (error,) = ledger.errors()
+    assert max(n for _, n in attempts(run).values()) == 2, "once as a wave and once alone: it would only raise again"
+    assert "nothing is called 'attacks.gone:gone'" in error
+
+
+def test_ray_that_does_not_start_leaves_nothing_behind(
+    tmp_path: Path, ray_executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError, match="twice"):  # the module's own is at work in this process
+        RayExecutor(1)
+    assert list(tmp_path.iterdir()) == []
+    assert len(ray_executor.pids()) == 1, "which goes on"

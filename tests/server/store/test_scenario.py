@@ -1,0 +1,418 @@
+"""A scenario is checked whole before anything starts, and its mistakes are told to the person who wrote it."""
+
+import copy
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fedgauge.attacks.base import Budget
+from fedgauge.client.components import SpecError
+from fedgauge.server.store.scenario import AuditOptions, Scenario, SimulationOptions, TapeOptions, apply_setting
+
+SGD = {"use": "local_sgd", "rate": 0.1}
+CLIP = {"use": "clip", "max_norm": 1.0}
+
+
+def write(folder: Path, tables: dict[str, Any]) -> Path:
+    path = folder / "scenario.toml"
+    path.write_text(tomli_w.dumps(tables))
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------- what it becomes
+
+
+def test_a_scenario_with_nothing_but_the_protocol_has_defaults(kit: Any) -> None:
+    tables = kit.tables()
+    del tables["attack"], tables["audit"]
+    scenario = Scenario.from_tables(tables)
+    assert scenario.strategy == {"use": "FedAvg"}
+    assert scenario.audit == AuditOptions(curious=True, executor="ray", workers=1)
+    assert scenario.tape == TapeOptions("all")
+    assert scenario.simulation == SimulationOptions(2, 600.0)
+    assert (scenario.plan.rounds, scenario.plan.every, scenario.plan.clients, scenario.plan.wave) == (None, 1, None, 8)
+
+
+def test_without_an_attack_only_the_baselines_run(kit: Any) -> None:
+    """Leakage is what exceeds them: the floors are measured even where nobody attacks."""
+    plan = kit.scenario(attack=[]).plan
+    assert [p.name for p in plan.attacks] == ["mean_image", "random_image"]
+    assert all(p.budget == Budget(1) for p in plan.attacks)
+
+
+def test_the_attackers_seed_is_the_federations_unless_it_has_its_own(kit: Any) -> None:
+    assert kit.scenario(seed=7).plan.seed == 7
+    assert kit.scenario(seed=7, audit={"seed": 8}).plan.seed == 8
+
+
+def test_clients_are_sent_the_protocol_and_nothing_of_the_plan(kit: Any) -> None:
+    """The names of everything that the server keeps to itself are searched for in what clients get."""
+    scenario = kit.scenario(
+        attack=[{"use": "dlg", "iterations": 12345, "name": "secret"}],
+        audit={"executor": "local", "rounds": [2], "wave": 77},
+        tape={"keep": "scored"},
+        strategy={"use": "FedAdam", "eta": 0.123},
+    )
+    sent = scenario.protocol.to_json()
+    assert set(json.loads(sent)) == {"seed", "rounds", "clients", "data", "model", "chain", "stragglers"}
+    for private in ("attack", "12345", "secret", "77", "scored", "FedAdam", "0.123", "audit", "tape"):
+        assert private not in sent
+
+
+NOISY = [
+    {"use": "local_sgd", "rate": 0.1},
+    {"use": "clip", "max_norm": 1.0},
+    {"use": "gaussian", "sigma": 0.1},
+]
+
+
+def test_epsilons_are_told_at_the_delta_that_is_asked_for(kit: Any) -> None:
+    assert kit.scenario(chain=NOISY).privacy.delta == 1e-5
+    scenario = kit.scenario(chain=NOISY, privacy={"delta": 1e-3})
+    assert scenario.privacy.delta == 1e-3
+    assert "privacy" not in scenario.protocol.to_json()
+
+
+@pytest.mark.parametrize(("chain", "privacy", "message"), [
+    (NOISY[:1], {}, r"\[privacy\]: the chain adds no noise, so it has no epsilon"),
+    ([NOISY[0], {"use": "sign"}], {"delta": 1e-6}, r"\[privacy\]: sign compression gives no epsilon: it is det"),
+    ([NOISY[0], NOISY[2]], {}, r"\[privacy\]: noise \(gaussian\) without a clip before it bounds nothing"),
+    (NOISY, {"delta": 0}, r"\[privacy\]: delta must be above 0 and below 1, got 0"),
+    (NOISY, {"epsilon": 3}, r"\[privacy\]: unknown key 'epsilon' \(it has: delta\)"),
+])  # fmt: skip
+def test_an_epsilon_that_does_not_hold_is_refused_to_who_asks(kit: Any, chain: Any, privacy: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        kit.scenario(chain=chain, privacy=privacy)
+    assert kit.scenario(chain=chain), "who does not ask may run it"
+
+
+def test_options_of_the_plan_and_of_its_execution_share_a_table(kit: Any) -> None:
+    scenario = kit.scenario(
+        audit={"rounds": [1, 3], "clients": [0, 2], "wave": 3, "executor": "ray", "workers": 5, "curious": False}
+    )
+    assert (scenario.plan.rounds, scenario.plan.clients, scenario.plan.wave) == ((1, 3), (0, 2), 3)
+    assert scenario.audit == AuditOptions(curious=False, executor="ray", workers=5)
+
+
+# ------------------------------------------------------------------------------------------------------------- FedProx
+
+
+def test_fedproxs_weight_becomes_part_of_the_protocol(kit: Any) -> None:
+    prox = {"use": "FedProx", "proximal_mu": 0.25}
+    scenario = kit.scenario(strategy=prox, chain=[CLIP, SGD])
+    assert [dict(t) for t in scenario.protocol.chain] == [CLIP, {**SGD, "proximal_mu": 0.25}]
+    assert json.loads(scenario.protocol.to_json())["chain"][1]["proximal_mu"] == 0.25
+    assert scenario.tables["chain"] == [CLIP, SGD], "the scenario as it was written stays as it was written"
+
+
+def test_a_protocol_that_says_the_same_mu_is_no_conflict(kit: Any) -> None:
+    prox = {"use": "FedProx", "proximal_mu": 0.25}
+    chain = [{**SGD, "proximal_mu": 0.25}]
+    assert kit.scenario(strategy=prox, chain=chain).protocol.chain[0]["proximal_mu"] == 0.25
+
+
+@pytest.mark.parametrize("mine", [0.5, 0.0, "much"])
+def test_two_different_mus_are_refused(kit: Any, mine: Any) -> None:
+    prox = {"use": "FedProx", "proximal_mu": 0.25}
+    words = re.escape(f"[strategy] proximal_mu 0.25 and local_sgd's proximal_mu {mine} differ")
+    with pytest.raises(SpecError, match=words):
+        kit.scenario(strategy=prox, chain=[{**SGD, "proximal_mu": mine}])
+
+
+@pytest.mark.parametrize("mu", ["much", -1.0, [1], True])
+def test_a_mu_that_is_no_number_is_refused(kit: Any, mu: Any) -> None:
+    with pytest.raises(SpecError, match="proximal_mu"):
+        kit.scenario(strategy={"use": "FedProx", "proximal_mu": mu})
+
+
+# ----------------------------------------------------------------------------------------------------------- the errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"modle": {}},
+            "unknown key 'modle' (a scenario has: attack, audit, chain, clients, data, guard, loss, malice, model, privacy, ",
+        ),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"clients": "four"}, "clients must be a whole number, got 'four'"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": 2**63}, "seed must fit in 64 bits, got 9223372036854775808"),
+        ({"audit": {"seed": 2**63}}, "[audit]: seed must fit in 64 bits, got 9223372036854775808"),
+        ({"strategy": "FedAvg"}, "[strategy] must be a table, got 'FedAvg'"),
+        ({"attack": {"use": "dlg"}}, "[[attack]] must be a list, got {'use'"),
+        ({"attack": ["dlg"]}, "[[attack]] #1 must be a table, got 'dlg'"),
+        ({"attack": [{"use": "dgl"}]}, "[[attack]] #1: nothing is called 'dgl'; an"),
+        ({"attack": [{"iterations": 3}]}, '[[attack]] #1: needs use = "module:name", got None; an attack is one of '),
+        ({"attack": [{"use": "clip"}]}, "[[attack]] #1: use = 'clip' is not allowed here"),
+        (
+            {"attack": [{"use": "dlg", "iterations": 0}]},
+            "[[attack]] #1: iterations must be at least 1, got 0",
+        ),
+        (
+            {"attack": [{"use": "dlg", "rat": 1.0}]},
+            "[[attack]] #1: dlg() has no argument 'rat' (it has: ",
+        ),
+        (
+            {"attack": [{"use": "dlg", "labels": "stolen"}]},
+            "[[attack]] #1: labels must be one of 'restored', 'given', got 'stolen'",
+        ),
+        (
+            {"attack": [{"use": "dlg"}, {"use": "dlg", "iterations": 9}]},
+            "[[attack]]: two attacks are called 'dlg'; give one of them a name",
+        ),
+        (
+            {"attack": [{"use": "dlg", "name": "mean_image"}]},
+            "[[attack]] #1: name 'mean_image' is a baseline's, which always runs; give the attack another one",
+        ),
+        ({"audit": [1]}, "[audit] must be a table, got [1]"),
+        ({"audit": {"rounds": [0]}}, "[audit]: rounds must lie in 1..3, got 0"),
+        ({"audit": {"rounds": [1, 4]}}, "[audit]: rounds must lie in 1..3, got 4"),
+        ({"audit": {"rounds": 2}}, "[audit]: rounds must be a list, each a whole number, got 2"),
+        ({"audit": {"clients": [4]}}, "[audit]: clients must lie in 0..3, got 4"),
+        ({"audit": {"clients": [-1]}}, "[audit]: clients must lie in 0..3, got -1"),
+        ({"audit": {"every": 0}}, "[audit]: every must be at least 1, got 0"),
+        ({"audit": {"wave": 0}}, "[audit]: wave must be at least 1, got 0"),
+        ({"audit": {"wave": 1.5}}, "[audit]: wave must be a whole number, got 1.5"),
+        ({"audit": {"workers": 0}}, "[audit]: workers must be at least 1, got 0"),
+        (
+            {"audit": {"worker": 1}},
+            "[audit]: unknown key 'worker' (it has: rounds, every, clients, wave, seed, curious, executor, workers)",
+        ),
+        ({"tape": {"kep": "all"}}, "[tape]: unknown key 'kep' (it has: keep, retention_days)"),
+        ({"simulation": {"x": 1}}, "[simulation]: unknown key 'x' (it has: parallel_clients, round_timeout)"),
+        ({"audit": {"rounds": [1], "every": 2}}, "[audit]: every does nothing beside rounds"),
+        ({"audit": {"executor": "slurm"}}, "[audit]: executor must be one of 'ray', 'local', got 'slurm'"),
+        ({"audit": {"curious": "no"}}, "[audit]: curious must be true or false, got 'no'"),
+        ({"model": {"use": "mlp", "hidden": [2**70]}}, "[model]: hidden[0] must fit in 64 bits"),
+        ({"model": {"use": "mlp", "hidden": [10**18]}}, "[model]: "),
+        ({"tape": {"keep": "some"}}, "[tape]: keep must be one of 'all', 'scored', 'none', got 'some'"),
+        ({"simulation": {"parallel_clients": 0}}, "[simulation]: parallel_clients must be at least 1, got 0"),
+        ({"simulation": {"round_timeout": 0}}, "[simulation]: round_timeout must be above 0, got 0.0"),
+        ({"stragglers": {"probability": 1.0}}, "[stragglers]: probability must be in [0, 1), got 1.0"),
+        ({"chain": [CLIP]}, "[[chain]]: a chain needs exactly one local_sgd, which turns gradients into an update"),
+        (
+            {"chain": [{"use": "clip", "max_nrom": 1.0}, SGD]},
+            "[[chain]] #1: clip() has no argument 'max_nrom' (it has: max_norm, each)",
+        ),
+    ],
+    ids=str,
+)
+def test_mistakes_name_file_table_value_and_what_is_allowed(
+    kit: Any, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    path = write(tmp_path, kit.tables(**changes))
+    with pytest.raises(SpecError) as mistake:
+        Scenario.load(path)
+    assert str(mistake.value).startswith(f"{path}: {words}")
+
+
+@pytest.mark.parametrize("missing", ["rounds", "clients", "data", "model"])
+def test_what_is_missing_is_named(kit: Any, tmp_path: Path, missing: str) -> None:
+    tables = kit.tables()
+    del tables[missing]
+    with pytest.raises(SpecError, match=f"scenario.toml: the scenario needs '{missing}'"):
+        Scenario.load(write(tmp_path, tables))
+
+
+def test_a_missing_file_a_folder_and_broken_toml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="none.toml: there is no such file"):
+        Scenario.load(tmp_path / "none.toml")
+    with pytest.raises(SpecError, match=f"{tmp_path}: not a readable TOML file"):
+        Scenario.load(tmp_path)
+    for data in (b"rounds = ", b"\xff\xfe", b"a = 1\na = 2"):
+        (tmp_path / "broken.toml").write_bytes(data)
+        with pytest.raises(SpecError, match="broken.toml: not a readable TOML file"):
+            Scenario.load(tmp_path / "broken.toml")
+
+
+JUNK = st.sampled_from(
+    [
+        None,
+        True,
+        -1,
+        0,
+        2**70,
+        -0.5,
+        1e308,
+        float("nan"),
+        "",
+        "x",
+        [],
+        [None],
+        [[1]],
+        {},
+        {"use": 1},
+        {"a": 1},
+        "os:system",
+    ]
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in nested tables and lists."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(p for k, v in inner for p in places(v, (*path, k)))]
+
+
+FULL: dict[str, Any] = {
+    "strategy": {"use": "FedProx", "proximal_mu": 0.1},
+    "chain": [{**CLIP, "each": True}, {**SGD, "steps": 2, "batch_size": 1}],
+    "attack": [{"use": "dlg", "iterations": 2, "restarts": 1, "seconds": 1.0, "labels": "given"}],
+    "audit": {"rounds": [1], "clients": [0], "wave": 1, "executor": "local", "workers": 1, "curious": True},
+    "tape": {"keep": "all"},
+    "simulation": {"parallel_clients": 1, "round_timeout": 5.0},
+    "stragglers": {"probability": 0.1},
+}
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_stands_in_any_place_is_accepted_or_refused_in_words(kit: Any, data: st.DataObject) -> None:
+    tables = copy.deepcopy(kit.tables(**FULL))
+    *parents, last = data.draw(st.sampled_from([p for p in places(tables) if p]))
+    here: Any = tables
+    for key in parents:
+        here = here[key]
+    here[last] = data.draw(JUNK)
+    words = "accepted"
+    try:
+        Scenario.from_tables(tables)
+    except SpecError as error:
+        words = str(error)
+    assert words.strip()
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(
+    ("setting", "place", "value"),
+    [
+        ("rounds=9", ("rounds",), 9),
+        ("model.hidden=[4, 5]", ("model", "hidden"), [4, 5]),
+        ("chain.0.rate=1e-3", ("chain", 0, "rate"), 1e-3),
+        ("chain.0.each=true", ("chain", 0, "each"), True),
+        ("audit.rounds=[1]", ("audit", "rounds"), [1]),
+        ("tape.keep=none", ("tape", "keep"), "none"),
+        ('tape.keep="none"', ("tape", "keep"), "none"),
+        ("strategy.use=FedAdam", ("strategy", "use"), "FedAdam"),
+        ("a.b.c=1", ("a", "b", "c"), 1),
+        ("data.note=a=b", ("data", "note"), "a=b"),
+        (" model.width = 4", ("model", "width"), 4),
+        ("data.note=", ("data", "note"), ""),
+        ('chain.0={use = "x"}', ("chain", 0), {"use": "x"}),
+    ],
+)
+def test_a_setting_is_put_in_its_place(kit: Any, setting: str, place: tuple[Any, ...], value: Any) -> None:
+    tables = kit.tables()
+    apply_setting(tables, setting)
+    found = tables
+    for key in place:
+        found = found[key]
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("rounds", "--set rounds: expected table.key=value"),
+        ("=3", "--set =3: expected table.key=value"),
+        ("", "--set : expected table.key=value"),
+        ("chain.1.rate=3", "--set chain.1.rate=3: there is no 'chain.1'"),
+        ("chain.-1.rate=3", "--set chain.-1.rate=3: there is no 'chain.-1'"),
+        ("chain.x.rate=3", "--set chain.x.rate=3: there is no 'chain.x'"),
+        ("chain.².rate=3", "--set chain.².rate=3: there is no 'chain.²'"),
+        ("chain.²=3", "--set chain.²=3: 'chain' has no '²'"),
+        ("chain.1=3", "--set chain.1=3: 'chain' has no '1'"),
+        ("seed.x=3", "--set seed.x=3: 'seed' has no 'x'"),
+        ("seed.x.y=3", "--set seed.x.y=3: there is no 'seed.x'"),
+    ],
+)
+def test_a_setting_without_a_place_is_refused(kit: Any, setting: str, words: str) -> None:
+    tables = kit.tables()
+    with pytest.raises(SpecError) as mistake:
+        apply_setting(tables, setting)
+    assert str(mistake.value) == words
+    assert tables == kit.tables()
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.text("chaindt.0129²-_ \"'[]", max_size=12), value=st.text(max_size=8))
+def test_any_text_is_a_setting_or_a_mistake_in_words(kit: Any, path: str, value: str) -> None:
+    words = "--set was accepted"
+    try:
+        apply_setting(kit.tables(), f"{path}={value}")
+    except SpecError as error:
+        words = str(error)
+    assert words.startswith("--set ")
+
+
+def test_settings_are_checked_like_the_file(kit: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, kit.tables())
+    assert Scenario.load(path, ["rounds=2", "audit.rounds=[2]"]).plan.rounds == (2,)
+    with pytest.raises(SpecError, match=r"scenario.toml: \[audit\]: rounds must lie in 1\.\.2, got 3"):
+        Scenario.load(path, ["rounds=2", "audit.rounds=[3]"])
+    with pytest.raises(SpecError, match=r"scenario.toml: --set nonsense: expected table.key=value"):
+        Scenario.load(path, ["nonsense"])
+
+
+def test_a_mistake_that_a_setting_made_is_told_in_the_settings_words(kit: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, kit.tables(chain=[CLIP, SGD]))
+    for setting, words in (
+        ("chain.1.rate=abc", "chain.1 ([[chain]] #2): rate must be a number, got 'abc'"),
+        (
+            "attack.0.itertions=3",
+            "attack.0 ([[attack]] #1): inverting_gradients() has no argument 'itertions' (it has: ",
+        ),
+        ("attack.0={use = 3}", "attack.0 ([[attack]] #1): needs use"),
+        ("chain.0.rate=abc", "chain.0 ([[chain]] #1): clip() has no argument 'rate' (it has: max_norm, each)"),
+    ):
+        with pytest.raises(SpecError) as mistake:
+            Scenario.load(path, ["chain.0.max_norm=2", setting])
+        assert str(mistake.value).startswith(f"{path}: {words}")
+    path = write(tmp_path, kit.tables(chain=[{**CLIP, "max_norm": "x"}, SGD]))
+    with pytest.raises(SpecError, match=r"scenario.toml: \[\[chain\]\] #1: max_norm"):  # the file's own mistake
+        Scenario.load(path, ["chain.1.rate=0.5"])
+
+
+def test_fewer_rounds_leave_out_the_attacked_ones_beyond(kit: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, kit.tables(rounds=9, audit={"rounds": [1, 2, 8, 9]}))
+    scenario = Scenario.load(path, rounds=2)
+    assert (scenario.protocol.rounds, scenario.plan.rounds, scenario.left_out) == (2, (1, 2), (8, 9))
+    assert scenario == Scenario.from_tables(tomllib.loads(scenario.to_toml())), "it is kept as it was run"
+    assert Scenario.load(path, rounds=20).left_out == ()
+    for rounds, attacked, words in (
+        (0, [1], "rounds must be at least 1, got 0"),
+        (2, [1, 10], r"\[audit\]: rounds must lie in 1\.\.2, got 10"),  # a mistake without --rounds, too
+        (2, [0, 1], r"\[audit\]: rounds must lie in 1\.\.2, got 0"),
+        (2, ["x"], r"rounds must be a list, each a whole number, got \['x'\]"),
+        (2, [8], r"\[audit\]: none of its rounds is left of 2; add --set audit.rounds=\[2\]"),
+    ):
+        path = write(tmp_path, kit.tables(rounds=9, audit={"rounds": attacked}))
+        with pytest.raises(SpecError, match=words):
+            Scenario.load(path, rounds=rounds)
+
+
+# --------------------------------------------------------------------------------------------------------- and back again
+
+
+@pytest.mark.parametrize("changes", [{}, FULL], ids=["small", "full"])
+def test_a_scenario_written_down_is_the_scenario(kit: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = write(tmp_path, kit.tables(**changes))
+    scenario = Scenario.load(path, ["rounds=2", "data.alpha=0.25", "model.hidden=[3, 4]"])
+    again = tmp_path / "again.toml"
+    again.write_text(scenario.to_toml())
+    assert tomllib.loads(scenario.to_toml()) == scenario.tables
+    assert Scenario.load(again) == scenario
+    assert Scenario.load(again).protocol.to_json() == scenario.protocol.to_json()
+    assert [p.to_json() for p in Scenario.load(again).plan.attacks] == [p.to_json() for p in scenario.plan.attacks]

@@ -1,0 +1,253 @@
+"""The tape: what comes off it is what went on, or an error that names the file."""
+
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedgauge.server.store.tape import (
+    Tape,
+    TapeError,
+    as_arrays,
+    as_tensors,
+    digest_of,
+    read_tensors,
+    write_bytes,
+    write_tensors,
+)
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+PARAMS = {"1.weight": torch.linspace(-1, 1, 6).reshape(2, 3), "1.bias": torch.tensor([math.pi, -0.0])}
+BUFFERS = {"norm.running_var": torch.tensor([1e-38, 3e38])}
+UPDATE = {k: t * 1e-3 for k, t in PARAMS.items()}
+
+
+def bits(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """Dtype, shape and the very bytes: NaN is equal to NaN, and -0.0 is not 0.0."""
+    return {k: (t.dtype, tuple(t.shape), bytes(t.contiguous().view(torch.uint8).flatten().tolist()) if t.ndim else
+                bytes(t.reshape(1).view(torch.uint8).tolist())) for k, t in tensors.items()}  # fmt: skip
+
+
+@st.composite
+def named_tensors(draw: st.DrawFn) -> dict[str, Tensor]:
+    names = draw(st.lists(st.text(min_size=1, max_size=12), max_size=4, unique=True))
+    tensors = {}
+    for name in names:
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        dtype = draw(st.sampled_from(DTYPES))
+        count = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+        raw = torch.tensor(list(draw(st.binary(min_size=count, max_size=count))), dtype=torch.uint8)
+        raw = raw % 2 if dtype == torch.bool else raw
+        tensors[name] = raw.view(dtype).reshape(shape)
+    return tensors
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensors=named_tensors())
+def test_tensors_come_back_bit_for_bit(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    digest = write_tensors(tmp_path / "t.safetensors", tensors)
+    assert bits(read_tensors(tmp_path / "t.safetensors", digest)) == bits(tensors)
+
+
+def test_transposed_and_expanded_tensors_come_back(tmp_path: Path) -> None:
+    tensors = {"t": torch.arange(6.0).reshape(2, 3).T, "e": torch.tensor([1.0]).expand(4), "g": torch.ones(2)}
+    tensors["g"].requires_grad_()
+    write_tensors(tmp_path / "t", tensors)
+    back = read_tensors(tmp_path / "t")
+    assert all(torch.equal(back[k], tensors[k]) for k in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_arrays_that_travel_to_workers_are_the_tensors(dtype: torch.dtype) -> None:
+    tensors = {"a": torch.arange(6).reshape(2, 3).to(dtype), "s": torch.tensor(3).to(dtype)}
+    arrays = as_arrays(tensors)
+    for a in arrays.values():
+        a.flags.writeable = False  # type: ignore[attr-defined]  # as Ray hands them over
+    assert bits(as_tensors(arrays)) == bits(tensors)
+
+
+def taped(folder: Path) -> tuple[Tape, str]:
+    tape = Tape(folder)
+    sent = tape.write_round(3, PARAMS, BUFFERS)
+    return tape, f"{sent}:{tape.write_update(3, 7, UPDATE)}"
+
+
+def test_an_observation_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    tape, digest = taped(tmp_path)
+    seen = tape.read(3, 7, digest)
+    assert (seen.round, seen.client) == (3, 7)
+    assert bits(seen.params) == bits(PARAMS)
+    assert bits(dict(seen.buffers)) == bits(BUFFERS)
+    assert bits(seen.update) == bits(UPDATE)
+
+
+UPDATE_FILE, ROUND_FILE = "round-00003-client-00007.safetensors", "round-00003.safetensors"
+
+
+@pytest.mark.parametrize("name", [UPDATE_FILE, ROUND_FILE])
+def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
+    """Of the update and of the weights it was computed from: an attack on either would be wrong in silence."""
+    tape, digest = taped(tmp_path)
+    original = (tmp_path / name).read_bytes()
+    for position in range(len(original)):
+        spoiled = bytearray(original)
+        spoiled[position] ^= 1 << (position % 8)
+        (tmp_path / name).write_bytes(spoiled)
+        with pytest.raises(TapeError, match=f"{name} is damaged: its digest is not the one that the ledger recorded"):
+            tape.read(3, 7, digest)
+
+
+@pytest.mark.parametrize("name", [UPDATE_FILE, ROUND_FILE])
+@pytest.mark.parametrize("with_digest", [True, False])
+def test_a_truncated_file_is_an_error_that_names_it(tmp_path: Path, name: str, with_digest: bool) -> None:
+    tape, digest = taped(tmp_path)
+    whole = (tmp_path / name).read_bytes()
+    for size in (0, 1, 7, 8, 20, len(whole) // 2, len(whole) - 1):
+        (tmp_path / name).write_bytes(whole[:size])
+        with pytest.raises(TapeError, match=f"{name} is damaged"):
+            tape.read(3, 7, digest if with_digest else None)
+
+
+@pytest.mark.parametrize("name", [UPDATE_FILE, ROUND_FILE])
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    tape, digest = taped(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(TapeError, match=rf"{name} is missing: was it deleted by \[tape\] keep"):
+        tape.read(3, 7, digest)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+    tape, digest = taped(tmp_path)
+    (tmp_path / UPDATE_FILE).unlink()
+    (tmp_path / UPDATE_FILE).mkdir()
+    with pytest.raises(TapeError, match=f"{UPDATE_FILE} cannot be read"):
+        tape.read(3, 7, digest)
+
+
+HEADER = b'{"a":{"dtype":"%s","shape":[1],"data_offsets":[0,4]}}'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"PK\x03\x04 a zip",
+        b"\x80\x04\x95 a pickle",
+        (1 << 63).to_bytes(8, "little") + b"{}",
+        len(HEADER % b"F32").to_bytes(8, "little") + HEADER % b"F32",  # no data behind the header
+        len(HEADER % b"X99").to_bytes(8, "little") + HEADER % b"X99" + bytes(4),
+        len(HEADER % b"F8_E8M0").to_bytes(8, "little") + HEADER % b"F8_E8M0" + bytes(4),
+        (2).to_bytes(8, "little") + b"[]",
+    ],
+    ids=["zip", "pickle", "huge header", "no data", "unknown dtype", "wrong size", "list"],
+)
+def test_foreign_bytes_are_an_error_that_names_the_file(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "foreign.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(TapeError, match="foreign.safetensors is damaged"):
+        read_tensors(path)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=64), header=st.booleans())
+def test_any_bytes_are_tensors_or_a_tape_error(tmp_path: Path, data: bytes, header: bool) -> None:
+    path = tmp_path / "any"
+    path.write_bytes(len(data).to_bytes(8, "little") + data if header else data)
+    words = f"{path} was read"
+    try:
+        assert all(isinstance(t, Tensor) for t in read_tensors(path).values())
+    except TapeError as error:
+        words = str(error)
+    assert str(path) in words
+
+
+def test_forgetting_an_update_deletes_it_and_the_last_takes_the_weights_along(tmp_path: Path) -> None:
+    tape, _ = taped(tmp_path)
+    tape.write_update(3, 8, UPDATE)
+    tape.write_round(30, PARAMS, {})
+    tape.write_update(30, 7, UPDATE)
+    tape.forget(3, [7])
+    assert not (tmp_path / UPDATE_FILE).exists()
+    assert (tmp_path / ROUND_FILE).exists(), "client 8's update still needs it"
+    assert torch.equal(tape.read(3, 8).update["1.bias"], UPDATE["1.bias"])
+    tape.forget(3, [8])
+    tape.forget(3, [8, 9])  # nothing left to forget is no mistake
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "round-00030-client-00007.safetensors",
+        "round-00030.safetensors",
+    ]
+
+
+def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    tape, _ = taped(tmp_path / "tape")
+    assert (tmp_path / "tape").stat().st_mode & 0o777 == 0o700
+    assert all(p.stat().st_mode & 0o077 == 0 for p in (tmp_path / "tape").iterdir())
+
+
+def test_writing_again_replaces_the_file_whole(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "f", b"old and long")
+    write_bytes(tmp_path / "f", b"new")
+    assert (tmp_path / "f").read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_failed_write_leaves_no_scrap(tmp_path: Path) -> None:
+    """What is written can be inverted to personal data: a scrap would outlive [tape] keep."""
+    (tmp_path / "f").mkdir()  # a file cannot replace a folder
+    with pytest.raises(OSError, match="directory"):
+        write_bytes(tmp_path / "f", b"private")
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+WRITER = """
+import sys, torch
+from pathlib import Path
+from fedgauge.server.store.tape import Tape
+tape = Tape(Path(sys.argv[1]))
+print("ready", flush=True)
+n = 0
+while True:
+    n += 1
+    tape.write_update(1, n % 5, {"w": torch.full((200_000,), float(n))})
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path: Path) -> None:
+    for attempt in range(3):
+        child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        time.sleep(0.05 + 0.037 * attempt)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+    files = sorted(tmp_path.glob("round-*"))
+    assert len(files) == 5
+    for path in files:
+        values = read_tensors(path)["w"]
+        assert len(values) == 200_000
+        assert (values == values[0]).all(), f"{path.name} has two writes in it"
+
+
+def test_the_digest_depends_on_every_byte() -> None:
+    data = bytes(range(256)) * 5
+    digests = {digest_of(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]) for i in range(len(data))}
+    assert len(digests | {digest_of(data)}) == len(data) + 1
+
+
+def test_tensors_come_back_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+    """safetensors' own order differs from process to process, and a client's noise is drawn in the order of the names."""
+    names = [f"layer{i * 7 % 40}" for i in range(40)]
+    tape = Tape(tmp_path)
+    tape.write_round(1, {name: torch.zeros(2) for name in names}, {"count": torch.zeros(1, dtype=torch.float64)})
+    tape.write_update(1, 0, {name: torch.zeros(2) for name in reversed(names)})
+    seen = tape.read(1, 0)
+    assert list(seen.params) == names
+    assert list(seen.update) == names[::-1]

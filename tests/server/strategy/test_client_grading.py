@@ -1,0 +1,546 @@
+"""A deployment's clients grade: the same scores as a simulation's, to the precision, and no truth at the server."""
+
+import base64
+import html
+import io
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
+from PIL import Image
+
+from fedgauge.attacks.grading.audit import NO_TRUTH, Auditor
+from fedgauge.client.components import SpecError
+from fedgauge.client.protocol import Federation
+from fedgauge.defenses.accounting import Accountant
+from fedgauge.server.pool.executors import NO_REPLAY, LocalExecutor, serve
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.strategy.client_grading import ANSWERING, UNGRADED, Grader, read, said
+from fedgauge.simulations.run.in_memory import MemoryGrid, flower, train
+from fedgauge.simulations.run.simulate import create_run
+
+CHAIN = [{"use": "local_sgd", "rate": 0.1}]
+ATTACKS = [
+    {"use": "inverting_gradients", "iterations": 40},
+    {"use": "analytic"},  # does not apply to two examples an update
+]
+Scores = dict[tuple[int, int, str], list[float | None]]
+
+
+def small(**changes: Any) -> Scenario:
+    tables: dict[str, Any] = {
+        "seed": 1,
+        "rounds": 2,
+        "clients": 3,
+        "data": {"use": "mnist5k", "batch_size": 2, "auxiliary": 200},
+        "model": {"use": "mlp", "hidden": [32]},
+        "chain": CHAIN,
+        "attack": ATTACKS,
+        "audit": {"executor": "local"},
+        "simulation": {"round_timeout": 60.0},
+    }
+    return Scenario.from_tables(tables | changes)
+
+
+def owner(folder: Path, client: int, scenario: Scenario, **changes: Any) -> Path:
+    """A client's file, by which it does what the scenario assumes."""
+    place = folder / str(client)
+    place.mkdir(parents=True)
+    tables: dict[str, Any] = {
+        "client": client,
+        "data": {**scenario.protocol.data, "sampling": "agreed"},
+        "chain": list(scenario.protocol.chain),
+        "grading": {"mode": "scores"},
+    }
+    (place / "client.toml").write_text(tomli_w.dumps(tables | changes))
+    return place / "client.toml"
+
+
+def owners(folder: Path, scenario: Scenario, **changes: Any) -> list[Path]:
+    return [owner(folder / "clients", c, scenario, **changes) for c in range(scenario.protocol.clients)]
+
+
+def deployed(folder: Path, scenario: Scenario, files: Sequence[Path], number: int = 1) -> Run:
+    """A deployment's run, trained and attacked side by side, graded by its clients."""
+    run = create_run(scenario, folder / "run", mode="deployment")
+    training = threading.Event()
+    training.set()
+    service = threading.Thread(
+        target=serve, args=(run, LocalExecutor()), kwargs={"scenario": run.scenario(), "follow": training.is_set}
+    )
+    service.start()
+    try:
+        train(run, files, number)
+    finally:
+        training.clear()
+        service.join()
+    return run
+
+
+def psnr(ledger: Ledger) -> Scores:
+    found: Scores = {}
+    for row in ledger.scores("psnr"):
+        found.setdefault((row["round"], row["client"], row["attack"]), []).append(row["value"])
+    return found
+
+
+def cards(ledger: Ledger) -> dict[str, str]:
+    return {row["name"]: row["knowledge"] for row in ledger.attacks()}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """The same scenario as a simulation and as a deployment."""
+    folder, scenario = tmp_path_factory.mktemp("pair"), small()
+    simulation = create_run(scenario, folder / "simulation")
+    train(simulation)
+    serve(simulation, LocalExecutor())
+    return simulation, deployed(folder, scenario, owners(folder, scenario))
+
+
+def test_a_deployment_trains_the_simulations_model_bit_for_bit(pair: tuple[Run, Run]) -> None:
+    bits = [run.model.read_bytes() for run in pair]
+    assert bits[0] == bits[1]
+
+
+def test_clients_give_the_simulations_scores_to_half_a_decibel(pair: tuple[Run, Run]) -> None:
+    with pair[0].ledger() as simulation, pair[1].ledger() as deployment:
+        true, told = psnr(simulation), psnr(deployment)
+    assert true.keys() == told.keys(), "attacks, baselines and attacks on somebody else's update alike"
+    compared = 0
+    for key, values in true.items():
+        known = [v for v in values if v is not None]
+        assert len(told[key]) == len(values)
+        for a, b in zip(sorted(known), sorted(v for v in told[key] if v is not None), strict=True):
+            assert abs(a - b) <= 0.25 + 1e-6, key
+            assert math.isclose(b / 0.5, round(b / 0.5)), "a multiple of the precision"
+            compared += 1
+    assert compared == 2 * 3 * 4 * 2  # rounds, clients, (an attack, its wrong client and two baselines), examples
+
+
+def test_scores_stand_beside_the_pictures_that_they_are_of(pair: tuple[Run, Run]) -> None:
+    """In the order of the reconstruction's images: the truth's order stays at the client."""
+    run = pair[1]
+    scenario = run.scenario()
+    with run.ledger() as ledger:
+        told = psnr(ledger)[1, 0, "inverting_gradients"]
+    x = run.read_reconstruction(1, 0, "inverting_gradients")["x"]
+    truth = scenario.federation.batch_at(0, 1).x
+    pairs = [(0, 1), (1, 0)]
+    errors = {p: [(truth[p[j]] - x[j]).double().square().mean() for j in range(2)] for p in pairs}
+    best = min(pairs, key=lambda p: float(sum(errors[p])))
+    for value, error in zip(told, errors[best], strict=True):
+        assert value is not None and abs(value + 10 * math.log10(float(error))) <= 0.25 + 1e-6
+
+
+def test_an_attack_that_left_no_images_is_a_row_with_its_status_and_no_question(pair: tuple[Run, Run]) -> None:
+    with pair[1].ledger() as ledger:
+        rows = [r for r in ledger.scores("psnr") if r["attack"] == "analytic"]
+        assert {r["status"] for r in rows} == {"not_applicable"}
+        assert [r["value"] for r in rows] == [None] * (2 * 3 * 2)
+        assert len([r for r in ledger.scores("psnr") if r["attack"] == "wrong_client(analytic)"]) == 2 * 3 * 2
+        assert not any("analytic" in (r["words"] or "") for r in ledger.graded())
+
+
+def test_the_cards_say_who_graded_and_how_exactly(pair: tuple[Run, Run]) -> None:
+    with pair[0].ledger() as simulation, pair[1].ledger() as deployment:
+        assert not any("graded" in card for card in cards(simulation).values())
+        found = cards(deployment)
+        assert found["inverting_gradients"].endswith("; graded by the clients, to 0.5 dB")
+        assert found["mean_image"].endswith("; graded by the clients, to 0.5 dB")
+        assert found["inverting_gradients"].count("graded") == 1, "the words from before are gone"
+        assert found["analytic"].endswith("; not graded")
+        assert deployment.meta()["grading"] == "graded by the clients, to 0.5 dB"
+
+
+def test_a_deployment_has_no_replay_check_and_says_so(pair: tuple[Run, Run]) -> None:
+    with pair[0].ledger() as simulation, pair[1].ledger() as deployment:
+        assert simulation.meta()["replay"] == "ok"
+        assert (deployment.meta()["replay"], deployment.meta()["replay_detail"]) == ("unknown", NO_REPLAY)
+
+
+def test_objectives_are_kept_and_no_metric_but_psnr_comes_back(pair: tuple[Run, Run]) -> None:
+    with pair[1].ledger() as ledger:
+        rows = list(ledger.scores())
+        assert {r["metric"] for r in rows} == {"psnr", "objective"}
+        own = [r for r in rows if r["metric"] == "objective" and r["attack"] == "inverting_gradients"]
+        assert len(own) == 6 and all(r["value"] is not None and 0 < r["value"] < 1 for r in own)
+        assert not any(row[4] == "objective" for row in ledger.scores_since(0)), "no figure mistakes one for a grade"
+
+
+def test_readers_who_follow_see_each_score_once(tmp_path: Path) -> None:
+    """A job that is graded later than it ended comes again, with its scores; what was read before does not."""
+    scenario = small(rounds=1)
+    run, grid = trained_only(tmp_path, scenario)
+    serve(run, LocalExecutor(), scenario)
+    with run.ledger() as ledger, flower():
+        first = list(ledger.scores_since(0))
+        told = ledger.finished()
+        grader(run, ledger, grid).finish()
+        later = [row for row in ledger.scores_since(told) if row[6] is not None]
+        everything = [row for row in ledger.scores_since(0) if row[6] is not None]
+    assert not [row for row in first if row[6] is not None], "nothing was scored before"
+    assert sorted(later) == sorted(everything) and len(later) == 3 * 4 * 2
+
+
+def trained_only(folder: Path, scenario: Scenario, **changes: Any) -> tuple[Run, "Counting"]:
+    """A deployment whose attack service is to come later, and its clients."""
+    run = create_run(scenario, folder / "run", mode="deployment")
+    grid = Counting(scenario, owners(folder, scenario, **changes))
+    with flower(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "fedgauge.server.strategy.client_grading.Grader.finish", lambda self: None
+        )  # nobody attacks yet: there is nothing to grade
+        from fedgauge.server.app import federate
+
+        federate(run, grid)
+    return run, grid
+
+
+class Counting(MemoryGrid):
+    """Counts what is asked, and can lose a client."""
+
+    def __init__(self, scenario: Scenario, files: Sequence[Path], number: int = 1) -> None:
+        super().__init__(scenario.protocol, files, number)
+        self.asked: list[tuple[int, str]] = []
+        self.away: set[int] = set()
+        self.mute: set[int] = set()
+        self.waited: list[float | None] = []
+        self.tamper: Callable[[Message], Message] = lambda answer: answer
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in super().get_node_ids() if node not in self.away]
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
+        sent = list(messages)
+        self.asked += [(m.metadata.dst_node_id, m.metadata.message_type) for m in sent]
+        self.waited.append(timeout)
+        answers = super().send_and_receive(sent, timeout=timeout)
+        return [self.tamper(m) for m in answers if m.metadata.src_node_id not in self.mute]
+
+    @property
+    def queries(self) -> list[int]:
+        return [node for node, kind in self.asked if kind == "query.grade"]
+
+
+def grader(run: Run, ledger: Ledger, grid: Counting, grace: float = 0.0) -> Grader:
+    return Grader(run, ledger, grid, grid.clients, timeout=30.0, grace=grace)
+
+
+def test_one_query_a_client_and_round_and_none_again(tmp_path: Path) -> None:
+    scenario = small()
+    run, grid = trained_only(tmp_path, scenario)
+    serve(run, LocalExecutor(), scenario)
+    with run.ledger() as ledger, flower():
+        grader(run, ledger, grid).ask()
+        assert sorted(grid.queries) == [1, 1, 2, 2, 3, 3]
+        grader(run, ledger, grid).ask()
+        grader(run, ledger, grid).finish()
+        assert len(grid.queries) == 6
+
+
+def test_a_round_is_asked_about_once_its_attacks_have_ended(tmp_path: Path) -> None:
+    scenario = small()
+    run, grid = trained_only(tmp_path, scenario)
+    waves = iter(range(100))
+    serve(run, LocalExecutor(), scenario, stop=lambda: next(waves) > 3)
+    with run.ledger() as ledger, flower():
+        progress = ledger.progress()
+        assert progress.done and progress.queued
+        ended = {r for r in (1, 2) if not any(u["round"] == r for u in ledger.unfinished())}
+        grader(run, ledger, grid).ask()
+        assert {
+            r for r, _, _ in psnr(ledger) if any(psnr(ledger)[k][0] is not None for k in psnr(ledger) if k[0] == r)
+        } == ended
+        before = len(grid.queries)
+        grader(run, ledger, grid).finish()  # no service lives: what is there is graded, and nothing waited for
+        assert ledger.progress().queued == progress.queued
+        assert len(grid.queries) >= before
+
+
+def test_a_client_that_is_away_is_asked_again_and_at_the_end_told_of(tmp_path: Path) -> None:
+    scenario = small(rounds=1)
+    run, grid = trained_only(tmp_path, scenario)
+    serve(run, LocalExecutor(), scenario)
+    with run.ledger() as ledger, flower():
+        grid.away = {2}
+        grader(run, ledger, grid).ask()
+        told = psnr(ledger)
+        assert (1, 2, "inverting_gradients") in told, "client 2's job needs client 0, who is there"
+        assert (1, 1, "inverting_gradients") not in told
+        assert (1, 0, "inverting_gradients") not in told, "its wrong client is away"
+        grid.away = set()
+        grader(run, ledger, grid).ask()
+        assert all(v is not None for c in range(3) for v in psnr(ledger)[1, c, "inverting_gradients"])
+
+
+def test_a_client_that_never_answers_is_waited_for_once_in_training_and_once_at_the_end(tmp_path: Path) -> None:
+    scenario = small()
+    run, grid = trained_only(tmp_path, scenario)
+    serve(run, LocalExecutor(), scenario)
+    with run.ledger() as ledger, flower():
+        grid.mute = {2}
+        grid.waited.clear()  # the training's own
+        asks = Grader(run, ledger, grid, grid.clients, timeout=300.0, grace=0.0)
+        for _ in range(3):
+            asks.ask()
+        assert grid.queries.count(2) == 1, "it let one question pass"
+        assert set(grid.waited) == {ANSWERING}
+        asks.finish()
+        assert grid.queries.count(2) == 2, "and had one more chance"
+        assert all(value is None for values in (psnr(ledger)[r, 1, "analytic"] for r in (1, 2)) for value in values)
+        assert all(v is not None for r in (1, 2) for v in psnr(ledger)[r, 0, "inverting_gradients"])
+
+
+def test_a_client_that_stays_away_leaves_a_row_that_says_so(tmp_path: Path) -> None:
+    scenario = small(rounds=1)
+    run, grid = trained_only(tmp_path, scenario)
+    serve(run, LocalExecutor(), scenario)
+    with run.ledger() as ledger, flower():
+        grid.away = {2}
+        grader(run, ledger, grid).finish()
+        rows = [r for r in ledger.scores("psnr") if r["client"] == 1 and r["attack"] == "inverting_gradients"]
+        assert [(r["status"], r["value"]) for r in rows] == [(UNGRADED, None)]
+        card = cards(ledger)["inverting_gradients"]
+        assert card.endswith("graded by the clients, to 0.5 dB; not graded (1 of 3): it was not there")
+
+
+def test_grading_is_off_unless_the_owner_says_otherwise(tmp_path: Path) -> None:
+    scenario = small(rounds=1)
+    run, grid = trained_only(tmp_path, scenario, grading={})
+    serve(run, LocalExecutor(), scenario)
+    with run.ledger() as ledger, flower():
+        grader(run, ledger, grid).finish()
+        assert ledger.meta()["grading"] == "not graded: the owner does not allow it"
+        assert cards(ledger)["inverting_gradients"].endswith("; not graded: the owner does not allow it")
+        assert all(value is None for values in psnr(ledger).values() for value in values)
+        statuses = {r["status"] for r in ledger.scores("psnr")}
+        assert statuses == {UNGRADED, "not_applicable"}
+    assert not any((tmp_path / "clients" / "0" / "state").glob("answers/*"))
+
+
+def test_what_nobody_graded_is_shown_and_scored_by_nothing(tmp_path: Path) -> None:
+    from contextlib import closing
+
+    from fedgauge.server.views.gallery import NO_TRUTH, NOT_GRADED, Gallery
+    from fedgauge.server.views.overview import overview
+    from fedgauge.server.views.reading import Reading
+    from fedgauge.simulations.reports.report import write_report
+
+    run, grid = trained_only(tmp_path, scenario := small(rounds=1), grading={})
+    serve(run, LocalExecutor(), scenario)
+    with run.ledger() as ledger, flower():
+        grader(run, ledger, grid).finish()
+    with closing(Reading(run)) as reading, reading.now():
+        seen, cards = overview(reading), [Gallery(reading).card(1, c, e) for c in range(3) for e in range(2)]
+    for card in cards:
+        shown = {tile.attack: tile for tile in card.tiles}
+        assert shown["inverting_gradients"].note == NOT_GRADED and card.absent == NO_TRUTH
+        picture = shown["inverting_gradients"].image
+        x = run.read_reconstruction(1, card.client, "inverting_gradients")["x"][card.example]
+        assert picture is not None and (pixels(picture) == (x.clamp(0, 1) * 255).round().byte()[0].numpy()).all()
+        assert shown["analytic"].image is None and shown["analytic"].note == "not_applicable"
+    assert seen["ungraded"] == {"count": 3, "reason": "the owner does not allow it"}
+    assert seen["success"] == [], "what came back nobody graded: that the rest failed is no rate"
+    row = next(r for r in seen["summary"] if r["attack"] == "inverting_gradients")
+    assert (row["n"], row["failed"], row["ungraded"]) == (0, "", 3)
+    page = html.unescape(write_report(run).read_text())
+    assert "3 reconstructions, none graded (the owner does not allow it)" in page
+    assert "3 reconstructions not graded" in page and "3 not_graded" not in page
+
+
+def pixels(source: str) -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(base64.b64decode(source.removeprefix("data:image/png;base64,")))))
+
+
+def test_beyond_an_owners_number_of_questions_the_floors_go_first(tmp_path: Path) -> None:
+    scenario = small(rounds=1)
+    run, grid = trained_only(tmp_path, scenario, grading={"mode": "scores", "queries": 1})
+    serve(run, LocalExecutor(), scenario)
+    with run.ledger() as ledger, flower():
+        grader(run, ledger, grid).finish()
+        told = psnr(ledger)
+        assert all(v is not None for v in told[1, 0, "inverting_gradients"])
+        assert told[1, 0, "mean_image"] == [None]
+        assert "1 questions of these examples were answered" in cards(ledger)["mean_image"]
+
+
+def test_waiting_ends_when_the_service_is_done(tmp_path: Path) -> None:
+    scenario = small(rounds=1)
+    run, grid = trained_only(tmp_path, scenario)
+    service = threading.Thread(target=serve, args=(run, LocalExecutor()), kwargs={"scenario": run.scenario()})
+    with run.ledger() as ledger, flower():
+        service.start()
+        grader(run, ledger, grid, grace=30.0).finish()
+        service.join()
+        assert ledger.progress().queued == ledger.progress().leased == 0
+        assert not ledger.ungraded()
+        assert ledger.meta()["grading"] == "graded by the clients, to 0.5 dB"
+
+
+# ------------------------------------------------------------------------------------- what a client says is not trusted
+
+
+def answer(values: Any, precision: Any = 0.5, refused: Mapping[str, str] | None = None) -> Message:
+    content = RecordDict({"psnr": MetricRecord(values), "grading": ConfigRecord({"precision": precision})})
+    content["refused"] = ConfigRecord(dict(refused or {}))
+    question = Message(RecordDict(), dst_node_id=1, message_type="query.grade")
+    return Message(content, reply_to=question)
+
+
+SPOILT = [
+    {"dlg": [20.0]},
+    {"dlg": 20.0},
+    {"dlg": [20.0, math.nan]},
+    {"dlg": [20.0, math.inf]},
+    {"dlg": [20.0, -1.0]},
+    {"dlg": [1e300, 20.0]},
+    {"dlg": [20.0, 20.0, 20.0]},
+]
+
+
+@pytest.mark.parametrize("values", SPOILT, ids=str)
+def test_values_that_are_no_decibels_of_these_images_are_not_written(values: Any) -> None:
+    with flower():
+        found = read(answer(values), {"dlg": 2})
+    assert (dict(found.psnr), found.reason("dlg")) == ({}, "its answer is malformed")
+
+
+@pytest.mark.parametrize("precision", [0.0, -1.0, math.nan, math.inf, "fine", 1])
+def test_an_answer_without_a_precision_is_none(precision: Any) -> None:
+    with flower():
+        found = read(answer({"dlg": [20.0, 21.0]}, precision), {"dlg": 2})
+    assert found.reason("dlg") == "its answer is malformed"
+
+
+def test_nobody_is_scored_who_was_not_asked_about() -> None:
+    with flower():
+        found = read(answer({"dlg": [20.0, 21.0], "other": [50.0, 50.0]}, refused={"third": "no"}), {"dlg": 2})
+    assert dict(found.psnr) == {"dlg": [20.0, 21.0]}
+    assert dict(found.refused) == {}
+
+
+def test_a_clients_words_are_shown_as_one_short_line() -> None:
+    with flower():
+        question = Message(RecordDict(), dst_node_id=1, message_type="query.grade")
+        found = read(Message(Error(112, "\x1b[31mno\nreally" + "x" * 5000), reply_to=question), {"dlg": 2})
+    words = found.reason("dlg")
+    assert words.startswith("[31mno really") and len(words) <= 300 and words.isprintable()
+
+
+def test_what_is_said_of_many_jobs() -> None:
+    def row(words: str, jobs: int) -> dict[str, Any]:
+        return {"attack": "dlg", "words": words, "jobs": jobs}
+
+    assert said([row("graded to 0.5 dB", 4)]) == "graded by the clients, to 0.5 dB"
+    assert said([row("not graded: no", 4)]) == "not graded: no"
+    mixed = [row("graded to 0.5 dB", 4), row("graded to 1 dB", 1), row("not graded: a", 2), row("not graded: b", 1)]
+    words = "graded by the clients, to 0.5 dB and 1 dB; not graded (3 of 8): a, b"
+    assert said(mixed) == words
+    assert said([*mixed, row("not graded: c", 1)]).endswith("not graded (4 of 9): a, b, and 1 more reasons")
+
+
+# -------------------------------------------------------------------------------------------- there is no truth at the server
+
+
+def test_an_auditor_of_a_deployment_never_asks_for_the_truth(
+    monkeypatch: pytest.MonkeyPatch, observe: Callable[..., Any]
+) -> None:
+    scenario = small()
+    wave = observe(scenario.federation, (0, 1))
+
+    def secret(self: Federation, *_: object) -> None:
+        raise AssertionError("the truth was fetched")
+
+    monkeypatch.setattr(Federation, "batch_at", secret)
+    monkeypatch.setattr(Federation, "trained_on", secret)
+    audited = Auditor(scenario.federation, blind=True).audit(scenario.plan.attacks[0], wave, {0: 1, 1: 0})
+    assert [[r.metric for r in a.rows] for a in audited] == [["objective"]] * 2
+    with pytest.raises(AssertionError, match="the truth was fetched"):
+        Auditor(scenario.federation).audit(scenario.plan.attacks[0], wave)
+
+
+def test_labels_cannot_be_given_where_nobody_has_them(tmp_path: Path, observe: Callable[..., Any]) -> None:
+    scenario = small(attack=[{**ATTACKS[0], "labels": "given"}])
+    with pytest.raises(SpecError, match=r"\[\[attack\]\] inverting_gradients: labels"):
+        create_run(scenario, tmp_path / "run", mode="deployment")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="labels") as told:
+        Auditor(scenario.federation, blind=True).audit(scenario.plan.attacks[0], observe(scenario.federation, (0,)))
+    assert str(told.value) == NO_TRUTH
+
+
+def test_a_simulated_secure_sum_is_refused_in_a_deployment(tmp_path: Path) -> None:
+    scenario = small(secure_sum={"group": 3})
+    with pytest.raises(SpecError, match=r"\[secure_sum\] is of simulations"):
+        create_run(scenario, tmp_path / "run", mode="deployment")
+
+
+def test_the_page_and_the_report_show_no_truth_of_a_deployment(pair: tuple[Run, Run]) -> None:
+    from contextlib import closing
+
+    from fedgauge.server.views.gallery import Gallery
+    from fedgauge.server.views.reading import Reading
+
+    shown = []
+    for run in pair:
+        with closing(Reading(run)) as reading, reading.now():
+            card = Gallery(reading).card(1, 0, 0)
+            pictures = {tile.attack for tile in card.tiles if tile.image is not None}
+            shown.append((card.truth is not None, card.label is not None, pictures))
+    assert shown == [(True, True, {"inverting_gradients"}), (False, False, {"inverting_gradients"})]
+
+
+def test_report_and_export_show_who_graded(pair: tuple[Run, Run], capsys: pytest.CaptureFixture[str]) -> None:
+    from fedgauge.simulations.cli.main import main
+
+    run = pair[1]
+    assert main(["report", str(run.folder)]) == 0
+    page = html.unescape((run.folder / "report.html").read_text())
+    assert "graded by the clients, to 0.5 dB" in page and NO_REPLAY in page
+    capsys.readouterr()
+    assert main(["export", str(run.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    with run.ledger() as ledger:
+        assert len(lines) == 1 + len(list(ledger.scores()))
+
+
+# ------------------------------------------------------------------------------------------------------------- epsilons
+
+
+@pytest.fixture
+def private() -> Federation:
+    chain = [
+        {"use": "clip", "max_norm": 1.0, "each": True},
+        {"use": "gaussian", "sigma": 1.0},
+        *CHAIN,
+    ]
+    return small(chain=chain).federation
+
+
+def test_what_the_server_may_know_amplifies_nothing(private: Federation) -> None:
+    """Without amplification it is the exact Gaussian mechanism: sensitivity 2 C / B, composed over the rounds."""
+    import dp_accounting
+
+    shard = len(private.shards.indices[0])
+    secret, agreed = (Accountant.of(private, secret=s).spent(2, shard) for s in (True, False))
+    exact = dp_accounting.get_epsilon_gaussian(1.0 / (2 * 1.0 / 2) / math.sqrt(2), 1e-5)
+    assert agreed.record == pytest.approx(exact, rel=1e-9)
+    assert secret.record < agreed.record
+    assert secret.client == agreed.client, "all of a client's data is in whatever is drawn of it"
+
+
+def test_reconstructions_of_a_deployment_are_the_simulations(pair: tuple[Run, Run]) -> None:
+    """The attacker is the same; only what it is told of its success differs."""
+    found = [run.read_reconstruction(2, 1, "inverting_gradients")["x"] for run in pair]
+    order = [found[1][[0, 1]], found[1][[1, 0]]]
+    assert any(torch.equal(found[0], each) for each in order)

@@ -1,0 +1,185 @@
+"""Somebody else's Flower app, weights in and weights out, with three lines of fedgauge's in its server."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from flwr.app import Context, RecordDict
+
+from fedgauge.attacks.grading.image_metrics import psnr_of
+from fedgauge.client.components import allowing
+from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.run import processes
+from fedgauge.simulations.run.launch import child_environment
+
+APP = Path(__file__).resolve().parents[1] / "foreign"
+CONFIG = {"num-server-rounds": 2, "local-epochs": 1, "learning-rate": 0.1, "batch-size": 8, "examples": 64}
+CLIENTS = 3
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The app's modules, as Flower would import them from its bundle."""
+    monkeypatch.syspath_prepend(str(APP))
+    with allowing(["quickstart"]):
+        from quickstart import client_app, server_app, task
+
+        parts = {"client": client_app.app, "server": server_app.app, "server_module": server_app, "task": task}
+        yield type("App", (), parts)
+    for name in [n for n in sys.modules if n.split(".")[0] == "quickstart"]:
+        del sys.modules[name]
+
+
+def write_audit(folder: Path, examples: int = 1, clients: int = CLIENTS) -> Path:
+    """What the curious server takes the app's clients to do, in audit.toml beside the run; returns the run's folder."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    np.savez(folder / "public.npz", x=(digits.images[900:] * 15).astype(np.uint8), y=digits.target[900:])
+    public = {"use": "npz", "path": str(folder / "public.npz"), "mean": [0.0], "std": [1.0]}
+    tables = {
+        "rounds": CONFIG["num-server-rounds"],
+        "clients": clients,
+        "data": {**public, "batch_size": examples, "auxiliary": 100},
+        "model": {"use": "quickstart.task:Net"},
+        "chain": [{"use": "local_sgd", "rate": CONFIG["learning-rate"]}],
+        "attack": [{"use": "analytic"}],
+        "audit": {"executor": "local"},
+    }
+    (folder / "audit.toml").write_text(tomli_w.dumps(tables))
+    return folder / "theirs"
+
+
+def train(kit: Any, app: Any, **config: Any) -> list[dict[str, torch.Tensor]]:
+    """The app's own ServerApp and ClientApp, over Flower's messages; the weights that each round sent."""
+    grid = kit.MemoryGrid("", CLIENTS, app=app.client)
+    for context in grid.contexts.values():
+        context.run_config = {**CONFIG, **config}
+    app.server(grid, Context(1, 1, {}, RecordDict(), {**CONFIG, "record-to": "", **config}))
+    sent = [m for m in grid.sent if m.metadata.message_type == "train"]
+    return [dict(m.content.array_records["arrays"].to_torch_state_dict()) for m in sent[::CLIENTS]]
+
+
+def test_the_app_trains_the_same_whether_or_not_somebody_is_curious(
+    kit: Any, app: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean of the same weights: in the order of the clients' numbers, which Flower alone does not keep."""
+    plain = train(kit, app)
+    watched = train(kit, app, **{"record-to": str(write_audit(tmp_path))})
+    assert len(plain) == len(watched) == 2
+    assert all(torch.equal(plain[0][k], watched[0][k]) for k in plain[0])
+    assert all(torch.allclose(plain[1][k], watched[1][k], rtol=0, atol=1e-6) for k in plain[1])
+    assert any((plain[1][k] - plain[0][k]).abs().max() > 1e-3 for k in plain[1]), "it trained"
+
+
+def test_what_is_taped_is_what_training_did_to_the_weights(kit: Any, app: Any, tmp_path: Path) -> None:
+    run = write_audit(tmp_path)
+    first, second = train(kit, app, **{"record-to": str(run)})
+    taped = Run.open(run)
+    with taped.ledger() as ledger:
+        rows = ledger.observations()
+    assert [(o["round"], o["status"], o["examples"]) for o in rows] == [
+        (r, "accepted", 64) for r in (1, 2) for _ in "123"
+    ]
+    seen = [taped.tape().read(o["round"], o["client"], o["digest"]) for o in rows]
+    assert all(torch.equal(seen[0].params[k], first[k]) and torch.equal(seen[3].params[k], second[k]) for k in first)
+    mean = {k: torch.stack([o.update[k] for o in seen[:3]]).mean(0) for k in first}
+    assert all(torch.allclose(first[k] + mean[k], second[k], rtol=0, atol=1e-6) for k in first), (
+        "FedAvg of equal clients"
+    )
+
+
+def test_its_clients_digits_are_read_off_their_weights(kit: Any, app: Any, tmp_path: Path) -> None:
+    """One example a client and one step: the first layer's gradient holds it, through weights that were rounded."""
+    folder = write_audit(tmp_path)
+    train(kit, app, **{"record-to": str(folder), "examples": 1})
+    run = Run.open(folder)
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        assert ledger.progress().failed == 0
+        clients = {o["client"] for o in ledger.observations()}
+    found = [run.read_reconstruction(1, c, "analytic") for c in clients]
+    truth = [app.task.load_data(p, CLIENTS, 1, 1)[0].dataset.tensors for p in range(CLIENTS)]
+    best = [max(float(psnr_of(x, f["x"].clamp(0, 1))) for f in found) for x, _ in truth]
+    assert min(best) > 60, best
+    assert sorted(int(f["y"]) for f in found) == sorted(int(y) for _, y in truth)
+
+
+def test_the_three_lines_of_the_readme_mount_it(app: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (APP.parents[1] / "README.md").read_text()
+    (lines,) = re.findall(r"```py\n(.*?)```", readme, re.DOTALL)
+    assert len(lines.splitlines()) == 3
+    write_audit(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names = {
+        k: getattr(app.server_module, k) for k in ("Scenario", "Path", "create_run", "CuriousStrategy", "Tap", "FedAvg")
+    }
+    exec(compile(lines, "README.md", "exec"), names)  # the README's own text
+    assert names["strategy"].replies == "weights" and type(names["strategy"].inner).__name__ == "FedAvg"
+    with Run.open(tmp_path / "runs" / "theirs").ledger() as ledger:
+        assert ledger.meta()["mode"] == "deployment"
+
+
+# -------------------------------------------------------------------------------------------------- and as Flower runs it
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
+def test_the_app_runs_under_flower_itself(tmp_path: Path) -> None:
+    folder, scratch, mark = write_audit(tmp_path, clients=2), tmp_path / "flower", uuid.uuid4().hex
+    scratch.mkdir()
+    shutil.copytree(APP, scratch / "app", ignore=shutil.ignore_patterns("__pycache__"))
+    port = processes.free_port()
+    (scratch / "home").mkdir()
+    links = {"default": "here", "here": {"address": f"127.0.0.1:{port}", "insecure": True}}
+    (scratch / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
+    short = Path(tempfile.mkdtemp(prefix="fl-"))  # Ray's sockets live below it
+    root = str(APP.parents[1])
+    env = child_environment(short, mark) | {"FLWR_HOME": str(scratch / "home"), "FEDGAUGE_ALLOW": "quickstart"}
+    env["PYTHONPATH"] = os.pathsep.join([root, env.get("PYTHONPATH", "")])
+    superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--port", str(port)]
+    process = processes.start(superlink, tmp_path / "superlink.log", env)
+    try:
+        wait(lambda: processes.listens(port), 90, process)
+        federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
+        config = f'record-to="{folder}" examples=1'
+        command = ["flwr", "run", str(scratch / "app"), "here", "--stream", "--run-config", config]
+        told = subprocess.run(
+            [*command, "--federation-config", federation], env=env, capture_output=True, text=True, timeout=240
+        )
+        listing = subprocess.run(
+            ["flwr", "ls", "here", "--format", "json"], env=env, capture_output=True, text=True, timeout=60
+        )
+        status = json.loads(listing.stdout)["runs"][0]["status"]
+        assert status == "finished:completed", told.stdout[-3000:] + (tmp_path / "superlink.log").read_text()[-3000:]
+    finally:
+        processes.end(process)
+        processes.sweep(mark)
+        shutil.rmtree(short, ignore_errors=True)
+    with Run.open(folder).ledger() as ledger:
+        rows = ledger.observations()
+        assert [(o["round"], o["client"], o["status"]) for o in rows] == [
+            (r, c, "accepted") for r in (1, 2) for c in (0, 1)
+        ]
+        assert all(o["digest"] for o in rows)
+
+
+def wait(ready: Callable[[], bool], seconds: float, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert process.poll() is None and time.monotonic() < deadline, "the SuperLink did not start"
+        time.sleep(0.1)

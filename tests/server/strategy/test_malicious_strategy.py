@@ -1,0 +1,405 @@
+"""A malicious server in a real federation: who gets what, what the tape keeps of it, what is averaged, what it wins."""
+
+import warnings
+
+import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)
+
+with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
+    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
+    import flwr.clientapp  # noqa: F401
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedgauge.attacks.grading.audit import card
+from fedgauge.attacks.malicious.fishing import fished
+from fedgauge.attacks.malicious.targeting import knowledge
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.components import SpecError
+from fedgauge.client.update import Params, average
+from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import read_tensors
+from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
+from fedgauge.server.views.analysis import Scores
+from fedgauge.server.views.overview import overview
+from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.server_attacks import misdeeds
+from fedgauge.simulations.live.progress import guarded
+from fedgauge.simulations.reports.report import write_report
+from fedgauge.simulations.run.in_memory import train
+from fedgauge.simulations.run.simulate import cards
+
+FISHING = {"use": "class_fishing", "target": 3}
+LONE = {"use": "lone_example", "iterations": 40}
+DEAD = {"use": "dead_layer", "all_but": [0]}
+IG = "inverting_gradients"
+ONE_BATCH = {"use": "mnist5k", "batch_size": 1200, "auxiliary": 400}  # all that each of three clients holds
+TARGET = {"use": "lone_target", "iterations": 300}
+
+
+def begun(folder: Path, scenario: Scenario) -> Run:
+    run = Run.create(folder, scenario)
+    with run.ledger() as ledger:
+        ledger.add_attacks(scenario.plan, cards(scenario, scenario.plan))
+    return run
+
+
+def bent(make: Callable[..., Scenario], *malice: dict[str, Any], **changes: Any) -> Scenario:
+    return make(**{"rounds": 3, "server": "malicious", "malice": list(malice), "attack": [LONE], **changes})
+
+
+def sent(run: Run, round: int, whose: int) -> Params:
+    return run.tape().read(round, whose).params
+
+
+@pytest.fixture(scope="module")
+def fishing(make_scenario: Callable[..., Scenario], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Client 1 is fished in round 2 of three; trained, not yet attacked; not to be changed."""
+    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
+    run = begun(tmp_path_factory.mktemp("runs") / "fishing", scenario)
+    train(run)
+    return run
+
+
+def test_only_those_who_are_met_get_other_weights_and_the_tape_keeps_what_each_got(fishing: Run) -> None:
+    with fishing.ledger() as ledger:
+        digests = {(o["round"], o["client"]): o["digest"].split(":")[0] for o in ledger.observations()}
+    assert len({digests[2, c] for c in (0, 2)}) == 1 and digests[2, 1] != digests[2, 0]
+    assert all(len({digests[r, c] for c in range(3)}) == 1 for r in (1, 3))
+    rows = {c: sent(fishing, 2, c)["3.weight"].flatten(1).any(1).nonzero().flatten().tolist() for c in range(3)}
+    assert rows == {0: list(range(10)), 1: [3], 2: list(range(10))}
+    first = {k: t for k, t in sent(fishing, 2, 1).items() if not k.startswith("3.")}
+    assert all(torch.equal(t, sent(fishing, 2, 0)[k]) for k, t in first.items())
+
+
+def test_the_client_answered_to_what_it_was_sent(fishing: Run) -> None:
+    scenario = fishing.scenario()
+    seen = fishing.tape().read(2, 1)
+    own = scenario.federation.client_update(seen.params, seen.buffers, 1, 2)
+    torch.testing.assert_close(dict(seen.update), {k: t.detach() for k, t in own.items()}, rtol=1e-5, atol=1e-7)
+    labels = scenario.federation.batch_at(1, 2).y
+    assert fished(seen, knowledge(scenario.federation)) == pytest.approx(int((labels == 3).sum()), abs=1e-3)
+
+
+@pytest.mark.parametrize("aggregate", [False, True])
+def test_what_altered_clients_answer_is_averaged_only_if_it_is_asked_for(
+    make_scenario: Callable[..., Scenario], tmp_path: Path, aggregate: bool
+) -> None:
+    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2], "aggregate": aggregate})
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    counted = [0, 1, 2] if aggregate else [0, 2]
+    mean = average([run.tape().read(2, c).update for c in counted], [1] * len(counted))
+    before, after = sent(run, 2, 0), sent(run, 3, 0)
+    torch.testing.assert_close(after, {k: t + mean[k] for k, t in before.items()}, rtol=1e-5, atol=1e-6)
+
+
+def test_a_round_in_which_everybody_is_met_leaves_the_model_as_it_is(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    run = begun(tmp_path / "run", bent(make_scenario, {**FISHING, "rounds": [1, 2]}))
+    train(run)
+    start = run.scenario().federation.initial()[0]
+    torch.testing.assert_close(sent(run, 3, 0), start)
+    assert not torch.equal(read_tensors(run.model)["3.weight"], start["3.weight"])
+
+
+def test_the_audit_attacks_each_at_the_weights_it_was_sent_and_says_whose_server_it_is(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        assert ledger.meta()["replay"] == "ok"
+        progress = ledger.progress()
+        assert (progress.queued, progress.failed) == (0, 0)
+        found = {(r["round"], r["client"]): r["status"] for r in ledger.scores() if r["attack"] == "lone_example"}
+        (knowledge_card,) = [a["knowledge"] for a in ledger.attacks() if a["name"] == "lone_example"]
+    fishy = bool((scenario.federation.batch_at(1, 2).y == 3).any())
+    assert found.pop((2, 1)) == ("converged" if fishy else "not_applicable")
+    assert set(found.values()) == {"not_applicable"}  # at honest weights nothing is isolated
+    assert "malicious server: class_fishing(target=3) to client 1 in round 2" in knowledge_card
+    honest = make_scenario()
+    assert "honest server" in card(honest.federation, PlannedAttack("x", {"use": "dlg"}))
+
+
+def test_it_remembers_its_answers_over_a_restart(make_scenario: Callable[..., Scenario], tmp_path: Path) -> None:
+    """Classes are tried in turn, whoever starts the server anew in between."""
+    whole = {"use": "class_fishing", "clients": [0]}
+    rows = {}
+    for stop in (4, 2):
+        scenario = bent(make_scenario, whole, rounds=4, data=ONE_BATCH)
+        run = begun(tmp_path / str(stop), scenario)
+        if stop < 4:
+            run = stopped(run, scenario, stop)
+        train(run)
+        rows[stop] = [int(sent(run, r, 0)["3.weight"].flatten(1).any(1).nonzero()[0]) for r in range(1, 5)]
+    assert rows[2] == rows[4]
+    assert len(set(rows[4])) > 1
+
+
+def stopped(run: Run, scenario: Scenario, rounds: int) -> Run:
+    """A run whose server ended after some rounds, as a kill between two leaves it."""
+    import fedgauge.server.app as app
+
+    class Killed(Exception):
+        pass
+
+    record = app._Record.__call__
+
+    def kill(self: Any, counted: int, arrays: Any) -> Any:
+        found = record(self, counted, arrays)
+        if self.done + counted == rounds:
+            raise Killed
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app._Record, "__call__", kill)
+        with pytest.raises(Killed):
+            train(run)
+    return run
+
+
+def test_inconsistent_weights_take_a_secure_sum_apart(make_scenario: Callable[..., Scenario], tmp_path: Path) -> None:
+    tables = {
+        "rounds": 1,
+        "secure_sum": {"group": 3},
+        "model": {"use": "lenet"},
+        "data": {"use": "mnist5k", "batch_size": 1, "auxiliary": 200},
+        "attack": [TARGET, {"use": "inverting_gradients", "iterations": 300}],
+    }
+    honest = begun(tmp_path / "honest", make_scenario(**tables | {"attack": tables["attack"][1:]}))  # type: ignore[index]
+    dishonest = begun(tmp_path / "dishonest", bent(make_scenario, DEAD, **tables))
+    psnr: dict[Run, dict[str, list[float]]] = {}
+    for run in (honest, dishonest):
+        train(run)
+        serve(run, LocalExecutor())
+        with run.ledger() as ledger:
+            rows = [r for r in ledger.scores() if r["metric"] == "psnr"]
+            psnr[run] = {name: [r["value"] for r in rows if r["attack"] == name] for name in ("lone_target", IG)}
+            replayed = ledger.meta()
+        assert replayed["replay"] == ("ok" if run is honest else "unknown")
+    assert "was sent other weights than the tape keeps" in replayed["replay_detail"]
+    assert len(psnr[dishonest]["lone_target"]) == 3
+    assert psnr[dishonest]["lone_target"][0] > max(psnr[honest][IG]) + 1  # the first image is the target's
+
+
+def test_a_secure_sum_of_equal_crafted_weights_is_one_larger_batch(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    """The query is drawn: were it each client's own, nothing would add up."""
+    scenario = bent(
+        make_scenario,
+        {"use": "imprint"},
+        rounds=2,
+        secure_sum={"group": 3},
+        model={"use": "mlp", "hidden": []},
+        data={"use": "mnist5k", "batch_size": 4, "auxiliary": 500},
+        attack=[{"use": "read_imprint"}],
+    )
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        assert ledger.meta()["replay"] == "ok"
+        exact = [r["value"] > 100 for r in ledger.scores() if r["metric"] == "psnr" and r["attack"] == "read_imprint"]
+    # of twelve images over 63 bins, (1 - 1/64)^11 = .84 are alone in theirs
+    assert sum(exact) >= 0.5 * len(exact) and len(exact) >= 12
+
+
+def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    """One client of three meets trap weights in the second and third of three rounds; of the other seven messages nothing."""
+    scenario = bent(
+        make_scenario,
+        {"use": "trap_weights", "clients": [1], "rounds": [2, 3]},
+        guard={"inspect": "log"},
+        model={"use": "mlp", "hidden": [200]},
+        data={"use": "mnist5k", "batch_size": 8, "auxiliary": 200},
+        attack=[{"use": "read_rows"}],
+    )
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    with run.ledger() as ledger:
+        assert misdeeds(scenario, Scores.read(ledger), ledger)["recovered"] == "no image has been graded"
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        told = misdeeds(scenario, Scores.read(ledger), ledger)
+        rows = [r for r in ledger.scores("psnr") if r["attack"] == "read_rows" and r["value"] is not None]
+        exact = [r for r in rows if r["client"] == 1 and r["round"] > 1 and r["value"] > 60]
+        accuracy = [r["accuracy"] for r in ledger.rounds()]
+    assert told["sent"].endswith("trap_weights() to client 1 in rounds 2, 3: 2 messages answered in 2 rounds")
+    others = [r["value"] > 60 for r in rows if r not in exact and (r["client"] != 1 or r["round"] == 1)]
+    assert exact and told["recovered"] == (
+        f"of the images behind altered weights {len(exact)} of 16 over 60 dB ({100 * len(exact) / 16:.0f} %), the first "
+        f"after 1 such round (round 2); of all others {sum(others)} of 56 over 60 dB ({100 * sum(others) / 56:.0f} %)"
+    )
+    assert told["noticed"].startswith("guards alarmed at 2 of 2 altered messages and 0 of 7 honest ones; suspicion ")
+    moved = 100 * (accuracy[3] - accuracy[1]) / 2, 100 * (accuracy[1] - accuracy[0])
+    assert told["cost"] == (
+        "answers to altered weights (2 updates of 9) were left out of the average; test accuracy moved by "
+        f"{moved[0]:+.1f} points a round in those rounds, {moved[1]:+.1f} points a round in the others "
+        "(early rounds move it most)"
+    )
+    with Reading(run).now() as reading:
+        page, report = overview(reading), write_report(run).read_text()
+    assert {d["name"]: d["words"] for d in page["misdeeds"]} == told
+    assert "The malicious server" in report and "altered messages and 0 of 7 honest ones" in report
+
+
+def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    """Dead weights for two of a group of three: one sum, and whoever of the three alarms."""
+    tables = {"secure_sum": {"group": 3}, "rounds": 1, "guard": {"inspect": "warn"}}
+    scenario = bent(make_scenario, DEAD, model={"use": "lenet"}, attack=[TARGET], **tables)
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    with run.ledger() as ledger:
+        told = misdeeds(scenario, Scores.read(ledger), ledger)
+    assert told["sent"].endswith("to all clients but client 0 in every round: 2 messages answered in 1 round")
+    assert told["noticed"].startswith("guards alarmed at 1 of 1 altered sum and 0 of 0 honest ones; suspicion ")
+    first = told["noticed"].partition("; first in round 1: ")[2]
+    assert first.startswith(("client 1: ", "client 2: ")), "whose guard it was, not whose name the sum bears"
+
+
+@pytest.mark.parametrize(
+    ("words", "noticed"),
+    [
+        ("", "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
+        ("suspicion abc", "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
+        ("suspicion 1e999999 suspicion " + "9" * 5000, "guards alarmed at 0 of 2 altered"),
+        ("client 2: alarm, suspicion 2", "; first in round 2: client 1: client 2: alarm, suspicion 2"),
+        ("guard: alarm, suspicion 2.5: x; suspicion 0.5", "2 of 2 altered messages and 0 of 7 honest ones; suspicion 0.5 to 2.5"),
+    ],
+)  # fmt: skip
+def test_a_clients_words_are_read_whatever_they_say(
+    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path, words: str, noticed: str
+) -> None:
+    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2, 3]}, guard={"inspect": "warn"})
+    run = begun(tmp_path / "run", scenario)
+    with run.ledger() as ledger:
+        for r in (1, 2, 3):
+            seen = [Seen(c, "accepted", words if c == 1 and r > 1 else "", 2, None) for c in range(3)]
+            ledger.record_intake(r, seen, None)
+        assert noticed in misdeeds(scenario, Scores.read(ledger), ledger)["noticed"]
+
+
+def test_nobody_is_said_to_have_inspected_where_nobody_does(
+    make_scenario: Callable[..., Scenario], fishing: Run
+) -> None:
+    with fishing.ledger() as ledger:
+        told = misdeeds(fishing.scenario(), Scores.read(ledger), ledger)
+    assert told["noticed"].startswith("no client's guard has said anything")
+
+
+def test_statistics_met_at_altered_weights_are_left_out_with_the_answers(
+    make_scenario: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    """BatchNorm in train mode: two runs that differ in what an altered client met end with the same model and statistics."""
+    found = []
+    for target in (3, 5):
+        scenario = bent(
+            make_scenario,
+            {**FISHING, "target": target, "clients": [1], "rounds": [1]},
+            rounds=1,
+            model={"use": "convnet", "width": 4, "mode": "train"},
+        )
+        run = begun(tmp_path / str(target), scenario)
+        train(run)
+        found.append(read_tensors(run.model))
+    assert any("running_mean" in name for name in found[0])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and_told(
+    make_scenario: Callable[..., Scenario], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
+    run = begun(tmp_path / "run", scenario)
+
+    def fail(*_: object, **__: object) -> Params:
+        raise ValueError("no such luck")
+
+    monkeypatch.setattr(MaliciousStrategy, "_crafted", fail)
+    train(run)
+    assert all(torch.equal(t, sent(run, 2, 0)[k]) for k, t in sent(run, 2, 1).items())
+    with run.ledger() as ledger:
+        told = misdeeds(scenario, Scores.read(ledger), ledger)["sent"]
+    assert told.endswith("; round 2, client 1: honest weights were sent: no such luck")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"server": "honest"}, '[[malice]] is of a malicious server: say server = "malicious"'),
+        ({"malice": []}, 'server = "malicious" needs a [[malice]]; use is one of fedgauge.attacks.malicious.'),
+        ({"server": "evil"}, "server must be one of 'honest', 'malicious', got 'evil'"),
+        ({"malice": [{"use": "fly_fishing"}]}, "[[malice]] #1: "),
+        ({"malice": [{**FISHING, "target": 10}]}, "[[malice]] #1: class_fishing: target must be"),
+        ({"malice": [{**FISHING, "clients": [3]}]}, "[[malice]] #1: clients must lie in 0..2, got 3"),
+        ({"malice": [{**FISHING, "rounds": [0]}]}, "[[malice]] #1: rounds must lie in 1..3, got 0"),
+        ({"malice": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave nobody whom it meets"),
+        ({"malice": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: it meets the same client"),
+        ({"malice": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "a [secure_sum] hides that"),
+        ({"malice": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it reads class_fishing or feature_fishing, and"),
+        ({"malice": [DEAD], "attack": [TARGET]}, "lone_target: it takes a secure sum apart"),
+        ({"malice": [{"use": "trap_weight"}]}, "did you mean 'attacks.dish"),
+        ({"malice": [{"use": FISHING["use"]}]}, "client 0 draws its batches of 2 from "),
+        ({"malice": [DEAD], "model": {"use": "mlp", "hidden": []}}, "no layer with a bias"),
+        ({"model": {"use": "mlp", "dishonest": []}}, "dishonest is a word of malicious servers"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_carried_out_is_refused(
+    make_scenario: Callable[..., Scenario], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError) as told:
+        make_scenario(**{"rounds": 3, "server": "malicious", "malice": [FISHING], **changes})
+    assert message in str(told.value)
+
+
+# ------------------------------------------------------------------------------------------------- clients that notice
+
+
+@pytest.mark.parametrize("mode", ["log", "warn", "refuse"])
+def test_a_client_that_notices_says_so_or_withholds_and_the_run_goes_on(
+    make_scenario: Callable[..., Scenario], tmp_path: Path, mode: str
+) -> None:
+    """Fished in the second round: the classifier's rows are gone, which no honest round does."""
+    scenario = bent(
+        make_scenario,
+        {**FISHING, "clients": [1], "rounds": [2]},
+        guard={"inspect": mode},
+        data={"use": "mnist5k", "batch_size": 16, "auxiliary": 200},
+    )
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    with run.ledger() as ledger:
+        seen = {(o["round"], o["client"]): (o["status"], o["reason"]) for o in ledger.observations()}
+        words = guarded(ledger.observations())
+        assert ledger.meta().get("malice") is None
+    assert len(seen) == 9
+    status, reason = seen.pop((2, 1))
+    if mode == "refuse":
+        assert (status, reason.split(":")[0]) == ("missing", "withheld by the client's guard")
+    else:
+        assert status == "accepted" and reason.startswith("guard: round 2: alarm, suspicion ")
+    assert {status for status, _ in seen.values()} == {"accepted"}
+    assert all(("suspicion" in reason) == (mode == "log") and "alarm" not in reason for _, reason in seen.values())
+    assert words.startswith("clients' guards alarmed 1 times in 1 rounds; first in round 2: client 1: ")
+
+
+def test_without_a_guard_nothing_is_said(fishing: Run) -> None:
+    with fishing.ledger() as ledger:
+        assert {o["reason"] for o in ledger.observations()} == {""}
+        assert guarded(ledger.observations()) == ""

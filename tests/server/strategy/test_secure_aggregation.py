@@ -1,0 +1,500 @@
+"""The server of a secure sum: what the wrapped strategy sees, whoever drops out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg, Strategy
+from torch import Tensor
+
+from fedgauge.attacks import labels
+from fedgauge.attacks.base import Observation, Wave
+from fedgauge.attacks.grading.audit import Auditor, card
+from fedgauge.attacks.grading.replay import replay
+from fedgauge.client.app import train as fedgauges_train
+from fedgauge.client.components import SpecError
+from fedgauge.client.deployment.secure_sum_mod import RECORD, read, secure_sum
+from fedgauge.client.protocol import Federation
+from fedgauge.client.update import gradient
+from fedgauge.defenses.secure_sum import PairwiseMasking
+from fedgauge.server.app import build_strategy
+from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.tape import Tape
+from fedgauge.server.strategy.curious import CuriousStrategy, Tap
+from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSum
+from fedgauge.server.strategy.validator import Door, Intake
+from fedgauge.server.views.gallery import Gallery
+from fedgauge.server.views.reading import Reading
+
+STEPS = ("advertise", "share", "mask", "unmask")
+THETA = {"w": torch.tensor([[1.0, 2.0, 3.0]]), "n": torch.tensor(4), "b": torch.tensor([-1.0])}
+
+
+def update_of(client: int, round: int) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(100 * client + round)
+    return {k: 0.2 * torch.randn(t.shape, generator=rng) for k, t in THETA.items() if t.is_floating_point()}
+
+
+def app_of(terms: PairwiseMasking) -> ClientApp:
+    """Somebody's ClientApp: client c moves by update_of(c, round) and has c + 1 examples."""
+    app = ClientApp()
+
+    @app.train(mods=[secure_sum(terms)])
+    def train(message: Message, context: Context) -> Message:
+        client, round = int(context.node_config["partition-id"]), int(message.content["config"]["server-round"])  # type: ignore[arg-type,call-overload,index]
+        sent = message.content.array_records["arrays"].to_torch_state_dict()
+        moved = update_of(client, round)
+        weights = {k: t + moved[k] if k in moved else t + client for k, t in sent.items()}
+        metrics = MetricRecord({"num-examples": client + 1, "loss": 0.1 * client})
+        return Message(RecordDict({"model": ArrayRecord(weights), "m": metrics}), reply_to=message)
+
+    return app
+
+
+class Recorder(FedAvg):
+    """FedAvg that keeps what it was handed; it asks all clients in their order."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, 0.0, 1, 0, 1)
+        self.handed: list[list[Message]] = []
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.handed.append(list(replies))
+        return super().aggregate_train(server_round, self.handed[-1])
+
+
+def losing(grid: Any, lost: dict[str, set[int]]) -> Callable[[int, list[Message]], list[Message]]:
+    """Replies of some clients to some questions never arrive."""
+
+    def tamper(round: int, replies: list[Message]) -> list[Message]:
+        step = grid.sent[-1].content.config_records[RECORD]["step"]
+        return [m for m in replies if grid.nodes[m.metadata.src_node_id] not in lost.get(step, set())]
+
+    return tamper
+
+
+def train(
+    kit: Any,
+    terms: PairwiseMasking,
+    clients: int,
+    lost: dict[str, set[int]] | None = None,
+    rounds: int = 1,
+    inner: Strategy | None = None,
+) -> tuple[dict[str, Tensor], Recorder, Any]:
+    """Weights after some rounds behind a door that orders clients, what FedAvg was handed, and the grid."""
+    grid, recorder = kit.MemoryGrid("", clients, app=app_of(terms)), Recorder()
+    grid.tamper = losing(grid, lost or {})
+    door = inner or Door(recorder, seed=1, clients=dict(grid.nodes), replies="weights")
+    result = SecureSum(door, terms).start(grid, ArrayRecord(THETA), rounds)
+    return dict(result.arrays.to_torch_state_dict()) if result.arrays else dict(THETA), recorder, grid
+
+
+def expected(members: Any, theta: dict[str, Tensor], round: int = 1) -> dict[str, Tensor]:
+    """theta + the mean update of some clients, by their examples, in float64."""
+    total = sum(c + 1 for c in members)
+    moved = {k: sum((c + 1) / total * update_of(c, round)[k].double() for c in members) for k in ("w", "b")}
+    return {k: (t.double() + moved[k]).float() if k in moved else t for k, t in theta.items()}
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
+
+
+FIVE = PairwiseMasking(group=5, clip=2.0, threshold=3)
+
+
+def test_fedavg_trains_as_it_would_on_the_updates_themselves(kit: Any) -> None:
+    trained, recorder, _ = train(kit, FIVE, 5, rounds=3)
+    theta = dict(THETA)
+    for round in (1, 2, 3):
+        theta = expected(range(5), theta, round)
+    assert distance(trained, theta) < 2e-6
+    assert [len([m for m in handed if not m.has_error()]) for handed in recorder.handed] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("gone", range(5))
+@pytest.mark.parametrize("step", STEPS)
+def test_any_one_of_five_may_drop_out(kit: Any, step: str, gone: int) -> None:
+    """What the strategy is handed is the sum of the fixed-point integers of the others, to the last bit."""
+    _, recorder, _ = train(kit, FIVE, 5, {step: {gone}})
+    members = [c for c in range(5) if c != gone or step == "unmask"]
+    flat = [torch.cat([update_of(c, 1)[k].flatten() for k in ("w", "b")]) for c in members]
+    theta = torch.cat([THETA[k].flatten() for k in ("w", "b")])
+    moved = [((theta + u).double() - theta.double()).numpy() for u in flat]  # weights travel in float32
+    total = np.sum([FIVE.quantise(u, c + 1) for u, c in zip(moved, members, strict=True)], axis=0, dtype=FIVE.dtype)
+    mean, examples = FIVE.mean(total)
+    (reply,) = (m for m in recorder.handed[0] if not m.has_error())
+    arrays = reply.content.array_records["arrays"].to_torch_state_dict()
+    found = torch.cat([arrays[k].flatten() for k in ("w", "b")])
+    assert torch.equal(found, (theta.double() + torch.from_numpy(mean)).float())
+    assert dict(reply.content.metric_records["metrics"]) == {"num-examples": examples}
+    assert examples == sum(c + 1 for c in members)
+    assert int(arrays["n"]) == 4, "an integer is nobody's update"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_below_the_threshold_there_is_no_update_and_training_goes_on(kit: Any, step: str) -> None:
+    intakes: list[Intake] = []
+    grid = kit.MemoryGrid("", 5, app=app_of(FIVE))
+    lost = losing(grid, {step: {0, 2, 4}})
+    grid.tamper = lambda round, replies: lost(round, replies) if round == 1 else replies
+    door = Door(Recorder(), intakes.append, clients=dict(grid.nodes), replies="weights")
+    result = SecureSum(door, FIVE).start(grid, ArrayRecord(THETA), 2)
+    assert [len(i.accepted) for i in intakes] == [0, 1]
+    assert {s.reason for s in intakes[0].refused} == {"no secure sum: 2 clients are left, fewer than the threshold 3"}
+    assert {(s.client, s.status) for s in intakes[0].refused} == {(c, "missing") for c in range(5)}
+    assert distance(dict(result.arrays.to_torch_state_dict()), expected(range(5), THETA, 2)) < 1e-6
+
+
+def test_a_curious_server_tapes_one_update_for_each_group(kit: Any, tmp_path: Path) -> None:
+    terms = PairwiseMasking(group=4, clip=2.0, threshold=3)
+    scenario = kit.scenario(clients=7)
+    grid = kit.MemoryGrid("", 7, app=app_of(terms))
+    grid.tamper = losing(grid, {"mask": {1}})
+    params = {k: t for k, t in THETA.items() if k != "n"}
+    with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
+        ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
+        tap = Tap(ledger, Tape(tmp_path / "tape"), scenario.plan)
+        inner = CuriousStrategy(InOrder(), tap, clients=dict(grid.nodes), replies="weights")
+        SecureSum(inner, terms).start(grid, ArrayRecord(params), 1)
+        rows = ledger.observations()
+        taped = {
+            o["client"]: tap.tape.read(1, o["client"], o["digest"]).update for o in rows if o["status"] == "accepted"
+        }
+    assert sorted(taped) == [0, 4], "groups of four and three"
+    for first, members in ((0, (0, 2, 3)), (4, (4, 5, 6))):
+        mean = {k: t - params[k] for k, t in expected(members, params).items()}
+        assert distance(taped[first], mean) < 1e-6
+    assert {o["client"]: o["examples"] for o in rows if o["status"] == "accepted"} == {0: 1 + 3 + 4, 4: 5 + 6 + 7}
+    assert {o["client"]: o["reason"] for o in rows if o["status"] == "missing"} == {
+        1: "dropped out of its secure sum",
+        **dict.fromkeys((2, 3, 5, 6), "in a secure sum of 3 clients"),
+    }
+
+
+class InOrder(FedAvg):
+    """All clients, in the order in which the door lists them: stock strategies draw another one."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, 0.0, 1, 0, 1)
+
+    def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+        content = RecordDict({"arrays": arrays, "config": config})
+        return [Message(content, dst_node_id=node, message_type="train") for node in grid.get_node_ids()]
+
+
+@pytest.mark.parametrize(
+    ("clients", "group", "threshold", "sizes", "left"),
+    [
+        (7, 4, 3, [4, 3], 0),
+        (12, 5, 3, [4, 4, 4], 0),
+        (6, 5, 4, [5], 1),
+        (5, 5, 3, [5], 0),
+        (2, 5, 3, [], 2),
+        (4, 4, 4, [4], 0),
+        (7, 4, 4, [4], 3),
+    ],
+)
+def test_groups_are_of_nearly_equal_size_and_never_below_the_threshold(
+    kit: Any, clients: int, group: int, threshold: int, sizes: list[int], left: int
+) -> None:
+    terms = PairwiseMasking(group, 2.0, threshold)
+    grid, inner = kit.MemoryGrid("", clients, app=app_of(terms)), Recorder()
+    SecureSum(inner, terms).start(grid, ArrayRecord(THETA), 1)
+    codes = [m.error.code for m in inner.handed[0] if m.has_error()]
+    assert len(inner.handed[0]) == clients
+    assert codes.count(SUMMED) == sum(sizes) - len(sizes)
+    assert codes.count(NO_SUM) == left
+    assert sorted((len(members) for members in groups_of(grid)), reverse=True) == sizes
+
+
+def groups_of(grid: Any) -> list[set[int]]:
+    """The groups, by the sessions in which clients were asked for keys."""
+    found: dict[bytes, set[int]] = {}
+    for m in grid.sent:
+        question = m.content.config_records[RECORD]
+        if question["step"] == "advertise":
+            found.setdefault(question["session"], set()).add(grid.nodes[m.metadata.dst_node_id])
+    return list(found.values())
+
+
+@pytest.mark.parametrize("lost", [{}, {"mask": {1, 4}}, {"share": {0}, "mask": {2}}, {"unmask": {3}}])
+def test_no_client_is_asked_for_both_secrets_of_one(kit: Any, lost: dict[str, set[int]]) -> None:
+    _, _, grid = train(kit, FIVE, 5, lost, rounds=2)
+    asked: dict[bytes, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for m in grid.sent:
+        question = read(m.content)
+        if question["step"] == "unmask":
+            survivors, dropped = (tuple(question[k]) for k in ("survivors", "dropped"))  # type: ignore[arg-type]
+            assert not set(survivors) & set(dropped)
+            asked.setdefault(question["session"], set()).add((survivors, dropped))  # type: ignore[arg-type]
+    assert len(asked) == 2, "a session a round"
+    assert all(len(stories) == 1 for stories in asked.values()), "everybody is told the same"
+
+
+def test_an_answer_that_cannot_be_decoded_is_none(kit: Any) -> None:
+    grid, recorder = kit.MemoryGrid("", 5, app=app_of(FIVE)), Recorder()
+
+    def spoil(round: int, replies: list[Message]) -> list[Message]:
+        for m in replies:
+            if grid.nodes[m.metadata.src_node_id] == 2 and m.content.array_records:
+                (vector,) = m.content.array_records["secure-sum-arrays"].values()
+                vector.data = b"PK\x03\x04 no array"
+        return replies
+
+    grid.tamper = spoil
+    SecureSum(Door(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(grid, ArrayRecord(THETA), 1)
+    (reply,) = (m for m in recorder.handed[0] if not m.has_error())
+    assert reply.content.metric_records["metrics"]["num-examples"] == 1 + 2 + 4 + 5
+
+
+def test_a_clients_error_keeps_it_out_of_the_sum(kit: Any) -> None:
+    app = ClientApp()
+
+    @app.train(mods=[secure_sum(FIVE)])
+    def train(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        if client == 3:
+            return Message(Error(100, "too late"), reply_to=message)
+        arrays = message.content.array_records["arrays"]
+        content = RecordDict({"model": arrays, "m": MetricRecord({"num-examples": 10 + client})})
+        return Message(content, reply_to=message)
+
+    grid, recorder = kit.MemoryGrid("", 5, app=app), Recorder()
+    SecureSum(Door(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(grid, ArrayRecord(THETA), 1)
+    (reply,) = (m for m in recorder.handed[0] if not m.has_error())
+    assert reply.content.metric_records["metrics"]["num-examples"] == 10 + 11 + 12 + 14
+
+
+def test_fedgauges_own_clients_under_the_mod_train_what_they_train_without_it(kit: Any) -> None:
+    """Real updates of a real model: to the precision of the fixed point."""
+    terms = PairwiseMasking(group=4, clip=0.5)
+    app = ClientApp()
+    app.train(mods=[secure_sum(terms, replies="updates")])(fedgauges_train)
+    scenario = kit.scenario()
+    params, _ = Federation(scenario.protocol).initial()
+    trained = []
+    for secure in (False, True):
+        grid = kit.grid(scenario, **({"app": app} if secure else {}))
+        door = Door(FedAvg(1.0, 0.0, 1, 0, 4), seed=1, clients=dict(grid.nodes))
+        strategy = SecureSum(door, terms, replies="updates") if secure else door
+        trained.append(dict(strategy.start(grid, ArrayRecord(params), 2).arrays.to_torch_state_dict()))
+    assert 0 < distance(*trained) < 2 * 0.5 / 2**23
+    assert distance(trained[0], params) > 1e-3
+
+
+# ------------------------------------------------------------------------------------------- the ideal one of simulations
+
+EIGHT: dict[str, Any] = {"clients": 8, "data": {"use": "mnist5k", "batch_size": 1, "auxiliary": 64}}
+BATCHNORM = {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"}
+
+
+def simulated(
+    kit: Any, scenario: Any, rounds: int = 3, inner: Strategy | None = None, **grid: Any
+) -> tuple[dict[str, Tensor], list[Intake], Door]:
+    """Weights after some rounds of the scenario's real clients, and what the door recorded."""
+    params, buffers = Federation(scenario.protocol).initial()
+    network, intakes = kit.grid(scenario, **grid), []
+    door = Door(
+        inner or FedAvg(1.0, 0.0, 1, 0, 1), intakes.append, buffers, 1, dict(network.nodes), protocol=scenario.protocol
+    )
+    result = door.start(network, ArrayRecord(params), rounds)
+    return (dict(result.arrays.to_torch_state_dict()) if result.arrays else params), intakes, door
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_fedavg_trains_the_same_model_with_and_without_a_secure_sum(kit: Any, drawn: bool) -> None:
+    alone, together = (
+        simulated(kit, kit.scenario(**EIGHT, **table)) for table in ({}, {"secure_sum": {"group": 4, "drawn": drawn}})
+    )
+    assert 0 <= distance(alone[0], together[0]) < 1e-6
+    assert distance(alone[0], Federation(kit.scenario(**EIGHT).protocol).initial()[0]) > 1e-3
+    assert [len(i.accepted) for i in together[1]] == [2, 2, 2]
+
+
+def test_the_tap_and_the_strategy_see_one_reply_for_each_group(kit: Any) -> None:
+    scenario, recorder = kit.scenario(**EIGHT, secure_sum={"group": 4}), Recorder()
+    _, intakes, _ = simulated(kit, scenario, 2, recorder)
+    federation = Federation(scenario.protocol)
+    for intake, handed in zip(intakes, recorder.handed, strict=True):
+        assert [(a.client, a.examples) for a in intake.accepted] == [(0, 4), (4, 4)]
+        assert intake.refused == ()
+        for seen, reply in zip(intake.accepted, handed, strict=True):
+            truth = federation.client_update(intake.params, intake.buffers, seen.client, intake.round)
+            assert distance(seen.update, truth) < 1e-7
+            weights = dict(reply.content.array_records["arrays"].to_torch_state_dict())
+            assert distance(weights, {k: t + seen.update[k] for k, t in intake.params.items()}) == 0
+            assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 4}
+
+
+@pytest.mark.parametrize("use", ["FedMedian", "Krum", "FedAdam"])
+def test_strategies_that_need_single_updates_see_one_for_each_group(kit: Any, use: str) -> None:
+    scenario = kit.scenario(**EIGHT, secure_sum={"group": 2})
+    inner = build_strategy({"use": f"{use}"}, 8)
+    trained, intakes, _ = simulated(kit, scenario, 2, inner)
+    assert all(torch.isfinite(t).all() for t in trained.values())
+    assert [[a.client for a in i.accepted] for i in intakes] == [[0, 2, 4, 6]] * 2
+
+
+def test_statistics_of_batchnorm_are_summed_as_well(kit: Any) -> None:
+    model = {"model": BATCHNORM, "data": EIGHT["data"] | {"batch_size": 2}}
+    alone, together = (
+        simulated(kit, kit.scenario(**EIGHT | model, **t), 1) for t in ({}, {"secure_sum": {"group": 4}})
+    )
+    assert alone[2].buffers
+    assert distance(alone[2].buffers, together[2].buffers) < 1e-6
+    returned = [set(a.buffers) for a in together[1][0].accepted]
+    assert returned == [set(together[2].buffers)] * 2
+
+
+def test_stragglers_leave_a_smaller_sum_or_none(kit: Any) -> None:
+    late = {"stragglers": {"probability": 0.25}, "rounds": 6}
+    scenario = kit.scenario(**EIGHT, **late, secure_sum={"group": 4, "threshold": 3})
+    _, intakes, _ = simulated(kit, scenario, 6)
+    seen = set()
+    for intake in intakes:
+        rejected = {s.client: s.reason for s in intake.refused if s.status == "rejected"}
+        accepted = {a.client: a for a in intake.accepted}
+        for group in scenario.protocol.groups(intake.round):
+            members = scenario.protocol.members(group[0], intake.round)
+            seen.add(len(members))
+            if len(members) >= 3:
+                assert accepted[members[0]].examples == len(members)
+                truth = scenario.federation.client_update(intake.params, {}, members[0], intake.round)
+                assert distance(accepted[members[0]].update, truth) < 1e-7
+            else:
+                words = f"no secure sum: {len(members)} of its group's 4 clients answered, fewer than the threshold 3"
+                assert {c: rejected[c] for c in members} == dict.fromkeys(members, words)
+        assert {s.client for s in intake.refused if s.status == "missing"} == {
+            c for c in range(8) if scenario.protocol.misses(c, intake.round)
+        }
+    assert {2, 3, 4} <= seen
+
+
+def test_a_reply_that_the_door_refuses_costs_its_group_the_round(kit: Any) -> None:
+    def tamper(round: int, replies: list[Message]) -> list[Message]:
+        for m in replies:
+            if grid_of[0].nodes[m.metadata.src_node_id] == 5:
+                m.content.array_records["update"]["1.bias"] = ArrayRecord({"x": torch.full((8,), float("nan"))})["x"]
+        return replies
+
+    scenario = kit.scenario(**EIGHT, secure_sum={"group": 4, "threshold": 3})
+    grid_of: list[Any] = [kit.grid(scenario, tamper=tamper)]
+    params, intakes = Federation(scenario.protocol).initial()[0], []
+    door = Door(FedAvg(1.0, 0.0, 1, 0, 1), intakes.append, clients=dict(grid_of[0].nodes), protocol=scenario.protocol)
+    door.start(grid_of[0], ArrayRecord(params), 1)
+    assert [a.client for a in intakes[0].accepted] == [0]
+    told = {s.client: s.reason for s in intakes[0].refused}
+    assert told.pop(5) == "1.bias has entries that are not finite"
+    assert told == dict.fromkeys(
+        (4, 6, 7), "no secure sum: client 5 of its group failed, which is no straggler of the scenario's"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"strategy": {"use": "FedAvg", "fraction_train": 0.5}}, "fraction_train must be 1.0"),
+        ({"audit": {"clients": [1]}}, r"named by its first client: choose from \[0, 4\]"),
+        (
+            {"audit": {"clients": [0]}, "secure_sum": {"group": 4, "drawn": True}},
+            "leave it out, as groups are drawn anew in each round",
+        ),
+    ],
+)
+def test_what_a_secure_sum_leaves_no_meaning_is_refused(kit: Any, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        kit.scenario(**(EIGHT | {"secure_sum": {"group": 4}} | changes))
+    kit.scenario(**EIGHT, secure_sum={"group": 4}, audit={"clients": [4]})
+
+
+def test_a_run_under_a_secure_sum_is_replayed_attacked_and_shown(kit: Any, tmp_path: Path) -> None:
+    """Four clients' digits from one update, from the tape to the gallery; the same numbers of rows as for a batch of four."""
+    attack = [{"use": "inverting_gradients", "iterations": 20}]
+    audit = {"executor": "local", "rounds": [1]}
+    scenario = kit.scenario(**EIGHT, attack=attack, audit=audit, secure_sum={"group": 4})
+    run = Run.create(tmp_path / "run", scenario)
+    federation = Federation(scenario.protocol)
+    with run.ledger() as ledger:
+        ledger.add_attacks(scenario.plan, {p.name: card(federation, p) for p in scenario.plan.attacks})
+        tap = Tap(ledger, run.tape(), scenario.plan)
+        network = kit.grid(scenario)
+        door = CuriousStrategy(FedAvg(1.0, 0.0, 1, 0, 1), tap, {}, 1, dict(network.nodes), protocol=scenario.protocol)
+        door.start(network, ArrayRecord(federation.initial()[0]), 1)
+    serve(run, LocalExecutor(), scenario)
+    with run.ledger() as ledger:
+        assert ledger.meta()["replay"] == "ok", ledger.meta()["replay_detail"]
+        assert [(o["client"], o["examples"]) for o in ledger.observations()] == [(0, 4), (4, 4)]
+        cards = {row["name"]: row["knowledge"] for row in ledger._db.execute("SELECT name, knowledge FROM attacks")}
+        scores = ledger._db.execute(
+            "SELECT attack, client, example, value FROM scores WHERE metric = 'psnr' AND status = 'converged'"
+        ).fetchall()
+    assert "1 example an update, sum of 4 clients" in cards["inverting_gradients"]
+    mine = {(s["client"], s["example"]): s["value"] for s in scores if s["attack"] == "inverting_gradients"}
+    assert sorted(mine) == [(c, e) for c in (0, 4) for e in range(4)]
+    wrong = {(s["client"], s["example"]) for s in scores if s["attack"] == "wrong_client(inverting_gradients)"}
+    assert wrong == set(mine)
+    gallery = Gallery(Reading(run))
+    assert gallery.rows_at(1, 4) == [int(federation.shards.rows_at(c, 1)[0]) for c in (4, 5, 6, 7)]
+
+
+def test_sums_of_several_sizes_in_one_wave_are_each_attacked_as_what_they_are(kit: Any) -> None:
+    late = {"stragglers": {"probability": 0.25}, "rounds": 6}
+    attack = [{"use": "inverting_gradients", "iterations": 3}]
+    tables = {**EIGHT, **late, "clients": 12, "attack": attack}
+    scenario = kit.scenario(**tables, secure_sum={"group": 4, "threshold": 3})
+    federation = scenario.federation
+    params, buffers = federation.initial()
+    sums = {r: [federation.protocol.members(g[0], r) for g in federation.protocol.groups(r)] for r in range(1, 7)}
+    round = next(r for r, found in sums.items() if {3, 4} <= {len(m) for m in found})
+    members = {m[0]: m for m in sums[round] if len(m) >= 3}
+    seen = [
+        Observation(round, c, params, federation.client_update(params, buffers, c, round), buffers) for c in members
+    ]
+    clients = list(members)
+    others = dict(zip(clients, clients[1:] + clients[:1], strict=True))
+    auditor, planned = Auditor(federation), scenario.plan.attacks[0]
+    together = auditor.audit(planned, Wave.stack(seen), others)
+    assert [a.client for a in together] == clients
+    for a, observation in zip(together, seen, strict=True):
+        assert a.reconstruction.x is not None
+        assert len(a.reconstruction.x) == len(members[a.client])
+        (alone,) = auditor.audit(planned, Wave.stack([observation]))
+        assert torch.allclose(a.reconstruction.x, alone.reconstruction.x, atol=1e-4)  # type: ignore[arg-type]
+        compared = {r.client for r in a.rows if r.attack.startswith("wrong_client")}
+        assert compared == ({others[a.client]} if len(members[others[a.client]]) == len(members[a.client]) else set())
+    assert "sum of 3 to 4 clients" in card(federation, planned)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_labels_are_restored_for_the_whole_group(kit: Any, steps: int) -> None:
+    chain = [{"use": "local_sgd", "rate": 0.1, "steps": steps}]
+    scenario = kit.scenario(**EIGHT, chain=chain, secure_sum={"group": 4})
+    federation = scenario.federation
+    params, buffers = federation.initial()
+    right = 0
+    for round in range(1, 11):
+        seen = [Observation(round, c, params, federation.client_update(params, buffers, c, round)) for c in (0, 4)]
+        found = labels.restore(Wave.stack(seen), Auditor(federation).knowledge(scenario.plan.attacks[0]))
+        right += sum(
+            torch.equal(y, federation.batch_at(c, round).y.sort().values) for y, c in zip(found, (0, 4), strict=True)
+        )
+    assert right >= {1: 19, 2: 14}[steps], "of 20 groups, all four labels"
+
+
+def test_a_mismatch_of_a_sum_is_named(kit: Any) -> None:
+    """The clients feed raw pixels: the diagnosis recomputes the whole group."""
+    federation = kit.scenario(**EIGHT, secure_sum={"group": 4}).federation
+    params, buffers = federation.initial()
+    raw = federation.chain(gradient(federation.model))
+    update = federation.client_update(params, buffers, 4, 1, raw)
+    found = replay(federation, Observation(1, 4, params, update, buffers))
+    assert found.verdict == "normalisation differs: the client feeds raw pixels"

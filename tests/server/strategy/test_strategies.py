@@ -1,0 +1,500 @@
+"""Several rounds of real clients behind the door, with Flower's own strategies."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.mods import as_mod
+from fedgauge.client.protocol import Federation
+from fedgauge.defenses.clip import clip
+from fedgauge.server.app import app as server_app
+from fedgauge.server.app import build_strategy, evaluate, stock_strategies
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import Tape, read_tensors
+from fedgauge.server.strategy.curious import CuriousStrategy, Tap
+from fedgauge.server.strategy.node_discovery import TIMES, Latecomers, census
+from fedgauge.server.strategy.validator import Door, Intake
+
+FLWR = "flwr.serverapp.strategy:"
+USES = [use.removeprefix(FLWR) for use in stock_strategies()]
+BATCHNORM = {
+    "data": {"use": "mnist5k", "batch_size": 4, "auxiliary": 64},
+    "model": {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"},
+}
+
+
+def scenario_of(kit: Any, use: str, **changes: Any) -> Scenario:
+    strategy = {"use": FLWR + use, **changes.pop("strategy", {})}
+    scenario: Scenario = kit.scenario(strategy=strategy, **changes)
+    return scenario
+
+
+def strategy_of(scenario: Scenario) -> Strategy:
+    return build_strategy(scenario.strategy, scenario.protocol.clients)
+
+
+def train(
+    kit: Any,
+    scenario: Scenario,
+    wrap: Callable[[Strategy, dict[str, Tensor], Any], Strategy] | None = None,
+    rounds: int = 3,
+    **grid: Any,
+) -> dict[str, Tensor]:
+    """The trained weights of some rounds on a grid of its own."""
+    params, buffers = Federation(scenario.protocol).initial()
+    network = kit.grid(scenario, **grid)
+    inner = strategy_of(scenario)
+    outer = wrap(inner, buffers, network) if wrap else Door(inner, buffers=buffers, seed=1, clients=dict(network.nodes))
+    result = outer.start(network, ArrayRecord(params), rounds)
+    return dict(result.arrays.to_torch_state_dict()) if result.arrays else params
+
+
+def identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
+
+
+def by_hand(scenario: Scenario, rounds: int = 3) -> dict[str, Tensor]:
+    """FedAvg of equal clients on paper: theta + the mean update, in float64."""
+    federation = Federation(scenario.protocol)
+    params, buffers = federation.initial()
+    for round in range(1, rounds + 1):
+        updates = [
+            federation.client_update(params, buffers, c, round)
+            for c in range(scenario.protocol.clients)
+            if not scenario.protocol.misses(c, round)
+        ]
+        mean = {k: torch.stack([u[k].double() for u in updates]).mean(0) for k in params}
+        params = {k: (t.double() + mean[k]).float() for k, t in params.items()}
+    return params
+
+
+def test_every_way_a_stock_strategy_is_offered() -> None:
+    assert {"FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx", "FedMedian", "Krum"} <= set(USES)
+    assert "QFedAvg" not in USES, "it weighs clients by a training loss that no update-only client reports"
+
+
+def test_fedavg_is_theta_plus_the_mean_update(kit: Any) -> None:
+    scenario = scenario_of(kit, "FedAvg")
+    assert distance(train(kit, scenario), by_hand(scenario)) < 1e-6
+
+
+@pytest.mark.parametrize("use", USES)
+def test_strategies_train_in_float32_and_do_not_depend_on_arrival_or_node_ids(kit: Any, use: str) -> None:
+    scenario = scenario_of(kit, use)
+    trained = train(kit, scenario, rounds=2, draw=0)
+    assert all(t.dtype == torch.float32 and torch.isfinite(t).all() for t in trained.values())
+    assert distance(trained, Federation(scenario.protocol).initial()[0]) > 1e-5, "nothing was trained"
+    assert identical(trained, train(kit, scenario, rounds=2, draw=1))
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("arrive", [0, 1, 3])
+def test_strategies_survive_rounds_in_which_few_answer(kit: Any, use: str, arrive: int) -> None:
+    trained = train(kit, scenario_of(kit, use), tamper=lambda round, replies: replies[:arrive], rounds=2)
+    assert all(torch.isfinite(t).all() for t in trained.values())
+
+
+@pytest.mark.parametrize("use", ["FedAvg", "FedAdam", "FedMedian"])
+def test_a_round_without_replies_keeps_the_weights_and_goes_on(kit: Any, use: str) -> None:
+    """Round 2 is lost: the weights that clients get in round 3 are those of round 2."""
+    scenario = scenario_of(kit, use)
+    network: list[Any] = []
+
+    def wrap(inner: Strategy, buffers: dict[str, Tensor], grid: Any) -> Strategy:
+        network.append(grid)
+        return Door(inner, clients=dict(grid.nodes))
+
+    train(kit, scenario, wrap, tamper=lambda round, replies: [] if round == 2 else replies)
+    sent = {m.content["config"]["server-round"]: m.content.array_records["arrays"] for m in network[0].sent}
+    at = {round: dict(record.to_torch_state_dict()) for round, record in sent.items()}
+    assert not identical(at[1], at[2])
+    assert identical(at[2], at[3])
+
+
+@pytest.mark.parametrize("use", ["FedAvg", "FedAdam", "FedProx"])
+def test_curiosity_changes_no_bit_of_the_trained_model(kit: Any, use: str, tmp_path: Path) -> None:
+    scenario = scenario_of(kit, use)
+    trained = []
+    for name, plan in (("on", scenario.plan), ("off", None)):
+        with Ledger(tmp_path / f"{name}.sqlite", create=True) as ledger:
+            ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
+            tap = Tap(ledger, Tape(tmp_path / name), plan)
+            trained.append(
+                train(kit, scenario, lambda inner, b, g, tap=tap: CuriousStrategy(inner, tap, b, 1, dict(g.nodes)))
+            )
+            assert bool(ledger.progress().total) == (name == "on")
+    assert identical(*trained)
+    assert (tmp_path / "on").exists()
+    assert not (tmp_path / "off").exists()
+    assert identical(trained[0], train(kit, scenario)), "and none of it differs from the bare door"
+
+
+def foreign_app(mods: list[Any]) -> ClientApp:
+    """Somebody's ClientApp that knows nothing of fedgauge: weights and a metric, and integer-free torch training."""
+    app = ClientApp()
+
+    @app.train(mods=mods)
+    def train(message: Message, context: Context) -> Message:
+        model = torch.nn.Linear(6, 3)
+        model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+        rng = torch.Generator().manual_seed(int(context.node_config["partition-id"]))
+        x, y = torch.randn(5, 6, generator=rng), torch.randint(3, (5,), generator=rng)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            optimiser.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimiser.step()
+        metrics = MetricRecord({"num-examples": 5, "train_loss": loss.item()})
+        content = RecordDict({"model": ArrayRecord(model.state_dict()), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+@pytest.mark.parametrize("use", ["FedAvg", "FedAvgM", "FedMedian"])
+@pytest.mark.parametrize("mods", [[], [as_mod(clip(0.1))]], ids=["bare", "clipped"])
+def test_a_foreign_federation_trains_the_same_bits_behind_the_door_as_without_it(
+    kit: Any, tmp_path: Path, use: str, mods: list[Any]
+) -> None:
+    """Flower's own strategy on replies that arrive in the clients' order is the oracle."""
+    params = torch.nn.Linear(6, 3).state_dict()
+    scenario = kit.scenario()
+
+    def ordered(grid: Any) -> Any:
+        grid.tamper = lambda round, replies: sorted(replies, key=lambda m: grid.nodes[m.metadata.src_node_id])
+        return grid
+
+    def stock() -> Strategy:
+        return build_strategy({"use": FLWR + use}, 4)
+
+    app = foreign_app(mods)
+    alone = stock().start(ordered(kit.MemoryGrid("", 4, app=app)), ArrayRecord(params), 3)
+    grid = kit.MemoryGrid("", 4, draw=1, app=app)
+    with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
+        ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
+        tap = Tap(ledger, Tape(tmp_path / "tape"), scenario.plan)
+        strategy = CuriousStrategy(stock(), tap, clients=dict(grid.nodes), replies="weights")
+        behind = strategy.start(grid, ArrayRecord(params), 3)
+        seen = [Tape(tmp_path / "tape").read(o["round"], o["client"], o["digest"]) for o in ledger.observations()]
+    assert identical(dict(alone.arrays.to_torch_state_dict()), dict(behind.arrays.to_torch_state_dict()))
+    assert {r: m["train_loss"] for r, m in alone.train_metrics_clientapp.items()} == {
+        r: m["train_loss"] for r, m in behind.train_metrics_clientapp.items()
+    }
+    norms = [float(torch.cat([t.flatten() for t in o.update.values()]).norm()) for o in seen]
+    assert len(norms) == 12
+    assert all(n == pytest.approx(0.1, rel=1e-4) if mods else n > 0.2 for n in norms), "the server saw what was sent"
+
+
+# ---------------------------------------------------------------------------------------------------------- FedProx
+
+
+PROX = {"chain": [{"use": "local_sgd", "rate": 0.1, "steps": 3}]}
+
+
+def test_fedprox_reaches_the_clients(kit: Any) -> None:
+    """With one local step the proximal term has nothing to pull at; with three it has; without mu it is FedAvg."""
+    free, held = (train(kit, scenario_of(kit, "FedProx", strategy={"proximal_mu": mu}, **PROX)) for mu in (0.0, 5.0))
+    assert distance(held, free) > 1e-3
+    assert identical(free, train(kit, scenario_of(kit, "FedAvg", **PROX)))
+    one_step = train(kit, scenario_of(kit, "FedProx", strategy={"proximal_mu": 5.0}))
+    assert identical(one_step, train(kit, scenario_of(kit, "FedAvg")))
+
+
+def test_fedprox_is_the_proximal_step_on_paper(kit: Any) -> None:
+    scenario = scenario_of(kit, "FedProx", strategy={"proximal_mu": 2.0}, **PROX)
+    federation = Federation(scenario.protocol)
+    params, _ = federation.initial()
+    changes = []
+    for client in range(4):
+        here = dict(params)
+        for _ in range(3):
+            g = federation.gradient(here, federation.batch_at(client, 1), None)
+            here = {k: t - 0.1 * (g[k] + 2.0 * (t - params[k])) for k, t in here.items()}
+        changes.append(here)
+    expected = {k: torch.stack([c[k] for c in changes]).mean(0) for k in params}
+    assert distance(train(kit, scenario, rounds=1), expected) < 1e-6
+
+
+def test_a_server_with_another_mu_than_the_protocols_is_refused_by_every_client(kit: Any) -> None:
+    agreed = scenario_of(kit, "FedProx", strategy={"proximal_mu": 0.5}, **PROX)
+    intakes: list[Intake] = []
+    params, _ = Federation(agreed.protocol).initial()
+    grid = kit.grid(agreed)
+    inner = build_strategy({"use": FLWR + "FedProx", "proximal_mu": 0.25}, 4)
+    result = Door(inner, intakes.append, clients=grid.nodes).start(grid, ArrayRecord(params), 1)
+    assert result.arrays is None or not len(result.arrays)
+    assert {s.client: s.status for s in intakes[0].refused} == dict.fromkeys(range(4), "missing")
+    assert all("asks for proximal-mu 0.25, the protocol says 0.5" in s.reason for s in intakes[0].refused)
+
+
+# ------------------------------------------------------------------------------- stragglers, failures, participation
+
+
+def test_stragglers_are_missing_and_the_others_are_averaged(kit: Any) -> None:
+    scenario = scenario_of(kit, "FedAvg", stragglers={"probability": 0.4})
+    intakes: list[Intake] = []
+    trained = train(
+        kit, scenario, lambda inner, b, g: Door(inner, intakes.append, buffers=b, seed=1, clients=dict(g.nodes))
+    )
+    late = {(i.round, s.client) for i in intakes for s in i.refused}
+    expected = {(r, c) for r in (1, 2, 3) for c in range(4) if scenario.protocol.misses(c, r)}
+    assert late == expected
+    assert 0 < len(late) < 12, "a seed in which some are late and some are not"
+    assert {s.reason for i in intakes for s in i.refused} == {"straggler: too late by the scenario's [stragglers]"}
+    assert distance(trained, by_hand(scenario)) < 1e-6
+
+
+def test_a_run_with_chaos_in_it_goes_on_to_the_end(kit: Any, tmp_path: Path) -> None:
+    """Lost, doubled, spoiled, dead, strange: every round has its rows, and the model stays finite."""
+    chance = random.Random(0)
+
+    def tamper(round: int, replies: list[Message]) -> list[Message]:
+        kept = []
+        for message in replies:
+            fate = chance.choice(["keep", "keep", "lose", "double", "nan", "error"])
+            if fate == "nan" and not message.has_error():
+                record = message.content.array_records["update"]
+                record["1.bias"] = ArrayRecord({"x": torch.full((8,), float("nan"))})["x"]
+            if fate == "error" and not message.has_error():
+                message = Message(Error(2, "gone"), metadata=message.metadata)  # type: ignore[call-overload]
+            kept += {"lose": [], "double": [message, message]}.get(fate, [message])
+        return kept
+
+    scenario = scenario_of(kit, "FedAvg")
+    with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
+        ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
+        tap = Tap(ledger, Tape(tmp_path / "tape"), scenario.plan)
+        trained = train(
+            kit,
+            scenario,
+            lambda inner, b, g: CuriousStrategy(inner, tap, b, 1, dict(g.nodes)),
+            rounds=12,
+            tamper=tamper,
+        )
+        rows = ledger.observations()
+    assert [(o["round"], o["client"]) for o in rows] == [(r, c) for r in range(1, 13) for c in range(4)]
+    assert {o["status"] for o in rows} == {"accepted", "rejected", "missing"}
+    assert all(o["reason"] for o in rows if o["status"] != "accepted")
+    assert all(torch.isfinite(t).all() for t in trained.values())
+
+
+def test_half_the_clients_train_in_each_round(kit: Any) -> None:
+    scenario = scenario_of(kit, "FedAvg", strategy={"fraction_train": 0.5})
+    runs = []
+    for draw in (0, 1):
+        intakes: list[Intake] = []
+        trained = train(
+            kit,
+            scenario,
+            lambda inner, b, g, seen=intakes: Door(inner, seen.append, buffers=b, seed=9, clients=dict(g.nodes)),
+            draw=draw,
+        )
+        runs.append((trained, [[a.client for a in i.accepted] for i in intakes]))
+    assert runs[0][1] == runs[1][1]
+    assert all(len(clients) == 2 for clients in runs[0][1])
+    assert identical(runs[0][0], runs[1][0])
+
+
+# ------------------------------------------------------------------------------------------- BatchNorm in train mode
+
+
+def test_batchnorm_statistics_travel_to_the_clients_and_come_back_averaged(kit: Any) -> None:
+    scenario = scenario_of(kit, "FedAvg", **BATCHNORM)
+    federation = Federation(scenario.protocol)
+    params, buffers = federation.initial()
+    grid = kit.grid(scenario)
+    intakes: list[Intake] = []
+    door = Door(strategy_of(scenario), intakes.append, buffers, seed=1, clients=dict(grid.nodes))
+    door.start(grid, ArrayRecord(params), 2)
+    expected = dict(buffers)
+    for round, intake in enumerate(intakes, 1):
+        assert identical(dict(intake.buffers), expected), "what was sent is what the tape keeps"
+        returned = []
+        for client in range(4):
+            federation.client_update(intake.params, expected, client, round)
+            now = dict(federation.model.named_buffers())
+            returned.append({k: now[k].clone() for k in buffers})
+        assert all(identical(dict(a.buffers), returned[a.client]) for a in intake.accepted)
+        expected = {k: torch.stack([r[k] for r in returned]).mean(0) for k in buffers}
+        assert distance(returned[0], returned[1]) > 0, "clients saw different images"
+    assert distance(door.buffers, expected) < 1e-6
+    assert distance(door.buffers, buffers) > 1e-3
+    assert not any("running" in name for name in intakes[0].accepted[0].update)
+
+
+# -------------------------------------------------------------------------------------------------- the whole server
+
+
+@pytest.mark.parametrize("curious", [True, False])
+def test_the_serverapp_trains_evaluates_and_records(kit: Any, tmp_path: Path, curious: bool) -> None:
+    scenario = kit.scenario(audit={"executor": "local", "curious": curious})
+    run = kit.make_run(tmp_path / "run", scenario, tape=False)
+    grid = kit.grid(scenario)
+    serve(grid, run)
+    with run.ledger() as ledger:
+        rounds, seen = ledger.rounds(), ledger.observations()
+        assert [r["round"] for r in rounds] == [0, 1, 2, 3]
+        assert all(0 <= r["accuracy"] <= 1 and r["loss"] > 0 and r["seconds"] > 0 for r in rounds)
+        assert rounds[0]["intercept_seconds"] == 0
+        assert all(r["intercept_seconds"] > 0 for r in rounds[1:]), "what interception costs is always measured"
+        assert len(seen) == 12
+        assert all(bool(o["digest"]) == curious for o in seen)
+        assert ledger.progress().total == (36 if curious else 0)
+    assert distance(read_tensors(run.folder / "model.safetensors"), by_hand(scenario)) < 1e-6
+
+
+def test_the_serverapp_trains_the_same_bits_whatever_the_node_ids(kit: Any, tmp_path: Path) -> None:
+    scenario = kit.scenario(strategy={"use": FLWR + "FedAdam", "fraction_train": 0.5}, rounds=4)
+    models = []
+    for draw in (0, 1):
+        run = kit.make_run(tmp_path / f"run{draw}", scenario, tape=False)
+        serve(kit.grid(scenario, draw=draw), run)
+        models.append(read_tensors(run.folder / "model.safetensors"))
+    assert identical(*models)
+
+
+def test_the_saved_model_has_the_buffers_that_evaluation_used(kit: Any, tmp_path: Path) -> None:
+    scenario = kit.scenario(**BATCHNORM, rounds=1)
+    run = kit.make_run(tmp_path / "run", scenario, tape=False)
+    serve(kit.grid(scenario), run)
+    saved = read_tensors(run.folder / "model.safetensors")
+    federation = Federation(scenario.protocol)
+    params, buffers = federation.initial()
+    assert saved.keys() == params.keys() | buffers.keys()
+    federation.load_buffers({k: saved[k] for k in buffers})
+    accuracy, loss = evaluate(federation, {k: saved[k] for k in params})
+    with run.ledger() as ledger:
+        last = ledger.rounds()[-1]
+    assert (last["accuracy"], last["loss"]) == (accuracy, loss)
+    assert federation.model.training, "evaluation leaves the mode as it was"
+
+
+def serve(grid: Any, run: Run) -> None:
+    """server/app.py's main, as Flower calls it."""
+    server_app(grid, Context(1, 1, {}, RecordDict(), {"run-dir": str(run.folder)}))
+
+
+def test_evaluation_is_accuracy_and_mean_loss_by_definition(kit: Any) -> None:
+    federation = Federation(kit.scenario().protocol)
+    params, _ = federation.initial()
+    data = federation.shards.dataset
+    x = data.normalise(data.x_test.float() / 255).flatten(1)
+    hidden = (x @ params["1.weight"].T + params["1.bias"]).relu()
+    logits = (hidden @ params["3.weight"].T + params["3.bias"]).double()
+    right = (logits.argmax(1) == data.y_test).double().mean()
+    loss = (logits.logsumexp(1) - logits[torch.arange(len(logits)), data.y_test]).mean()
+    accuracy, mean = evaluate(federation, params, chunk=333)
+    assert accuracy == pytest.approx(float(right), abs=1e-9)
+    assert mean == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_the_census_says_which_client_each_node_is_and_waits_for_all(kit: Any) -> None:
+    grid = kit.grid(kit.scenario())
+    everyone = grid.get_node_ids
+    asked = iter([[], list(everyone())[:2], list(everyone())])
+    grid.get_node_ids = lambda: next(asked)
+    assert census(grid, 4) == grid.nodes
+
+
+def test_a_census_in_which_two_nodes_are_the_same_client_is_refused(kit: Any) -> None:
+    grid = kit.grid(kit.scenario())
+    for context in grid.contexts.values():
+        context.node_config["partition-id"] = 2
+    with pytest.raises(RuntimeError, match=r"expected clients 0\.\.3 to introduce themselves, got \[2, 2, 2, 2\]"):
+        census(grid, 4)
+
+
+def test_in_a_deployment_one_client_does_not_stop_the_others(kit: Any) -> None:
+    """Four nodes: two claim to be client 2, one says a number that is none, one is client 0; a fifth client never comes."""
+    grid = kit.grid(kit.scenario())
+    contexts = dict(zip(grid.nodes.values(), grid.contexts.values(), strict=True))
+    contexts[1].node_config["partition-id"], contexts[3].node_config["partition-id"] = 2, 77
+    assert list(census(grid, 5, patience=0.5).values()) == [0]
+    for context in grid.contexts.values():
+        context.node_config["partition-id"] = 1
+    with pytest.raises(RuntimeError, match=r"of 5 clients none introduced itself within 0\.5 s"):
+        census(grid, 5, patience=0.5)
+
+
+def test_who_comes_late_to_a_deployment_is_let_in_once_and_takes_nobodys_place(kit: Any) -> None:
+    grid = kit.grid(kit.scenario())
+    nodes = {client: node for node, client in grid.nodes.items()}
+    there, asked = [nodes[0], nodes[2]], Counter[int]()
+    deliver = grid.send_and_receive
+
+    def counted(messages: Any, **options: Any) -> Any:
+        asked.update(m.metadata.dst_node_id for m in messages)
+        return deliver(messages, **options)
+
+    grid.get_node_ids, grid.send_and_receive = lambda: there, counted
+    known = census(grid, 4, patience=0.0)
+    late = Latecomers(grid, 4, known)
+    late.admit()
+    assert sorted(known.values()) == [0, 2] and sum(asked.values()) == 2, "nobody new, nobody asked"
+    there.append(nodes[3])
+    late.admit()
+    assert known[nodes[3]] == 3
+    grid.contexts[nodes[1]].node_config["partition-id"] = 2  # says that it is who is already there
+    there.append(nodes[1])
+    for _ in range(TIMES + 2):
+        late.admit()
+    assert sorted(known.values()) == [0, 2, 3] and asked[nodes[1]] == TIMES
+
+
+# ---------------------------------------------------------------------------------------------------- build_strategy
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({}, r"use = None is not a strategy; choose one of flwr\.serverapp\.strategy:Bulyan"),
+        ({"use": "FedAvg"}, "use = 'FedAvg' is not a strategy"),
+        ({"use": "os:system"}, "use = 'os:system' is not a strategy"),
+        ({"use": FLWR + "Strategy"}, "is not a strategy"),
+        ({"use": FLWR + "FedXgbBagging"}, "is not a strategy"),
+        ({"use": FLWR + "DifferentialPrivacyServerSideFixedClipping"}, "is not a strategy"),
+        ({"use": FLWR + "QFedAvg", "client_learning_rate": 0.1}, "is not a strategy"),
+        ({"use": [1]}, r"use = \[1\] is not a strategy"),
+        ({"use": FLWR + "FedAvg", "eta": 1.0}, r"FedAvg\(\) has no argument 'eta' \(it has: fraction_train"),
+        ({"use": FLWR + "FedAvg", "fraction_train": "all"}, "fraction_train must be a number, got 'all'"),
+        ({"use": FLWR + "FedAvg", "fraction_train": 0.0}, r"fraction_train must be above 0 and at most 1, got 0\.0"),
+        ({"use": FLWR + "FedAvg", "fraction_train": 1.5}, "fraction_train must be above 0 and at most 1"),
+        ({"use": FLWR + "FedAvg", "fraction_train": float("nan")}, "fraction_train must be a finite number"),
+        ({"use": FLWR + "FedAvg", "fraction_evaluate": 0.5}, "fraction_evaluate must be 0"),
+        ({"use": FLWR + "FedAvg", "min_train_nodes": 5}, "min_train_nodes must be at most clients = 4, got 5"),
+        ({"use": FLWR + "FedAvg", "min_available_nodes": 5}, "min_available_nodes must be at most clients = 4"),
+        ({"use": FLWR + "FedAvg", "min_train_nodes": 2.5}, "min_train_nodes must be a whole number"),
+        ({"use": FLWR + "FedAvg", "train_metrics_aggr_fn": "sum"}, "train_metrics_aggr_fn must be"),
+        ({"use": FLWR + "FedAvg", "arrayrecord_key": "weights"}, "arrayrecord_key must be 'arrays'"),
+        ({"use": FLWR + "FedAvg", "configrecord_key": "settings"}, "configrecord_key must be 'config'"),
+        ({"use": FLWR + "FedAvg", "weighted_by_key": "examples"}, "weighted_by_key must be 'num-examples'"),
+    ],
+)
+def test_strategies_that_cannot_be_honoured_are_refused(table: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words) as refusal:
+        build_strategy(table, 4)
+    assert str(refusal.value).startswith("[strategy]")
+
+
+def test_a_strategy_gets_its_arguments_and_a_simulations_defaults() -> None:
+    strategy = build_strategy({"use": FLWR + "FedAdam", "eta": 1, "fraction_train": 0.5}, 7)
+    seen = vars(strategy)
+    assert (seen["eta"], seen["fraction_train"], seen["fraction_evaluate"]) == (1.0, 0.5, 0.0)
+    assert (seen["min_train_nodes"], seen["min_available_nodes"]) == (1, 7)

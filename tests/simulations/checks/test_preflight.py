@@ -1,0 +1,154 @@
+"""The preflight: what it says of a scenario is what an audit would find, and no client's data is touched for it."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tomli_w
+
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.limits import bayes_limit
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.data.images import Shards
+from fedgauge.client.rng import generator
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.checks.preflight import Finding, Preflight, preflight
+from fedgauge.simulations.cli.main import main
+
+SGD = {"use": "local_sgd", "rate": 0.1}
+MLP = {"use": "mlp", "hidden": [32]}
+
+
+@pytest.fixture(autouse=True)
+def private(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(*arguments: Any) -> None:
+        raise AssertionError("a client's data was asked for")
+
+    monkeypatch.setattr(Shards, "batch_at", touched)
+
+
+def scenario(**changes: Any) -> Scenario:
+    tables: dict[str, Any] = {
+        "rounds": 5,
+        "clients": 3,
+        "data": {"use": "mnist5k", "auxiliary": 200},
+        "model": MLP,
+        "chain": [SGD],
+    }
+    return Scenario.from_tables(tables | changes)
+
+
+def finding(found: Preflight, *words: str) -> Finding:
+    """The one finding that has these words."""
+    having = [f for f in found.findings if all(w in f.words for w in words)]
+    assert len(having) == 1, f"{words}: {[f.words for f in found.findings]}"
+    return having[0]
+
+
+def test_an_mlp_of_one_example_is_read_off() -> None:
+    found = preflight(scenario())
+    assert finding(found, "read off 8 of 8 stand-ins").severity == "leaks"
+    assert finding(found, "labels: 100\u00a0%").severity == "leaks"
+    assert finding(found, "the chain has no defense").severity == "leaks"
+    assert [f.severity for f in found.findings][:3] == ["leaks"] * 3, "the worst first"
+    first, last = found.layers
+    assert (first.kind, first.entries, first.unknowns) == ("Linear", 784 * 32 + 32, 784)
+    assert (last.entries, last.unknowns) == (32 * 10 + 10, 32)
+    assert first.visible <= first.entries
+
+
+def test_a_convolution_first_is_not_read_off() -> None:
+    found = preflight(scenario(model={"use": "lenet"}))
+    assert not [f for f in found.findings if "read off" in f.words and "image" in f.words]
+    assert [layer.kind for layer in found.layers] == ["Conv2d", "Conv2d", "Conv2d", "Linear"]
+    assert found.layers[1].unknowns == 12 * 14 * 14
+
+
+def test_an_example_that_alone_excites_a_neuron_is_told() -> None:
+    """By hand: of 1,000 random neurons nearly every one of two digits has one of its own; clipping each leaves the quotient."""
+    wide = preflight(scenario(model={**MLP, "hidden": [1000]}, data={"use": "mnist5k", "batch_size": 2}))
+    assert finding(wide, "100\u00a0% of the stand-ins' examples are read off a row").severity == "leaks"
+    narrow = preflight(scenario(model={**MLP, "hidden": [2]}, data={"use": "mnist5k", "batch_size": 64}))
+    assert not [f for f in narrow.findings if "read off a row" in f.words and f.words.startswith("100")]
+    noisy = preflight(
+        scenario(
+            data={"use": "mnist5k", "batch_size": 2},
+            chain=[SGD, {"use": "gaussian", "sigma": 0.1}],
+        )
+    )
+    assert not [f for f in noisy.findings if "read off a row" in f.words], "noise disturbs what it reads"
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        {"use": "clip", "max_norm": 0.1, "each": True},
+        {"use": "mixup", "alpha": 1.0},
+        {"use": "ats", "policy": "7-4-15"},
+    ],
+    ids=["clip each", "mixup", "ats"],
+)
+def test_what_leaves_the_quotient_of_a_row_does_not_hide_what_was_trained_on(link: dict[str, Any]) -> None:
+    wide = scenario(model={**MLP, "hidden": [500]}, data={"use": "mnist5k", "batch_size": 2}, chain=[link, SGD])
+    assert finding(preflight(wide), "read off a row").severity == "leaks"
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_a_secure_sum_is_examined_as_a_batch(group: int) -> None:
+    found = preflight(scenario(clients=4, secure_sum={"group": group}))
+    assert f"{group} examples" in finding(found, "unknown pixels").words
+    assert not [f for f in found.findings if "no defense" in f.words]
+
+
+def test_the_limit_is_the_auditors_and_strong_noise_holds() -> None:
+    def noisy(sigma: float) -> Scenario:
+        return scenario(chain=[{"use": "gaussian", "sigma": sigma}, SGD])
+
+    weak = noisy(1e-3)
+    told = finding(preflight(weak), "Bayes limit")
+    auditor = Auditor(weak.federation, weak.plan.seed)
+    known = auditor.knowledge(PlannedAttack("limit", {"use": "idlg"}))
+    mse = bayes_limit(known, weak.federation.initial()[0], auditor.prior, generator(weak.plan.seed, "preflight"))
+    assert f"{-10 * math.log10(mse):.1f} dB in one round" in told.words
+    assert told.severity == "weak" and told.change
+    assert finding(preflight(noisy(100.0)), "Bayes limit").severity == "holds"
+    assert finding(preflight(scenario()), "no limit").severity == "weak"
+
+
+def test_epsilon_is_told_where_it_holds_and_why_where_it_does_not() -> None:
+    certain = [
+        {"use": "clip", "max_norm": 1.0, "each": True},
+        {"use": "gaussian", "sigma": 50.0},
+    ]
+    assert (
+        "delta 1e-05; 5 rounds"
+        in finding(preflight(scenario(chain=[*certain, SGD])), "if every client takes part").words
+    )
+    signed = preflight(scenario(chain=[SGD, {"use": "sign"}]))
+    assert finding(signed, "no epsilon").severity == "note"
+
+
+def test_batch_statistics_and_local_steps_are_told() -> None:
+    norms = preflight(scenario(model={"use": "convnet", "width": 1, "mode": "train"}))
+    assert finding(norms, "BatchNorm in train mode ('norm0'").severity == "leaks"
+    assert "2 local steps" in finding(preflight(scenario(chain=[{**SGD, "steps": 2}])), "unroll").words
+
+
+def test_the_command_prints_both_ways_and_refuses_mistakes(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(tomli_w.dumps(dict(scenario().tables)))
+    assert main(["preflight", str(path), "--set", "model.hidden=[16]"]) == 0
+    shown = capsys.readouterr().out
+    assert "12,560" in shown and "leaks" in shown and "change:" in shown
+    assert main(["preflight", str(path), "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert {layer["name"] for layer in read["layers"]} == {"1", "3"}
+    assert {f["severity"] for f in read["findings"]} <= {"leaks", "weak", "note", "holds"}
+    assert main(["preflight", str(tmp_path / "no.toml")]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+def test_every_ready_scenario_can_be_examined(make_scenario: Callable[..., Scenario]) -> None:
+    assert preflight(make_scenario()).findings

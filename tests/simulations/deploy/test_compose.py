@@ -1,0 +1,210 @@
+"""docker-compose.yml starts the commands of the table that a local start reads, and gives each container no more than it needs."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedgauge.simulations.deploy.folder import HARDENED, IN_COMPOSE, VERSION, container, override
+from fedgauge.simulations.deploy.services import Place, ray_worker, services
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+TABLE = services(Place(), IN_COMPOSE)
+SECRET = {"tls/server.key", "keys", "secrets"}
+
+# the part of the published schema (compose-spec.json) that these keys are in: what each may be
+_CONDITIONS = {"service_started", "service_healthy", "service_completed_successfully"}
+SERVICE_KEYS: dict[str, type | tuple[type, ...]] = {
+    "image": str, "pull_policy": str, "init": bool, "user": str, "read_only": bool, "tmpfs": (str, list), "cap_drop": list,
+    "security_opt": list, "command": (str, list), "restart": str, "depends_on": (list, dict), "networks": (list, dict),
+    "ports": list, "volumes": list, "secrets": list, "environment": (dict, list), "healthcheck": dict, "profiles": list,
+    "deploy": dict, "shm_size": (int, str), "scale": int,
+}  # fmt: skip
+HEALTH_KEYS = {"test": (str, list), "interval": str, "timeout": str, "retries": int, "start_period": str}
+DURATION = re.compile(r"^(\d+(us|ms|s|m|h))+$")
+
+
+def merged(clients: int) -> dict[str, Any]:
+    """The services of a deployment: the file and its override, as compose puts them together."""
+    other = yaml.safe_load(override(clients))
+    both = {name: {**SERVICES.get(name, {}), **table} for name, table in other["services"].items()}
+    return {
+        "services": {**SERVICES, **both},
+        "secrets": {**COMPOSE["secrets"], **other["secrets"]},
+        "networks": COMPOSE["networks"],
+    }
+
+
+@pytest.fixture(params=[1, 3, 5], ids=lambda n: f"{n} clients")
+def file(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return merged(request.param)
+
+
+def test_every_service_of_the_table_is_there_with_its_command_and_restart_policy_and_environment() -> None:
+    assert set(SERVICES) == {*TABLE, "ray-worker-gpu"}
+    for name, service in TABLE.items():
+        assert tuple(SERVICES[name]["command"]) == service.command, name
+        assert SERVICES[name]["restart"] == service.restart, name
+        assert SERVICES[name].get("environment", {}) == dict(service.environment), name
+    assert tuple(SERVICES["ray-worker-gpu"]["command"]) == ray_worker(Place(), gpus=1)
+
+
+def test_a_local_start_differs_from_the_containers_in_places_alone() -> None:
+    """The same words in the same order; only folders, hosts and ports are others."""
+    local = services(Place.local("/here", "a-run", IN_COMPOSE), IN_COMPOSE)
+    assert list(local) == list(TABLE)
+    place = re.compile(r"/here|/deployment|127\.0\.0\.1|0\.0\.0\.0|superlink(?=:)|ray-head(?=:)|\d{4,5}$")
+    run = re.compile(r"a-run|\$\{FEDGAUGE_RUN:-federation\}")
+    for name, service in TABLE.items():
+        bare = [[run.sub("R", place.sub("P", word)) for word in s.command] for s in (service, local[name])]
+        assert bare[0] == bare[1], name
+        assert (local[name].restart, local[name].environment.keys()) == (service.restart, service.environment.keys())
+
+
+@pytest.mark.parametrize("client", range(IN_COMPOSE))
+def test_the_override_writes_a_supernode_as_the_file_does(client: int) -> None:
+    assert dict(container(client)) == SERVICES[f"supernode-{client}"]
+
+
+def test_there_is_a_supernode_for_each_client(file: dict[str, Any]) -> None:
+    running = [n for n, s in file["services"].items() if n.startswith("supernode-") and s.get("scale", 1)]
+    assert sorted(running) == [f"supernode-{k}" for k in range(len(running))]
+    assert len({s["command"][s["command"].index("--auth-supernode-private-key") + 1] for n, s in file["services"].items()
+                if n in running}) == len(running)  # fmt: skip
+
+
+@pytest.mark.parametrize("clients", [1, 2, 3, 4, 7])
+def test_the_override_is_of_the_number_that_was_asked_for(clients: int) -> None:
+    found = merged(clients)["services"]
+    assert sum(n.startswith("supernode-") and s.get("scale", 1) for n, s in found.items()) == clients
+
+
+def conditions(service: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, wanted in service.get("depends_on", {}).items():
+        yield name, wanted["condition"]
+
+
+def test_the_file_keeps_to_the_schema(file: dict[str, Any]) -> None:
+    for name, service in file["services"].items():
+        assert re.fullmatch(r"[a-zA-Z0-9._-]+", name)
+        for key, value in service.items():
+            assert key in SERVICE_KEYS, f"{name}: {key}"
+            assert isinstance(value, SERVICE_KEYS[key]), f"{name}: {key} = {value!r}"
+        assert all(isinstance(word, str) for word in service["command"]), f"{name}: a number would be refused"
+        health = service.get("healthcheck", {})
+        assert all(isinstance(value, HEALTH_KEYS[key]) for key, value in health.items()), name
+        assert all(DURATION.match(v) for k, v in health.items() if k in ("interval", "timeout", "start_period")), name
+        assert not health or health["test"][0] == "CMD", f"{name}: no shell is in between"
+        assert service["restart"] in {"no", "always", "on-failure", "unless-stopped"}
+        for volume in service.get("volumes", []):
+            source, target, *mode = volume.split(":")
+            assert source.startswith("./") and target.startswith("/") and mode in ([], ["ro"]), volume
+        for port in service.get("ports", []):
+            assert re.fullmatch(r"(\$\{\w+:-127\.0\.0\.1\}|127\.0\.0\.1):\$\{\w+:-\d+\}:\d+", port), port
+
+
+def test_whatever_a_service_names_is_defined(file: dict[str, Any]) -> None:
+    for name, service in file["services"].items():
+        assert {s["source"] for s in service.get("secrets", [])} <= file["secrets"].keys(), name
+        assert set(service["networks"]) <= file["networks"].keys(), name
+        for other, condition in conditions(service):
+            assert condition in _CONDITIONS and other in file["services"], name
+            needed = file["services"][other]
+            assert condition != "service_healthy" or "healthcheck" in needed, f"{name} waits for {other} in vain"
+            assert condition != "service_completed_successfully" or needed["restart"] == "no", (
+                f"{name}: {other} never ends"
+            )
+            shown = set(needed.get("profiles", []))
+            assert shown <= set(service.get("profiles", [])), f"{name} needs {other}, which its profile does not start"
+
+
+def test_nobody_waits_in_a_circle(file: dict[str, Any]) -> None:
+    left = {name: {other for other, _ in conditions(s)} for name, s in file["services"].items()}
+    while left:
+        ready = {name for name, needs in left.items() if not needs & left.keys()}
+        assert ready, f"a circle of {sorted(left)}"
+        left = {name: needs for name, needs in left.items() if name not in ready}
+
+
+def test_no_container_has_more_rights_than_it_needs(file: dict[str, Any]) -> None:
+    for name, service in file["services"].items():
+        assert {k: service[k] for k in HARDENED} == dict(HARDENED), name
+        for forbidden in ("privileged", "cap_add", "pid", "ipc", "network_mode", "devices", "build", "env_file"):
+            assert forbidden not in service, f"{name}: {forbidden}"
+        assert not service["user"].startswith(("0", "root"))
+
+
+def test_no_image_is_whatever_is_newest_today(file: dict[str, Any]) -> None:
+    images = {s["image"] for s in file["services"].values()} | set(
+        re.findall(r"^FROM (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    )
+    assert images == {f"fedgauge:${{FEDGAUGE_VERSION:-{VERSION}}}", "python:3.11-slim"}
+    assert f'version = "{VERSION}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_secrets_travel_as_files_and_each_reaches_only_who_needs_it(file: dict[str, Any]) -> None:
+    has = {name: {s["source"] for s in service.get("secrets", [])} for name, service in file["services"].items()}
+    for name, sources in has.items():
+        kind = re.sub(r"-\d+$", "", name)
+        allowed = {
+            "superlink": {"server-key", "superexec"},
+            "serverapp": {"superexec"},
+            "supernode": {name.replace("supernode", "client")},
+            "ray-head": {"ray"}, "ray-worker": {"ray"}, "ray-worker-gpu": {"ray"}, "attack": {"ray"},
+            "dashboard": {"dashboard"},
+        }.get(kind, set())  # fmt: skip
+        assert sources <= allowed, name
+    for name, service in file["services"].items():
+        mounted = {v.split(":")[0].removeprefix("./") for v in service.get("volumes", [])}
+        assert not mounted & (SECRET | {"."}), f"{name} mounts a secret as an ordinary file"
+        words = " ".join([*service["command"], *map(str, service.get("environment", {}).values())])
+        assert not re.search(r"--token |password|BEGIN", words), name
+    used = set().union(*has.values())
+    assert used == set(file["secrets"]), "a secret that nobody uses need not be there"
+
+
+def test_what_a_command_opens_is_mounted(file: dict[str, Any]) -> None:
+    for name, service in file["services"].items():
+        there = [v.split(":")[1] for v in service.get("volumes", [])]
+        there += [s["target"] for s in service.get("secrets", [])]
+        words = [*service["command"], *service.get("environment", {}).values()]
+        opened = {path for word in words for path in re.findall(r"/deployment/[\w./-]+", word.split("${")[0])}
+        for path in opened:
+            assert any(path.rstrip("/") == t or path.startswith(f"{t}/") for t in there), f"{name}: {path}"
+
+
+def test_each_client_sees_its_own_folder_and_key_alone(file: dict[str, Any]) -> None:
+    for name, service in file["services"].items():
+        for volume in service.get("volumes", []):
+            if volume.startswith("./clients"):
+                assert volume == "./clients/{0}:/deployment/clients/{0}".format(name.removeprefix("supernode-"))
+    assert not any("clients" in v for n, s in file["services"].items() if not n.startswith("supernode-")
+                   for v in s.get("volumes", []))  # fmt: skip
+
+
+def test_only_attack_workers_are_in_the_network_of_the_attack_and_it_has_no_way_out() -> None:
+    inside = {name for name, s in SERVICES.items() if "attack" in s["networks"]}
+    assert inside == {"ray-head", "ray-worker", "ray-worker-gpu", "attack"}
+    assert COMPOSE["networks"]["attack"]["internal"] is True
+    assert all(SERVICES[name]["networks"] == ["attack"] for name in inside)
+
+
+def test_the_image_holds_no_key_no_run_and_no_history() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*", "all that is not named is left out"
+    named = {r.removeprefix("!") for r in rules if r.startswith("!")}
+    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert {source for line in copied for source in line.split()} == named
+    assert all((ROOT / path).exists() for path in named)
+
+
+def test_the_image_runs_as_nobody_special_and_installs_what_is_pinned() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    assert re.findall(r"^USER (.+)$", text, re.MULTILINE)[-1] == "10001:10001"
+    assert all("-c constraints.txt" in line for line in re.findall(r"^RUN pip install.*$", text, re.MULTILINE))

@@ -1,0 +1,406 @@
+"""What a deployment survives, and whom it does not let in: with Flower's real processes, TLS and keys."""
+
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.deploy import lifecycle as deploy
+from fedgauge.simulations.deploy.folder import Deployment
+from fedgauge.simulations.deploy.lifecycle import register
+from fedgauge.simulations.deploy.pki import write_authority, write_node_key
+from fedgauge.simulations.deploy.services import Service, supernode
+from fedgauge.simulations.deploy.supervisor import Local
+from fedgauge.simulations.run import launch, processes
+from fedgauge.simulations.run.launch import TrainingFailed
+from fedgauge.simulations.run.simulate import Interrupt
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux"),
+]
+
+SCENARIO = """
+seed = 5
+rounds = 4
+clients = 3
+[data]
+use = "mnist5k"
+batch_size = 1
+auxiliary = 200
+[model]
+use = "mlp"
+hidden = [16]
+[[chain]]
+use = "local_sgd"
+rate = 0.1
+[simulation]
+round_timeout = 100
+[audit]
+executor = "local"
+[[attack]]
+use = "analytic"
+"""
+
+ENTERED = "SuperNode ID:"  # what one says that was let in
+
+
+def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    (tmp_path / "small.toml").write_text(SCENARIO)
+    return Deployment.create(tmp_path / "federation", 3, scenario=tmp_path / "small.toml", sampling="agreed")
+
+
+# ------------------------------------------------------------------------------------------------- who is not let in
+
+
+@pytest.fixture
+def linked(deployment: Deployment) -> Iterator[Local]:
+    """A SuperLink that knows three keys."""
+    with Local(deployment, "a-run", with_ray=False) as local:
+        local.listen()
+        local.finish("register")
+        yield local
+
+
+def last_words(local: Local, name: str, command: tuple[str, ...], **environment: str) -> str:
+    """What a SuperNode that is not let in says before it ends."""
+    local.services[name] = Service(command, "no", environment)
+    local.begin(name)
+    wait_for(lambda: local.status(name) is not None, 90, f"{name} to end")
+    said = local.deployment.log(name).read_text()
+    assert ENTERED not in said
+    return said
+
+
+def refusal(local: Local, name: str, command: tuple[str, ...]) -> str:
+    """The same, of one whose exit status says that it failed."""
+    said = last_words(local, name, command)
+    assert local.status(name) != 0
+    return said
+
+
+def changed(command: tuple[str, ...], option: str, value: str) -> tuple[str, ...]:
+    place = command.index(option) + 1
+    return (*command[:place], value, *command[place + 1 :])
+
+
+def skewed(folder: Path, seconds: float) -> dict[str, str]:
+    """The environment of a process whose clock is this far ahead."""
+    (folder / "sitecustomize.py").write_text(
+        f"""
+import datetime, time
+class Skewed(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + datetime.timedelta(seconds={seconds})
+datetime.datetime, real = Skewed, time.time
+time.time = lambda: real() + {seconds}
+"""
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_strangers_are_refused_and_who_is_known_is_not(linked: Local, tmp_path: Path) -> None:
+    folder, port = linked.deployment.folder, linked.place.superlink[1]
+    mine = supernode(linked.place, 0)
+
+    write_node_key(tmp_path / "stranger")
+    said = refusal(linked, "stranger", changed(mine, "--auth-supernode-private-key", str(tmp_path / "stranger")))
+    assert "Exit Code: 305" in said, said
+
+    without = [w for i, w in enumerate(mine) if "--auth-supernode" not in w and "--auth-supernode" not in mine[i - 1]]
+    assert "Exit Code: 305" in refusal(linked, "keyless", tuple(without)), "nobody makes himself known"
+
+    (tmp_path / "other").mkdir()
+    write_authority(tmp_path / "other")
+    said = refusal(linked, "deceived", changed(mine, "--root-certificates", str(tmp_path / "other" / "ca.crt")))
+    assert "certificate" in said.lower(), said
+
+    # a clock that is a minute ahead: Flower lets it end without a reason, with status 0
+    assert "terminated gracefully" in last_words(linked, "early", mine, **skewed(tmp_path, 60))
+
+    with pytest.raises((urllib.error.URLError, ConnectionError)):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10)
+    trusting = ssl.create_default_context(cafile=folder / "tls" / "ca.crt")
+    with urllib.request.urlopen(f"https://127.0.0.1:{port}/health", timeout=10, context=trusting) as answer:
+        assert answer.status == 200
+    asked = urllib.request.Request(
+        f"https://127.0.0.1:{port}/v1/runtime/acquire-task",
+        data=b"",
+        headers={"Content-Type": "application/protobuf", "Accept": "application/protobuf"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as denied:  # else anybody could run in the ServerApp's place
+        urllib.request.urlopen(asked, timeout=10, context=trusting)
+    with denied.value as answer:  # which holds a socket
+        assert answer.code in (401, 403), answer.read()
+
+    register(linked.deployment, f"127.0.0.1:{port}")  # once more changes nothing
+    linked.begin("supernode-0")
+    known = linked.deployment.log("supernode-0")
+    wait_for(lambda: ENTERED in known.read_text(), 60, "the client that is known")
+    assert linked.status("supernode-0") is None
+
+
+# ------------------------------------------------------------------------------------------------------ what may die
+
+
+def begin_up(deployment: Deployment) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "deploy", "up", str(deployment.folder), "--local"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def pid_of(deployment: Deployment, service: str) -> int:
+    pids: dict[str, int] = json.loads((deployment.folder / "up.json").read_text())["pids"]
+    return pids[service]
+
+
+def reached(deployment: Deployment, round: int) -> Callable[[], bool]:
+    def look() -> bool:
+        for run in deployment.runs():
+            with run.ledger(readonly=True) as ledger:
+                return bool(ledger.rounds()) and ledger.last_round() >= round
+        return False
+
+    return look
+
+
+class Wire:
+    """Carries one client's connections to the SuperLink: at once, late, or, while it is cut, not at all."""
+
+    def __init__(self, port: int) -> None:
+        self._to, self._door = port, socket.create_server(("127.0.0.1", 0))
+        self.delay, self.cut, self.carried = 0.0, False, 0
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._door.getsockname()[1]}"
+
+    def _listen(self) -> None:
+        while True:
+            near, _ = self._door.accept()
+            try:
+                far = socket.create_connection(("127.0.0.1", self._to))
+            except ConnectionRefusedError:  # the SuperLink is down
+                near.close()
+                continue
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                time.sleep(self.delay)
+                while self.cut:
+                    time.sleep(0.1)
+                sink.sendall(data)
+                self.carried += len(data)
+        except OSError:  # one end has given up
+            pass
+        finally:
+            for end in (source, sink):
+                try:
+                    end.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
+                except OSError:
+                    continue
+                finally:
+                    end.close()
+
+
+def test_one_run_through_many_faults_ends_complete(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One client killed, one's network slow and then cut, one's clock two minutes late; the attack service killed, the SuperLink.
+
+    Only the SuperLink's death fails the run, and the next start goes on where it stopped.
+    """
+    wires: list[Wire] = []  # of client 0
+    late = skewed(tmp_path, -120)
+
+    class Troubled(Local):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)  # type: ignore[arg-type]
+            wires.append(Wire(self.place.superlink[1]))
+            mine = self.services["supernode-0"]
+            self.services["supernode-0"] = replace(mine, command=changed(mine.command, "--superlink", wires[0].address))
+            self.services["supernode-2"] = replace(self.services["supernode-2"], environment=late)
+
+    faults: list[str] = []
+    interrupt = Interrupt()
+
+    def trouble() -> None:
+        wait_for(reached(deployment, 1), 600, "the first round")
+        wires[0].delay = 0.2
+        victim = pid_of(deployment, "supernode-1")
+        os.killpg(victim, signal.SIGKILL)
+        os.kill(pid_of(deployment, "attack"), signal.SIGKILL)
+        wait_for(reached(deployment, 2), 600, "the round whose client died")
+        wait_for(lambda: pid_of(deployment, "supernode-1") != victim, 60, "the client to be started again")
+        wires[0].cut = True
+        time.sleep(1)
+        before = wires[0].carried
+        time.sleep(20)
+        assert before == wires[0].carried > 0, "nothing comes through"
+        wires[0].cut = False
+        wait_for(lambda: wires[0].carried > before, 60, "the client that was cut off")
+        os.killpg(pid_of(deployment, "superlink"), signal.SIGKILL)
+
+    def told() -> None:
+        try:
+            trouble()
+        except BaseException:
+            faults.append(traceback.format_exc())
+            interrupt.asked = True  # else the run would go on to its end
+            raise
+
+    with monkeypatch.context() as patched, (tmp_path / "screen").open("w") as screen:
+        patched.setattr(deploy, "Local", Troubled)
+        thread = threading.Thread(target=told, daemon=True)
+        thread.start()
+        try:
+            with pytest.raises(TrainingFailed) as failed:
+                deploy.up(deployment, Console(file=screen), interrupt, "quiet")
+        finally:
+            thread.join(60)
+            print(*faults)  # why, where the run did not fail
+    assert not faults and not thread.is_alive(), failed.value
+    assert str(failed.value).startswith("the SuperLink died")
+    mark = json.loads((deployment.folder / "up.json").read_text())["mark"]
+    assert processes.marked(mark) == []
+    (run,) = deployment.runs()
+    with run.ledger(readonly=True) as ledger:
+        before = ledger.last_round()
+        assert ledger.meta()["state"] == "failed" and 2 <= before < 4
+        assert ("accepted", 2) in {(o["status"], o["client"]) for o in ledger.observations()}, "a late clock is let in"
+
+    second = begin_up(deployment)
+    try:
+        _, said = second.communicate(timeout=900)
+    finally:
+        second.kill()
+    assert second.returncode == 0, said
+    assert f"{run.name} goes on where it stopped" in said and deployment.runs() == [run]
+    complete(run, rounds=4, clients=3)
+
+
+def complete(run: Run, rounds: int, clients: int) -> None:
+    """Neither gap nor double: every round once, every client's fate in it once, every update attacked once by each attack."""
+    with run.ledger(readonly=True) as ledger:
+        assert ledger.meta()["state"] == "trained"
+        assert [r["round"] for r in ledger.rounds()] == list(range(rounds + 1))
+        seen = {(o["round"], o["client"]): o["status"] for o in ledger.observations()}
+        assert {round for round, _ in seen} == set(range(1, rounds + 1))
+        assert len(ledger.observations()) == len(seen)
+        accepted = {key for key, state in seen.items() if state == "accepted"}
+        assert Counter(round for round, _ in accepted)[rounds] == clients, "in the end all are back"
+        progress = ledger.progress()
+        assert (progress.done, progress.failed, progress.queued, progress.leased) == (3 * len(accepted), 0, 0, 0)
+        rows = Counter((r["round"], r["client"], r["attack"], r["example"], r["metric"]) for r in ledger.scores())
+        assert rows and max(rows.values()) == 1
+        assert {(round, client) for round, client, *_ in rows} == accepted
+
+
+# -------------------------------------------------------------------------------------------------------- Ray's cluster
+
+
+@pytest.fixture
+def cluster(deployment: Deployment) -> Iterator[Local]:
+    """A Ray head and a worker, by the commands of docker-compose.yml."""
+    hasty = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # for which a worker looks for its head, not for a minute
+    with Local(deployment, "a-run", with_ray=True) as local:
+        for name in ("ray-head", "ray-worker"):
+            service = local.services[name]
+            local.services[name] = replace(service, environment={**dict(service.environment), **hasty})
+            local.begin(name)
+        wait_for(lambda: processes.listens(local.place.ray[1]), 60, "the head")
+        yield local
+
+
+def workers_of(cluster: Local) -> list[int]:
+    """The attack workers that the cluster's own processes have started: they carry its mark."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in processes.marked(cluster.mark)}
+    return [pid for pid, line in lines.items() if line.exists() and b"ray::Worker" in line.read_bytes()]
+
+
+def joined(cluster: Local) -> list[str]:
+    """The nodes without cores that audits have joined to the cluster."""
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    address = f"127.0.0.1:{cluster.place.ray[1]}"
+    return [line for line in listed if "ray.scripts.scripts" in line and address in line]
+
+
+def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
+    cluster: Local, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_taped(cluster.deployment.folder / "runs" / "a-run", make_scenario(audit={"executor": "ray"}))
+    service = cluster.services["attack"]
+    (tmp_path / "ray").mkdir()
+    outside = launch.child_environment(tmp_path, "none-of-theirs") | dict(service.environment)
+    (tmp_path / "wrong").write_text("0" * 64)
+    stranger = subprocess.run(
+        service.command,
+        env=outside | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "wrong")},
+        capture_output=True,
+        timeout=150,
+    )
+    with run.ledger() as ledger:
+        before = ledger.progress()
+        assert stranger.returncode != 0 and before.queued == before.total > 0 and workers_of(cluster) == []
+
+    def begin_audit() -> subprocess.Popen[str]:
+        return subprocess.Popen(service.command, env=outside, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    audit = begin_audit()
+    try:
+        wait_for(lambda: workers_of(cluster) or audit.poll() is not None, 90, "a worker of the cluster")
+        there = workers_of(cluster)
+        os.killpg(cluster.children["ray-head"].pid, signal.SIGKILL)
+        _, said = audit.communicate(timeout=200)
+    finally:
+        audit.kill()
+    assert there and audit.returncode, f"without a head it fails, and is started again: {said}"
+    wait_for(lambda: not joined(cluster), 20, "the end of the node that it had joined")
+
+    wait_for(
+        lambda: cluster.look() or processes.listens(cluster.place.ray[1]),
+        120,
+        "a head to be started again",
+    )
+    audit = begin_audit()
+    try:  # the worker ends when it has looked for its head in vain, and is started again while the audit waits for it
+        wait_for(lambda: cluster.look() or audit.poll() is not None, 300, "the audit's end")
+    finally:
+        audit.kill()
+    _, said = audit.communicate()
+    assert audit.returncode == 0, said
+    with run.ledger() as ledger:
+        after = ledger.progress()
+        assert (after.done, after.failed) == (before.total, 0)
+        rows = Counter((r["round"], r["client"], r["attack"], r["example"], r["metric"]) for r in ledger.scores())
+        assert set(rows.values()) == {1}
+    assert cluster.status("ray-head") is None and cluster.status("ray-worker") is None, "the cluster stays"

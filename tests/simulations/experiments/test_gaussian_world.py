@@ -1,0 +1,128 @@
+"""The engine against theory: where the answer is known exactly, the attack gives it, and nothing goes below the bound."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.engine.distances import gaussian_likelihood
+from fedgauge.attacks.engine.optimizers import lbfgs
+from fedgauge.attacks.limits import van_trees
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.priors import gaussian
+from fedgauge.client.update import chain, local_sgd
+from fedgauge.defenses import noise
+from fedgauge.simulations.experiments import gaussian_world as world_of
+from fedgauge.simulations.experiments.gaussian_world import RATIOS, STD, VARIANCE, Row
+
+# the bounds of another draw of weights for the same kind of world, computed by somebody else's program
+ELSEWHERE = (1.25e-5, 1.00e-3, 5.47e-3, 0.0230, 0.0434, 0.0502)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return world_of.gaussian_world(n=512)
+
+
+def test_the_attack_lands_on_the_bound_at_any_noise(rows: list[Row]) -> None:
+    assert [row.cell for row in rows] == [f"sigma / |g| = {ratio:g}" for ratio in RATIOS]
+    for row in rows:
+        assert row.n == 512
+        assert row.reference is not None
+        assert row.here <= 1.1 * row.reference, row
+        assert row.high >= row.reference, "nothing is below the bound beyond its interval"
+        assert row.high - row.low == pytest.approx(2 * (row.here - row.low))
+
+
+def test_the_bound_rises_from_nothing_to_the_priors_variance(rows: list[Row]) -> None:
+    bounds = [row.reference or 0.0 for row in rows]
+    assert bounds == sorted(bounds)
+    assert bounds[0] < 2e-5
+    assert 0.99 * VARIANCE < bounds[-1] < VARIANCE
+    for bound, other in zip(bounds, ELSEWHERE, strict=True):
+        assert 0.5 < bound / other < 2
+
+
+def test_rows_are_what_is_printed(rows: list[Row]) -> None:
+    assert list(asdict(rows[0])) == ["cell", "attack", "metric", "reference", "here", "low", "high", "n"]
+
+
+def test_the_world_is_as_described() -> None:
+    world, prior = world_of.tanh_world(2000)
+    assert sum(p.numel() for p in world.params.values()) == 1013
+    assert world.x.shape == (2000, 36)
+    assert {t.dtype for t in world.params.values()} == {torch.float64}
+    assert float(world.x.var()) == pytest.approx(VARIANCE, rel=0.02)
+    assert float(prior.covariance.trace()) / 36 / STD**2 == pytest.approx(VARIANCE)
+    inside = world.pixels()
+    assert float(inside.min()) > 0.4, "no box is felt"
+    assert float(inside.max()) < 0.6
+    known = world.known(chain(local_sgd(1.0)))
+    torch.testing.assert_close(known.normalise(inside).flatten(1), world.x)
+    torch.testing.assert_close(known.normalise(torch.full((1, 1, 36), 0.5).double()).mean(), torch.tensor(0.5).double())
+    by_class = torch.stack([world.x[world.y == c].mean() for c in range(5)])
+    torch.testing.assert_close(by_class, torch.full((5,), 0.5, dtype=torch.float64), rtol=0, atol=0.01)
+
+
+def test_a_wrong_attack_is_told_from_the_right_one() -> None:
+    """The oracle can fail: noise taken for a tenth or ten times of what it is, or no prior, miss the line."""
+    world, prior = world_of.tanh_world(128)
+    clean = world.updates(chain(local_sgd(1.0)), 0).update
+    sigma = 0.1 * float(torch.stack([t.flatten(1).square().sum(1) for t in clean.values()]).sum(0).sqrt().mean())
+    bound = van_trees([world_of.mean_information(world) / sigma**2], prior) / STD**2
+    right = GradientMatching(
+        gaussian_likelihood(sigma), (gaussian(1.0, prior.mean, prior.covariance),), lbfgs(), box=False, double=True
+    )
+    links = chain(noise.gaussian(sigma), local_sgd(1.0))
+
+    def error(attack: GradientMatching) -> float:
+        return float(world_of.squared_errors(attack, world, links, 0, 150).mean())
+
+    assert 0.85 * bound < error(right) < 1.15 * bound  # 128 inputs leave some per cent
+    for wrong in (
+        replace(right, likelihood=gaussian_likelihood(sigma / 10)),
+        replace(right, likelihood=gaussian_likelihood(sigma * 10)),
+        replace(right, priors=()),
+    ):
+        assert error(wrong) > 1.2 * bound
+
+
+def test_an_attack_that_diverges_is_told_and_not_averaged() -> None:
+    world, _ = world_of.tanh_world(2)
+    lost = replace(world, x=world.x * torch.nan)
+    attack = GradientMatching(gaussian_likelihood(1.0), (), lbfgs(), box=False, double=True)
+    with pytest.raises(RuntimeError, match="an attack ended as diverged"):
+        world_of.squared_errors(attack, lost, chain(local_sgd(1.0)), 0, 3)
+
+
+def test_the_true_prior_with_the_true_conditional_comes_closest() -> None:
+    found = world_of.fig4_errors(n=512, iterations=150)
+    truth = found["gaussian", "laplacian"]
+    assert len(found) == 4
+    for pair, errors in found.items():
+        if pair != ("gaussian", "laplacian"):
+            low, _ = interval(errors - truth)
+            assert low > 0, pair
+    assert float(truth.mean()) < 20**0.5 / 2, "and much nearer than a guess"
+
+
+def test_rows_of_the_figure_have_no_reference() -> None:
+    found = world_of.bayes_fig4(n=8, iterations=5)
+    assert {(row.cell, row.attack) for row in found} == {
+        (f"{p} prior", f"{c} conditional") for p in ("gaussian", "laplacian") for c in ("gaussian", "laplacian")
+    }
+    assert all(row.reference is None and row.metric == "distance" and row.n == 8 for row in found)
+
+
+def interval(values: Tensor) -> tuple[float, float]:
+    mean, half = float(values.mean()), 1.96 * float(values.std()) / len(values) ** 0.5
+    return mean - half, mean + half
+
+
+def test_labels_of_the_figure_follow_from_the_inputs() -> None:
+    world = world_of.fig4_world(3000)
+    assert world.x.shape == (3000, 20)
+    assert 2 <= len(world.y.unique()) <= 10
+    assert float(world.x.std()) == pytest.approx(1, abs=0.02)
+    assert float(world.x[world.y == world.y[0]].mean(0).norm()) > 0.3, "inputs of one class lie to one side"

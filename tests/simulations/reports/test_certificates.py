@@ -1,0 +1,86 @@
+"""What is certified: multipliers on paper, the reach measured on a real network, and rates from scipy's normal law."""
+
+import pytest
+import scipy.stats
+import torch
+
+from fedgauge.client.models.vision import detached_params, mlp
+from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd, norm, per_example
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.noise import gaussian, identity, laplace
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
+from fedgauge.server.views.analysis import Rate
+from fedgauge.simulations.reports.certificates import Mechanism, certified, gaussian_mechanism
+
+EACH, SGD = per_example(clip(2.0)), local_sgd(0.1)
+
+
+@pytest.mark.parametrize(("links", "batch_size", "multiplier", "releases"), [
+    (chain(EACH, gaussian(0.5), SGD), 1, 0.25, 1),
+    (chain(EACH, gaussian(0.5), SGD), 8, 2.0, 1),  # one of eight moves their mean by 2 / 8
+    (chain(EACH, gaussian(0.5), SGD, prune(0.1), sign()), 8, 2.0, 1),  # what follows only processes it
+    (chain(EACH, identity(), gaussian(0.5), SGD), 8, 2.0, 1),
+    (chain(EACH, SGD, gaussian(0.5)), 8, 20.0, 1),  # the rate scales the reach, not the noise
+    (chain(clip(2.0), gaussian(0.5), SGD), 8, 0.25, 1),  # of the whole gradient: any batch against none
+    (chain(SGD, clip(2.0), gaussian(0.5)), 8, 0.25, 1),
+    (chain(local_sgd(0.1, steps=5), clip(2.0), gaussian(0.5)), 8, 0.25, 1),
+    (chain(EACH, gaussian(0.5), local_sgd(0.1, steps=5)), 8, 2.0, 5),
+    (chain(EACH, gaussian(0.5), local_sgd(0.1, steps=5, batch_size=4)), 8, 1.0, 3),  # in every other step, one of four
+    (chain(EACH, clip(0.1), gaussian(0.5), SGD), 8, 5.0, 1),
+])  # fmt: skip
+def test_clipping_and_noise_are_a_gaussian_mechanism(
+    links: Chain, batch_size: int, multiplier: float, releases: int
+) -> None:
+    found = gaussian_mechanism(links, batch_size)
+    assert found is not None
+    assert found.multiplier == pytest.approx(multiplier)
+    assert found.releases == releases
+
+
+@pytest.mark.parametrize("links", [
+    chain(SGD),
+    chain(EACH, SGD),
+    chain(gaussian(0.5), SGD),
+    chain(EACH, gaussian(0.0), SGD),
+    chain(EACH, laplace(0.5), SGD),
+    chain(EACH, local_sgd(0.1, steps=2), gaussian(0.5)),  # the first step moves the second's gradients of all the others
+    chain(EACH, prune(0.5), gaussian(0.5), SGD),  # pruning can grow a difference
+])  # fmt: skip
+def test_other_chains_are_not_certified(links: Chain) -> None:
+    assert gaussian_mechanism(links, 8) is None
+
+
+def test_no_client_moves_its_release_by_more_than_the_certificate_says() -> None:
+    """The claim itself, on a real network: with and without one example, and with any other in its place."""
+    torch.manual_seed(0)
+    model = mlp((1, 2, 3), 4, hidden=(5,))
+    params, rng = detached_params(model), torch.Generator().manual_seed(0)
+    mechanism = gaussian_mechanism(chain(per_example(clip(0.3)), gaussian(1.0), local_sgd(0.5)), 4)
+    assert mechanism is not None
+    reach = 0.5 / mechanism.multiplier  # in units of the update
+    release = chain(per_example(clip(0.3)), local_sgd(0.5))(gradient(model))
+    moved = []
+    for _ in range(50):
+        x, y = 10 * torch.rand(4, 1, 2, 3, generator=rng), torch.randint(4, (4,), generator=rng)
+        there = release(params, Batch(x, y), None)
+        others = release(params, Batch(x[1:], y[1:]), None)
+        absent = {k: 3 / 4 * t for k, t in others.items()}  # the mean's denominator stays
+        moved.append(float(norm({k: there[k] - absent[k] for k in there})))
+    assert max(moved) <= reach * (1 + 1e-5)
+    assert max(moved) > 0.9 * reach, "and it is reached"
+
+
+def test_certified_rates_start_from_the_best_baseline() -> None:
+    curve = {
+        "matching": [Rate(9, 10)] * 51,
+        "mean_image": [Rate(1, 10)] * 51,
+        "random_image": [Rate(0, 10)] * 51,
+    }
+    found = certified(curve, Mechanism(2.0, 1))
+    assert found is not None
+    prior = Rate(1, 10).interval[1]
+    assert found == pytest.approx([scipy.stats.norm.cdf(scipy.stats.norm.ppf(prior) + 0.5)] * 51)
+    four = certified(curve, Mechanism(2.0, 2), rounds=2)
+    assert four == pytest.approx([scipy.stats.norm.cdf(scipy.stats.norm.ppf(prior) + 1.0)] * 51)
+    assert certified({"matching": [Rate(9, 10)] * 51}, Mechanism(2.0, 1)) is None

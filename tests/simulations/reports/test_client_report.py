@@ -1,0 +1,144 @@
+"""fedgauge client-report: what an owner reads off the client's own log, without any server."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from fedgauge.attacks.plan import describe
+from fedgauge.client.deployment.owner import Drawn, State
+from fedgauge.client.protocol import Protocol
+from fedgauge.defenses.accounting import Accountant
+from fedgauge.simulations.cli.main import main
+
+CHAIN = [
+    {"use": "clip", "max_norm": 1.0, "each": True},
+    {"use": "gaussian", "sigma": 1.0},
+    {"use": "local_sgd", "rate": 0.1},
+]
+DATA = {"use": "mnist5k", "batch_size": 2, "auxiliary": 200}
+SERVERS = {"seed": 0, "rounds": 3, "clients": 2, "data": DATA, "model": {"use": "mlp"}, "chain": CHAIN}
+
+
+def write(folder: Path, **changes: Any) -> tuple[Path, State]:
+    path = folder / "client.toml"
+    tables = {"client": 1, "data": DATA, "chain": CHAIN, "grading": {"mode": "scores"}, **changes}
+    path.write_text(tomli_w.dumps(tables))
+    return path, State(folder / "state")
+
+
+def lived(state: State) -> None:
+    """Three rounds: one graded, one without, one held back."""
+    state.keep_protocol(Protocol.from_tables(SERVERS).to_json())
+    state.keep_drawn(1, Drawn(10**15, (1, 2), "ab"))
+    state.note("sent", run=10**15, round=1, examples=2)
+    state.note("sent", run=10**15, round=2, examples=2)
+    told, exact = {"dlg": [21.0, 14.0], "mean_image": [55.0, 55.0]}, {"dlg": [21.18, 14.1], "mean_image": [55.1, 55.0]}
+    state.note(
+        "graded", round=1, run=10**15, told=told, answered=2, precision=0.5, exact=exact, refused={"idlg": "too many"}
+    )
+    state.note("graded", round=1, run=10**15, told=told, answered=2, precision=0.5, exact={}, refused={})
+    state.note("withheld", run=10**15, round=3, cause="its norm is 9, above max_norm 5")
+    for _ in range(2):
+        state.note("refused", run=10**15, what="train", reason="this client has answered in round 2 of this run")
+
+
+def test_the_report_says_what_was_sent_answered_and_leaked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, state = write(tmp_path, guard={"max_norm": 5.0})
+    lived(state)
+    assert main(["client-report", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out, "plain text where there is no terminal"
+    rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
+    assert rows == [
+        ["1", "1", "sent", "2", "1", "dlg", "21", "21.18"],
+        ["1", "2", "sent", "0", "0"],
+        ["1", "3", "withheld", "0", "0"],
+    ]
+    assert "worst leak: 21.18 dB PSNR (dlg, round 1; the server was told 21)" in out, "a baseline's is no leak"
+    assert "guard: holds back entries that are not finite, or a norm above 5" in out
+    assert "withheld: its norm is 9, above max_norm 5 (1 x)" in out
+    assert "refused: this client has answered in round 2 of this run (2 x)" in out
+    assert "grading: scores, to 0.5 dB, at most 8 of one batch" in out
+    assert ". Of the updates alone: 2 scores and 1 updates held back, which the examples decided, are not in it." in out
+
+
+@pytest.mark.parametrize("sampling", ["secret", "agreed"])
+def test_privacy_is_that_of_the_two_updates_that_left_and_amplified_by_secrets_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make_federation: Any, sampling: str
+) -> None:
+    path, state = write(tmp_path, data={**DATA, "sampling": sampling})
+    lived(state)
+    assert main(["client-report", str(path)]) == 0
+    fed = make_federation(**SERVERS)
+    spent = Accountant.of(fed, secret=sampling == "secret").spent(2, len(fed.shards.indices[1]))
+    assert f"epsilon {spent.record:.3g} for one record replaced, {spent.client:.3g} for all" in capsys.readouterr().out
+
+
+def test_a_client_that_never_met_a_server_has_nothing_to_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = write(tmp_path, grading={})
+    assert main(["client-report", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "no round yet" in out and "grading: off, no reconstruction is scored" in out and "guard: none" in out
+    assert "worst leak" not in out and "privacy" not in out
+
+
+def test_ungraded_rounds_are_no_sign_of_safety(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, state = write(tmp_path)
+    state.note("sent", run=1, round=1, examples=2)
+    assert main(["client-report", str(path)]) == 0
+    assert "worst leak: not known, as nothing was graded; that is no sign of safety" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["new", "met a server"])
+def test_the_doctor_examines_an_owners_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], met: bool) -> None:
+    path, state = write(tmp_path)
+    if met:
+        state.keep_protocol(Protocol.from_tables(SERVERS).to_json())
+    assert main(["doctor", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert " > ".join(map(describe, CHAIN)) in " ".join(out.split()) and "an update of norm" in out
+    assert ("stands in for the server's model" in out) != met
+    assert not (tmp_path / "state" / "log.jsonl").exists(), "looking leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"chain": [{"use": "local_sgd", "rate": "fast"}]},
+            "[[chain]] #1: rate must be a number, got 'fast'",
+        ),
+        ({"chain": CHAIN[:2]}, "local_sgd"),
+        ({"data": {"use": "npz", "path": "none.npz"}}, "none.npz: there is no such file"),
+        ({"data": {**DATA, "batch_size": 10**6}}, "batch_size"),
+        ({"guard": {"audit": "nonsense"}}, "nonsense"),
+        ({"chain": [{"use": "mychain:own"}, CHAIN[2]]}, "is not allowed here"),
+        ({"loss": {"use": "next_token"}}, "[loss]"),
+        ({"grading": {"mode": "all"}}, "mode must be one of 'off', 'scores'"),
+    ],
+)
+def test_the_doctor_says_what_is_wrong_with_an_owners_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: str
+) -> None:
+    path, _ = write(tmp_path, **changes)
+    assert main(["doctor", str(path)]) == 2
+    told = capsys.readouterr()
+    assert words in " ".join((told.out + told.err).split())
+
+
+def test_a_damaged_log_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, state = write(tmp_path)
+    state.note("sent", run=1, round=1)
+    with state.log.open("a") as log:
+        log.write('{"event": "se')
+    assert main(["client-report", str(path)]) == 2
+    assert "log.jsonl, line 2, is damaged" in capsys.readouterr().err
+
+
+def test_a_file_that_is_missing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["client-report", str(tmp_path / "none.toml")]) == 2
+    assert "none.toml: there is no such file" in capsys.readouterr().err

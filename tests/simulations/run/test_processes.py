@@ -1,0 +1,225 @@
+"""Child processes end with us: asked, insisted upon, swept up, or told by the kernel."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fedgauge.simulations.run.processes import MARK, end, free_port, listens, start, sweep
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and asks for the parent-death signal: Linux")
+
+READY = "print('ready', flush=True)\n"
+SLEEP = READY + "import time; time.sleep(120)"
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
+# its child leaves the group and the session, as daemons do, and is deaf
+PARENT_OF_STRAY = f"""
+import subprocess, sys
+stray = subprocess.Popen([sys.executable, "-c", {DEAF!r}], stdout=subprocess.PIPE, start_new_session=True)
+stray.stdout.readline()
+print(stray.pid, flush=True)
+{SLEEP}
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not yet collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+class Launch:
+    """Children with a mark of their own, and what they said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.folder = folder
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, code: str, lines: int = 1) -> tuple[subprocess.Popen[bytes], list[str]]:
+        log = self.folder / f"{len(self.children)}.log"
+        env = {**os.environ, MARK: self.mark}
+        self.children.append(start([sys.executable, "-c", code], log, env))
+        wait_for(lambda: len(log.read_text().splitlines()) >= lines)
+        return self.children[-1], log.read_text().splitlines()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    made = Launch(tmp_path)
+    yield made
+    for child in made.children:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def test_a_child_writes_to_its_log_and_has_a_session_of_its_own(launch: Launch) -> None:
+    child, lines = launch(
+        "import os, sys; print('out', flush=True); print('err', file=sys.stderr, flush=True)\n" + SLEEP, 3
+    )
+    assert lines == ["out", "err", "ready"]
+    assert os.getsid(child.pid) == child.pid != os.getsid(0), "a Ctrl-C of our terminal does not reach it"
+
+
+def test_a_second_child_with_the_same_log_adds_to_it(launch: Launch, tmp_path: Path) -> None:
+    log = tmp_path / "same.log"
+    for word in ("first", "second"):
+        start([sys.executable, "-c", f"print('{word}')"], log, os.environ).wait()
+    assert log.read_text().splitlines() == ["first", "second"]
+
+
+def test_a_child_has_the_environment_it_was_given_and_no_other(launch: Launch, tmp_path: Path) -> None:
+    log = tmp_path / "env.log"
+    start([sys.executable, "-c", "import os; print(sorted(os.environ))"], log, {"ONLY": "this"}).wait()
+    assert "'ONLY'" in log.read_text()
+    assert "PATH" not in log.read_text()
+
+
+def test_a_polite_child_ends_on_the_first_asking(launch: Launch) -> None:
+    child, _ = launch(SLEEP)
+    end(child)
+    assert child.returncode == -signal.SIGTERM
+
+
+def test_a_child_that_ignores_the_asking_is_killed(launch: Launch) -> None:
+    child, _ = launch(DEAF)
+    end(child, patience=0.3)
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_ending_a_child_that_has_ended_is_nothing(launch: Launch) -> None:
+    child, _ = launch(READY)
+    child.wait()
+    end(child)
+    end(child)
+    assert child.returncode == 0
+
+
+def test_a_childs_whole_group_ends_with_it(launch: Launch) -> None:
+    code = f"""
+import subprocess, sys
+inner = subprocess.Popen([sys.executable, "-c", {SLEEP!r}], stdout=subprocess.PIPE)
+inner.stdout.readline()
+print(inner.pid, flush=True)
+{SLEEP}
+"""
+    child, lines = launch(code, 2)
+    inner = int(lines[0])
+    assert alive(inner)
+    end(child)
+    wait_for(lambda: not alive(inner))
+
+
+@linux
+def test_a_deaf_grandchild_in_the_group_is_killed_though_the_child_is_polite(launch: Launch) -> None:
+    code = f"""
+import subprocess, sys
+inner = subprocess.Popen([sys.executable, "-c", {DEAF!r}], stdout=subprocess.PIPE)
+inner.stdout.readline()
+print(inner.pid, flush=True)
+{SLEEP}
+"""
+    child, lines = launch(code, 2)
+    inner = int(lines[0])
+    end(child, patience=0.3)
+    try:
+        wait_for(lambda: not alive(inner), 5.0)
+    finally:
+        if alive(inner):
+            os.kill(inner, signal.SIGKILL)
+
+
+@linux
+def test_a_grandchild_that_left_the_session_is_found_by_its_mark(launch: Launch) -> None:
+    child, lines = launch(PARENT_OF_STRAY, 2)
+    stray = int(lines[0])
+    end(child)
+    assert alive(stray), "it left the group, so ending the child did not reach it"
+    assert sweep(launch.mark, patience=0.3) == [stray]
+    assert not alive(stray)
+    assert sweep(launch.mark) == []
+
+
+@linux
+def test_a_sweep_touches_nobody_elses_processes(launch: Launch, tmp_path: Path) -> None:
+    other = Launch(tmp_path)
+    mine, _ = launch(SLEEP)
+    theirs, _ = other(SLEEP)
+    try:
+        assert sweep(launch.mark) == [mine.pid]
+        assert theirs.poll() is None
+        assert sweep(launch.mark[:-1]) == [], "a mark is compared whole"
+    finally:
+        end(theirs)
+
+
+@linux
+@pytest.mark.parametrize("code", [SLEEP, DEAF], ids=["polite", "deaf"])
+def test_children_are_told_when_their_parent_is_killed(tmp_path: Path, code: str) -> None:
+    """SIGKILL leaves the parent no chance to end anything itself; the kernel sends what it asked for."""
+    log = tmp_path / "child.log"
+    told = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), sys.exit()))\n{SLEEP}"
+    script = f"""
+import sys, time, os
+from pathlib import Path
+from fedgauge.simulations.run.processes import start
+child = start([sys.executable, "-c", {told if code is SLEEP else code!r}], Path({str(log)!r}), os.environ)
+print(child.pid, flush=True)
+time.sleep(120)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    wait_for(lambda: "ready" in log.read_text())
+    parent.kill()
+    parent.communicate()
+    if code is SLEEP:
+        wait_for(lambda: not alive(pid))
+        assert log.read_text().splitlines() == ["ready", "told"]
+    else:  # a request and no more: who ignores it stays, and is what `sweep` is for
+        time.sleep(0.3)
+        assert alive(pid)
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_free_port_is_one_that_can_be_listened_on() -> None:
+    port = free_port()
+    assert 1024 <= port < 65536
+    assert not listens(port)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+        assert not listens(port), "bound is not yet listening"
+        server.listen()
+        assert listens(port)
+    assert not listens(port)
+
+
+def test_free_ports_differ_while_they_are_held() -> None:
+    held = []
+    try:
+        for _ in range(5):
+            server = socket.socket()
+            server.bind(("127.0.0.1", free_port()))
+            server.listen()
+            held.append(server)
+    finally:
+        for server in held:
+            server.close()
+    assert len(held) == 5

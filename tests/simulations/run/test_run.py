@@ -1,0 +1,228 @@
+"""The real thing: `fedgauge run` drives Flower, a SuperLink, clients and attack workers. The only tests that start Flower."""
+
+import csv
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedgauge.attacks.grading.replay import TOLERANCE
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.run import in_memory as inmemory
+from fedgauge.simulations.run.processes import MARK
+from fedgauge.simulations.run.simulate import create_run
+
+OURS = uuid.uuid4().hex
+
+SCENARIO = """
+seed = 3
+rounds = 4
+clients = 3
+[data]
+use = "mnist5k"
+partition = "dirichlet"
+alpha = 0.5
+batch_size = 1
+[model]
+use = "mlp"
+hidden = [64]
+[strategy]
+use = "FedAvg"
+fraction_train = 0.7
+min_train_nodes = 2
+[[chain]]
+use = "local_sgd"
+rate = 0.1
+[audit]
+rounds = [1, 2, 4]
+workers = 1
+wave = 2
+[[attack]]
+use = "analytic"
+[[attack]]
+use = "inverting_gradients"
+iterations = 40
+"""
+
+
+def fedgauge(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)  # type: ignore[call-overload]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ours() -> Iterator[None]:
+    """A mark that all descendants of these tests carry, as other tests may run beside them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FEDGAUGE_TEST", OURS)
+        yield
+
+
+def marked_processes() -> list[int]:
+    """Processes that a launch of these tests started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes()
+            if (
+                f"{MARK}=".encode() in environment
+                and f"FEDGAUGE_TEST={OURS}".encode() in environment
+                and "Z" not in (entry / "stat").read_text().split()[2]
+            ):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One complete run, attacked by Ray workers while it trained."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "small.toml").write_text(SCENARIO)
+    done = fedgauge("run", str(folder / "small.toml"), "--runs", str(folder / "runs"))
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert Path(last).is_dir(), f"the run folder is printed last, alone on its line; got {last!r}"
+    assert "report.html" in done.stdout
+    return Run.open(Path(last))
+
+
+@pytest.mark.slow
+def test_a_real_federation_is_trained_attacked_and_reported(finished: Run) -> None:
+    with finished.ledger() as ledger:
+        progress, meta = ledger.progress(), ledger.meta()
+        assert [r["round"] for r in ledger.rounds()] == [0, 1, 2, 3, 4]
+        # two of three clients a round, attacked in three rounds, by two attacks and two baselines
+        assert (progress.done, progress.failed, progress.queued, progress.leased) == (3 * 2 * 4, 0, 0, 0)
+        assert meta["replay"] == "ok" and meta["state"] == "trained"
+        assert TOLERANCE <= 1e-4
+        exact = [r["value"] for r in ledger.scores("psnr") if r["attack"] == "analytic"]
+        assert len(exact) == 6 and min(exact) > 100, "the first layer's gradient holds the image exactly"
+        labels = [r["value"] for r in ledger.scores("label_accuracy") if r["attack"] == "analytic"]
+        assert labels == [1.0] * 6
+        baseline = [r["value"] for r in ledger.scores("psnr") if r["attack"] == "mean_image"]
+        assert len(baseline) == 6 and max(baseline) < 25
+    assert (finished.folder / "report.html").stat().st_size > 100_000
+    assert (finished.folder.stat().st_mode & 0o777) == 0o700
+    exported = fedgauge("export", str(finished.folder))
+    rows = list(csv.DictReader(io.StringIO(exported.stdout)))
+    assert list(rows[0]) == [
+        "run",
+        "round",
+        "client",
+        "attack",
+        "example",
+        "metric",
+        "value",
+        "status",
+        "seconds",
+        "knowledge",
+        "epsilon",
+        "delta",
+    ]
+    assert {r["attack"] for r in rows} >= {"analytic", "inverting_gradients", "mean_image", "wrong_client(analytic)"}
+    assert fedgauge("runs", "--runs", str(finished.folder.parent)).stdout.count("complete") == 1
+    assert marked_processes() == []
+
+
+@pytest.mark.slow
+def test_the_trained_model_is_the_same_with_curiosity_off(finished: Run, tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SCENARIO)
+    blindly = ("--set", "audit.curious=false", "--log", "json")
+    done = fedgauge("run", str(tmp_path / "small.toml"), *blindly, "--runs", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (events[0]["event"], events[0]["attacks"], events[0]["rounds"]) == ("started", [], 4)
+    assert [e["round"] for e in events if e["event"] == "round"] == [0, 1, 2, 3, 4]
+    assert (events[-1]["event"], events[-1]["state"], events[-1]["attacks"]) == ("finished", "complete", [])
+    blind = Run.open(Path(events[-1]["folder"]))
+    assert (blind.folder / "model.safetensors").read_bytes() == (finished.folder / "model.safetensors").read_bytes()
+    assert list((blind.folder / "tape").iterdir()) == []
+    with blind.ledger() as a, finished.ledger() as b:
+        assert [(r["round"], r["accuracy"], r["loss"]) for r in a.rounds()] == [
+            (r["round"], r["accuracy"], r["loss"]) for r in b.rounds()
+        ]
+        seen = [[(o["round"], o["client"], o["status"]) for o in ledger.observations()] for ledger in (a, b)]
+        assert seen[0] == seen[1]
+
+
+@pytest.mark.slow
+def test_a_federation_in_memory_is_the_same_federation(finished: Run, tmp_path: Path) -> None:
+    """What a sweep trains without Flower's transport is what Flower trains, bit for bit."""
+    run = create_run(finished.scenario(), tmp_path / "run")
+    inmemory.train(run)
+    assert (run.folder / "model.safetensors").read_bytes() == (finished.folder / "model.safetensors").read_bytes()
+    tapes = [{p.name: p.read_bytes() for p in (r.folder / "tape").glob("*.safetensors")} for r in (run, finished)]
+    assert len(tapes[0]) > 4 and tapes[0] == tapes[1]
+
+
+@pytest.mark.slow
+def test_a_driver_killed_in_the_middle_loses_nothing_and_the_audit_goes_on(finished: Run, tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SCENARIO)
+    command = [
+        sys.executable,
+        "-m",
+        "fedgauge.simulations.cli.main",
+        "run",
+        str(tmp_path / "small.toml"),
+        "--runs",
+        str(tmp_path),
+    ]
+    command += ["--set", "attack.1.iterations=150", "--set", "audit.executor=local", "--rounds", "40"]
+    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        ledger_file = wait_for(lambda: next(iter(tmp_path.glob("*/ledger.sqlite")), None))
+        run = Run(ledger_file.parent)
+        wait_for(lambda: len(rounds_of(ledger_file)) > 6 and done_in(ledger_file) >= 3 or None)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    wait_for(lambda: True if not marked_processes() else None, 90)
+    assert run.holder("training") is None and run.holder("audit") is None
+    with run.ledger() as ledger:
+        before = [tuple(r) for r in ledger.scores()]
+        assert ledger.meta()["state"] == "training" and ledger.progress().queued > 0
+    went_on = fedgauge("audit", str(run.folder))
+    assert went_on.returncode == 0, went_on.stderr
+    with run.ledger() as ledger:
+        progress = ledger.progress()
+        assert progress.queued == progress.leased == progress.failed == 0
+        after = [tuple(r) for r in ledger.scores()]
+        assert set(before) <= set(after), "rows written before the kill stay as they were"
+        seen = [o for o in ledger.observations() if o["status"] == "accepted" and o["round"] in (1, 2, 4)]
+        psnr = Counter((r["round"], r["client"], r["attack"]) for r in ledger.scores("psnr"))
+        assert set(psnr.values()) == {1}, "no row is doubled"
+        for name in ("analytic", "inverting_gradients", "mean_image", "random_image"):
+            assert {(o["round"], o["client"]) for o in seen} == {(r, c) for r, c, a in psnr if a == name}
+    for path in sorted((finished.folder / "tape").glob("round-*.safetensors")):
+        again = run.folder / "tape" / path.name
+        assert again.read_bytes() == path.read_bytes(), f"{path.name} is bit-identical from the same seed"
+
+
+def wait_for(look, patience: float = 120.0):  # type: ignore[no-untyped-def]  # whatever the look gives
+    deadline = time.monotonic() + patience
+    while (found := look()) is None:
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+    return found
+
+
+def rounds_of(ledger_file: Path) -> list[object]:
+    with Ledger(ledger_file) as ledger:
+        return list(ledger.rounds())
+
+
+def done_in(ledger_file: Path) -> int:
+    with Ledger(ledger_file) as ledger:
+        return ledger.progress().done

@@ -1,0 +1,181 @@
+"""The attack service beside a training: looked after, told when it is dead, left at once when the user wants no more."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.strategy.curious import Tap
+from fedgauge.server.strategy.validator import Accepted, Intake
+from fedgauge.simulations.run import simulate as module
+from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
+from fedgauge.simulations.run.simulate import RESTARTS, Interrupt, new_run, simulate
+
+pytestmark = pytest.mark.slow  # the attack service is a process of its own, which loads torch
+
+TABLES = {
+    "rounds": 1,
+    "clients": 2,
+    "data": {"use": "mnist5k"},
+    "model": {"use": "mlp", "hidden": [16]},
+    "chain": [{"use": "local_sgd", "rate": 0.1}],
+    "audit": {"executor": "local", "wave": 1},
+}
+QUICK = {"use": "analytic"}
+ENDLESS = {"use": "inverting_gradients", "iterations": 10_000_000}
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Callable[[object], tuple[Run, Scenario]]:
+    """A run whose first round is on the tape, its jobs in the queue."""
+
+    def make(attack: object) -> tuple[Run, Scenario]:
+        scenario = Scenario.from_tables({**TABLES, "attack": [attack]})
+        run = new_run(scenario, "small", tmp_path / "runs")
+        params, buffers = scenario.federation.initial()
+        updates = [scenario.federation.client_update(params, buffers, c, 1) for c in range(2)]
+        with run.ledger() as ledger:
+            accepted = tuple(Accepted(c, u, 1, {}) for c, u in enumerate(updates))
+            Tap(ledger, run.tape(), scenario.plan)(Intake(1, params, buffers, accepted, ()))
+        return run, scenario
+
+    return make
+
+
+Made = Callable[[object], tuple[Run, Scenario]]
+
+
+def quietly() -> Console:
+    return Console(stderr=True)
+
+
+def trains(monkeypatch: pytest.MonkeyPatch, work: Callable[[Ledger, Interrupt], None]) -> None:
+    """In the place of Flower's minutes: what happens while a federation trains, as far as it matters here."""
+
+    def train(run: Run, ledger: Ledger, scenario: Scenario, keeper: object, interrupt: Interrupt) -> None:
+        work(ledger, interrupt)
+
+    monkeypatch.setattr(module, "_train", train)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_what_a_failed_training_had_sent_is_attacked_before_its_failure_is_told(
+    begun: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, scenario = begun(QUICK)
+
+    def work(ledger: Ledger, interrupt: Interrupt) -> None:
+        raise TrainingFailed("the link is down")
+
+    trains(monkeypatch, work)
+    with pytest.raises(TrainingFailed, match="the link is down"):
+        simulate(run, scenario, quietly(), Interrupt())
+    with run.ledger() as ledger:
+        assert (ledger.progress().done, ledger.progress().total) == (6, 6)
+    assert run.holder("audit") is None
+
+
+def test_an_attack_service_that_keeps_dying_is_told_with_the_end_of_its_log(
+    begun: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, scenario = begun(QUICK)
+    (run.folder / "scenario.toml").write_text("rounds = = 1")  # the service reads it, and cannot
+    trains(monkeypatch, lambda ledger, interrupt: None)
+    interrupt = Interrupt()
+    with pytest.raises(AuditFailed) as failed:
+        simulate(run, scenario, quietly(), interrupt)
+    assert str(failed.value).splitlines()[0] == "the attack service died (exit status 2)"
+    assert "scenario.toml: not a readable TOML file" in str(failed.value)
+    log = (run.folder / "logs" / "audit.log").read_text()
+    assert log.count("not a readable TOML file") == 1 + RESTARTS, "it was given its chances"
+    assert not interrupt.asked, "nobody wanted it to stop"
+
+
+def test_a_second_ctrl_c_ends_the_attacks_in_flight(begun: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, scenario = begun(ENDLESS)
+
+    def work(ledger: Ledger, interrupt: Interrupt) -> None:
+        wait_for(lambda: ledger.progress().leased)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: interrupt.asked)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: False)
+
+    trains(monkeypatch, work)
+    with Interrupt().caught() as interrupt, pytest.raises(KeyboardInterrupt):
+        simulate(run, scenario, quietly(), interrupt)
+    assert run.holder("audit") is None, "an attack of days was not waited for"
+    with run.ledger() as ledger:
+        assert ledger.progress().done == 0
+        assert ledger.progress().leased > 0
+
+
+def test_a_service_that_is_stopped_alone_is_an_interrupted_run(begun: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fedgauge stop` finds no training any more, and speaks to the service."""
+    run, scenario = begun(QUICK)
+
+    def work(ledger: Ledger, interrupt: Interrupt) -> None:
+        wait_for(lambda: run.holder("audit") is not None)
+        wait_for(lambda: ledger.progress().done)
+        holder = run.holder("audit")
+        assert holder is not None
+        os.kill(holder, signal.SIGTERM)
+
+    trains(monkeypatch, work)
+    interrupt = Interrupt()
+    simulate(run, scenario, quietly(), interrupt)
+    assert interrupt.asked
+
+
+class Ended:
+    """A federation that is over, whose SuperLink answers badly; a Ctrl-C comes while it is asked, or does not."""
+
+    interrupting = False
+
+    def __init__(self, run: Run, scenario: Scenario) -> None:
+        pass
+
+    def __enter__(self) -> "Ended":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def finished(self) -> bool:
+        return True
+
+    def verify(self) -> None:
+        if self.interrupting:
+            os.kill(os.getpid(), signal.SIGINT)
+        raise TrainingFailed("the federation failed: its status is unknown")
+
+
+@pytest.mark.parametrize("interrupting", [True, False])
+def test_a_ctrl_c_while_the_superlink_is_asked_is_no_failure(
+    begun: Made, monkeypatch: pytest.MonkeyPatch, interrupting: bool
+) -> None:
+    run, scenario = begun(QUICK)
+    monkeypatch.setattr(module, "Training", Ended)
+    monkeypatch.setattr(Ended, "interrupting", interrupting)
+    with Interrupt().caught() as interrupt:
+        if interrupting:
+            simulate(run, scenario, quietly(), interrupt)
+        else:
+            with pytest.raises(TrainingFailed):
+                simulate(run, scenario, quietly(), interrupt)
+    assert interrupt.asked == interrupting
+    with run.ledger() as ledger:
+        assert ledger.meta()["state"] == ("interrupted" if interrupting else "failed")

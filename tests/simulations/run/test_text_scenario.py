@@ -1,0 +1,54 @@
+"""Claims about the text quickstart: it is sound, it is examined beforehand, and a real run of it ends with scores."""
+
+from pathlib import Path
+
+import pytest
+
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.checks.doctor import check
+from fedgauge.simulations.checks.preflight import preflight
+from fedgauge.simulations.cli.main import main
+
+pytest.importorskip("transformers", reason="the extra [text] is not installed")
+pytest.importorskip("rouge_score", reason="the extra [text] is not installed")
+QUICKSTART = Path(__file__).parents[2] / "simulations" / "quickstart-text.toml"
+NEXT = [
+    "data.task=next_token",
+    "model.use=tiny_gpt2",
+    "model.tied=false",
+    "loss.use=next_token",
+]
+
+
+@pytest.mark.parametrize("settings", [[], NEXT], ids=["classification", "next_token"])
+def test_the_doctor_finds_nothing_wrong_with_text(settings: list[str]) -> None:
+    found = {finding.name: finding for finding in check(Scenario.load(QUICKSTART, settings))}
+    assert not [f"{f.name}: {f.words}" for f in found.values() if f.works is False and f.needed]
+    assert "3,200 + 800 sentences of 16 tokens" in found["data"].words
+
+
+@pytest.mark.parametrize("settings", [[], NEXT], ids=["classification", "next_token"])
+def test_preflight_tells_that_rows_of_embeddings_name_words(settings: list[str]) -> None:
+    (leak,) = [f for f in preflight(Scenario.load(QUICKSTART, settings)).findings if "word embeddings" in f.words]
+    assert leak.severity == "leaks" and "are the sentences' words for" in leak.words
+    frozen = [*settings, 'model.freeze=["words"]']
+    (note,) = [f for f in preflight(Scenario.load(QUICKSTART, frozen)).findings if "word embeddings" in f.words]
+    assert note.severity == "note" and "frozen" in note.words
+
+
+@pytest.mark.slow
+def test_the_text_quickstart_runs_and_ends_with_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(QUICKSTART), "--runs", str(tmp_path), "--rounds", "1"]) == 0
+    (ledger,) = tmp_path.glob("*/ledger.sqlite")
+    from fedgauge.server.store.run import Run
+
+    with Run(ledger.parent).ledger() as found:
+        rows = list(found.scores("rouge1"))
+        assert found.meta()["replay"] == "ok"
+    assert {row["client"] for row in rows} == {0, 1, 2, 3}
+    assert all(row["value"] is not None for row in rows)
+    assert (ledger.parent / "report.html").exists()
+    told = capsys.readouterr().out
+    assert "mean ROUGE-1 (%)" in told and "dB" not in told
+    for attack in ("exact", "dager"):
+        assert {row["value"] for row in rows if row["attack"] == attack} == {100.0}, f"{attack} recovers every sentence"
