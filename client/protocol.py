@@ -43,7 +43,9 @@ from fedgauge.client.update import (
 DATASET = Kind("a dataset", ("fedgauge.datasets",), Dataset, annotated=False)
 MODEL = Kind("a model", ("fedgauge.models",), nn.Module, annotated=False)
 MODEL_DEFENSE = Kind("a defense of the model", ("fedgauge.model_defenses",), nn.Module)
-DISHONEST = Kind("an architecture of a malicious server", ("fedgauge.architectures",), nn.Module)  # a malicious server's, as if agreed
+DISHONEST = Kind(
+    "an architecture of a malicious server", ("fedgauge.architectures",), nn.Module
+)  # a malicious server's, as if agreed
 TRANSFORM = Kind("a link of a chain", ("fedgauge.links",), Link)
 
 

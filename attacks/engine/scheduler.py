@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.engine.batch_limiter import Places
-from fedgauge.attacks.matching.problems import Variables
+
+Variables = dict[str, Tensor]  # what the problems of a wave are searched over, by name
 
 LOOK = 16  # iterations between two looks at how problems stand: a look waits for the device, and an iteration does not
 

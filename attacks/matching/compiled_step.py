@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fedgauge.attacks.engine.batch_limiter import Places
-from fedgauge.attacks.matching.problems import Problems, Seen, Variables
+from fedgauge.attacks.engine.scheduler import Variables
+from fedgauge.attacks.matching.problems import Problems, Seen
 
 Found = tuple[Tensor, Variables]
 Step = Callable[..., Found]

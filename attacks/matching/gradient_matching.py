@@ -18,11 +18,11 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Sta
 from fedgauge.attacks.engine.batch_limiter import Places, fitting
 from fedgauge.attacks.engine.distances import Distance, cosine, squared
 from fedgauge.attacks.engine.optimizers import Optimizer, adam, by_count, lbfgs
-from fedgauge.attacks.engine.scheduler import Clock, Outcome, Standing, advance
+from fedgauge.attacks.engine.scheduler import Clock, Outcome, Standing, Variables, advance
 from fedgauge.attacks.engine.trace import Tracer, check_snapshots
 from fedgauge.attacks.matching import local_steps as local
 from fedgauge.attacks.matching.priors import PRIOR, Prior, batch_statistics, magnitude, total_variation
-from fedgauge.attacks.matching.problems import Problems, Variables
+from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.quasi_newton import QuasiNewton
 from fedgauge.client.components import Table, build
 from fedgauge.client.models.losses import takes_probabilities

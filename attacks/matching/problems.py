@@ -33,6 +33,7 @@ from fedgauge.attacks.engine.gradients import (
     independent,
     trained,
 )
+from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.engine.strided_conv import unstrided
 from fedgauge.attacks.matching import local_steps as local
 from fedgauge.attacks.matching.priors import Energy, Explained
@@ -56,7 +57,6 @@ from fedgauge.client.update import (
 if TYPE_CHECKING:
     from fedgauge.attacks.matching.gradient_matching import GradientMatching
 
-Variables = dict[str, Tensor]
 Forms = dict[tuple[str, ...], tuple[Tensor, ...]]
 
 

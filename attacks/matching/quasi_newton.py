@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fedgauge.attacks.engine.batch_limiter import Places
 from fedgauge.attacks.engine.optimizers import Descent, Watch, lbfgs, minimise, restarted
-from fedgauge.attacks.engine.scheduler import Clock, Outcome
+from fedgauge.attacks.engine.scheduler import Clock, Outcome, Variables
 from fedgauge.attacks.engine.trace import Tracer
-from fedgauge.attacks.matching.problems import Problems, Variables
+from fedgauge.attacks.matching.problems import Problems
 
 Draw = Callable[[Tensor, Tensor], Variables]  # observations (N,), numbers of their draws (N,) -> fresh starts
 

@@ -7,7 +7,6 @@ A dataset gives training and test images. The training images are split once by 
 import gzip
 import hashlib
 import zlib
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.local_data import cache_folder, cached, data_folder
+from fedgauge.client.local_data import cache_folder, cached, data_folder, may_download
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Batch
 
-may_download = ContextVar("may_download", default=True)  # whoever only shows a run asks no network
 Partition = Literal["iid", "dirichlet", "shards"]
 
 

@@ -33,9 +33,10 @@ from fedgauge.client.components import (
     is_own,
     located,
 )
-from fedgauge.client.data.images import Dataset, Shards, batch_of, may_download, split
+from fedgauge.client.data.images import Dataset, Shards, batch_of, split
 from fedgauge.client.files import replacing
 from fedgauge.client.inspection import FIRST_NETWORK, Mode, Watch
+from fedgauge.client.local_data import may_download
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.protocol import DATASET, MODEL, Federation, Protocol, build_model
 from fedgauge.client.rng import secret_generator

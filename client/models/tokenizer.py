@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.data.images import may_download
-from fedgauge.client.local_data import cached
+from fedgauge.client.local_data import cached, may_download
 
 Task = Literal["classification", "next_token"]
 WORDPIECE = "wordpiece"

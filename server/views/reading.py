@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from fedgauge.client.components import SpecError
-from fedgauge.client.data.images import may_download
+from fedgauge.client.local_data import may_download
 from fedgauge.server.store.ledger import EMPTY, Ledger, LedgerError, ScoreRow
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario

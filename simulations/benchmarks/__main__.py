@@ -23,7 +23,7 @@ from fedgauge.simulations.benchmarks.quality import quality
 from fedgauge.simulations.benchmarks.reporting import Progress, Report
 from fedgauge.simulations.benchmarks.success import success
 from fedgauge.simulations.benchmarks.text_matching_cost import text
-from fedgauge.simulations.checks.doctor import environment
+from fedgauge.simulations.run.environment import environment
 
 Benchmark = Callable[[Progress], Report]
 FLOWER = "memory-flower"  # minutes, and many processes: only when asked for

@@ -9,13 +9,10 @@ import math
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +35,7 @@ from fedgauge.client.protocol import DATASET, Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Randomised, gradient, untracked
 from fedgauge.server.store.scenario import Scenario
-
-PACKAGES = (
-    "fedgauge", "flwr", "flwr-datasets", "ray", "torch", "torchvision", "transformers", "numpy", "scipy", "lpips",
-    "rouge-score", "torchmetrics", "safetensors", "mlxtend", "plotly", "rich",
-)  # fmt: skip
+from fedgauge.simulations.run.environment import PACKAGES, package
 
 
 @dataclass(frozen=True)
@@ -53,20 +46,6 @@ class Finding:
     works: bool | None
     needed: bool
     words: str
-
-
-def environment() -> dict[str, object]:
-    """Versions and hardware, as kept beside a run's results."""
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "memory_gb": _memory_gb(),
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "commit": _commit(),
-        "packages": {name: version for name in PACKAGES if (version := package(name)) is not None},
-    }
 
 
 def examine() -> list[Finding]:
@@ -142,39 +121,6 @@ def _has_local(short: str) -> bool:
     folder = data_folder()
     places = [] if folder is None else [folder / short, folder / "text" / short]
     return folder is not None and (any(p.is_dir() for p in places) or any(folder.glob(f"{short}-train-*.npz")))
-
-
-def package(name: str) -> str | None:
-    """The installed version of a package, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of the code, and whether it was changed since; None where it stands in no repository of its own."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists() or shutil.which("git") is None:
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return told.stdout.strip() or None
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _memory_gb() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError):
-        return None
 
 
 # --------------------------------------------------------------------------------------------------------- of a scenario

@@ -34,7 +34,8 @@ from fedgauge.server.views.server_attacks import misdeeds
 from fedgauge.simulations.cli import deploy_commands as deploy_cli
 from fedgauge.simulations.live import json_log as events
 from fedgauge.simulations.live.progress import guarded, participation
-from fedgauge.simulations.live.view import Log, view_of
+from fedgauge.simulations.live.view import Log
+from fedgauge.simulations.live.views import view_of
 
 RUNS = Path("runs")
 FAILED, MISTAKE = 1, 2

@@ -21,7 +21,8 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy.folder import Deployment, state_of_training
 from fedgauge.simulations.deploy.supervisor import FACTS, Local
 from fedgauge.simulations.live.progress import Observed, absences, participation
-from fedgauge.simulations.live.view import Log, View, view_of
+from fedgauge.simulations.live.view import Log, View
+from fedgauge.simulations.live.views import view_of
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.launch import TrainingFailed
 from fedgauge.simulations.run.simulate import INTERRUPTED, POLL, Interrupt, resume

@@ -25,7 +25,6 @@ from fedgauge.client.models.tokenizer import Tokenizer
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Chain
 from fedgauge.server.views.analysis import Rate, clustered_interval
-from fedgauge.simulations.checks.doctor import environment
 from fedgauge.simulations.experiments.canary_world import canary_world
 from fedgauge.simulations.experiments.gaussian_world import bayes_fig4, gaussian_world
 from fedgauge.simulations.experiments.guard_detection import guard_world, patient_world
@@ -39,6 +38,7 @@ from fedgauge.simulations.experiments.paper_tables import (
     matches,
 )
 from fedgauge.simulations.experiments.setups import Scene, stage
+from fedgauge.simulations.run.environment import environment
 
 PILOT = 3  # iterations from which an attack's duration is estimated
 SILENCE = 60.0  # seconds between two words on how far an attack is

@@ -6,11 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from rich.console import Console
-
-from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.analysis import is_attack
 from fedgauge.simulations.live.progress import Clock, Standing
 
@@ -71,24 +66,6 @@ class Lines(View):
         if line != self._last:
             self._last = line
             self.say(f"[{self.standing.elapsed():5.0f} s] {line}")
-
-
-def view_of(
-    run: Run, ledger: Ledger, scenario: Scenario, console: Console, log: Log = "auto", training: bool = True
-) -> View:
-    """The view that was asked for; auto: a live picture in a terminal that can show one, plain lines elsewhere."""
-    from fedgauge.simulations.live.json_log import (
-        Events,  # both are views, and import what they have in common from here
-    )
-    from fedgauge.simulations.live.terminal import Picture
-
-    standing = Standing(ledger, scenario, training)
-    if log == "json":
-        return Events(standing, run)
-    if log == "quiet":
-        return View(standing)
-    live = console.is_terminal and not console.is_dumb_terminal
-    return Picture(standing, run, console) if live else Lines(standing)
 
 
 def words(s: Standing) -> str:

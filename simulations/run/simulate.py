@@ -21,8 +21,9 @@ from fedgauge.server.store.ledger import DEPLOYMENT, Ledger
 from fedgauge.server.store.run import Busy, NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.simulations.checks.doctor import environment, package
-from fedgauge.simulations.live.view import Log, View, view_of
+from fedgauge.simulations.live.view import Log, View
+from fedgauge.simulations.live.views import view_of
+from fedgauge.simulations.run.environment import environment, package
 from fedgauge.simulations.run.launch import AuditFailed, AuditService, Training, TrainingFailed
 
 POLL = 0.3  # seconds between looks at the run

@@ -21,9 +21,10 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import Text, csv, phrases, rotten_tomatoes, sst2, wikitext2
 from fedgauge.client.data.corpora import cola as read_cola
 from fedgauge.client.data.grammar import sentences
-from fedgauge.client.data.images import batch_of, may_download, split
+from fedgauge.client.data.images import batch_of, split
 from fedgauge.client.data.own_images import wrong
 from fedgauge.client.deployment.owner import Own, Owner, Terms
+from fedgauge.client.local_data import may_download
 from fedgauge.client.models.tokenizer import SPECIAL, Tokenizer, framed, wordpiece
 from fedgauge.client.protocol import Federation, Protocol
 

@@ -13,8 +13,8 @@ import tomli_w
 import torch
 
 from fedgauge.client.components import SpecError
-from fedgauge.client.data.images import may_download
 from fedgauge.client.deployment.owner import MOST_TEXT, Damaged, Drawn, Own, Owner, Refused, State, Terms, digest_of
+from fedgauge.client.local_data import may_download
 from fedgauge.client.protocol import Federation, Protocol
 from fedgauge.client.rng import secret_generator
 from fedgauge.client.update import Batch
@@ -181,7 +181,7 @@ def stored(shape, classes: int, source: Path) -> nn.Module:
     raise AssertionError(f"read {source}")
 
 def fetched(shape, classes: int) -> nn.Module:
-    from fedgauge.client.data.images import may_download
+    from fedgauge.client.local_data import may_download
     raise ValueError(f"may download: {may_download.get()}")
 """
 

@@ -30,7 +30,8 @@ from fedgauge.simulations.live import thumbnails
 from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import Standing
 from fedgauge.simulations.live.terminal import Glyphs, Picture, bar, duration, sparkline
-from fedgauge.simulations.live.view import Lines, View, view_of, words
+from fedgauge.simulations.live.view import Lines, View, words
+from fedgauge.simulations.live.views import view_of
 from fedgauge.simulations.run.simulate import new_run
 
 TABLES: dict[str, Any] = {
