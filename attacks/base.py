@@ -11,11 +11,13 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.client.update import Batch, Chain, Loss, Params, Randomised, Update, UpdateFn, gradient
+from fedgauge.client.update import Batch, Chain, Loss, Params, StochasticLayer, Update, UpdateFn, gradient
 
 Stream = Callable[..., Generator]  # stream("start", restart): a generator of its own for one purpose of one observation
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
-Memory = Mapping[str, Tensor]  # what an attack keeps of one client from round to round; between them it lies on disk
+ClientState = Mapping[
+    str, Tensor
+]  # what an attack keeps of one client from round to round; between them it lies on disk
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +113,7 @@ class Knowledge:
     def given(self, noise: Mapping[str, Tensor]) -> UpdateFn:
         """`forward`, with the noise that layers of the model draw: by layer, (steps, examples of a step, numbers)."""
         bare = gradient(self.model, self.loss, normalise=self.normalise)
-        layers = {name: m for name, m in self.model.named_modules() if name in noise and isinstance(m, Randomised)}
+        layers = {name: m for name, m in self.model.named_modules() if name in noise and isinstance(m, StochasticLayer)}
 
         def client(params: Params, batch: Batch, rng: Generator | None) -> Update:
             steps = count()
@@ -238,20 +240,20 @@ class Attack(ABC):
         raise ValueError(f"{type(self).__name__} does not iterate: it has no trace")
 
 
-class Remembering(Attack):
+class StatefulAttack(Attack):
     """An attack with memory: what it made of a client's earlier updates changes how it meets the next one.
 
     It meets the observations of a client in the order of their rounds; what it remembers of one client owes nothing to others.
     """
 
     @abstractmethod
-    def initial(self) -> Memory:
+    def initial(self) -> ClientState:
         """What is remembered of a client that was never met."""
 
     @abstractmethod
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[Memory]
-    ) -> tuple[list[Reconstruction], list[Memory]]:
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+    ) -> tuple[list[Reconstruction], list[ClientState]]:
         """One reconstruction for each observation of the wave, and what is remembered of its client afterwards, in order.
 
         Args:

@@ -22,12 +22,12 @@ from fedgauge.attacks.base import Wave
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import (
     Chain,
-    Conditional,
     Link,
-    OnUpdate,
     Transform,
     Update,
+    UpdateDistribution,
     UpdateFn,
+    UpdateTransform,
     chain,
     local_sgd,
     norm,
@@ -88,7 +88,7 @@ def infer(
     if isinstance(updates, Wave):
         updates = [updates.alone(k) for k in range(len(updates))]
     told = [u for u in updates if any(bool(t.any()) for t in u.values())]
-    read = _Reading(told, model, local, batch_size, members)
+    read = _UpdateEvidence(told, model, local, batch_size, members)
     if not read.updates:
         found = read.verdict("none", {}, None, "the updates are zero", 0.0)
     else:
@@ -97,7 +97,7 @@ def infer(
 
 
 @dataclass(frozen=True, eq=False)
-class _Reading:
+class _UpdateEvidence:
     """Updates, and what nature could have made of them."""
 
     updates: Sequence[Update]
@@ -121,18 +121,19 @@ class _Reading:
         return _Layers.of(self.model)
 
     @cached_property
-    def tallies(self) -> list[list["_Tally"]]:
+    def tallies(self) -> list[list["_TensorEvidence"]]:
         """By update, then by tensor."""
         return [
-            [_Tally.of(u[name], live) for name, live in self.layers.live(u, self.rows).items()] for u in self.updates
+            [_TensorEvidence.of(u[name], live) for name, live in self.layers.live(u, self.rows).items()]
+            for u in self.updates
         ]
 
     @property
-    def every(self) -> list["_Tally"]:
+    def every(self) -> list["_TensorEvidence"]:
         return [tally for tallies in self.tallies for tally in tallies]
 
     @property
-    def certain(self) -> list["_Tally"]:
+    def certain(self) -> list["_TensorEvidence"]:
         """Those with entries that nature leaves no zero."""
         return [tally for tally in self.every if tally.live]
 
@@ -213,7 +214,7 @@ def _by_neighbours(matrix: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Tally:
+class _TensorEvidence:
     """What one tensor of one update shows.
 
     Args:
@@ -231,7 +232,7 @@ class _Tally:
     sizes: Tensor = field(repr=False)
 
     @classmethod
-    def of(cls, t: Tensor, live: Tensor) -> "_Tally":
+    def of(cls, t: Tensor, live: Tensor) -> "_TensorEvidence":
         sizes, counts = t[t != 0].abs().unique(return_counts=True)
         tied = int(counts[sizes <= sizes[0] * (1 + SAME_SIZE)].sum()) if len(sizes) else 0
         return cls(t.numel(), int(counts.sum()), tied, int(live.sum()), int((live & (t != 0)).sum()), sizes)
@@ -253,7 +254,7 @@ class _Tally:
 # ---------------------------------------------------------------------------------------------------------------- sign
 
 
-def _sign_of(read: _Reading) -> Inferred | None:
+def _sign_of(read: _UpdateEvidence) -> Inferred | None:
     """One magnitude everywhere; where several signs were summed, whole multiples of a small part of it."""
     sizes = torch.cat([tally.sizes for tally in read.every]).unique().double()
     largest, count = float(sizes[-1]), sum(tally.seen for tally in read.every)
@@ -277,7 +278,7 @@ def _are_multiples(sizes: Tensor, unit: float) -> bool:
 # ------------------------------------------------------------------------------------------------------ prune and mask
 
 
-def _sparsity_of(read: _Reading) -> Inferred | None:
+def _sparsity_of(read: _UpdateEvidence) -> Inferred | None:
     if not read.holes:
         return None
     zeros = f"{read.holes:,} of {sum(t.live for t in read.certain):,} entries that no network makes zero are zero"
@@ -302,7 +303,7 @@ def _sparsity_of(read: _Reading) -> Inferred | None:
     return read.verdict("mask", {"keep": keep}, _shown(common), evidence, margin)
 
 
-def _common_keep(tallies: Sequence[_Tally]) -> tuple[float, float] | None:
+def _common_keep(tallies: Sequence[_TensorEvidence]) -> tuple[float, float] | None:
     """Lowest and highest keep that explains every tensor's count; None when there is none.
 
     Pruning keeps max(1, round(keep * size)) entries and those tied with the last of them, unless nature leaves fewer.
@@ -319,7 +320,7 @@ def _common_keep(tallies: Sequence[_Tally]) -> tuple[float, float] | None:
     return low, min(high, (densest.seen + 0.5) / densest.size)
 
 
-def _roundest(low: float, high: float, pierced: Sequence[_Tally]) -> float:
+def _roundest(low: float, high: float, pierced: Sequence[_TensorEvidence]) -> float:
     """The keep with the fewest digits between two limits that leaves the counts that were seen: people choose such ones."""
     middle = (low + high) / 2
     rounded = (float(f"{middle:.{digits}g}") for digits in range(1, 16))
@@ -327,14 +328,14 @@ def _roundest(low: float, high: float, pierced: Sequence[_Tally]) -> float:
     return next(fitting, middle)
 
 
-def _surprise(tallies: Sequence[_Tally]) -> float:
+def _surprise(tallies: Sequence[_TensorEvidence]) -> float:
     """-log of how likely a random mask leaves these very counts, less that of the one that any keep fits."""
     live, shown = _live_and_shown(tallies)
     surprises = -Binomial(live, shown.sum() / live.sum()).log_prob(shown)
     return float(surprises.sum() - surprises.max())
 
 
-def _counts(read: _Reading) -> float:
+def _counts(read: _UpdateEvidence) -> float:
     """Nats by which the tensors' counts speak for a mask: binomial with one keep, against anything that pruning can leave.
 
     Summed over steps and examples it leaves between keep and `rows` times that.
@@ -349,13 +350,13 @@ def _counts(read: _Reading) -> float:
     return float((Binomial(live, shown.sum() / live.sum()).log_prob(shown) + any_count.log()).sum())
 
 
-def _live_and_shown(tallies: Sequence[_Tally]) -> tuple[Tensor, Tensor]:
+def _live_and_shown(tallies: Sequence[_TensorEvidence]) -> tuple[Tensor, Tensor]:
     """`live` and `shown` of each."""
     live, shown = zip(*((t.live, t.shown) for t in tallies), strict=True)
     return torch.tensor(live, dtype=torch.float64), torch.tensor(shown, dtype=torch.float64)
 
 
-def _places(read: _Reading) -> float:
+def _places(read: _UpdateEvidence) -> float:
     """Nats by which rows and columns of the classifier's weight speak for a mask, which does not know them.
 
     Pruning leaves more of a row with a large signal, and of a column with a large feature.
@@ -390,7 +391,7 @@ def _columns_alike(shown: Tensor, high: int) -> float:
     return float((binomial * often).sum(1).max() - (own * often).sum()) + max(0, kinds - 2) / 2 * math.log(total)
 
 
-def _small_survivors(read: _Reading) -> float:
+def _small_survivors(read: _UpdateEvidence) -> float:
     """Nats, at most 0, by which missing small entries speak against a mask.
 
     A mask leaves small entries at the rate at which they come; their density is about constant near zero, at least in one
@@ -411,7 +412,7 @@ def _small_survivors(read: _Reading) -> float:
     return min(0.0, max(found, default=0.0))
 
 
-def _share(read: _Reading, masks: int) -> float:
+def _share(read: _UpdateEvidence, masks: int) -> float:
     """The part that so many masks let through: nature only adds zeros, so the densest place tells that is large enough."""
     places = [(sum(t.shown for t in read.certain), sum(t.live for t in read.certain))]
     places += [(sum(t.seen for t in ts), sum(t.size for t in ts)) for ts in zip(*read.tallies, strict=True)]
@@ -430,7 +431,7 @@ def _at_least(seen: float, size: float) -> float:
     return (share + z**2 / (2 * size) - z * spread) / (1 + z**2 / size)
 
 
-def _shared(read: _Reading, keep: float) -> dict[str, Tensor] | None:
+def _shared(read: _UpdateEvidence, keep: float) -> dict[str, Tensor] | None:
     """Where any update shows something, if all have their zeros in the same places; else None."""
     seen = [{k: t != 0 for k, t in u.items()} for u in read.updates]
     live = [read.layers.live(u, read.rows) for u in read.updates]
@@ -459,7 +460,7 @@ def _overlap(a: Mapping[str, Tensor], b: Mapping[str, Tensor], among: Mapping[st
 # ------------------------------------------------------------------------------------------------------ clip and noise
 
 
-def _clip_of(read: _Reading) -> Inferred | None:
+def _clip_of(read: _UpdateEvidence) -> Inferred | None:
     """Several updates at one norm that none exceeds."""
     norms = [float(norm({k: t.double() for k, t in u.items()})) for u in read.updates]
     bound = max(norms)
@@ -474,7 +475,7 @@ def _identical(a: Update, b: Update) -> bool:
     return all(torch.equal(a[k], b[k]) for k in a)
 
 
-def _noise_of(read: _Reading) -> Inferred:
+def _noise_of(read: _UpdateEvidence) -> Inferred:
     """White noise raises the rank of a fully connected layer's update above one for each example and step."""
     free = sum(tally.live for tally in read.certain)
     nature = f"the {free:,} entries that no network makes zero are not zero"
@@ -488,7 +489,7 @@ def _noise_of(read: _Reading) -> Inferred:
     return read.verdict("none", {}, None, f"{nature}; {clip}; {rank}", free * -math.log(0.9))
 
 
-class _Rest(NamedTuple):
+class _RankResidual(NamedTuple):
     """What is left of a matrix beyond the rank that examples and steps can give it, and as how many entries' worth."""
 
     square: float
@@ -496,7 +497,7 @@ class _Rest(NamedTuple):
     white: bool
 
 
-def _beyond_rank(read: _Reading) -> Iterator[_Rest]:
+def _beyond_rank(read: _UpdateEvidence) -> Iterator[_RankResidual]:
     """Of each fully connected layer that is large enough to show it."""
     for update in read.updates:
         for name in read.layers.linear:
@@ -508,14 +509,14 @@ def _beyond_rank(read: _Reading) -> Iterator[_Rest]:
             size, largest = float(rest.norm()), float(rest[0])
             # noise's largest singular value (Marchenko & Pastur), with room: whatever decays further is no noise
             edge = 1.5 * (math.sqrt(high) + math.sqrt(wide)) * size / math.sqrt(high * wide)
-            yield _Rest(size**2, high * wide, size > RANK * float(values.norm()) and largest < edge)
+            yield _RankResidual(size**2, high * wide, size > RANK * float(values.norm()) and largest < edge)
 
 
 # ----------------------------------------------------------------------------------------------- the attacker's models
 
 
 @dataclass(frozen=True)
-class _sign(OnUpdate):
+class _sign(UpdateTransform):
     """u / (|u| + mean |u|) of each tensor stands in for a sign, which has no useful derivative."""
 
     scale: float
@@ -523,12 +524,12 @@ class _sign(OnUpdate):
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: self.scale * t / (t.abs() + t.abs().mean() + 1e-12) for k, t in update.items()}
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         return replace(before, signed=True)
 
 
 @dataclass(frozen=True)
-class _prune(OnUpdate):
+class _prune(UpdateTransform):
     """The largest part of each tensor's entries by magnitude."""
 
     keep: float
@@ -536,7 +537,7 @@ class _prune(OnUpdate):
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: self._largest(t) for k, t in update.items()}
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         return replace(before, sparse=True)
 
     def _largest(self, t: Tensor) -> Tensor:
@@ -546,7 +547,7 @@ class _prune(OnUpdate):
 
 
 @dataclass(frozen=True)
-class _mask(OnUpdate):
+class _mask(UpdateTransform):
     """The average over masks that are not known."""
 
     keep: float
@@ -554,12 +555,12 @@ class _mask(OnUpdate):
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: self.keep * t for k, t in update.items()}
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         return replace(before, sparse=True, shrink=self.keep * before.shrink)
 
 
 @dataclass(frozen=True, eq=False)
-class _shown(OnUpdate):
+class _shown(UpdateTransform):
     """A mask that everybody knows: where any update shows something."""
 
     places: Mapping[str, Tensor]
@@ -569,7 +570,7 @@ class _shown(OnUpdate):
 
 
 @dataclass(frozen=True)
-class _clip(OnUpdate):
+class _clip(UpdateTransform):
     """At most a norm, over all tensors."""
 
     max_norm: float
@@ -580,7 +581,7 @@ class _clip(OnUpdate):
 
 
 @dataclass(frozen=True)
-class _noise(OnUpdate):
+class _noise(UpdateTransform):
     """Normal noise changes nothing of the noise-free form."""
 
     sigma: float
@@ -591,5 +592,5 @@ class _noise(OnUpdate):
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return update
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         return replace(before, sigma=self.sigma)

@@ -62,7 +62,7 @@ def auto(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
     if known.batch_size == 1:
         return idlg(update, params, known, dummies)
     _, bias = _gradient(update, known)
-    noise = known.chain.conditional
+    noise = known.chain.update_distribution
     if bias is None or not _whole(bias) or (noise is not None and noise.signed):
         return llg(update, params, known, dummies)
     taken_once = known.chain.local.steps * known.chain.slice_of(known.batch_size) <= known.batch_size

@@ -22,16 +22,16 @@ from torch import Generator, Tensor
 from torch.func import functional_call, jvp, vmap
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.client.models.losses import is_cross_entropy, slope
+from fedgauge.client.models.losses import is_cross_entropy, logit_gradient
 from fedgauge.client.update import (
     Batch,
+    BatchTransform,
     Chain,
-    Conditional,
     Link,
-    OnBatch,
     Params,
-    Randomised,
+    StochasticLayer,
     Update,
+    UpdateDistribution,
     UpdateFn,
     gradient,
     per_example,
@@ -50,7 +50,7 @@ PROBE = 4096  # entries of the update that tells whether a link chooses what it 
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class VarianceBlock:
     """Directions of nearly equal prior variance: rows of axes (m, d), or where that is None all that `without` leaves."""
 
     axes: Tensor | None
@@ -128,7 +128,7 @@ class GaussianPrior:
         along = (z @ self.axes.T) * (self.variances.sqrt() - rest)
         return self.mean + rest * z + along @ self.axes
 
-    def blocks(self, count: int) -> list[Block]:
+    def blocks(self, count: int) -> list[VarianceBlock]:
         """The directions by prior variance, in at most so many steps of equal ratio, and the rest."""
         logs = self.variances.log()
         low, high = float(logs.min()), float(logs.max())
@@ -136,10 +136,12 @@ class GaussianPrior:
         label = ((logs - low) / step).long().clamp(max=count - 1)
         parts = [torch.nonzero(label == b).flatten() for b in range(count)]
         found = [
-            Block(self.axes[i], self.axes, len(i), float((1 / self.variances[i]).sum())) for i in parts if len(i) > 0
+            VarianceBlock(self.axes[i], self.axes, len(i), float((1 / self.variances[i]).sum()))
+            for i in parts
+            if len(i) > 0
         ]
         left = len(self.mean) - len(self.axes)
-        return found + ([Block(None, self.axes, left, left / self.rest)] if left else [])
+        return found + ([VarianceBlock(None, self.axes, left, left / self.rest)] if left else [])
 
     def _spectral(self, along: Tensor, rest: float) -> Tensor:
         identity = torch.eye(len(self.mean), dtype=torch.float64)
@@ -171,18 +173,18 @@ def _ledoit_wolf(centred: Tensor, variances: Tensor, average: float) -> float:
 # -------------------------------------------------------------------------------------------------------------- noise
 
 
-def known_noise(chain: Chain) -> tuple[Chain, Conditional] | None:
+def known_noise(chain: Chain) -> tuple[Chain, UpdateDistribution] | None:
     """The chain whose noise-free form F is of, and the noise on it; None without noise of a known density.
 
     The chain ends before a sign: what is seen are the signs of its noisy output, and all later is a change of scale.
     """
-    whole = chain.conditional
-    if any(isinstance(link, OnBatch) for link in chain.links):
+    whole = chain.update_distribution
+    if any(isinstance(link, BatchTransform) for link in chain.links):
         return None  # the noise is on what is computed of other examples, which no prior here is of
     if whole is None or not whole.noisy or any(_chooses(link) for link in chain.links):
         return None
     for i in range(len(chain.links)):
-        so_far = Chain(chain.links[: i + 1]).conditional
+        so_far = Chain(chain.links[: i + 1]).update_distribution
         if so_far is not None and so_far.signed:
             return Chain(chain.links[:i]), so_far
     return chain, whole
@@ -191,7 +193,7 @@ def known_noise(chain: Chain) -> tuple[Chain, Conditional] | None:
 def _chooses(link: object) -> bool:
     """Whether which entries a link drops depends on their values, so that the choice itself tells of the data."""
     link = link.inner if isinstance(link, per_example) else link
-    known = link.conditional(Conditional()) if isinstance(link, Link) else None
+    known = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
     if known is not None and known.hidden:
         return True
     if not isinstance(link, Link) or known is None or not known.sparse or known.shrink != 1:
@@ -205,7 +207,7 @@ def _chooses(link: object) -> bool:
     return not torch.equal(dropped(rising), dropped(rising.flip(0)))
 
 
-def precision(noise: Conditional, seen: Update | None = None) -> Precision:
+def precision(noise: UpdateDistribution, seen: Update | None = None) -> Precision:
     """Fisher information about each entry of the noise-free update, under noise of a known density.
 
     Args:
@@ -226,7 +228,7 @@ def precision(noise: Conditional, seen: Update | None = None) -> Precision:
     return weights
 
 
-def _weight(value: Tensor, noise: Conditional) -> Tensor:
+def _weight(value: Tensor, noise: UpdateDistribution) -> Tensor:
     """Information about a noisy value, or about the value behind the sign of it."""
     width = noise.sigma or noise.scale
     if not noise.signed:
@@ -257,7 +259,7 @@ def block_traces(
     params: Params,
     batch: Batch,
     weigh: Precision,
-    blocks: Sequence[Block],
+    blocks: Sequence[VarianceBlock],
     rng: Generator,
     probes: int = 1,
 ) -> Tensor:
@@ -305,7 +307,7 @@ def local_estimate(information: Tensor, prior: GaussianPrior) -> float:
     return float(torch.cholesky_inverse(torch.linalg.cholesky(total)).trace()) / len(information)
 
 
-def trace_bound(traces: Tensor, blocks: Sequence[Block], examples: int = 1) -> float:
+def trace_bound(traces: Tensor, blocks: Sequence[VarianceBlock], examples: int = 1) -> float:
     """The van Trees bound weakened to the traces of E F in blocks of directions; by Jensen's inequality never above it.
 
     Of one block it is n / (tr E F + tr covariance^-1).
@@ -329,7 +331,7 @@ def bayes_limit(known: Knowledge, params: Params, prior: GaussianPrior, rng: Gen
     for name, module in known.model.named_modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
             raise ValueError(f"layer {name!r} is dropout in train mode: the density of its draws is not known")
-        if isinstance(module, Randomised):
+        if isinstance(module, StochasticLayer):
             raise ValueError(f"layer {name!r} draws: the update is not normal around its noise-free form")
     part, noise = found
     bare = gradient(known.model, known.loss, normalise=known.normalise)
@@ -369,13 +371,13 @@ def _errors(known: Knowledge, params: Params, pool: Tensor) -> Tensor:
     with torch.no_grad():
         logits = [functional_call(model, params, (known.normalise(part),)) for part in x.split(CHUNK)]
     if not is_cross_entropy(known.loss):
-        slopes = [slope(known.loss, part, labels) for part, labels in zip(logits, y.split(CHUNK), strict=True)]
+        slopes = [logit_gradient(known.loss, part, labels) for part, labels in zip(logits, y.split(CHUNK), strict=True)]
         return torch.cat(slopes).double().square().sum(1).clamp_min(1e-12)
     chances = torch.cat([part.softmax(1) for part in logits]).double()
     return (chances - torch.nn.functional.one_hot(y, chances.shape[1])).square().sum(1).clamp_min(1e-12)
 
 
-def form(size: int) -> str:
+def limit_method(size: int) -> str:
     """How `bayes_limit` computes for batches of so many pixels, in words."""
     kind = "whole" if size <= FULL else f"by its trace in {BLOCKS} blocks of the prior's directions (a weaker bound)"
     return f"Fisher information {kind}, averaged over {DRAWS} batches of auxiliary images"

@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedgauge.attacks.base import Attack, Budget, Remembering
+from fedgauge.attacks.base import Attack, Budget, StatefulAttack
 from fedgauge.attacks.learned.auxiliary import Auxiliary
-from fedgauge.client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
 
 # groups of the registry
 IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS = "fedgauge.attacks", "fedgauge.text_attacks", "fedgauge.decoders"
-ATTACK = Kind("an attack", (IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS, "fedgauge.baselines"), Attack)
+ATTACK = ComponentKind("an attack", (IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS, "fedgauge.baselines"), Attack)
 IMAGE_BASELINES = ("mean_image", "random_image")
 TEXT_BASELINES = ("random_words",)
 BASELINES = IMAGE_BASELINES + TEXT_BASELINES
@@ -56,20 +56,20 @@ class PlannedAttack:
         budget = call(Budget, check_arguments(Budget, spent, where), where)
         component = {k: v for k, v in table.items() if k not in _OWN}
         attack = build(component, where, ATTACK, beside=_OWN)
-        name = conform(table.get("name", str(component["use"]).split(":")[-1]), str, f"{where}: name")
+        name = coerce(table.get("name", str(component["use"]).split(":")[-1]), str, f"{where}: name")
         if not name or not name.replace("_", "").replace("-", "").isalnum():
             raise SpecError(f"{where}: name must be letters, digits, - and _, got {name!r}")
         if name in LIMITS:
             raise SpecError(f"{where}: name {name!r} is the limit's own; give the attack another one")
         if len(name) > 64:  # it is part of a file's name
             raise SpecError(f"{where}: name must be at most 64 characters, got {len(name)}")
-        labels = conform(table.get("labels", "restored"), Literal["restored", "given"], f"{where}: labels")
-        defense = conform(table.get("defense", "known"), Literal["known", "unknown", "inferred"], f"{where}: defense")
-        trace = conform(table.get("trace", 0), int, f"{where}: trace")
+        labels = coerce(table.get("labels", "restored"), Literal["restored", "given"], f"{where}: labels")
+        defense = coerce(table.get("defense", "known"), Literal["known", "unknown", "inferred"], f"{where}: defense")
+        trace = coerce(table.get("trace", 0), int, f"{where}: trace")
         if trace:
             call(attack.traced, {"snapshots": trace}, where)
-        auxiliary = conform(table.get("auxiliary"), dict | None, f"{where}: auxiliary")
-        lengths = conform(table.get("lengths", "hidden"), Literal["hidden", "given"], f"{where}: lengths")
+        auxiliary = coerce(table.get("auxiliary"), dict | None, f"{where}: auxiliary")
+        lengths = coerce(table.get("lengths", "hidden"), Literal["hidden", "given"], f"{where}: lengths")
         planned = cls(name, component, budget, labels, defense, trace, auxiliary, lengths)
         planned.images(where)
         return planned
@@ -97,13 +97,13 @@ class PlannedAttack:
         return self.name in LIMITS
 
     @property
-    def remembers(self) -> bool:
+    def is_stateful(self) -> bool:
         """Whether what it makes of a client's earlier rounds changes what it does in the next: its jobs run in order."""
         if self.is_limit:
             return False
         target = resolve(self.table, f"[[attack]] {self.name}", ATTACK)  # by its type: nothing need be built for that
         kind = target if inspect.isclass(target) else typing.get_type_hints(target)["return"]
-        return issubclass(kind, Remembering)
+        return issubclass(kind, StatefulAttack)
 
     def to_json(self) -> str:
         """Every field in one line, the same for equal plans: a part of a job's key, and what a worker is sent."""

@@ -18,11 +18,21 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedgauge.client.arrays import head
+from fedgauge.client.arrays import npy_header
 from fedgauge.client.deployment.grading import batch_to_grade
 from fedgauge.client.deployment.grading import grade as grade_images
-from fedgauge.client.deployment.guard import WITHHELD, Outbound, inspected, kept_in, withheld
-from fedgauge.client.deployment.owner import Drawn, Guard, Own, Owner, Refused, State, Terms, digest_of, own_audit
+from fedgauge.client.deployment.guard import WITHHELD, UpdatePolicy, guard_memory, inspect_message, withheld
+from fedgauge.client.deployment.owner import (
+    ClientFolder,
+    DeployedClient,
+    DrawnBatch,
+    GuardPolicy,
+    OwnerConfig,
+    RequestRefused,
+    ServerTerms,
+    digest_of,
+    self_audit,
+)
 from fedgauge.client.inspection import REASON
 from fedgauge.client.models.vision import detached_params, floating_buffers
 from fedgauge.client.protocol import Federation, federation
@@ -59,7 +69,7 @@ def _private(handler: Handler) -> Handler:
             return handler(message, context)
         try:
             return handler(message, context)
-        except Refused as reason:
+        except RequestRefused as reason:
             return Message(Error(REFUSED, str(reason)), reply_to=message)
         except Exception:  # Flower would send its words to the server
             logging.getLogger("fedgauge").exception("fedgauge: a question of the server's was not answered")
@@ -98,10 +108,10 @@ def train(message: Message, context: Context) -> Message:
         )
     buffers = message.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
     told: list[str] = []
-    with kept_in(context.state) as met:
+    with guard_memory(context.state) as met:
         rows = fed.shards.rows_at(client, round)
         rng = generator(fed.protocol.seed, "inspection", client, round)
-        why = inspected(fed.protocol.guard, fed, client, round, rows, (params, buffers), met, told.append, rng)
+        why = inspect_message(fed.protocol.guard, fed, client, round, rows, (params, buffers), met, told.append, rng)
     if why:  # nothing of a simulation is secret: the run records what the owner alone would be told
         return Message(Error(WITHHELD, f"{REASON}: {why}"), reply_to=message)
     memory = context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict()
@@ -139,20 +149,20 @@ def _contiguous(update: Update) -> dict[str, torch.Tensor]:
 # -------------------------------------------------------------------------------------------------------- a deployment
 
 
-def _owner(context: Context) -> Owner:
-    return Owner.load(Path(str(context.node_config["client"])))
+def _owner(context: Context) -> OwnerConfig:
+    return OwnerConfig.load(Path(str(context.node_config["client"])))
 
 
 @lru_cache(maxsize=2)
-def _own(path: Path, text: str, protocol: str) -> Own:
+def _own(path: Path, text: str, protocol: str) -> DeployedClient:
     """Built anew where the owner has changed the file."""
-    return Own.of(Owner.parse(text, path), Terms.parse(protocol))
+    return DeployedClient.of(OwnerConfig.parse(text, path), ServerTerms.parse(protocol))
 
 
 def _train_own(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)
     path = Path(str(context.node_config["client"]))
-    state = State(Owner.load(path).state)
+    state = ClientFolder(OwnerConfig.load(path).state)
     try:
         protocol = str(context.run_config["protocol"])
         own = _own(path, path.read_text(), protocol)
@@ -160,7 +170,7 @@ def _train_own(message: Message, context: Context) -> Message:
             if state.protocol() != protocol:
                 state.keep_protocol(protocol)
             return _answer_with_update(message, context, own, state)
-    except Refused as reason:
+    except RequestRefused as reason:
         state.note("refused", run=context.run_id, what="train", reason=str(reason))
         raise
     except Exception as error:
@@ -168,20 +178,20 @@ def _train_own(message: Message, context: Context) -> Message:
         raise
 
 
-def _answer_with_update(message: Message, context: Context, own: Own, state: State) -> Message:
+def _answer_with_update(message: Message, context: Context, own: DeployedClient, state: ClientFolder) -> Message:
     round = _round_of(message, "config", own.protocol.rounds)
     if state.drawn(context.run_id, round) is not None:  # with fresh noise each time, a server would average it away
-        raise Refused(f"this client has answered in round {round} of this run")
+        raise RequestRefused(f"this client has answered in round {round} of this run")
     if own.owner.updates is not None and state.draws() >= own.owner.updates:  # a new run asks for the same rounds again
-        raise Refused("this client has given as many updates as its owner allows")
+        raise RequestRefused("this client has given as many updates as its owner allows")
     mu, agreed = message.content.config_records["config"].get("proximal-mu"), own.chain.local.proximal_mu
     if mu not in (None, agreed):
-        raise Refused("the server asks for another proximal-mu than this client applies")
+        raise RequestRefused("the server asks for another proximal-mu than this client applies")
     params, buffers = _sent(message, own)
     memory = dict(context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict())
     rows = own.draw(round)
     batch = own.owner.batch(rows)
-    drawn = Drawn(context.run_id, tuple(rows), digest_of(batch))
+    drawn = DrawnBatch(context.run_id, tuple(rows), digest_of(batch))
     state.keep_drawn(round, drawn)  # whatever becomes of it, it is not computed again
     if suspicious := _suspicious(own, params, buffers, round, rows, context.run_id, state):
         state.note("withheld", run=context.run_id, round=round, cause=suspicious)
@@ -200,10 +210,16 @@ def _answer_with_update(message: Message, context: Context, own: Own, state: Sta
 
 
 def _suspicious(
-    own: Own, params: Params, buffers: Mapping[str, Tensor], round: int, rows: list[int], run: int, state: State
+    own: DeployedClient,
+    params: Params,
+    buffers: Mapping[str, Tensor],
+    round: int,
+    rows: list[int],
+    run: int,
+    state: ClientFolder,
 ) -> str:
     """Why the owner's guard answers nothing to weights as these; empty without one, and where it only takes note."""
-    if own.owner.guard is None or own.owner.guard.watch.inspect == "off":
+    if own.owner.guard is None or own.owner.guard.inspection_policy.inspect == "off":
         return ""
 
     def note(words: str) -> None:
@@ -211,22 +227,24 @@ def _suspicious(
 
     with state.met(run) as met:
         weights, chosen = (params, buffers), torch.tensor(rows)
-        return inspected(own.owner.guard.watch, own, own.owner.client, round, chosen, weights, met, note)
+        return inspect_message(
+            own.owner.guard.inspection_policy, own, own.owner.client, round, chosen, weights, met, note
+        )
 
 
 def _objection(
-    own: Own, params: Params, buffers: Mapping[str, Tensor], update: Update, reply: Message, rows: list[int]
+    own: DeployedClient, params: Params, buffers: Mapping[str, Tensor], update: Update, reply: Message, rows: list[int]
 ) -> str:
     """Why the owner's guard lets nothing out; empty without one, and where it finds nothing."""
-    limits: Guard | None = own.owner.guard
+    limits: GuardPolicy | None = own.owner.guard
     if limits is None:
         return ""
     moved = reply.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
-    inversion = own_audit(limits)
+    inversion = self_audit(limits)
     audit = None
     if inversion is not None:
         audit = partial(inversion.leak, own, params, buffers, update, own.owner.batch(rows))
-    return Outbound().objection(moved) or Outbound(limits.max_norm, limits.threshold).objection(update, audit)
+    return UpdatePolicy().objection(moved) or UpdatePolicy(limits.max_norm, limits.threshold).objection(update, audit)
 
 
 @app.query("grade")
@@ -236,7 +254,7 @@ def grade(message: Message, context: Context) -> Message:
     if not _of_a_deployment(context):
         return Message(Error(NOT_GRADED, "a simulation's server grades by itself"), reply_to=message)
     owner = _owner(context)
-    state = State(owner.state)
+    state = ClientFolder(owner.state)
     try:
         round = _round_of(message, "grade", 2**31)
         with state.held():
@@ -245,7 +263,7 @@ def grade(message: Message, context: Context) -> Message:
             records = message.content.array_records.get("images", ArrayRecord())
             images = {name: _tensor(name, array, batch.x.shape) for name, array in records.items()}
             answer = grade_images(owner.grading, state, round, batch, images, run)
-    except Refused as reason:
+    except RequestRefused as reason:
         state.note("refused", run=context.run_id, what="grade", reason=str(reason))
         return Message(Error(NOT_GRADED, str(reason)), reply_to=message)
     content = RecordDict({"psnr": MetricRecord({name: list(values) for name, values in answer.psnr.items()})})
@@ -258,18 +276,18 @@ def _run_of(message: Message, context: Context) -> int:
     """Flower's number of the run in which a round was trained: a training that is resumed is another run to Flower."""
     told = message.content.config_records.get("grade", ConfigRecord()).get("run", str(context.run_id))
     if not isinstance(told, str) or not told.isascii() or not told.isdecimal() or len(told) > 20:
-        raise Refused("run must be a number, as text")
+        raise RequestRefused("run must be a number, as text")
     return int(told)
 
 
 def _round_of(message: Message, record: str, most: int) -> int:
     round = message.content.config_records.get(record, ConfigRecord()).get("server-round")
     if not isinstance(round, int) or not 1 <= round <= most:
-        raise Refused(f"server-round must be a whole number from 1 to {most}")
+        raise RequestRefused(f"server-round must be a whole number from 1 to {most}")
     return round
 
 
-def _sent(message: Message, own: Own) -> tuple[Params, dict[str, Tensor]]:
+def _sent(message: Message, own: DeployedClient) -> tuple[Params, dict[str, Tensor]]:
     """Weights and buffers, if they are exactly the model's."""
     records = message.content.array_records
     params = _tensors(records.get("arrays", ArrayRecord()), detached_params(own.model))
@@ -278,10 +296,10 @@ def _sent(message: Message, own: Own) -> tuple[Params, dict[str, Tensor]]:
 
 def _tensors(record: ArrayRecord, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if record.keys() != like.keys():
-        raise Refused("the server's weights or buffers are not called as the model's are")
+        raise RequestRefused("the server's weights or buffers are not called as the model's are")
     tensors = {name: _tensor(name, record[name], t.shape, t.dtype) for name, t in like.items()}
     if wrong := [name for name, t in tensors.items() if not torch.isfinite(t).all()]:
-        raise Refused(f"the server's {wrong[0]} has entries that are not finite")
+        raise RequestRefused(f"the server's {wrong[0]} has entries that are not finite")
     return tensors
 
 
@@ -291,13 +309,13 @@ def _tensor(name: str, array: Array, shape: torch.Size, dtype: torch.dtype = tor
     data = array.data
     size = math.prod(shape)
     if len(data) > size * kind.itemsize + _HEADER or array.stype != "numpy.ndarray":
-        raise Refused(f"{name} is no array of shape {tuple(shape)} and dtype {kind}")
+        raise RequestRefused(f"{name} is no array of shape {tuple(shape)} and dtype {kind}")
     try:
-        said = head(data)
+        said = npy_header(data)
     except Exception as error:  # hostile bytes raise what they like
-        raise Refused(f"{name} cannot be decoded") from error
+        raise RequestRefused(f"{name} cannot be decoded") from error
     if said.shape != tuple(shape) or said.dtype != kind or len(data) != said.start + size * kind.itemsize:
-        raise Refused(f"{name} is no array of shape {tuple(shape)} and dtype {kind}")
+        raise RequestRefused(f"{name} is no array of shape {tuple(shape)} and dtype {kind}")
     flat = np.frombuffer(data, kind, size, said.start)
     array_of = flat.reshape(said.shape[::-1]).T if said.by_columns else flat.reshape(said.shape)
     return torch.from_numpy(array_of.copy())

@@ -10,7 +10,7 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 _LARGEST = 2**14  # bytes of a header: NumPy itself reads none beyond 10,000
 
 
-class Head(NamedTuple):
+class NpyHeader(NamedTuple):
     """What the header of an npy file says, and where its numbers begin."""
 
     shape: tuple[int, ...]
@@ -19,7 +19,7 @@ class Head(NamedTuple):
     start: int
 
 
-def head(data: bytes) -> Head:
+def npy_header(data: bytes) -> NpyHeader:
     """The header of one whole array of numbers.
 
     Raises:
@@ -34,4 +34,4 @@ def head(data: bytes) -> Head:
         raise ValueError(f"expected numbers, got {dtype} of shape {shape}")
     if (claimed := math.prod(shape) * dtype.itemsize) > (following := len(data) - file.tell()):
         raise ValueError(f"it claims {claimed} bytes of shape {shape}, and {following} follow")
-    return Head(shape, dtype, by_columns, file.tell())
+    return NpyHeader(shape, dtype, by_columns, file.tell())

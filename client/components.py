@@ -35,7 +35,7 @@ class SpecError(ValueError):
 
 
 @dataclass(frozen=True)
-class Kind:
+class ComponentKind:
     """One kind of component: where the registry lists it, and what it must be.
 
     Args:
@@ -144,7 +144,7 @@ def _importable() -> None:
             sys.path.append(folder)
 
 
-def located(table: Table, kind: Kind, base: Path) -> dict[str, Any]:
+def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> dict[str, Any]:
     """The same table with its arguments that are paths absolute; relative ones start from base.
 
     A table is read again in other folders: by Flower's processes, and with its run.
@@ -162,7 +162,7 @@ def located(table: Table, kind: Kind, base: Path) -> dict[str, Any]:
 
 
 def build(
-    table: Table, where: str, kind: Kind, offered: Mapping[str, Any] | None = None, beside: Sequence[str] = ()
+    table: Table, where: str, kind: ComponentKind, offered: Mapping[str, Any] | None = None, beside: Sequence[str] = ()
 ) -> Any:
     """Call the component a table names with the table's other keys as arguments.
 
@@ -216,7 +216,7 @@ def _raised(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def resolve(table: Table, where: str, kind: Kind) -> Callable[..., Any]:
+def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]:
     """The function or class that a table's `use` names."""
     name = table.get("use")
     if not isinstance(name, str) or not name:
@@ -224,19 +224,19 @@ def resolve(table: Table, where: str, kind: Kind) -> Callable[..., Any]:
     return _of_package(name, where, kind) if ":" in name else _registered(name, where, kind)
 
 
-def package_of(table: Table, kind: Kind) -> str:
+def package_of(table: Table, kind: ComponentKind) -> str:
     """The top-level package that holds the component a table names; "" where nothing does."""
     name = str(table.get("use", ""))
     modules = [name.partition(":")[0]] if ":" in name else [e.module for e in kind.entries() if e.name == name]
     return modules[0].split(".")[0] if modules else ""
 
 
-def is_own(table: Table, kind: Kind) -> bool:
+def is_own(table: Table, kind: ComponentKind) -> bool:
     """Whether the component that a table names is fedgauge's own."""
     return package_of(table, kind) == OWN
 
 
-def _registered(name: str, where: str, kind: Kind) -> Callable[..., Any]:
+def _registered(name: str, where: str, kind: ComponentKind) -> Callable[..., Any]:
     """The component of a short name."""
     found = [entry for entry in kind.entries() if entry.name == name]
     own = [entry for entry in found if entry.own]  # nobody takes a name from fedgauge
@@ -257,7 +257,7 @@ def _registered(name: str, where: str, kind: Kind) -> Callable[..., Any]:
     return typing.cast(Callable[..., Any], target)
 
 
-def _of_package(name: str, where: str, kind: Kind) -> Callable[..., Any]:
+def _of_package(name: str, where: str, kind: ComponentKind) -> Callable[..., Any]:
     """The object that module:name is, in a package that is allowed."""
     module = name.split(":")[0]
     if name.count(":") != 1:
@@ -274,17 +274,17 @@ def _of_package(name: str, where: str, kind: Kind) -> Callable[..., Any]:
     return typing.cast(Callable[..., Any], target)
 
 
-def _choices(kind: Kind) -> str:
+def _choices(kind: ComponentKind) -> str:
     return f"{kind.noun} is one of {', '.join(kind.names())}"
 
 
-def _meant(name: str, kind: Kind) -> str:
+def _meant(name: str, kind: ComponentKind) -> str:
     """The short name that is nearly this one."""
     near = get_close_matches(name.rpartition(":")[2], kind.names(), 1, 0.8)
     return f"did you mean {near[0]!r}? " if near and near[0] != name else ""
 
 
-def _replaced(name: str, kind: Kind) -> str:
+def _replaced(name: str, kind: ComponentKind) -> str:
     """What says today what an old, dotted name of fedgauge's own said; nothing where there is no such component."""
     module, _, last = name.partition(":")
     short = _RENAMED.get(name, last)
@@ -293,7 +293,7 @@ def _replaced(name: str, kind: Kind) -> str:
     return f"components have short names now: use = {short!r} in place of {name!r}"
 
 
-def _forbidden(name: str, kind: Kind) -> str:
+def _forbidden(name: str, kind: ComponentKind) -> str:
     package = name.split(".")[0].split(":")[0]
     permission = ""
     if package.isidentifier() and package != OWN:
@@ -311,7 +311,7 @@ def _found(module: str, error: Exception) -> str:
     return f" ({error}; {f'{module} was read from {read}' if read else f'looked for in {folders}'})"
 
 
-def _expected(kind: Kind, module: str) -> str:
+def _expected(kind: ComponentKind, module: str) -> str:
     types = " or ".join(map(_named, kind.outside or (kind.type,)))
     says = "that says so (-> ...)" if kind.annotated else "(an annotation, where it has one, must say so)"
     return f"expected, written in {module.split('.')[0]}, a class that derives from {types}, or a function that returns one {says}"
@@ -343,7 +343,7 @@ def check_arguments(
     checked: dict[str, Any] = {}
     for name, parameter in parameters.items():
         if name in arguments:
-            checked[name] = conform(arguments[name], hints.get(name, Any), f"{where}: {name}")
+            checked[name] = coerce(arguments[name], hints.get(name, Any), f"{where}: {name}")
         elif name in given:
             checked[name] = offered[name]
         elif parameter.default is parameter.empty:
@@ -351,7 +351,7 @@ def check_arguments(
     return checked
 
 
-def conform(value: Any, hint: Any, where: str) -> Any:
+def coerce(value: Any, hint: Any, where: str) -> Any:
     """The value as its hint wants it (an int for a float, a list for a tuple); SpecError where it does not fit."""
     if hint is Any or hint is inspect.Parameter.empty:
         return value
@@ -359,7 +359,7 @@ def conform(value: Any, hint: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         for option in inner:
             try:
-                return conform(value, option, where)
+                return coerce(value, option, where)
             except SpecError:
                 continue
     elif origin is Literal:
@@ -377,9 +377,9 @@ def conform(value: Any, hint: Any, where: str) -> Any:
                 raise SpecError(f"{where} must be a finite number, got {value!r}")
             return float(value)
     elif origin in (tuple, list, Sequence) and isinstance(value, list | tuple):
-        return tuple(conform(item, inner[0], f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(coerce(item, inner[0], f"{where}[{i}]") for i, item in enumerate(value))
     elif origin is Mapping and isinstance(value, Mapping):
-        return {key: conform(item, inner[1], f"{where}: {key}") for key, item in value.items()}
+        return {key: coerce(item, inner[1], f"{where}: {key}") for key, item in value.items()}
     elif (
         origin is None
         and isinstance(hint, type)

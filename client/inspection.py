@@ -17,7 +17,7 @@ from torch.func import functional_call, vmap
 
 from fedgauge.client.data.images import Shards, batch_of
 from fedgauge.client.rng import secret_generator
-from fedgauge.client.update import Batch, Loss, Memory, Params, drawing, gradient
+from fedgauge.client.update import Batch, Loss, Params, TransformState, drawing, gradient
 
 PROBE = 32  # own examples on which weights are tried
 MOST_ROWS = 1024  # of a matrix that are compared with each other: of more, some are drawn
@@ -35,7 +35,7 @@ REASON = "withheld by the client's guard"  # the same whatever the cause
 ALARM = "alarm, suspicion"
 
 
-def alarmed(reason: str) -> bool:
+def is_alarm(reason: str) -> bool:
     """Whether a guard's words, as a server records them, tell of an alarm or of an update that was withheld."""
     return ALARM in reason or reason.startswith(REASON)
 
@@ -61,7 +61,7 @@ THRESHOLDS: Mapping[str, float] = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class DetectorResult:
     """What one detector made of one layer ("": of the whole network).
 
     Args:
@@ -86,15 +86,15 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Findings:
+class DetectorResults:
     """Each detector's worst layer, the most suspicious first; without those that had nothing to look at."""
 
-    found: tuple[Finding, ...]
+    found: tuple[DetectorResult, ...]
 
     @classmethod
-    def of(cls, findings: Iterator[Finding]) -> "Findings":
+    def of(cls, findings: Iterator[DetectorResult]) -> "DetectorResults":
         """The worst of each detector."""
-        worst: dict[str, Finding] = {}
+        worst: dict[str, DetectorResult] = {}
         for finding in findings:
             if not math.isfinite(finding.score):  # by comparison it would pass under any threshold
                 finding = replace(finding, score=LARGEST)
@@ -108,7 +108,7 @@ class Findings:
         return max((f.ratio for f in self.found), default=0.0)
 
     @property
-    def alarms(self) -> tuple[Finding, ...]:
+    def alarms(self) -> tuple[DetectorResult, ...]:
         """Those at or above their threshold."""
         return tuple(f for f in self.found if f.ratio >= 1)
 
@@ -122,7 +122,7 @@ class Findings:
 
 
 @dataclass(frozen=True, eq=False)
-class Bench:
+class ProbeSet:
     """What a client tries weights on.
 
     Args:
@@ -137,13 +137,13 @@ class Bench:
 
 
 def inspect(
-    bench: Bench,
+    probes: ProbeSet,
     params: Params,
     previous: Params | None,
     apart: int = 1,
     agreed: str = "",
     rng: Generator | None = None,
-) -> Findings:
+) -> DetectorResults:
     """Everything that can be said of weights before training on them; all that is handed in is left as it was.
 
     Of fewer than FEWEST examples nothing is said of how they share a gradient: one alone has all of it by definition. Who
@@ -156,29 +156,29 @@ def inspect(
             them would put its rows elsewhere.
     """
 
-    def findings() -> Iterator[Finding]:
-        yield from _architecture(bench.model, agreed)
-        yield from weights_alone(params, previous, apart, _tables(bench.model), rng)
-        if not len(bench.probe.x):
+    def findings() -> Iterator[DetectorResult]:
+        yield from _architecture(probes.model, agreed)
+        yield from inspect_weights(params, previous, apart, _tables(probes.model), rng)
+        if not len(probes.probe.x):
             return
-        now = _tried(bench, params)
-        before = None if previous is None else _tried(bench, previous)
+        now = _tried(probes, params)
+        before = None if previous is None else _tried(probes, previous)
         yield from _biases(params, now)
-        yield from _dead(params, now, _tables(bench.model))
-        yield from _shared_out(now, before, _tables(bench.model))
+        yield from _dead(params, now, _tables(probes.model))
+        yield from _shared_out(now, before, _tables(probes.model))
         if before is not None:
             yield from _loss(now, before)
 
-    return Findings.of(findings())
+    return DetectorResults.of(findings())
 
 
-def weights_alone(
+def inspect_weights(
     params: Params,
     previous: Params | None,
     apart: int = 1,
     tables: frozenset[str] = frozenset(),
     rng: Generator | None = None,
-) -> Iterator[Finding]:
+) -> Iterator[DetectorResult]:
     """What weights show without an example; tables: names of embeddings, whose rows are no units of a layer."""
     before = {} if previous is None else dict(_matrices(previous, tables))
     for name, matrix in _matrices(params, tables):
@@ -192,7 +192,7 @@ def weights_alone(
         yield from _jumps(params, previous, apart)
 
 
-def probe_of(shards: Shards, client: int, rows: Tensor) -> Batch:
+def probe_examples(shards: Shards, client: int, rows: Tensor) -> Batch:
     """Examples of a client's own to try weights on: a round's (their rows), and others of its shard up to PROBE."""
     mine = shards.indices[client]
     others = mine[~torch.isin(mine, rows)][: max(PROBE - len(rows), 0)]
@@ -211,7 +211,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class Watch:
+class InspectionPolicy:
     """What a client does about the weights that it is sent.
 
     Args:
@@ -226,8 +226,8 @@ class Watch:
     examples: bool = True
 
     def findings(
-        self, bench: Bench | None, params: Params, round: int, memory: Memory, rng: Generator | None = None
-    ) -> Findings:
+        self, probes: ProbeSet | None, params: Params, round: int, memory: TransformState, rng: Generator | None = None
+    ) -> DetectorResults:
         """What a round's weights look like to a client that keeps `memory` from round to round: read, and written.
 
         It keeps the first network's fingerprint and the last weights that raised no alarm: no more than a model.
@@ -240,12 +240,12 @@ class Watch:
         if previous is not None and _shapes(previous) != _shapes(params):
             previous = None  # of another network, of which the fingerprint speaks
         apart = min(max(round - then, 1), MOST_APART)
-        if bench is None:
-            found = Findings.of(weights_alone(params, previous, apart, rng=rng))
+        if probes is None:
+            found = DetectorResults.of(inspect_weights(params, previous, apart, rng=rng))
         else:
-            tried = bench if self.examples else replace(bench, probe=Batch(bench.probe.x[:0], bench.probe.y[:0]))
+            tried = probes if self.examples else replace(probes, probe=Batch(probes.probe.x[:0], probes.probe.y[:0]))
             found = inspect(tried, params, previous, apart, self.architecture or _text(memory.get(FIRST_NETWORK)), rng)
-            met = fingerprint(bench.model).encode()
+            met = fingerprint(probes.model).encode()
             memory.setdefault(FIRST_NETWORK, torch.tensor(list(met), dtype=torch.uint8))
         if not found.alarms:
             for name in [k for k in memory if k.startswith(_WEIGHTS)]:
@@ -259,7 +259,7 @@ FIRST_NETWORK = "architecture"  # in a memory, the fingerprint of the network th
 _ROUND, _WEIGHTS = "round", "params."
 
 
-def _remembered(memory: Memory) -> tuple[Params | None, int]:
+def _remembered(memory: TransformState) -> tuple[Params | None, int]:
     kept = {k.removeprefix(_WEIGHTS): t for k, t in memory.items() if k.startswith(_WEIGHTS)}
     return (kept, int(memory[_ROUND])) if kept else (None, 0)
 
@@ -275,11 +275,11 @@ def _text(kept: Tensor | None) -> str:
 # ---------------------------------------------------------------------------------------------------------- the weights
 
 
-def _architecture(model: nn.Module, agreed: str) -> Iterator[Finding]:
+def _architecture(model: nn.Module, agreed: str) -> Iterator[DetectorResult]:
     if not agreed:
         return
     met = fingerprint(model)
-    yield Finding("architecture", "", float(met != agreed) * 2, f"its fingerprint is {met}, agreed is {agreed}")
+    yield DetectorResult("architecture", "", float(met != agreed) * 2, f"its fingerprint is {met}, agreed is {agreed}")
 
 
 def _tables(model: nn.Module) -> frozenset[str]:
@@ -300,10 +300,10 @@ def _drawn(matrix: Tensor, rng: Generator | None) -> Tensor:
     return torch.randperm(len(matrix), generator=secret_generator() if rng is None else rng)[:MOST_ROWS]
 
 
-def _rows(name: str, matrix: Tensor) -> Iterator[Finding]:
+def _rows(name: str, matrix: Tensor) -> Iterator[DetectorResult]:
     """Rows that are zero or another's multiple, and a rank that says the same of all of them together."""
     if not bool(torch.isfinite(matrix).all()):  # eigenvalues of which cannot be asked for
-        yield Finding("dependent rows", name, LARGEST, "it has entries that are not finite")
+        yield DetectorResult("dependent rows", name, LARGEST, "it has entries that are not finite")
         return
     rows = matrix.double()
     norms = rows.norm(dim=1)
@@ -316,17 +316,17 @@ def _rows(name: str, matrix: Tensor) -> Iterator[Finding]:
     lacking = float((values <= 1e-8 * values[-1]).double().mean())
     share = max(float((zero | parallel).double().mean()), lacking)
     words = f"{int(zero.sum())} rows of {len(rows)} are zero, {int(parallel.sum())} another's multiple"
-    yield Finding("dependent rows", name, share, f"{words}; its rank lacks {lacking:.0%}")
+    yield DetectorResult("dependent rows", name, share, f"{words}; its rank lacks {lacking:.0%}")
 
 
-def _balance(name: str, matrix: Tensor) -> Iterator[Finding]:
+def _balance(name: str, matrix: Tensor) -> Iterator[DetectorResult]:
     """More rows with as many negative as positive entries than chance allows: minus log10 of its probability, at most."""
     entries = matrix.shape[1]
     matrix = matrix[(matrix != 0).all(1)]  # of empty rows others speak
     even = int((matrix.sign().sum(1).abs() <= entries % 2).sum())
     middle = math.lgamma(entries + 1) - math.lgamma(entries // 2 + 1) - math.lgamma(entries - entries // 2 + 1)
     expected = math.exp(middle - entries * math.log(2)) * (1 + entries % 2)
-    yield Finding(
+    yield DetectorResult(
         "balanced rows",
         name,
         _chernoff(even, len(matrix), expected),
@@ -343,7 +343,7 @@ def _chernoff(count: int, n: int, expected: float) -> float:
     return n * (p * math.log(p / expected) + rest) / math.log(10)
 
 
-def _sparse(name: str, matrix: Tensor) -> Iterator[Finding]:
+def _sparse(name: str, matrix: Tensor) -> Iterator[DetectorResult]:
     """Rows of which a few entries hold all: (sum w^2)^2 / sum w^4 is n/3 of n normal entries, 1 of a single one."""
     squares = matrix.double().square()
     held_by = squares.sum(1).square() / squares.square().sum(1).clamp(min=1e-300)
@@ -351,10 +351,10 @@ def _sparse(name: str, matrix: Tensor) -> Iterator[Finding]:
     single = int((few & (held_by < 2)).sum()) if matrix.shape[1] >= LONG else 0
     share = float(few.double().mean())
     words = f"of {share:.0%} of its rows a few entries hold nearly all, of {single} rows a single one"
-    yield Finding("sparse rows", name, 1.0 if single else share, words)
+    yield DetectorResult("sparse rows", name, 1.0 if single else share, words)
 
 
-def _jumps(params: Params, previous: Params, apart: int) -> Iterator[Finding]:
+def _jumps(params: Params, previous: Params, apart: int) -> Iterator[DetectorResult]:
     """How far each layer has moved, in units of its size; weights and bias together, since a bias may start near zero."""
     layers: dict[str, list[str]] = {}
     for name in params:
@@ -363,14 +363,14 @@ def _jumps(params: Params, previous: Params, apart: int) -> Iterator[Finding]:
         size = _norm(previous[n] for n in names)
         moved = _norm(params[n] - previous[n] for n in names)
         score = min(moved / size if size else LARGEST * (moved > 0), LARGEST) / apart
-        yield Finding("jump", layer, score, f"it moved by {score:.0%} of its size a round")
+        yield DetectorResult("jump", layer, score, f"it moved by {score:.0%} of its size a round")
 
 
 def _norm(tensors: Iterator[Tensor]) -> float:
     return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
 
 
-def _moved(name: str, matrix: Tensor, before: Tensor, drawn: Tensor) -> Iterator[Finding]:
+def _moved(name: str, matrix: Tensor, before: Tensor, drawn: Tensor) -> Iterator[DetectorResult]:
     """Rows, of those drawn, that stand where any other stood: nearer to what that one was than to what they were."""
     now = _directions(matrix[drawn])
     own, nearest = torch.full((2, len(now)), -1.0, dtype=now.dtype)
@@ -381,7 +381,9 @@ def _moved(name: str, matrix: Tensor, before: Tensor, drawn: Tensor) -> Iterator
         nearest = nearest.maximum(cosines.masked_fill(same, -1.0).amax(1))
     gain = float((nearest - own).max())
     moved = int((nearest - own >= THRESHOLDS["moved rows"]).sum())
-    yield Finding("moved rows", name, max(gain, 0.0), f"{moved} rows are nearer to what others were than to themselves")
+    yield DetectorResult(
+        "moved rows", name, max(gain, 0.0), f"{moved} rows are nearer to what others were than to themselves"
+    )
 
 
 def _directions(rows: Tensor) -> Tensor:
@@ -394,7 +396,7 @@ def _directions(rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Trial:
+class _ProbeResult:
     """What weights make of examples.
 
     Args:
@@ -408,10 +410,10 @@ class _Trial:
     energy: Mapping[str, Tensor]
 
 
-def _tried(bench: Bench, params: Params) -> _Trial:
-    with _as_evaluated(bench.model):
-        inputs, losses = _forward(bench, params)
-        return _Trial(inputs, losses, _energies(bench, params))
+def _tried(probes: ProbeSet, params: Params) -> _ProbeResult:
+    with _as_evaluated(probes.model):
+        inputs, losses = _forward(probes, params)
+        return _ProbeResult(inputs, losses, _energies(probes, params))
 
 
 @contextmanager
@@ -426,7 +428,7 @@ def _as_evaluated(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _forward(bench: Bench, params: Params) -> tuple[dict[str, float], Tensor]:
+def _forward(probes: ProbeSet, params: Params) -> tuple[dict[str, float], Tensor]:
     inputs: dict[str, float] = {}
 
     def noting(name: str) -> Callable[[nn.Module, tuple[object, ...]], None]:
@@ -436,24 +438,24 @@ def _forward(bench: Bench, params: Params) -> tuple[dict[str, float], Tensor]:
 
         return note
 
-    model, (x, y) = bench.model, bench.probe
+    model, (x, y) = probes.model, probes.probe
     biased = [(n, m) for n, m in model.named_modules() if _inside(n, "bias") in params]
     hooks = [module.register_forward_pre_hook(noting(name)) for name, module in biased]
     try:
         with torch.no_grad(), drawing(model, None):
-            logits = functional_call(model, params, (x if bench.normalise is None else bench.normalise(x),))
+            logits = functional_call(model, params, (x if probes.normalise is None else probes.normalise(x),))
     finally:
         for hook in hooks:
             hook.remove()
-    return inputs, torch.stack([bench.loss(logits[i : i + 1], y[i : i + 1]) for i in range(len(x))]).double()
+    return inputs, torch.stack([probes.loss(logits[i : i + 1], y[i : i + 1]) for i in range(len(x))]).double()
 
 
 def _inside(layer: str, name: str) -> str:
     return f"{layer}.{name}" if layer else name
 
 
-def _energies(bench: Bench, params: Params) -> dict[str, Tensor]:
-    compute = gradient(bench.model, bench.loss, bench.normalise)
+def _energies(probes: ProbeSet, params: Params) -> dict[str, Tensor]:
+    compute = gradient(probes.model, probes.loss, probes.normalise)
 
     def one(x: Tensor, y: Tensor) -> Params:
         found = compute(params, Batch(x[None], y[None]), None)
@@ -463,11 +465,11 @@ def _energies(bench: Bench, params: Params) -> dict[str, Tensor]:
 
     # of a network larger than that it is one example's gradient, which the client computes anyway
     chunk = max(1, MOST_FLOATS // sum(t.numel() for t in params.values()))
-    found: dict[str, Tensor] = vmap(one, randomness="different", chunk_size=chunk)(*bench.probe)
+    found: dict[str, Tensor] = vmap(one, randomness="different", chunk_size=chunk)(*probes.probe)
     return {k: t.detach() for k, t in found.items()}
 
 
-def _biases(params: Params, now: _Trial) -> Iterator[Finding]:
+def _biases(params: Params, now: _ProbeResult) -> Iterator[DetectorResult]:
     """Biases that drown what their layer's weights make of the examples, |b| over |w| and the size of the inputs."""
     for layer, size in now.inputs.items():
         weight, bias = params.get(_inside(layer, "weight")), params[_inside(layer, "bias")]
@@ -477,10 +479,10 @@ def _biases(params: Params, now: _Trial) -> Iterator[Finding]:
         ratio = (bias.detach().double().abs() / expected.clamp(min=1e-12)).clamp(max=LARGEST)
         worst = int(ratio.argmax())
         words = f"its bias {worst} is {float(ratio[worst]):.3g} times what its weights can make of an input"
-        yield Finding("extreme biases", layer, float(ratio[worst]), words)
+        yield DetectorResult("extreme biases", layer, float(ratio[worst]), words)
 
 
-def _dead(params: Params, now: _Trial, tables: frozenset[str]) -> Iterator[Finding]:
+def _dead(params: Params, now: _ProbeResult, tables: frozenset[str]) -> Iterator[DetectorResult]:
     """Layers and units that no example's gradient reaches; of a table it reaches the words that occur."""
     layers = {k: e for k, e in now.energy.items() if params[k].dim() > 1 and k not in tables}
     # gradient times weight is of one size in all layers of a ReLU network, whatever the scale of each
@@ -489,14 +491,16 @@ def _dead(params: Params, now: _Trial, tables: frozenset[str]) -> Iterator[Findi
     for name, size in sizes.items():
         score = math.log10(most / size) if size > 0 else math.log10(LARGEST)
         words = f"its gradient is smaller by 10^{score:.1f} than another layer's" if most else "it gets no gradient"
-        yield Finding("dead layer", name, min(score, math.log10(LARGEST)), words)
+        yield DetectorResult("dead layer", name, min(score, math.log10(LARGEST)), words)
         if size > 0 and layers[name].shape[1] >= FEWEST:
             units = layers[name].sum(0)
             share = float((units <= TOUCHES * units.max()).double().mean())
-            yield Finding("dead units", name, share, f"{share:.0%} of its units get no gradient from any example")
+            yield DetectorResult(
+                "dead units", name, share, f"{share:.0%} of its units get no gradient from any example"
+            )
 
 
-def _shared_out(now: _Trial, before: _Trial | None, tables: frozenset[str]) -> Iterator[Finding]:
+def _shared_out(now: _ProbeResult, before: _ProbeResult | None, tables: frozenset[str]) -> Iterator[DetectorResult]:
     """Gradients that one example has for itself, as a layer, as most of its units, or as others have lost theirs."""
     if len(now.losses) < FEWEST:
         return
@@ -509,12 +513,12 @@ def _shared_out(now: _Trial, before: _Trial | None, tables: frozenset[str]) -> I
             gone = layer.sum(1) <= GONE * then.sum(1)
         share = float(gone.double().mean())
         words = f"one example's gradient is {ratio:.3g} times all others' together"
-        yield Finding("dominated", name, ratio / usual, f"{words}, {ratio / usual:.3g} times what was usual")
-        yield Finding("vanished", name, share, f"{share:.0%} of the examples lost their gradient")
+        yield DetectorResult("dominated", name, ratio / usual, f"{words}, {ratio / usual:.3g} times what was usual")
+        yield DetectorResult("vanished", name, share, f"{share:.0%} of the examples lost their gradient")
         if layer.shape[1] >= WIDE and name not in tables:
             share, common = _isolated(layer), 0.0 if before is None else _isolated(before.energy[name])
             words = f"{share:.0%} of its units learn from a single example each, {common:.0%} did before"
-            yield Finding("isolated units", name, max(share - common, 0.0), words)
+            yield DetectorResult("isolated units", name, max(share - common, 0.0), words)
 
 
 def _isolated(layer: Tensor) -> float:
@@ -524,7 +528,7 @@ def _isolated(layer: Tensor) -> float:
     return float((layer.amax(0) >= ALONE * units)[alive].double().mean()) if bool(alive.any()) else 0.0
 
 
-def _together(trial: _Trial) -> Tensor:
+def _together(trial: _ProbeResult) -> Tensor:
     return torch.stack([e.sum(1) for e in trial.energy.values()]).sum(0)[:, None]
 
 
@@ -537,10 +541,10 @@ def _dominance(layer: Tensor) -> float:
     return min(math.sqrt(float(each.max()) / rest), LARGEST)
 
 
-def _loss(now: _Trial, before: _Trial) -> Iterator[Finding]:
+def _loss(now: _ProbeResult, before: _ProbeResult) -> Iterator[DetectorResult]:
     """A loss that has leapt or collapsed since the last round, as a logarithm."""
     here, then = (max(float(t.losses.mean()), 1e-6) for t in (now, before))
-    yield Finding(
+    yield DetectorResult(
         "loss",
         "",
         abs(math.log(here) - math.log(then)),

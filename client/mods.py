@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord, Context, Message
 from torch import Generator, Tensor
 
 from fedgauge.client.rng import secret_generator
-from fedgauge.client.update import Chain, OnUpdate, Transform
+from fedgauge.client.update import Chain, Transform, UpdateTransform
 
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
@@ -19,7 +19,7 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     nearest to the training. It wants one ArrayRecord in the message and one, with the same names, in the reply.
 
     Args:
-        transform: a defense of the finished update (an OnUpdate, or a chain of them): a mod has no examples.
+        transform: a defense of the finished update (an UpdateTransform, or a chain of them): a mod has no examples.
         rng: of the defense's randomness; default: the operating system's entropy, the client's own secret.
 
     Raises:
@@ -49,11 +49,11 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     return mod
 
 
-def _defenses(transform: Transform) -> Iterator[OnUpdate]:
+def _defenses(transform: Transform) -> Iterator[UpdateTransform]:
     if isinstance(transform, Chain):
         for link in transform.links:
             yield from _defenses(link)
-    elif isinstance(transform, OnUpdate):
+    elif isinstance(transform, UpdateTransform):
         yield transform
     else:
         raise ValueError(f"a mod acts on the finished update; {transform} needs the examples or trains")

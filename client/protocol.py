@@ -11,42 +11,42 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedgauge.client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
-from fedgauge.client.data.own_images import wrong
-from fedgauge.client.inspection import Watch
-from fedgauge.client.models.losses import CROSS_ENTROPY, build_loss, is_mean, is_of_tokens, takes_probabilities
+from fedgauge.client.data.own_images import image_dataset_error
+from fedgauge.client.inspection import InspectionPolicy
+from fedgauge.client.models.losses import CROSS_ENTROPY, build_loss, is_mean, predicts_tokens, takes_probabilities
 from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import (
     Batch,
+    BatchTransform,
     Chain,
+    GroupMean,
     Link,
     Loss,
-    Memory,
-    OnBatch,
     Params,
-    Summed,
+    StatefulTransform,
+    TransformState,
     Update,
     UpdateFn,
-    WithMemory,
     average,
+    concatenate,
     gradient,
-    joined,
-    mean_of,
-    one_by_one,
+    is_identity,
+    is_per_example,
+    noise_free,
     per_example,
     trained_on,
-    transparent,
 )
 
-DATASET = Kind("a dataset", ("fedgauge.datasets",), Dataset, annotated=False)
-MODEL = Kind("a model", ("fedgauge.models",), nn.Module, annotated=False)
-MODEL_DEFENSE = Kind("a defense of the model", ("fedgauge.model_defenses",), nn.Module)
-DISHONEST = Kind(
+DATASET = ComponentKind("a dataset", ("fedgauge.datasets",), Dataset, annotated=False)
+MODEL = ComponentKind("a model", ("fedgauge.models",), nn.Module, annotated=False)
+MODEL_DEFENSE = ComponentKind("a defense of the model", ("fedgauge.model_defenses",), nn.Module)
+MALICIOUS = ComponentKind(
     "an architecture of a malicious server", ("fedgauge.architectures",), nn.Module
 )  # a malicious server's, as if agreed
-TRANSFORM = Kind("a link of a chain", ("fedgauge.links",), Link)
+TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def check_threshold(group: int, least: int) -> None:
 
 
 @dataclass(frozen=True)
-class SecureSum:
+class SecureSumOptions:
     """An ideal secure sum, as it is simulated: the server is shown the mean of each group's updates, and of no fewer.
 
     Args:
@@ -116,9 +116,9 @@ class Protocol:
     model: Table
     chain: tuple[Table, ...]
     stragglers: Stragglers = field(default_factory=Stragglers)
-    secure_sum: SecureSum | None = None
+    secure_sum: SecureSumOptions | None = None
     loss: Table = field(default_factory=lambda: dict(CROSS_ENTROPY))
-    guard: Watch = field(default_factory=Watch)
+    guard: InspectionPolicy = field(default_factory=InspectionPolicy)
 
     @classmethod
     def from_tables(cls, spec: Table) -> "Protocol":
@@ -126,21 +126,19 @@ class Protocol:
         for key in ("rounds", "clients", "data", "model", "chain"):
             if key not in spec:
                 raise SpecError(f"the scenario needs {key!r}")
-        numbers = {k: conform(spec.get(k, 0), int, k) for k in ("seed", "rounds", "clients")}
+        numbers = {k: coerce(spec.get(k, 0), int, k) for k in ("seed", "rounds", "clients")}
         for key, least in (("seed", 0), ("rounds", 1), ("clients", 1)):
             if numbers[key] < least:
                 raise SpecError(f"{key} must be at least {least}, got {numbers[key]}")
-        data, model = (conform(spec[k], dict, f"[{k}]") for k in ("data", "model"))
-        chain = tuple(
-            conform(t, dict, f"[[chain]] #{i}") for i, t in enumerate(conform(spec["chain"], list, "chain"), 1)
-        )
-        late = conform(spec.get("stragglers", {}), dict, "[stragglers]")
+        data, model = (coerce(spec[k], dict, f"[{k}]") for k in ("data", "model"))
+        chain = tuple(coerce(t, dict, f"[[chain]] #{i}") for i, t in enumerate(coerce(spec["chain"], list, "chain"), 1))
+        late = coerce(spec.get("stragglers", {}), dict, "[stragglers]")
         stragglers = call(Stragglers, check_arguments(Stragglers, late, "[stragglers]"), "[stragglers]")
         together = _secure_sum(spec, numbers["clients"])
-        loss = conform(spec.get("loss", CROSS_ENTROPY), dict, "[loss]")
-        guard = conform(spec.get("guard", {}), dict, "[guard]")
-        watch = call(Watch, check_arguments(Watch, guard, "[guard]"), "[guard]")
-        parts = {"data": data, "model": model, "chain": chain, "loss": loss, "guard": watch}
+        loss = coerce(spec.get("loss", CROSS_ENTROPY), dict, "[loss]")
+        guard = coerce(spec.get("guard", {}), dict, "[guard]")
+        inspection_policy = call(InspectionPolicy, check_arguments(InspectionPolicy, guard, "[guard]"), "[guard]")
+        parts = {"data": data, "model": model, "chain": chain, "loss": loss, "guard": inspection_policy}
         return cls(**numbers, **parts, stragglers=stragglers, secure_sum=together)
 
     @classmethod
@@ -159,7 +157,7 @@ class Protocol:
         together = {} if self.secure_sum is None else {"secure_sum": asdict(self.secure_sum)}
         late = {"probability": self.stragglers.probability}
         other = {} if self.loss == CROSS_ENTROPY else {"loss": self.loss}
-        watched = {} if self.guard == Watch() else {"guard": asdict(self.guard)}
+        watched = {} if self.guard == InspectionPolicy() else {"guard": asdict(self.guard)}
         return json.dumps({**tables, "chain": self.chain, "stragglers": late, **together, **other, **watched})
 
     def misses(self, client: int, round: int) -> bool:
@@ -198,7 +196,7 @@ class Federation:
             allowed = [*inspect.signature(read).parameters, *sorted(own)]
             raise SpecError(f"[data]: unknown key {unknown[0]!r} (it has: use, {', '.join(allowed)})")
         dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET)
-        if reason := wrong(dataset):
+        if reason := image_dataset_error(dataset):
             raise SpecError(f"[data]: {table['use']}: {reason}")
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
         arguments = check_arguments(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
@@ -212,8 +210,8 @@ class Federation:
         They are drawn from the seed; where the table names weights, they are that file's.
         """
         table = dict(self.protocol.model)
-        mode = conform(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
-        weights = conform(table.pop("weights", None), str | None, "[model]: weights")
+        mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
+        weights = coerce(table.pop("weights", None), str | None, "[model]: weights")
         model = build_model(
             table, "[model]", self.shards.dataset.offered, self.protocol.seed, beside=("mode", "weights")
         )
@@ -226,7 +224,7 @@ class Federation:
         """What clients minimise: the mean over a batch of a function of logits and labels."""
         loss = build_loss(self.protocol.loss, "[loss]", self.shards.dataset.classes)
         of_tokens = self.shards.dataset.y.dim() > 1
-        if is_of_tokens(loss) != of_tokens:
+        if predicts_tokens(loss) != of_tokens:
             kind = "predicts each next token" if of_tokens else "has one label an example"
             other = "next_token" if of_tokens else "cross_entropy"
             raise SpecError(
@@ -248,16 +246,16 @@ class Federation:
         for i, table in enumerate(self.protocol.chain, 1):
             where = f"[[chain]] #{i}"
             arguments = dict(table)
-            each = conform(arguments.pop("each", False), bool, f"{where}: each")
+            each = coerce(arguments.pop("each", False), bool, f"{where}: each")
             offered["batch_size"] = self._batch_size_at(i)
             link = build(arguments, where, TRANSFORM, offered, beside=("each",))
-            if each and isinstance(link, OnBatch | WithMemory):
+            if each and isinstance(link, BatchTransform | StatefulTransform):
                 raise SpecError(f"{where}: each = true acts on each example's gradient, which {table['use']} does not")
-            if isinstance(link, WithMemory) and not any(_is_local(t) for t in self.protocol.chain[:i]):
+            if isinstance(link, StatefulTransform) and not any(_is_local(t) for t in self.protocol.chain[:i]):
                 raise SpecError(f"{where}: {table['use']} remembers finished updates, so it belongs after local_sgd")
             if each and any(_is_local(t) for t in self.protocol.chain[:i]):
                 raise SpecError(f"{where}: each = true acts per example, so it belongs before local_sgd")
-            if self.protocol.secure_sum and isinstance(link, WithMemory) and link.initial({"": torch.zeros(())}):
+            if self.protocol.secure_sum and isinstance(link, StatefulTransform) and link.initial({"": torch.zeros(())}):
                 raise SpecError(
                     f"{where}: {table['use']} remembers, and no replay of a [secure_sum] knows every memory in it"
                 )
@@ -285,7 +283,7 @@ class Federation:
         )  # any other is refused in its place
 
     def _refuse_batch_statistics(self, composed: Chain) -> None:
-        if not any(map(one_by_one, composed.links)):
+        if not any(map(is_per_example, composed.links)):
             return
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
@@ -299,7 +297,7 @@ class Federation:
         shards, rng = self.shards, generator("links of examples")
         soft = takes_probabilities(self.loss, shards.dataset.classes)
         for i, link in enumerate(composed.links, 1):
-            if not isinstance(link, OnBatch):
+            if not isinstance(link, BatchTransform):
                 continue
             examples = batch_of(shards.dataset.x, shards.dataset.y, torch.arange(2))
             changed: Batch = call(link.transform, {"batch": examples, "rng": rng}, f"[[chain]] #{i}")
@@ -314,7 +312,7 @@ class Federation:
         """The undefended gradient of the loss, as an attacker computes it: it leaves the buffers alone."""
         return gradient(self.model, self.loss, normalise=self.shards.dataset.normalise)
 
-    def update_fn(self, memory: Memory | None = None) -> UpdateFn:
+    def update_fn(self, memory: TransformState | None = None) -> UpdateFn:
         """The whole client; BatchNorm in train mode moves the model's running statistics.
 
         Args:
@@ -329,15 +327,15 @@ class Federation:
 
     def as_seen(self, chain: Chain, members: int) -> Chain:
         """A client's chain as the server sees its outcome: the mean of so many clients' updates."""
-        return chain if members == 1 else Chain((*chain.links, Summed(members, self._is_one_client(chain))))
+        return chain if members == 1 else Chain((*chain.links, GroupMean(members, self._is_one_client(chain))))
 
     def _is_one_client(self, chain: Chain) -> bool:
         """Whether the noise-free mean of several clients' updates is what one would make of all their examples."""
-        others = [mean_of(link) for link in chain.links if link is not chain.local]
+        others = [noise_free(link) for link in chain.links if link is not chain.local]
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         one_step = chain.local.steps == 1 and chain.local.batch_size in (None, self.shards.batch_size)
         means = is_mean(self.loss, self.shards.dataset.classes)
-        return one_step and means and not norms and all(map(transparent, others))
+        return one_step and means and not norms and all(map(is_identity, others))
 
     def client_update(
         self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int, compute: UpdateFn | None = None
@@ -357,7 +355,7 @@ class Federation:
         buffers: Mapping[str, Tensor],
         client: int,
         round: int,
-        memory: Memory | None = None,
+        memory: TransformState | None = None,
         compute: UpdateFn | None = None,
     ) -> Update:
         """What a client computes in a round, with the simulation's own randomness: the truth of a simulation.
@@ -372,7 +370,7 @@ class Federation:
 
     def trained_on(self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int) -> Batch | None:
         """`batch_at` as the chain makes it before it trains; None where it leaves the examples as they are."""
-        if not any(isinstance(link, OnBatch) for link in self.chain.links):
+        if not any(isinstance(link, BatchTransform) for link in self.chain.links):
             return None
         self.load_buffers(buffers)
         found = [
@@ -385,11 +383,11 @@ class Federation:
             )
             for member in self.protocol.members(client, round)
         ]
-        return joined([batch for batch in found if batch is not None])
+        return concatenate([batch for batch in found if batch is not None])
 
     def batch_at(self, client: int, round: int) -> Batch:
         """The private examples in what the server sees of a client in a round, one client's after the other's."""
-        return joined([self.shards.batch_at(member, round) for member in self.protocol.members(client, round)])
+        return concatenate([self.shards.batch_at(member, round) for member in self.protocol.members(client, round)])
 
     def rows_at(self, client: int, round: int) -> Tensor:
         """Which training images they are."""
@@ -416,16 +414,16 @@ def build_model(
         offered: of the dataset.
         beside: keys that may stand in the same table and are not the network's; for messages.
     """
-    changes = {"defense": MODEL_DEFENSE, "dishonest": DISHONEST}
+    changes = {"defense": MODEL_DEFENSE, "architectures": MALICIOUS}
     own = {k: v for k, v in table.items() if k not in changes}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "model"))
         _refuse_other_examples(own, where, offered)
         model: nn.Module = build(own, where, MODEL, offered, beside=(*beside, *changes))
         for key, kind in changes.items():
-            for i, change in enumerate(conform(table.get(key, []), list, f"{where}: {key}"), 1):
+            for i, change in enumerate(coerce(table.get(key, []), list, f"{where}: {key}"), 1):
                 place = f"{where}: {key} #{i}"
-                model = build(conform(change, dict, place), place, kind, {**offered, "model": model})
+                model = build(coerce(change, dict, place), place, kind, {**offered, "model": model})
     return model
 
 
@@ -448,13 +446,13 @@ def federation(protocol_json: str) -> Federation:
     return Federation(Protocol.from_json(protocol_json))
 
 
-def _secure_sum(spec: Table, clients: int) -> SecureSum | None:
+def _secure_sum(spec: Table, clients: int) -> SecureSumOptions | None:
     """The table [secure_sum], checked; None where there is none."""
     if "secure_sum" not in spec:
         return None
     where = "[secure_sum]"
-    table = conform(spec["secure_sum"], dict, where)
-    found: SecureSum = call(SecureSum, check_arguments(SecureSum, table, where), where)
+    table = coerce(spec["secure_sum"], dict, where)
+    found: SecureSumOptions = call(SecureSumOptions, check_arguments(SecureSumOptions, table, where), where)
     if clients % found.group:
         raise SpecError(f"{where}: group = {found.group} does not divide clients = {clients}")
     return found

@@ -33,7 +33,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Conditional:
+class UpdateDistribution:
     """How a seen update is distributed around its noise-free form, in units of the update: p(seen | x) as far as known.
 
     Args:
@@ -58,7 +58,7 @@ class Conditional:
         return self.sigma > 0 or self.scale > 0
 
 
-Memory = dict[str, Tensor]  # what a client keeps from one round to the next; it never travels
+TransformState = dict[str, Tensor]  # what a client keeps from one round to the next; it never travels
 
 
 class Link(ABC):
@@ -79,12 +79,12 @@ class Link(ABC):
         """The differentiable, noise-free form; a link that draws noise or has no useful derivative overrides it."""
         return self
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """What the link makes of the distribution that comes in; None: not known in closed form."""
-        return before if replace(before, hidden=frozenset()) == Conditional() else None
+        return before if replace(before, hidden=frozenset()) == UpdateDistribution() else None
 
 
-def mean_of(transform: Transform) -> Transform:
+def noise_free(transform: Transform) -> Transform:
     """The differentiable, noise-free form of any transform: a Link's `.mean`, else the transform itself."""
     return transform.mean if isinstance(transform, Link | Chain | per_example) else transform
 
@@ -102,21 +102,21 @@ class Chain:
 
     @property
     def mean(self) -> "Chain":
-        return Chain(tuple(mean_of(link) for link in self.links))
+        return Chain(tuple(noise_free(link) for link in self.links))
 
     @property
-    def conditional(self) -> Conditional | None:
+    def update_distribution(self) -> UpdateDistribution | None:
         """The distribution of what the chain uploads around its noise-free form; None: not known in closed form."""
-        known: Conditional | None = Conditional()
+        known: UpdateDistribution | None = UpdateDistribution()
         for link in self.links:
             if isinstance(link, Link) and known is not None:
-                known = link.conditional(known)
-            elif mean_of(link) != link or known != Conditional():
+                known = link.update_distribution(known)
+            elif noise_free(link) != link or known != UpdateDistribution():
                 return None
         return known
 
     @property
-    def shown(self) -> "Chain":
+    def visible(self) -> "Chain":
         """The chain without the links that only drop entries: for an attacker who compares what is left.
 
         Which entries a guess would lose says nothing of those that were seen.
@@ -126,7 +126,7 @@ class Chain:
     @property
     def parts(self) -> int:
         """Clients in the update, where it matters which of them has which examples; else 1."""
-        return next((link.members for link in self.links if isinstance(link, Summed) and not link.together), 1)
+        return next((link.members for link in self.links if isinstance(link, GroupMean) and not link.together), 1)
 
     def slice_of(self, batch_size: int) -> int:
         """Examples that one local step of one client takes, of the so many behind an update."""
@@ -138,11 +138,11 @@ class Chain:
         """Parameters whose updates one of the links hides, whatever the others make of them."""
         return frozenset().union(*map(_hidden, self.links))
 
-    def remembering(self, memory: Memory) -> "Chain":
+    def remembering(self, memory: TransformState) -> "Chain":
         """The chain of a client that has been here before: its links with memory read it from there and leave it there."""
         return Chain(
             tuple(
-                link.bound(memory, f"{i}.") if isinstance(link, WithMemory) else link
+                link.bound(memory, f"{i}.") if isinstance(link, StatefulTransform) else link
                 for i, link in enumerate(self.links)
             )
         )
@@ -155,14 +155,14 @@ class Chain:
         """
         local = self.links.index(self.local)
         for i, link in enumerate(self.links):
-            if not one_by_one(link):
+            if not is_per_example(link):
                 continue
-            if isinstance(link, per_example) and one_by_one(link.inner):
+            if isinstance(link, per_example) and is_per_example(link.inner):
                 raise ValueError(f"{_named(link, i)} takes examples one by one already: leave each = true out")
             if i > local:
                 raise ValueError(f"{_named(link, i)} takes examples one by one, so it belongs before local_sgd")
             for j, nearer in enumerate(self.links[:i]):
-                if isinstance(nearer, OnUpdate | OnBatch) and not transparent(nearer):
+                if isinstance(nearer, UpdateTransform | BatchTransform) and not is_identity(nearer):
                     raise ValueError(
                         f"{_named(link, i)} takes examples one by one, {_named(nearer, j)}, nearer the gradient, all of them "
                         "together: put it behind, or let it take them one by one, too (each = true)"
@@ -180,8 +180,8 @@ class Chain:
 
 
 def _drops(link: Transform) -> bool:
-    known = link.conditional(Conditional()) if isinstance(link, Link) else None
-    return known == Conditional(sparse=True)
+    known = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
+    return known == UpdateDistribution(sparse=True)
 
 
 def _hidden(link: Transform) -> frozenset[str]:
@@ -189,11 +189,11 @@ def _hidden(link: Transform) -> frozenset[str]:
         return _hidden(link.inner)
     if isinstance(link, Chain):
         return link.hidden
-    known = link.conditional(Conditional()) if isinstance(link, Link) else None
+    known = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
     return frozenset() if known is None else known.hidden
 
 
-def one_by_one(link: Transform) -> bool:
+def is_per_example(link: Transform) -> bool:
     """Whether a link takes a step's examples one by one."""
     return isinstance(link, per_example) or (isinstance(link, Link) and link.each)
 
@@ -206,7 +206,7 @@ def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rn
     Args:
         compute: the gradient at the chain's inner end; rng: the client's.
     """
-    first = next((i for i, link in enumerate(chain.links) if isinstance(link, OnBatch)), None)
+    first = next((i for i, link in enumerate(chain.links) if isinstance(link, BatchTransform)), None)
     if first is None:
         return None
     batches: list[Batch] = []
@@ -222,10 +222,10 @@ def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rn
     Chain((*chain.links[:first], watched, *chain.links[first:]))(compute)(params, batch, rng)
     count = len(batch.x) // len(batches[0].x)
     assert len(batches[0].x) * count == len(batch.x)
-    return joined(batches[:count])
+    return concatenate(batches[:count])
 
 
-def transparent(link: Transform) -> bool:
+def is_identity(link: Transform) -> bool:
     """Whether a link does nothing: it hands back the very function it was given."""
     return link(_probe) is _probe
 
@@ -243,7 +243,7 @@ def chain(*links: Transform) -> Chain:
     return Chain(links)
 
 
-class Randomised(nn.Module):
+class StochasticLayer(nn.Module):
     """A layer that draws in its forward pass and may add to the loss: what a defense of the model is made of.
 
     Attributes:
@@ -264,9 +264,9 @@ class Randomised(nn.Module):
 
 
 @contextmanager
-def drawing(model: nn.Module, rng: Generator | None) -> Iterator[Sequence[Randomised]]:
+def drawing(model: nn.Module, rng: Generator | None) -> Iterator[Sequence[StochasticLayer]]:
     """Hand a generator to the layers that draw; what they keep of a pass is dropped afterwards."""
-    layers = [m for m in model.modules() if isinstance(m, Randomised)]
+    layers = [m for m in model.modules() if isinstance(m, StochasticLayer)]
     for layer in layers:
         layer.rng = rng
     try:
@@ -284,7 +284,7 @@ def gradient(
 ) -> UpdateFn:
     """The bare client: the loss's gradient by every parameter, summed or averaged over the batch as the loss does.
 
-    What the model's own `Randomised` layers add to the loss counts.
+    What the model's own `StochasticLayer` layers add to the loss counts.
 
     Args:
         model: its named parameters give the update its names; its buffers are used as they stand.
@@ -296,7 +296,7 @@ def gradient(
     def compute(params: Params, batch: Batch, rng: Generator | None) -> Update:
         x = batch.x if normalise is None else normalise(batch.x)
 
-        with untracked(model) as tracking, drawing(model, rng) as layers:
+        with without_running_stats(model) as tracking, drawing(model, rng) as layers:
 
             def objective(at: Params) -> Tensor:
                 value = loss(functional_call(model, at, (x,)), batch.y)
@@ -314,7 +314,7 @@ def gradient(
 
 
 @contextmanager
-def untracked(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
+def without_running_stats(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
     """BatchNorm in train mode normalises by the batch without moving its running statistics, which grad and vmap refuse.
 
     Gives the layers that it stills.
@@ -362,14 +362,14 @@ class local_sgd(Link):
         """How far one unit of a constant gradient moves the weights: update ~ -scale * gradient."""
         return self.rate * self.steps
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """Noise of each step is scaled by the rate; over several steps its sum is nearly normal."""
         if self.steps == 1:
             return replace(before, sigma=self.rate * before.sigma, scale=self.rate * before.scale)
         if before.sparse or before.signed:
             return None
         variance = before.sigma**2 + 2 * before.scale**2
-        return Conditional(sigma=self.rate * math.sqrt(self.steps * variance), hidden=before.hidden)
+        return UpdateDistribution(sigma=self.rate * math.sqrt(self.steps * variance), hidden=before.hidden)
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
@@ -402,7 +402,7 @@ class per_example:
 
     @property
     def mean(self) -> "per_example":
-        return per_example(mean_of(self.inner))
+        return per_example(noise_free(self.inner))
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         defended = self.inner(compute)
@@ -417,7 +417,7 @@ class per_example:
         return average
 
 
-class OnUpdate(Link):
+class UpdateTransform(Link):
     """A transform of a finished update (or, before `local_sgd`, of a gradient): a defense writes only `apply`."""
 
     @abstractmethod
@@ -431,7 +431,7 @@ class OnUpdate(Link):
         return defended
 
 
-class OnBatch(Link):
+class BatchTransform(Link):
     """A transform of the examples: before `local_sgd` of each step's, after it once of the round's.
 
     What is trained on has two truths then: the original and what came out here.
@@ -448,7 +448,7 @@ class OnBatch(Link):
         return defended
 
 
-class WithMemory(Link):
+class StatefulTransform(Link):
     """A transform of a finished update with a memory that lasts from round to round, e.g. error feedback.
 
     By itself it is a client in its first round; `Chain.remembering` binds it to a client's memory.
@@ -468,7 +468,7 @@ class WithMemory(Link):
 
         return first
 
-    def bound(self, memory: Memory, prefix: str) -> Transform:
+    def bound(self, memory: TransformState, prefix: str) -> Transform:
         """The transform that reads and writes a client's memory, under names that begin with prefix."""
 
         def wrap(compute: UpdateFn) -> UpdateFn:
@@ -485,7 +485,7 @@ class WithMemory(Link):
 
 
 @dataclass(frozen=True)
-class Summed(Link):
+class GroupMean(Link):
     """Several clients as one, at the end of their chain: the mean of what each makes of its part of the examples.
 
     Args:
@@ -507,7 +507,7 @@ class Summed(Link):
 
         return mean
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """Independent noise averages out, and is nearly normal; sums of signs or of masked entries have no closed form."""
         if before.sparse or before.signed or before.shrink != 1:
             return None
@@ -523,7 +523,7 @@ def average(updates: Sequence[Update], weights: Sequence[float]) -> Update:
     }
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
+def concatenate(batches: Sequence[Batch]) -> Batch:
     """Several batches as one, in their order."""
     return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 

@@ -18,7 +18,15 @@ from typing import Literal
 from torch import nn
 
 from fedgauge.client.protocol import Federation
-from fedgauge.client.update import Chain, OnBatch, OnUpdate, Transform, WithMemory, local_sgd, per_example
+from fedgauge.client.update import (
+    BatchTransform,
+    Chain,
+    StatefulTransform,
+    Transform,
+    UpdateTransform,
+    local_sgd,
+    per_example,
+)
 from fedgauge.defenses.ats import ats
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.dp_sgd import dp_sgd
@@ -97,9 +105,9 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
             if _mixed(links):
                 record, uses = client, releases
             kind: Literal["normal", "laplace"] = "normal" if isinstance(link, gaussian) else "laplace"
-            sampled = not any(isinstance(before, WithMemory) for before, _ in links[:i])
+            sampled = not any(isinstance(before, StatefulTransform) for before, _ in links[:i])
             return Mechanism(kind, width / record, width / client, uses, releases, sampled)
-        elif not (isinstance(link, identity | OnBatch) or _width(link) == 0):
+        elif not (isinstance(link, identity | BatchTransform) or _width(link) == 0):
             if client < math.inf or not why:  # what a bound was lost to says more than that noise found none later
                 why = _obstacle(link, each, client < math.inf)
             record = client = math.inf
@@ -134,12 +142,12 @@ def _width(link: Transform) -> float:
 
 def _mixed(links: Sequence[tuple[Transform, bool]]) -> bool:
     """Whether examples may be combined before each is clipped: then one is in the clipped gradients of several."""
-    return any(isinstance(link, OnBatch) and not isinstance(link, ats) and not each for link, each in links)
+    return any(isinstance(link, BatchTransform) and not isinstance(link, ats) and not each for link, each in links)
 
 
 def _check_around(after: Sequence[tuple[Transform, bool]]) -> None:
     for link, _ in after:
-        if not isinstance(link, OnUpdate | OnBatch | WithMemory | local_sgd):
+        if not isinstance(link, UpdateTransform | BatchTransform | StatefulTransform | local_sgd):
             raise NoGuarantee(f"no epsilon is known: {_name(link)}, behind the noise, may read the examples again")
 
 
@@ -181,7 +189,7 @@ def _check_buffers(model: nn.Module | None) -> None:
 
 
 @dataclass(frozen=True)
-class Spent:
+class PrivacySpent:
     """The epsilons, at the same delta, of neighbours that differ in one record of a client, or in all its data."""
 
     record: float
@@ -220,17 +228,17 @@ class Accountant:
         found = mechanism(federation.chain, batch_size, model)
         return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
-    def spent(self, rounds: int, shard: int) -> Spent:
+    def spent(self, rounds: int, shard: int) -> PrivacySpent:
         """By a client that took part in so many rounds and holds so many records."""
         if rounds == 0:
-            return Spent(0.0, 0.0)
+            return PrivacySpent(0.0, 0.0)
         m = self.mechanism
         if m.noise == "laplace":
-            return Spent(self._laplace(m.record, rounds * m.uses), self._laplace(m.client, rounds * m.releases))
+            return PrivacySpent(self._laplace(m.record, rounds * m.uses), self._laplace(m.client, rounds * m.releases))
         record = self._normal(m.record, rounds * m.uses)
         if m.sampled and shard > self.batch_size:
             record = min(record, self._amplified(rounds, shard))
-        return Spent(record, self._normal(m.client, rounds * m.releases))
+        return PrivacySpent(record, self._normal(m.client, rounds * m.releases))
 
     def _normal(self, multiplier: float, releases: int) -> float:
         """Exact: k adaptive releases are one of noise smaller by sqrt(k) (Balle & Wang, 2018; Dong et al., 2022)."""
@@ -276,7 +284,7 @@ def _sampled_divergences(shard: int, batch_size: int, noise: float) -> tuple[tup
     return tuple(map(float, accountant.orders)), tuple(map(float, accountant.rdp))
 
 
-def spent(federation: Federation, rounds: Mapping[int, int], delta: float = DELTA, secret: bool = True) -> Spent:
+def spent(federation: Federation, rounds: Mapping[int, int], delta: float = DELTA, secret: bool = True) -> PrivacySpent:
     """The most that any client of a federation has spent.
 
     Args:
@@ -288,11 +296,11 @@ def spent(federation: Federation, rounds: Mapping[int, int], delta: float = DELT
     """
     accountant, shards = Accountant.of(federation, delta, secret), federation.shards.indices
     each = [accountant.spent(n, len(shards[client])) for client, n in rounds.items()]
-    return Spent(max((s.record for s in each), default=0.0), max((s.client for s in each), default=0.0))
+    return PrivacySpent(max((s.record for s in each), default=0.0), max((s.client for s in each), default=0.0))
 
 
 @dataclass(frozen=True)
-class Account:
+class PrivacyStatement:
     """What a run has spent, for whoever shows it; None where no epsilon holds, and words say why."""
 
     record: float | None
@@ -301,15 +309,17 @@ class Account:
     words: str
 
 
-def account(federation: Federation, rounds: Mapping[int, int], delta: float = DELTA, secret: bool = True) -> Account:
+def privacy_statement(
+    federation: Federation, rounds: Mapping[int, int], delta: float = DELTA, secret: bool = True
+) -> PrivacyStatement:
     """As `spent`, in numbers and words."""
     try:
         found = spent(federation, rounds, delta, secret)
     except NoGuarantee as why:
-        return Account(None, None, delta, str(why))
+        return PrivacyStatement(None, None, delta, str(why))
     most = max(rounds.values(), default=0)
     words = (
         f"epsilon {found.record:.3g} for one record replaced, {found.client:.3g} for all of a client's data (delta {delta:g}; "
         f"{most} round{'s' if most != 1 else ''})"
     )
-    return Account(found.record, found.client, delta, words)
+    return PrivacyStatement(found.record, found.client, delta, words)

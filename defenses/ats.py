@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedgauge.client.update import Batch, Conditional, Link, OnBatch
+from fedgauge.client.update import Batch, BatchTransform, Link, UpdateDistribution
 from fedgauge.defenses.noise import identity
 
 Policy = tuple[int, ...]
@@ -55,7 +55,7 @@ GREY = (0.299, 0.587, 0.114)
 
 
 @dataclass(frozen=True)
-class ats(OnBatch):
+class ats(BatchTransform):
     """Apply a policy's operations to every image, in order, each with a sign of its own where it has one.
 
     The attacker's form leaves the images as they are: it reconstructs what was trained on.
@@ -119,7 +119,7 @@ class ats(OnBatch):
     def mean(self) -> Link:
         return identity() if self.invert_through is None else _through(self)
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """Whatever the images are, the update's distribution around what they give is the same."""
         return before
 
@@ -131,18 +131,18 @@ class ats(OnBatch):
         for i, numbers in enumerate(self.policies):
             augmented = x
             for place, number in enumerate(numbers):
-                augmented = operate(number, augmented, plus[:, place])
+                augmented = apply_operation(number, augmented, plus[:, place])
             made = torch.where(_by_image(chosen == i, x), augmented, made)  # a new tensor, whatever the operations do
         return Batch(made, batch.y)
 
 
 @dataclass(frozen=True)
-class _through(OnBatch):
+class _through(BatchTransform):
     """One of a policy's draws for every image, without what has no derivative."""
 
     link: ats
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         return before
 
     def transform(self, batch: Batch, rng: Generator | None) -> Batch:
@@ -154,12 +154,12 @@ class _through(OnBatch):
         return Batch(x.clone() if x is batch.x else x, batch.y)
 
 
-def through(link: ats) -> tuple[ats, ...]:
+def per_draw(link: ats) -> tuple[ats, ...]:
     """One link for each of a policy's draws, of which an attacker's form inverts through that one."""
     return tuple(replace(link, invert_through=i) for i in range(len(link.draws)))
 
 
-def operate(number: int, x: Tensor, plus: Tensor) -> Tensor:
+def apply_operation(number: int, x: Tensor, plus: Tensor) -> Tensor:
     """One operation on images (B, C, H, W) in [0, 1]; plus (B,) says with which sign, where it has one."""
     if OPERATIONS[number][0] not in SIGNED:
         return _with_sign(number, x, True)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from torch import Generator
 
-from fedgauge.client.update import OnUpdate, Update, norm
+from fedgauge.client.update import Update, UpdateTransform, norm
 
 
 @dataclass(frozen=True)
-class clip(OnUpdate):
+class clip(UpdateTransform):
     """Scale an update down to Euclidean norm max_norm (> 0) over all its tensors; a smaller one stays as it is.
 
     >>> import torch

@@ -5,7 +5,17 @@ from typing import ClassVar
 
 from torch import Generator
 
-from fedgauge.client.update import Batch, Chain, Conditional, Link, Params, Transform, Update, UpdateFn, per_example
+from fedgauge.client.update import (
+    Batch,
+    Chain,
+    Link,
+    Params,
+    Transform,
+    Update,
+    UpdateDistribution,
+    UpdateFn,
+    per_example,
+)
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 
@@ -47,8 +57,8 @@ class dp_sgd(Link):
     def _clipped(self) -> per_example:
         return per_example(clip(self.max_norm))
 
-    def conditional(self, before: Conditional) -> Conditional | None:
-        return self.parts.conditional if before == Conditional() else None
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        return self.parts.update_distribution if before == UpdateDistribution() else None
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         defended = self.parts(compute)

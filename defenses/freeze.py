@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Generator, nn
 
-from fedgauge.client.update import Conditional, OnUpdate, Update
+from fedgauge.client.update import Update, UpdateDistribution, UpdateTransform
 
 
 @dataclass(frozen=True)
-class freeze(OnUpdate):
+class freeze(UpdateTransform):
     """Layers whose updates are zero: before `local_sgd` they do not move in local training; after it they move unseen.
 
     Args:
@@ -39,7 +39,7 @@ class freeze(OnUpdate):
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: torch.zeros_like(t) if self.frozen(k) else t.clone() for k, t in update.items()}
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """Zeros that the noise-free form has too, so they tell nothing whatever the noise on the others is."""
         return before
 

@@ -7,11 +7,11 @@ import torch
 from torch import Generator, Tensor
 
 from fedgauge.client.rng import seed_of
-from fedgauge.client.update import Conditional, Link, OnUpdate, Update
+from fedgauge.client.update import Link, Update, UpdateDistribution, UpdateTransform
 
 
 @dataclass(frozen=True)
-class mask(OnUpdate):
+class mask(UpdateTransform):
     """Keep each entry with probability keep (0 < keep <= 1), else 0.
 
     seed: draws one mask for all rounds and clients, which everybody knows; default: fresh, the client's own secret.
@@ -38,7 +38,7 @@ class mask(OnUpdate):
     def mean(self) -> Link:
         return self if self.seed is not None else _expected_mask(self.keep)
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """A mask shows itself in the exact zeros; under a known one the noise-free form has the same zeros."""
         if before.signed:
             return None
@@ -50,7 +50,7 @@ class mask(OnUpdate):
 
 
 @dataclass(frozen=True)
-class _expected_mask(OnUpdate):
+class _expected_mask(UpdateTransform):
     """The average over masks that are not known."""
 
     keep: float

@@ -7,12 +7,12 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedgauge.client.update import Batch, Conditional, Link, OnBatch
+from fedgauge.client.update import Batch, BatchTransform, Link, UpdateDistribution
 from fedgauge.defenses.noise import identity
 
 
 @dataclass(frozen=True)
-class mixup(OnBatch):
+class mixup(BatchTransform):
     """Every example becomes weight * itself + (1 - weight) * another one of its batch, weight ~ Beta(alpha, alpha).
 
     Each example draws a weight of its own, and serves once as the other one. Labels become probabilities (B, classes).
@@ -36,7 +36,7 @@ class mixup(OnBatch):
         """Nothing: the attacker reconstructs the blends, which were trained on."""
         return identity()
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """Whatever the examples are, the update's distribution around what they give is the same."""
         return before
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator
 
-from fedgauge.client.update import Conditional, Link, OnUpdate, Update, UpdateFn
+from fedgauge.client.update import Link, Update, UpdateDistribution, UpdateFn, UpdateTransform
 
 
 @dataclass(frozen=True)
-class _Noise(OnUpdate):
+class _Noise(UpdateTransform):
     """Additive noise has mean zero, so its noise-free form changes nothing."""
 
     @property
@@ -20,21 +20,21 @@ class _Noise(OnUpdate):
 
     @property
     @abstractmethod
-    def alone(self) -> Conditional:
+    def alone(self) -> UpdateDistribution:
         """The noise by itself."""
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """Noise over signs, or over entries dropped nobody knows where, is a mixture; two kinds are nearly normal together."""
         if before.signed or before.shrink != 1:
             return None
         if not before.noisy:
             return replace(self.alone, hidden=before.hidden)
         variance = sum(c.sigma**2 + 2 * c.scale**2 for c in (before, self.alone))
-        return Conditional(sigma=math.sqrt(variance), hidden=before.hidden)
+        return UpdateDistribution(sigma=math.sqrt(variance), hidden=before.hidden)
 
 
 @dataclass(frozen=True)
-class identity(OnUpdate):
+class identity(UpdateTransform):
     """No defense: the update as it is."""
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
@@ -43,7 +43,7 @@ class identity(OnUpdate):
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return dict(update)
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         return before
 
 
@@ -58,8 +58,8 @@ class gaussian(_Noise):
             raise ValueError(f"sigma must not be negative, got {self.sigma}")
 
     @property
-    def alone(self) -> Conditional:
-        return Conditional(sigma=self.sigma)
+    def alone(self) -> UpdateDistribution:
+        return UpdateDistribution(sigma=self.sigma)
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {
@@ -79,8 +79,8 @@ class laplace(_Noise):
             raise ValueError(f"scale must not be negative, got {self.scale}")
 
     @property
-    def alone(self) -> Conditional:
-        return Conditional(scale=self.scale)
+    def alone(self) -> UpdateDistribution:
+        return UpdateDistribution(scale=self.scale)
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         noisy = {}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.update import Randomised
+from fedgauge.client.update import StochasticLayer
 
 
 def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str | None = None) -> nn.Module:
@@ -42,13 +42,13 @@ def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str
     layer = defended.get_submodule(name)
     assert isinstance(layer, nn.Linear)
     guarded = nn.Sequential()
-    guarded.add_module("bottleneck", _Bottleneck(layer.in_features, latent, beta).to(layer.weight))
+    guarded.add_module("bottleneck", _VariationalBottleneck(layer.in_features, latent, beta).to(layer.weight))
     guarded.add_module("layer", layer)
     defended.set_submodule(name, guarded)
     return defended
 
 
-class _Bottleneck(Randomised):
+class _VariationalBottleneck(StochasticLayer):
     """Features (B, k) -> code z = mu + sigma * noise (B, latent) -> features (B, k)."""
 
     def __init__(self, width: int, latent: int, beta: float) -> None:

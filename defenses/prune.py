@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.update import Conditional, OnUpdate, Update
+from fedgauge.client.update import Update, UpdateDistribution, UpdateTransform
 
 
 @dataclass(frozen=True)
-class prune(OnUpdate):
+class prune(UpdateTransform):
     """Keep the largest fraction keep (0 < keep <= 1) of each tensor's entries by magnitude; the others become 0."""
 
     keep: float
@@ -21,7 +21,7 @@ class prune(OnUpdate):
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: self._prune(t) for k, t in update.items()}
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """What is left keeps its noise; that a larger entry is likelier to be left is not accounted for."""
         return None if before.signed else replace(before, sparse=True)
 

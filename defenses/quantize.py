@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.update import Conditional, Link, OnUpdate, Update
+from fedgauge.client.update import Link, Update, UpdateDistribution, UpdateTransform
 from fedgauge.defenses.noise import identity
 
 
 @dataclass(frozen=True)
-class quantize(OnUpdate):
+class quantize(UpdateTransform):
     """Round each entry to a multiple of size / levels of its tensor, up or down so that its expectation is itself.
 
     Args:
@@ -41,7 +41,7 @@ class quantize(OnUpdate):
         """The rounding is unbiased, so its noise-free form changes nothing."""
         return identity()
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """None: the error is at most one level, whose height is each tensor's own and known only from what is seen."""
         return None
 

@@ -30,12 +30,12 @@ Found = TypeVar("Found")
 Train = Callable[[], tuple[Vector, int]]  # -> a finished update, flat, and the number of its examples
 
 
-class TooFew(ValueError):
+class TooFewSurvivors(ValueError):
     """Fewer clients are left than the threshold: there is no sum."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sum:
+class SecureSumResult:
     """What the server learns.
 
     Args:
@@ -50,7 +50,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Request:
+class UnmaskRequest:
     """Whose secrets the server asks for: of survivors the seed, of the dropped the key, by number from 1."""
 
     survivors: tuple[int, ...]
@@ -62,7 +62,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Member:
+class ClientSession:
     """What a client keeps during a session: its secrets, and which question it has answered last."""
 
     session: bytes
@@ -76,7 +76,7 @@ class Member:
     shares: tuple[bytes, ...] = ()  # of each sender's seed and key, together
 
     @classmethod
-    def kept(cls, state: Mapping[str, Value]) -> "Member | None":
+    def kept(cls, state: Mapping[str, Value]) -> "ClientSession | None":
         """From what `to_record` gave; None where nothing is kept."""
         lists = {k: tuple(v) for k, v in state.items() if isinstance(v, list)}
         return cls(**{**cast(dict[str, Any], state), **lists}) if state else None
@@ -173,7 +173,7 @@ class PairwiseMasking:
             raise ValueError(f"the server's terms are {question['terms']!r}, this client's {self!r}")
         if step == "advertise":
             return _advertise(session)
-        member = Member.kept(state)
+        member = ClientSession.kept(state)
         if member is None or member.session != session:
             raise ValueError(f"asked to {step} in a session that this client is not in")
         if (member.step, step) not in {("advertise", "share"), ("share", "mask"), ("mask", "unmask")}:
@@ -184,9 +184,9 @@ class PairwiseMasking:
             senders, sealed = cast(list[int], question["senders"]), cast(list[bytes], question["sealed"])
             return self._mask(member, dict(zip(senders, sealed, strict=True)), train)
         survivors, dropped = (tuple(cast(list[int], question[k])) for k in ("survivors", "dropped"))
-        return self._unmask(member, Request(survivors, dropped))
+        return self._unmask(member, UnmaskRequest(survivors, dropped))
 
-    def _share(self, member: Member, keys: list[bytes]) -> tuple[Record, Record]:
+    def _share(self, member: ClientSession, keys: list[bytes]) -> tuple[Record, Record]:
         """Shares of both secrets for everybody, each sealed for its receiver."""
         count = len(keys) // 2
         own = [_public(member.cipher_key), _public(member.mask_key)]
@@ -198,7 +198,7 @@ class PairwiseMasking:
         if not numbers:
             raise ValueError("this client's own keys are not among those that the server hands out")
         member = replace(member, step="share", seed=secrets.token_bytes(SECRET), number=numbers[0], keys=tuple(keys))
-        both = [share(int.from_bytes(secret), self.least, count) for secret in (member.seed, member.mask_key)]
+        both = [shamir_share(int.from_bytes(secret), self.least, count) for secret in (member.seed, member.mask_key)]
         parts = {n: b"".join(s[n - 1].to_bytes(SHARE) for s in both) for n in range(1, count + 1)}
         sealed = {
             n: _cipher(member, n, sends=True).encrypt(NONCE, p, None) for n, p in parts.items() if n != member.number
@@ -206,14 +206,14 @@ class PairwiseMasking:
         member = replace(member, senders=(member.number,), shares=(parts[member.number],))
         return member.to_record(), {"receivers": list(sealed), "sealed": list(sealed.values())}
 
-    def _mask(self, member: Member, sealed: Mapping[int, bytes], train: Train) -> tuple[Record, Record]:
+    def _mask(self, member: ClientSession, sealed: Mapping[int, bytes], train: Train) -> tuple[Record, Record]:
         """The vector, under its own mask and those of the pairs with everybody who has sent shares."""
         others = sorted(sealed)
         count = len(member.keys) // 2
         if member.number in sealed or not set(others) <= set(range(1, count + 1)):
             raise ValueError(f"expected shares of others among clients 1..{count}, got them of {others}")
         if len(others) + 1 < self.least:
-            raise TooFew(f"{len(others) + 1} clients have sent shares, fewer than the threshold {self.least}")
+            raise TooFewSurvivors(f"{len(others) + 1} clients have sent shares, fewer than the threshold {self.least}")
         shares = [_opened(member, n, sealed[n]) for n in others]
         masked = self.quantise(*train())
         masked += self._expand(member.seed, len(masked))
@@ -223,7 +223,7 @@ class PairwiseMasking:
         senders, kept = (*member.senders, *others), (*member.shares, *shares)
         return replace(member, step="mask", senders=senders, shares=kept).to_record(), {"masked": masked}
 
-    def _unmask(self, member: Member, request: Request) -> tuple[Record, Record]:
+    def _unmask(self, member: ClientSession, request: UnmaskRequest) -> tuple[Record, Record]:
         """One share of each sender's one secret; the session is over, and its secrets are forgotten."""
         asked = [*request.survivors, *request.dropped]
         if sorted(asked) != sorted(member.senders):
@@ -231,15 +231,17 @@ class PairwiseMasking:
         if member.number not in request.survivors:
             raise ValueError("the server says that this client dropped out, and asks it all the same")
         if len(request.survivors) < self.least:
-            raise TooFew(f"{len(request.survivors)} clients are left, fewer than the threshold {self.least}")
+            raise TooFewSurvivors(f"{len(request.survivors)} clients are left, fewer than the threshold {self.least}")
         held = dict(zip(member.senders, member.shares, strict=True))
         told = [held[n][:SHARE] if n in request.survivors else held[n][SHARE:] for n in asked]
-        over = Member(member.session, "unmask", b"", b"")
+        over = ClientSession(member.session, "unmask", b"", b"")
         return over.to_record(), {"owners": asked, "shares": told}
 
     # --------------------------------------------------------------------------------------------------- the server
 
-    def rounds(self, members: Sequence[int], size: int) -> Generator[dict[int, Record], Mapping[int, Record], Sum]:
+    def rounds(
+        self, members: Sequence[int], size: int
+    ) -> Generator[dict[int, Record], Mapping[int, Record], SecureSumResult]:
         """The server's side, as a conversation: yields questions by member, is sent the answers that came, returns the sum.
 
         The third question is the one that trains. An answer that is malformed counts as none.
@@ -249,7 +251,7 @@ class PairwiseMasking:
             size: of an update.
 
         Raises:
-            TooFew: fewer than the threshold answered one of the questions.
+            TooFewSurvivors: fewer than the threshold answered one of the questions.
         """
         if not len(set(members)) == len(members) <= self.group:
             raise ValueError(f"expected at most {self.group} different members, got {list(members)}")
@@ -272,21 +274,21 @@ class PairwiseMasking:
         }
         masked = self._usable(answers, sealed, lambda m, answer: self._vector(answer, size))
         # made once: what arrives later is not looked at, or both secrets of its sender might be known
-        request = Request(tuple(number[m] for m in masked), tuple(number[m] for m in sealed if m not in masked))
+        request = UnmaskRequest(tuple(number[m] for m in masked), tuple(number[m] for m in sealed if m not in masked))
         asked: Record = {"survivors": list(request.survivors), "dropped": list(request.dropped)}
         answers = yield {m: {**base, "step": "unmask", **asked} for m in masked}
-        told = self._usable(answers, masked, lambda m, answer: _told(answer, request))
+        told = self._usable(answers, masked, lambda m, answer: _disclosed_shares(answer, request))
         vectors = {number[m]: vector for m, vector in masked.items()}
         total = self.unmask(vectors, request, keys, session, {number[m]: shares for m, shares in told.items()})
         if not len(masked) <= int(total[-1]) <= len(masked) * self.most_examples:
             raise ValueError(f"{len(masked)} clients cannot have {int(total[-1])} examples: one of them lied")
         mean, examples = self.mean(total)
-        return Sum(mean, examples, tuple(masked))
+        return SecureSumResult(mean, examples, tuple(masked))
 
     def unmask(
         self,
         masked: Mapping[int, NDArray[Any]],
-        request: Request,
+        request: UnmaskRequest,
         keys: Sequence[bytes],
         session: bytes,
         told: Mapping[int, Mapping[int, int]],
@@ -302,7 +304,7 @@ class PairwiseMasking:
         some = sorted(told)[: self.least]
 
         def secret(n: int) -> bytes:
-            found = combine({teller: told[teller][n] for teller in some})
+            found = shamir_combine({teller: told[teller][n] for teller in some})
             if found >= 2 ** (8 * SECRET):
                 raise ValueError(f"the shares of client {n}'s secret do not fit together: somebody sent wrong ones")
             return found.to_bytes(SECRET)
@@ -324,11 +326,11 @@ class PairwiseMasking:
         members: Iterable[int],
         read: Callable[[int, Record], Found | None],
     ) -> dict[int, Found]:
-        """What can be read of the members' answers, in their order; TooFew where that is less than the threshold."""
+        """What can be read of the members' answers, in their order; TooFewSurvivors where that is less than the threshold."""
         read_of = {m: read(m, answers[m]) for m in members if m in answers}
         found = {m: value for m, value in read_of.items() if value is not None}
         if len(found) < self.least:
-            raise TooFew(f"{len(found)} clients are left, fewer than the threshold {self.least}")
+            raise TooFewSurvivors(f"{len(found)} clients are left, fewer than the threshold {self.least}")
         return found
 
     def _vector(self, answer: Record, size: int) -> NDArray[Any] | None:
@@ -337,19 +339,19 @@ class PairwiseMasking:
         return cast(NDArray[Any], found) if fits else None
 
     def _expand(self, seed: bytes, size: int) -> NDArray[Any]:
-        return expand(seed, size, self.dtype)
+        return expand_seed(seed, size, self.dtype)
 
 
 # -------------------------------------------------------------------------------------------------------- Shamir's shares
 
 
-def share(secret: int, threshold: int, count: int) -> list[int]:
+def shamir_share(secret: int, threshold: int, count: int) -> list[int]:
     """The values at 1..count of a random polynomial of degree threshold - 1 that is the secret at 0."""
     drawn = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
-    return [evaluate([secret, *drawn], x) for x in range(1, count + 1)]
+    return [evaluate_polynomial([secret, *drawn], x) for x in range(1, count + 1)]
 
 
-def evaluate(coefficients: Sequence[int], x: int, prime: int = PRIME) -> int:
+def evaluate_polynomial(coefficients: Sequence[int], x: int, prime: int = PRIME) -> int:
     """A polynomial at x modulo a prime, its constant coefficient first."""
     value = 0
     for c in reversed(coefficients):
@@ -357,7 +359,7 @@ def evaluate(coefficients: Sequence[int], x: int, prime: int = PRIME) -> int:
     return value
 
 
-def combine(shares: Mapping[int, int], prime: int = PRIME) -> int:
+def shamir_combine(shares: Mapping[int, int], prime: int = PRIME) -> int:
     """The polynomial through (x, value) for all shares, at 0 (Lagrange); it takes as many as the threshold.
 
     >>> combine({2: 329, 4: 176, 5: 1188}, prime=1613)
@@ -378,7 +380,7 @@ def combine(shares: Mapping[int, int], prime: int = PRIME) -> int:
 NONCE = bytes(12)  # every key seals one message
 
 
-def expand(seed: bytes, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+def expand_seed(seed: bytes, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     """So many uniform integers of a 32-byte seed: ChaCha20's key stream (RFC 8439)."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
@@ -389,7 +391,7 @@ def expand(seed: bytes, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _advertise(session: bytes) -> tuple[Record, Record]:
     """Two fresh key pairs; whatever session there was before is forgotten."""
-    member = Member(session, "advertise", secrets.token_bytes(SECRET), secrets.token_bytes(SECRET))
+    member = ClientSession(session, "advertise", secrets.token_bytes(SECRET), secrets.token_bytes(SECRET))
     return member.to_record(), {"keys": [_public(member.cipher_key), _public(member.mask_key)]}
 
 
@@ -414,7 +416,7 @@ def _pair(key: bytes, other: bytes, session: bytes) -> bytes:
     return _agreed(key, other, b"mask" + session + b"".join(sorted([_public(key), other])))
 
 
-def _cipher(member: Member, other: int, sends: bool) -> Any:
+def _cipher(member: ClientSession, other: int, sends: bool) -> Any:
     """What seals the shares between two clients in one direction."""
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
@@ -427,12 +429,12 @@ def _cipher(member: Member, other: int, sends: bool) -> Any:
 # -------------------------------------------------------------------------------------- answers that the server may use
 
 
-def _opened(member: Member, other: int, sealed: bytes) -> bytes:
+def _opened(member: ClientSession, other: int, sealed: bytes) -> bytes:
     from cryptography.exceptions import InvalidTag
 
     try:
-        share: bytes = _cipher(member, other, sends=False).decrypt(NONCE, sealed, None)
-        return share
+        shamir_share: bytes = _cipher(member, other, sends=False).decrypt(NONCE, sealed, None)
+        return shamir_share
     except InvalidTag:
         raise ValueError(f"client {other}'s share was not sealed for this session, or was changed on its way") from None
 
@@ -452,7 +454,7 @@ def _sealed(answer: Mapping[str, Value], own: int, count: int) -> dict[int, byte
     return dict(zip(others, found, strict=True)) if found and answer.get("receivers") == others else None
 
 
-def _told(answer: Mapping[str, Value], request: Request) -> dict[int, int] | None:
+def _disclosed_shares(answer: Mapping[str, Value], request: UnmaskRequest) -> dict[int, int] | None:
     """A client's share of each one's secret."""
     owners = [*request.survivors, *request.dropped]
     found = _byte_strings(answer.get("shares"), [SHARE] * len(owners))

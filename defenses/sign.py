@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 from torch import Generator
 
-from fedgauge.client.update import Conditional, Link, OnUpdate, Update
+from fedgauge.client.update import Link, Update, UpdateDistribution, UpdateTransform
 
 
 @dataclass(frozen=True)
-class sign(OnUpdate):
+class sign(UpdateTransform):
     """Every entry becomes -scale, 0 or scale; scale > 0."""
 
     scale: float = 1.0
@@ -24,12 +24,12 @@ class sign(OnUpdate):
     def mean(self) -> Link:
         return _soft_sign(self.scale)
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         return replace(before, signed=True)
 
 
 @dataclass(frozen=True)
-class _soft_sign(OnUpdate):
+class _soft_sign(UpdateTransform):
     """The sign has no useful derivative: u / (|u| + mean |u|) of each tensor stands in for it at the attacker's."""
 
     scale: float

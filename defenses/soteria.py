@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.update import Batch, Conditional, Link, Params, Update, UpdateFn, untracked
+from fedgauge.client.update import Batch, Link, Params, Update, UpdateDistribution, UpdateFn, without_running_stats
 from fedgauge.defenses.noise import identity
 
 OFFSET = 0.1  # the published code's: a feature of zero has a score
@@ -70,7 +70,7 @@ class soteria(Link):
         """Nothing: which features are pruned has no derivative, and depends on the data that an attacker looks for."""
         return identity()
 
-    def conditional(self, before: Conditional) -> Conditional:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution:
         return replace(before, hidden=before.hidden | {self.weight})
 
     def kept(self, scores: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class soteria(Link):
 
     def scores(self, params: Params, x: Tensor) -> Tensor:
         """sum over examples of |dr_j/dx| / (r_j + 0.1), (k,), without a derivative of its own."""
-        with untracked(self.model):
+        with without_running_stats(self.model):
             inputs = self.normalise(x).detach()
             r, back = vjp(lambda x: self._representation(params, x), inputs)[:2]
             eye = torch.eye(r.shape[1], dtype=r.dtype, device=r.device)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.update import Conditional, Link, OnUpdate, Update, WithMemory
+from fedgauge.client.update import Link, StatefulTransform, Update, UpdateDistribution, UpdateTransform
 
 
 @dataclass(frozen=True)
-class top_k(WithMemory):
+class top_k(StatefulTransform):
     """Keep the largest fraction keep (0 < keep <= 1) of all entries together by magnitude; the others become 0.
 
     Args:
@@ -39,14 +39,14 @@ class top_k(WithMemory):
         """As in a client's first round: nobody but the client knows what it holds back later."""
         return _largest(self.keep)
 
-    def conditional(self, before: Conditional) -> Conditional | None:
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """What is left keeps its noise; neither that a larger entry is likelier to be left, nor what was held back before, is
         accounted for."""
         return None if before.signed else replace(before, sparse=True)
 
 
 @dataclass(frozen=True)
-class _largest(OnUpdate):
+class _largest(UpdateTransform):
     """Top-k without a memory."""
 
     keep: float

@@ -14,23 +14,23 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.malicious.targeting import knowledge
-from fedgauge.client.components import Kind, SpecError, Table, call, check_arguments, resolve
+from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, resolve
 from fedgauge.client.data.images import batch_of
-from fedgauge.client.models.losses import hits, is_cross_entropy
+from fedgauge.client.models.losses import is_cross_entropy, per_example_accuracy
 from fedgauge.client.protocol import Federation
 from fedgauge.server.store import checkpoint
-from fedgauge.server.store.ledger import Ledger, Seen
+from fedgauge.server.store.ledger import Ledger, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
 from fedgauge.server.strategy.client_grading import STARTED, Grader
-from fedgauge.server.strategy.curious import CuriousStrategy, Tap
+from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
-from fedgauge.server.strategy.node_discovery import Latecomers, census
-from fedgauge.server.strategy.validator import WEIGHT, Intake
+from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes
+from fedgauge.server.strategy.validator import WEIGHT, RoundReplies
 
 LOGITS = 2**24  # computed at once where a network is evaluated
-STRATEGY = Kind("a strategy", ("fedgauge.strategies",), Strategy)
+STRATEGY = ComponentKind("a strategy", ("fedgauge.strategies",), Strategy)
 app = ServerApp()
 
 
@@ -57,19 +57,19 @@ def federate(run: Run, grid: Grid, flower_run: int = 1) -> None:
 def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     scenario = run.scenario()
     fed = scenario.federation
-    start = checkpoint.begin(run, ledger, scenario)
+    start = checkpoint.starting_point(run, ledger, scenario)
     done, params, buffers = (start.round, start.params, start.buffers) if start else (0, *fed.initial())
-    tap = Tap(ledger, run.tape(), scenario.plan if scenario.audit.curious else None, scenario.tape.keep)
+    tap = UpdateRecorder(ledger, run.tape(), scenario.plan if scenario.audit.curious else None, scenario.tape.keep)
     # in a deployment a client may be gone for good: the rounds go on with those that are there
     inner = build_strategy(scenario.strategy, scenario.protocol.clients, 1 if ledger.deployed else None)
     if start is not None:
         checkpoint.restore(inner, start.strategy)
-    seen: list[Seen] = []
-    bent = _malicious(run, ledger, scenario, inner)
+    seen: list[Participation] = []
+    malicious = _malicious(run, ledger, scenario, inner)
 
-    def take(intake: Intake) -> None:
-        if bent is not None:
-            bent.note(intake)
+    def take(intake: RoundReplies) -> None:
+        if malicious is not None:
+            malicious.note(intake)
         seen[:] = tap.put(intake)
 
     def over(round: int, arrays: ArrayRecord) -> None:
@@ -78,27 +78,27 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         tap.enter(round, seen)
 
     strategy = CuriousStrategy(
-        bent or inner,
+        malicious or inner,
         take,
         buffers,
         scenario.protocol.seed,
-        census(grid, scenario.protocol.clients, scenario.simulation.round_timeout if ledger.deployed else None),
+        discover_nodes(grid, scenario.protocol.clients, scenario.simulation.round_timeout if ledger.deployed else None),
         protocol=scenario.protocol,
         strict=True,
-        counts=None if bent is None else bent.counts,
+        counts=None if malicious is None else malicious.counts,
     )
-    if bent is not None:
-        bent.clients = strategy.clients
+    if malicious is not None:
+        malicious.clients = strategy.clients
     between: list[Callable[[], None]] = []
     finish: Callable[[], None] | None = None
     if ledger.deployed:
         ledger.set_meta(**{f"{STARTED}{done + 1}": str(flower_run)})
         grader = Grader(run, ledger, grid, strategy.clients, scenario.simulation.round_timeout)
-        late = Latecomers(grid, scenario.protocol.clients, strategy.clients)
+        late = LateJoiners(grid, scenario.protocol.clients, strategy.clients)
         between, finish = [grader.ask, late.admit], grader.finish
     record = _Record(fed, ledger, strategy, tap, done, between)
     rounds, timeout = scenario.protocol.rounds - done, scenario.simulation.round_timeout
-    continued = checkpoint.Continued(strategy, done, over)
+    continued = checkpoint.ResumedStrategy(strategy, done, over)
     result = continued.start(grid, ArrayRecord(params), rounds, timeout, evaluate_fn=record)
     trained = result.arrays.to_torch_state_dict() if result.arrays else params
     if finish is not None:
@@ -108,20 +108,22 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
 
 def _malicious(run: Run, ledger: Ledger, scenario: Scenario, inner: Strategy) -> MaliciousStrategy | None:
     """The scenario's malicious server round a strategy, remembering of earlier starts what is still on the tape."""
-    if not scenario.malice:
+    if not scenario.server_attack:
         return None
 
     def trouble(words: str) -> None:
-        ledger.set_meta(malice=words)
+        ledger.set_meta(server_attack=words)
 
-    bent = MaliciousStrategy(inner, scenario.malice, knowledge(scenario.federation), scenario.protocol, trouble=trouble)
+    malicious = MaliciousStrategy(
+        inner, scenario.server_attack, knowledge(scenario.federation), scenario.protocol, trouble=trouble
+    )
     for o in ledger.observations():
-        if o["status"] == "accepted" and o["digest"] and bent.remembers(o["round"], o["client"]):
+        if o["status"] == "accepted" and o["digest"] and malicious.is_stateful(o["round"], o["client"]):
             try:
-                bent.remember(run.tape().read(o["round"], o["client"], o["digest"]))
+                malicious.remember(run.tape().read(o["round"], o["client"], o["digest"]))
             except TapeError as error:
                 trouble(f"an earlier answer is lost to it: {error}")
-    return bent
+    return malicious
 
 
 @dataclass
@@ -131,7 +133,7 @@ class _Record:
     fed: Federation
     ledger: Ledger
     strategy: CuriousStrategy
-    tap: Tap
+    tap: UpdateRecorder
     done: int  # rounds before this start
     between: Sequence[Callable[[], None]]
     began: float = field(default_factory=time.perf_counter)
@@ -156,8 +158,8 @@ def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:
     """Write a checkpoint; where that cannot be done the training goes on, and the run says why it cannot be resumed there."""
     try:
         at.write(run.folder)
-    except checkpoint.Unsavable as error:
-        checkpoint.refuse(run.folder, str(error))
+    except checkpoint.StateNotSavable as error:
+        checkpoint.mark_not_resumable(run.folder, str(error))
     except OSError as error:  # a full disk, say; the one before is still whole
         ledger.set_meta(checkpoint=f"round {at.round} has no checkpoint: {error.strerror or error}")
 
@@ -172,7 +174,7 @@ def evaluate(fed: Federation, params: dict[str, torch.Tensor], chunk: int = 500)
         for rows in torch.arange(len(dataset.y_test)).split(chunk):
             x, y = batch_of(dataset.x_test, dataset.y_test, rows)
             logits = functional_call(fed.model, params, (dataset.normalise(x),))
-            right += float(hits(logits, y).sum())
+            right += float(per_example_accuracy(logits, y).sum())
             if is_cross_entropy(fed.loss):
                 loss += float(F.cross_entropy(logits, y, reduction="sum"))
             else:  # a mean over each part

@@ -18,7 +18,7 @@ from fedgauge.attacks.grading.audit import card
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.protocol import Federation, Protocol
 from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.ledger import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 
@@ -184,8 +184,8 @@ def make_taped() -> Callable[..., Run]:
             for r in range(1, rounds + 1):
                 tape.write_round(r, params, buffers)
                 digests = {c: tape.write_update(r, c, federation.client_update(params, buffers, c, r)) for c in clients}
-                seen = [Seen(c, "accepted", "", federation.shards.batch_size, d) for c, d in digests.items()]
-                ledger.record_intake(r, [*seen, Seen(len(clients), "rejected", reason)], chosen.plan)
+                seen = [Participation(c, "accepted", "", federation.shards.batch_size, d) for c, d in digests.items()]
+                ledger.record_intake(r, [*seen, Participation(len(clients), "rejected", reason)], chosen.plan)
                 ledger.record_round(r, 0.1 + 0.1 * r, 2.0, 1.0, 0.01)
             ledger.set_meta(state="trained", rounds=str(chosen.protocol.rounds))
         return run

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from fedgauge.attacks.grading.image_metrics import BACKBONES, image_metrics, lpips_metric
-from fedgauge.attacks.malicious.server_attack import MALICE
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import Kind
+from fedgauge.client.components import ComponentKind
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import DATASET, MODEL, TRANSFORM
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import _parser
-from fedgauge.simulations.experiments.sweep import Row, Sweep, summary
+from fedgauge.simulations.experiments.sweep import Sweep, SweepRow, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -36,16 +36,16 @@ def first_cells() -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [ATTACK, DATASET, LOSS, MODEL, TRANSFORM], ids=lambda k: k.noun)
-def test_the_tables_name_every_component_and_no_other(kind: Kind) -> None:
+def test_the_tables_name_every_component_and_no_other(kind: ComponentKind) -> None:
     module = tuple(f"{p}." if p in ("attacks", "defenses") else f"{p}:" for p in kind.packages)
-    malices = MALICE.names()  # in a table of their own
-    assert sorted(c for c in first_cells() if c.startswith(module) and c not in malices) == kind.names()
+    server_attacks = SERVER_ATTACK.names()  # in a table of their own
+    assert sorted(c for c in first_cells() if c.startswith(module) and c not in server_attacks) == kind.names()
 
 
 def test_every_malice_is_in_the_table_and_no_other() -> None:
     decoders = set(ATTACK.names())
     named = {c for c in first_cells() if c.startswith("fedgauge.attacks.malicious.")}
-    assert sorted(named - decoders) == MALICE.names()
+    assert sorted(named - decoders) == SERVER_ATTACK.names()
 
 
 def test_the_threat_models_figures_are_the_kept_ones() -> None:
@@ -61,7 +61,7 @@ def test_the_threat_models_figures_are_the_kept_ones() -> None:
     rows = rows_of("guard")
     seen = [row for row in rows if row["metric"] == "detected"]
     assert {row["here"] for row in seen} == {1}
-    assert {row["attack"] for row in seen} == {name.rpartition(":")[2] for name in MALICE.names()}
+    assert {row["attack"] for row in seen} == {name.rpartition(":")[2] for name in SERVER_ATTACK.names()}
     patient = rows_of("guard_patient")
     assert {row["here"] for row in patient} == {0, 1}
     missed = {(row["attack"], row["cell"]) for row in patient if row["here"] == 0}
@@ -245,7 +245,7 @@ def test_the_engines_speeds_are_the_kept_ones() -> None:
 def test_the_defenses_are_told_as_they_were_measured() -> None:
     found = Sweep.load(ROOT / "simulations/defenses.toml")
     kept = json.loads((ROOT / "simulations/results/defenses/sweep.json").read_text())
-    lines = summary([Row(**row) for row in kept], {cell.defense: cell.promise for cell in found.cells})
+    lines = summary([SweepRow(**row) for row in kept], {cell.defense: cell.promise for cell in found.cells})
     assert "\n".join(lines) in README
     assert {row["defense"] for row in kept} == {cell.defense for cell in found.cells}, (
         "a row for each of the ready sweep"

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 SHARE = 0.5  # of the free memory: other workers look at the same memory at the same time, and kernels have buffers of their own
 
 
-class Places:
+class BatchLimiter:
     """How many problems advance together.
 
     Args:
@@ -28,7 +28,7 @@ class Places:
         self.count = max(1, count)
 
     @contextmanager
-    def halved_where_memory_ends(self, used: int) -> Iterator[None]:
+    def halve_on_out_of_memory(self, used: int) -> Iterator[None]:
         """Ends work on so many problems that memory does not hold, after which there are half as many places.
 
         Raises:
@@ -51,7 +51,7 @@ class Places:
         done = 0
         while done < len(items):
             part = items[done : done + self.count]
-            with self.halved_where_memory_ends(len(part)):
+            with self.halve_on_out_of_memory(len(part)):
                 found.append(work(part))
                 done += len(part)
         return found
@@ -66,7 +66,7 @@ def _exhausted(error: BaseException) -> bool:
 # ------------------------------------------------------------------------------------------------------ ahead of time
 
 
-def fitting(work: Callable[[int], object], most: int, device: torch.device, held: int = 0) -> int:
+def largest_batch(work: Callable[[int], object], most: int, device: torch.device, held: int = 0) -> int:
     """How many problems, at most so many, fit into the free memory, judged by a dry pass of two of them.
 
     Two, since one problem by itself may be computed in another way. Without a dry pass where there are no more than two, and
@@ -76,17 +76,17 @@ def fitting(work: Callable[[int], object], most: int, device: torch.device, held
         work: done on so many problems.
         held: bytes that will be taken beside the work.
     """
-    available = free(device)
+    available = free_bytes(device)
     if most <= 2 or available is None:
         return most
     count = 1
-    with Places(2).halved_where_memory_ends(2):
-        need = peak(lambda: work(2), device)
+    with BatchLimiter(2).halve_on_out_of_memory(2):
+        need = peak_bytes(lambda: work(2), device)
         count = max(1, min(most, 2 * int(SHARE * available - held) // max(need, 1)))
     return count
 
 
-def peak(work: Callable[[], object], device: torch.device) -> int:
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     """Bytes that a piece of work holds at its height beyond what was there before it.
 
     On an accelerator the allocator's own count; else that of torch's operators' results, without what they take and drop
@@ -100,7 +100,7 @@ def peak(work: Callable[[], object], device: torch.device) -> int:
     counted = _Allocations()
     with counted:
         work()
-    return counted.peak
+    return counted.peak_bytes
 
 
 class _Allocations(TorchDispatchMode):
@@ -108,7 +108,7 @@ class _Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        self.live = self.peak_bytes = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -130,7 +130,7 @@ class _Allocations(TorchDispatchMode):
             return
         self._known.add(key)
         self.live += size
-        self.peak = max(self.peak, self.live)
+        self.peak_bytes = max(self.peak_bytes, self.live)
         weakref.finalize(storage, self._dropped, key, size).atexit = False
 
     def _dropped(self, key: int, size: int) -> None:
@@ -138,7 +138,7 @@ class _Allocations(TorchDispatchMode):
         self.live -= size
 
 
-def free(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be had on a device; None where the system does not tell."""
     if device.type == "cuda":
         outside, _ = torch.cuda.mem_get_info(device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fedgauge.client.update import Conditional, Update, norm
+from fedgauge.client.update import Update, UpdateDistribution, norm
 
 _TINY = 1e-20
 
@@ -26,7 +26,7 @@ class Distance(ABC):
         """How far the expected update is from the one that was seen; a scalar."""
 
 
-class Products(NamedTuple):
+class InnerProducts(NamedTuple):
     """Inner products of one tensor of an update, or of many problems' at once: <seen, expected>, |seen|^2, |expected|^2."""
 
     inner: Tensor
@@ -34,7 +34,7 @@ class Products(NamedTuple):
     expected: Tensor
 
 
-class ByProducts(Distance):
+class InnerProductDistance(Distance):
     """A distance that inner products decide, for which large gradients need not be formed.
 
     joint: only the products of whole updates count, not those of each tensor.
@@ -43,13 +43,16 @@ class ByProducts(Distance):
     joint: ClassVar[bool] = True
 
     @abstractmethod
-    def of(self, products: Mapping[str, Products]) -> Tensor:
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         """The distance, from the products of every tensor."""
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         """The distance, from the updates themselves."""
         return self.of(
-            {k: Products((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()}
+            {
+                k: InnerProducts((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum())
+                for k, t in expected.items()
+            }
         )
 
     def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
@@ -63,15 +66,15 @@ class ByProducts(Distance):
 
 
 @dataclass(frozen=True)
-class cosine(ByProducts):
+class cosine(InnerProductDistance):
     """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4)."""
 
-    def of(self, products: Mapping[str, Products]) -> Tensor:
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         return _one_minus_cosine(_total(products))
 
 
 @dataclass(frozen=True)
-class layer_cosine(ByProducts):
+class layer_cosine(InnerProductDistance):
     """The weighted mean over tensors of 1 - cos, each tensor by itself.
 
     Args:
@@ -82,7 +85,7 @@ class layer_cosine(ByProducts):
     decay: float = 1.0
     joint: ClassVar[bool] = False
 
-    def of(self, products: Mapping[str, Products]) -> Tensor:
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         terms = torch.stack([_one_minus_cosine(p) for p in products.values()])
         weights = self.decay ** torch.arange(len(terms), dtype=terms.dtype, device=terms.device)
         mean: Tensor = torch.tensordot(weights / weights.sum(), terms, 1)
@@ -90,10 +93,10 @@ class layer_cosine(ByProducts):
 
 
 @dataclass(frozen=True)
-class squared(ByProducts):
+class squared(InnerProductDistance):
     """|seen - expected|^2 / |seen|^2 (DLG, eq. 4, made free of the update's scale)."""
 
-    def of(self, products: Mapping[str, Products]) -> Tensor:
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         total = _total(products)
         return _difference(total) / total.seen.clamp_min(_TINY)
 
@@ -105,13 +108,13 @@ class squared(ByProducts):
 
 
 @dataclass(frozen=True)
-class gaussian_likelihood(ByProducts):
+class gaussian_likelihood(InnerProductDistance):
     """|seen - expected / shrink|^2 / (2 sigma^2): additive normal noise (Bayesian framework, section 4)."""
 
     sigma: float
     shrink: float = 1.0
 
-    def of(self, products: Mapping[str, Products]) -> Tensor:
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         return _difference(_total(products), self.shrink) / (2 * self.sigma**2)
 
     def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
@@ -164,29 +167,29 @@ class without(Distance):
 
 
 @dataclass(frozen=True)
-class without_products(ByProducts):
+class without_products(InnerProductDistance):
     """`without`, for a distance that inner products decide: it stays one."""
 
-    inner: ByProducts
+    inner: InnerProductDistance
     names: tuple[str, ...]
     joint: ClassVar[bool] = False
 
-    def of(self, products: Mapping[str, Products]) -> Tensor:
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         return self.inner.of({k: p for k, p in products.items() if k not in self.names})
 
 
 @dataclass(frozen=True)
-class visible_columns(ByProducts):
+class visible_columns(InnerProductDistance):
     """Another distance without some weights' columns that are zero in what was seen: their layer's input was pruned.
 
     The engine forms its products of the columns that are left.
     """
 
-    inner: ByProducts
+    inner: InnerProductDistance
     names: tuple[str, ...]
     joint: ClassVar[bool] = False
 
-    def of(self, products: Mapping[str, Products]) -> Tensor:
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         return self.inner.of(products)
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
@@ -202,7 +205,7 @@ def left_out(distance: Distance, names: Collection[str]) -> Distance:
     """
     if not names:
         return distance
-    if isinstance(distance, ByProducts):
+    if isinstance(distance, InnerProductDistance):
         return without_products(distance, tuple(sorted(names)))
     return without(distance, tuple(sorted(names)))
 
@@ -226,30 +229,32 @@ class signs(Distance):
         return cosine()({k: t.sign() for k, t in seen.items()}, bounded)
 
 
-def likelihood(conditional: Conditional | None, batch_size: int) -> Distance:
+def likelihood(update_distribution: UpdateDistribution | None, batch_size: int) -> Distance:
     """The distance that is -log p(seen | expected) of a chain's conditional; where that has no density, the nearest one.
 
     Without noise any distance has the same minimum, and the cosine is the one that descends best.
     """
-    if conditional is None:
+    if update_distribution is None:
         return cosine()
-    if conditional.hidden:
-        return left_out(likelihood(replace(conditional, hidden=frozenset()), batch_size), conditional.hidden)
-    if conditional.signed:
+    if update_distribution.hidden:
+        return left_out(
+            likelihood(replace(update_distribution, hidden=frozenset()), batch_size), update_distribution.hidden
+        )
+    if update_distribution.signed:
         return signs("hinge" if batch_size == 1 else "tanh")
     inner: Distance = cosine()
-    if conditional.sigma:
-        inner = gaussian_likelihood(conditional.sigma, conditional.shrink)
-    elif conditional.scale:
-        inner = laplace_likelihood(conditional.scale, conditional.shrink)
-    return visible(inner) if conditional.sparse else inner
+    if update_distribution.sigma:
+        inner = gaussian_likelihood(update_distribution.sigma, update_distribution.shrink)
+    elif update_distribution.scale:
+        inner = laplace_likelihood(update_distribution.scale, update_distribution.shrink)
+    return visible(inner) if update_distribution.sparse else inner
 
 
-def between(seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Products:
+def between(seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> InnerProducts:
     """The products (P,) of P updates, each in parts (P, entries) of the same sizes; square: |seen|^2."""
     parts = [_InnerProducts.apply(s, e) for s, e in zip(seen, expected, strict=True)]  # type: ignore[no-untyped-call]
     inner, own = (part[0] if len(part) == 1 else torch.stack(part).sum(0) for part in zip(*parts, strict=True))
-    return Products(inner, square, own)
+    return InnerProducts(inner, square, own)
 
 
 def _squared_rows(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
@@ -274,13 +279,13 @@ class _InnerProducts(Function):
         return None, torch.mul(seen, by_inner[:, None]).addcmul_(expected, 2 * by_square[:, None])
 
 
-def _total(products: Mapping[str, Products]) -> Products:
+def _total(products: Mapping[str, InnerProducts]) -> InnerProducts:
     if len(products) == 1:
         return next(iter(products.values()))
-    return Products(*(torch.stack(parts).sum(0) for parts in zip(*products.values(), strict=True)))
+    return InnerProducts(*(torch.stack(parts).sum(0) for parts in zip(*products.values(), strict=True)))
 
 
-def _one_minus_cosine(p: Products) -> Tensor:
+def _one_minus_cosine(p: InnerProducts) -> Tensor:
     return 1 - p.inner / (_root(p.seen) * _root(p.expected)).clamp_min(_TINY)
 
 
@@ -289,7 +294,7 @@ def _root(square: Tensor) -> Tensor:
     return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
 
 
-def _difference(p: Products, shrink: float = 1.0) -> Tensor:
+def _difference(p: InnerProducts, shrink: float = 1.0) -> Tensor:
     return (p.seen - 2 * p.inner / shrink + p.expected / shrink**2).clamp_min(0)
 
 

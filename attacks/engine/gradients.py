@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fedgauge.client.models.losses import is_cross_entropy
-from fedgauge.client.update import Loss, Params, Randomised, local_sgd
+from fedgauge.client.update import Loss, Params, StochasticLayer, local_sgd
 
 CACHE = 2**18  # numbers that a core's own cache holds beside what else is in use
 KEPT = 2**21  # numbers up to which an input's windows are kept from one pass to the next, not made again
@@ -38,7 +38,7 @@ class Unsupported(Exception):
     """The model uses a parameter in a way that this file does not know, or mixes examples; vmap does it all."""
 
 
-class Factors(NamedTuple):
+class FactoredGradient(NamedTuple):
     """The gradient (P, out, in) of a fully connected layer as the sum over rows of signal x input, not formed.
 
     Or the gradient (P, out, kh * kw * in) of a convolution's kernel that has few positions: rows are the input's windows.
@@ -51,17 +51,17 @@ class Factors(NamedTuple):
     def rows(self) -> int:
         return self.signal.shape[1]
 
-    def products(self, other: "Tensor | Factors") -> tuple[Tensor, Tensor]:
+    def products(self, other: "Tensor | FactoredGradient") -> tuple[Tensor, Tensor]:
         """Inner products (P,) with another gradient, as Factors or formed, and squared norms (P,)."""
-        if isinstance(other, Factors):
+        if isinstance(other, FactoredGradient):
             return _apply_two(_Products, *self, *other)
         signals, inputs = (torch.bmm(t, t.transpose(1, 2)) for t in self)
         inner = torch.bmm(self.signal, _matrices(other)) * self.input
         return inner.flatten(1).sum(1), (signals * inputs).flatten(1).sum(1)
 
-    def of(self, problems: Tensor) -> "Factors":
+    def of(self, problems: Tensor) -> "FactoredGradient":
         """Those of some problems."""
-        return Factors(self.signal[problems], self.input[problems])
+        return FactoredGradient(self.signal[problems], self.input[problems])
 
     def form(self) -> Tensor:
         """The gradient itself, a kernel's as (P, out, kh * kw * in)."""
@@ -100,7 +100,7 @@ class _Products(Function):
         return by_signal, by_input, None, None
 
 
-Gradients = dict[str, Tensor | Factors]
+Gradients = dict[str, Tensor | FactoredGradient]
 
 
 def gradients(
@@ -126,7 +126,7 @@ def gradients(
     return _gradients(model, params, {}, _Examples(x, y), factor, factors, loss)
 
 
-def trained(
+def local_training_changes(
     model: nn.Module,
     params: Params,
     x: Tensor,
@@ -146,14 +146,14 @@ def trained(
 
 
 def _plus(
-    step: Tensor | Factors, before: Tensor | Factors | None, kept: float, shape: Sequence[int]
-) -> Tensor | Factors:
+    step: Tensor | FactoredGradient, before: Tensor | FactoredGradient | None, kept: float, shape: Sequence[int]
+) -> Tensor | FactoredGradient:
     """A step's change of a parameter of a shape, added to what is kept of those before."""
     if before is None:
         return step
-    if isinstance(step, Factors) and isinstance(before, Factors):
+    if isinstance(step, FactoredGradient) and isinstance(before, FactoredGradient):
         signals = [before.signal if kept == 1 else kept * before.signal, step.signal]
-        return Factors(torch.cat(signals, 1), torch.cat([before.input, step.input], 1))
+        return FactoredGradient(torch.cat(signals, 1), torch.cat([before.input, step.input], 1))
     before = _form(before, shape)
     return (before if kept == 1 else kept * before) + _form(step, shape)
 
@@ -207,9 +207,9 @@ def _summed(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
 _overwriting: WeakSet[nn.Module] = WeakSet()  # models that change layers' outputs in place, known from their first run
 
 
-def _run(model: nn.Module, params: Params, moves: Gradients, examples: _Examples) -> tuple[Tensor, list["_Call"]]:
+def _run(model: nn.Module, params: Params, moves: Gradients, examples: _Examples) -> tuple[Tensor, list["_LayerCall"]]:
     """Logits, and every use of a parameter; from copies where the model would overwrite what a layer gave."""
-    spy = _Spy(params, moves, examples, copies=model in _overwriting)
+    spy = _GradientRecorder(params, moves, examples, copies=model in _overwriting)
     with spy:
         logits: Tensor = functional_call(model, params, (examples.x,))
     if any(call.out._version != call.version for call in spy.calls):
@@ -218,13 +218,13 @@ def _run(model: nn.Module, params: Params, moves: Gradients, examples: _Examples
     return logits, spy.calls
 
 
-def _large(part: Tensor | Factors) -> bool:
-    return isinstance(part, Factors) and part.signal.shape[2] * part.input.shape[2] >= FORM_BELOW
+def _large(part: Tensor | FactoredGradient) -> bool:
+    return isinstance(part, FactoredGradient) and part.signal.shape[2] * part.input.shape[2] >= FORM_BELOW
 
 
-def _form(part: Tensor | Factors, shape: Sequence[int]) -> Tensor:
+def _form(part: Tensor | FactoredGradient, shape: Sequence[int]) -> Tensor:
     """The gradient itself, of a parameter of a shape."""
-    if not isinstance(part, Factors):
+    if not isinstance(part, FactoredGradient):
         return part
     return part.form() if len(shape) == 2 else _kernels(part.form(), (shape[2], shape[3]))
 
@@ -239,9 +239,11 @@ def _matrices(t: Tensor) -> Tensor:
     return t.permute(0, 1, 3, 4, 2).flatten(2) if t.dim() == 5 else t
 
 
-def independent(model: nn.Module, params: Params, x: Tensor) -> bool:
+def examples_are_independent(model: nn.Module, params: Params, x: Tensor) -> bool:
     """Whether the first problem of x (P, B, ...) gets the same logits alone as among the others, and no layer draws."""
-    if any(isinstance(m, Randomised) for m in model.modules()):  # what it adds to the loss is no cross-entropy either
+    if any(
+        isinstance(m, StochasticLayer) for m in model.modules()
+    ):  # what it adds to the loss is no cross-entropy either
         return False
     with torch.no_grad():
         together = functional_call(model, params, (x.flatten(0, 1),))[: x.shape[1]]
@@ -250,7 +252,7 @@ def independent(model: nn.Module, params: Params, x: Tensor) -> bool:
     return math.isfinite(size) and torch.allclose(together, alone, rtol=1e-3, atol=1e-5 * size)
 
 
-def factored(matrices: Tensor, rank: int) -> Factors | None:
+def factored(matrices: Tensor, rank: int) -> FactoredGradient | None:
     """Matrices (P, out, in) as Factors of this many rows; None where one of them is no such product up to rounding.
 
     Kernels (P, out, in, kh, kw) count as matrices. What was seen of a fully connected layer is a product, with a row for
@@ -259,7 +261,7 @@ def factored(matrices: Tensor, rank: int) -> Factors | None:
     """
     matrices = _matrices(matrices)
     high, wide = matrices.shape[1:]
-    if not Factors.fewer(rank, high, wide) or matrices.dtype not in EXACT:
+    if not FactoredGradient.fewer(rank, high, wide) or matrices.dtype not in EXACT:
         return None
     sums = torch.randn(rank, high, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrices)
     signals, inputs = [], []
@@ -269,7 +271,7 @@ def factored(matrices: Tensor, rank: int) -> Factors | None:
         inputs.append(basis.T @ matrix)
         if not _is_product(matrix, basis, inputs[-1]):
             return None
-    return Factors(torch.stack(signals), torch.stack(inputs))
+    return FactoredGradient(torch.stack(signals), torch.stack(inputs))
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
@@ -301,7 +303,7 @@ def flattened(update: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call(ABC):
+class _LayerCall(ABC):
     """One use of a layer: its input, its output as it was when it was new, and its parameters' names."""
 
     input: Tensor
@@ -311,42 +313,44 @@ class _Call(ABC):
     version: int
 
     @abstractmethod
-    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | Factors]:
+    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
         """The gradients of its parameters, each problem's apart."""
 
-    def _with_bias(self, weight: Tensor | Factors, bias: Callable[[], Tensor]) -> dict[str, Tensor | Factors]:
+    def _with_bias(
+        self, weight: Tensor | FactoredGradient, bias: Callable[[], Tensor]
+    ) -> dict[str, Tensor | FactoredGradient]:
         return {self.weight: weight} if self.bias is None else {self.weight: weight, self.bias: bias()}
 
 
-class _Linear(_Call):
-    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | Factors]:
+class _Linear(_LayerCall):
+    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
         signal = signal.reshape(problems, -1, signal.shape[-1])
-        factors = Factors(signal, self.input.reshape(problems, -1, self.input.shape[-1]))
+        factors = FactoredGradient(signal, self.input.reshape(problems, -1, self.input.shape[-1]))
         return self._with_bias(factors, lambda: signal.sum(1))
 
 
 @dataclass(frozen=True, eq=False)
-class _Windowed(_Call):
+class _Windowed(_LayerCall):
     """A convolution as a product with its input's windows."""
 
     rows: Tensor
     windows: "_Windows"
 
-    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | Factors]:
+    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
         signal = signal.permute(0, 2, 3, 1).reshape(problems, -1, signal.shape[1])
-        factors = Factors(signal, self.rows)
-        if Factors.fewer(factors.rows, signal.shape[2], self.rows.shape[2]):
+        factors = FactoredGradient(signal, self.rows)
+        if FactoredGradient.fewer(factors.rows, signal.shape[2], self.rows.shape[2]):
             return self._with_bias(factors, lambda: signal.sum(1))
         return self._with_bias(_kernels(factors.form(), self.windows.kernel), lambda: signal.sum(1))
 
 
 @dataclass(frozen=True, eq=False)
-class _Conv(_Call):
+class _Conv(_LayerCall):
     windows: "_Windows"
 
-    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | Factors]:
+    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
         if self.input.shape[1] >= WIDE and self.windows.regular:
-            flat = _apply(_TapsGradient, self.input, signal, _Lines(problems, self.windows))
+            flat = _apply(_TapsGradient, self.input, signal, _PixelRows(problems, self.windows))
         else:
             flat = _apply(_KernelGradient, self.input, signal, problems, self.windows)
         kernels = _kernels(flat, self.windows.kernel)
@@ -354,18 +358,18 @@ class _Conv(_Call):
 
 
 @dataclass(frozen=True, eq=False)
-class _Affine(_Call):
+class _Affine(_LayerCall):
     """A normalisation's y = weight * (input - centre) * spread + bias for each channel."""
 
     centre: Tensor
     spread: Tensor
 
-    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | Factors]:
+    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
         bias, product = (t.view(problems, -1, t.shape[1]).sum(1) for t in _apply_two(_ChannelSums, signal, self.input))
         return self._with_bias((product - self.centre * bias) * self.spread, lambda: bias)
 
 
-class Spy(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Runs a model, handing every use of a parameter to the method that knows its gradient.
 
     Args:
@@ -397,13 +401,13 @@ class Spy(TorchFunctionMode):
         return None if t is None else self.names.get(id(t))
 
 
-class _Spy(Spy):
+class _GradientRecorder(CallRecorder):
     """Keeps what every use of a parameter needs for its gradient."""
 
     def __init__(self, params: Params, moves: Gradients, examples: _Examples, copies: bool) -> None:
         super().__init__({id(t): name for name, t in params.items()}, _LAYERS)
         self.moves, self.examples, self.copies = moves, examples, copies
-        self.calls: list[_Call] = []
+        self.calls: list[_LayerCall] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -413,7 +417,7 @@ class _Spy(Spy):
             kwargs["inplace"] = False
         return super().__torch_function__(func, types, args, kwargs)
 
-    def keep(self, call: _Call) -> Tensor:
+    def keep(self, call: _LayerCall) -> Tensor:
         self.calls.append(call)
         return call.out.clone() if self.copies else call.out
 
@@ -424,9 +428,9 @@ class _Spy(Spy):
             out = out + self.by_move(rows, self.moves[self.names[id(weight)]], bias).view_as(out)
         return self.keep(_Linear(input, out, self.names[id(weight)], self.name(bias), out._version))
 
-    def by_move(self, rows: Tensor, weight: Tensor | Factors, bias: Tensor | None) -> Tensor:
+    def by_move(self, rows: Tensor, weight: Tensor | FactoredGradient, bias: Tensor | None) -> Tensor:
         """What the moves add to a fully connected layer's output (P, rows, out)."""
-        if isinstance(weight, Factors):
+        if isinstance(weight, FactoredGradient):
             found = torch.bmm(torch.bmm(rows, weight.input.transpose(1, 2)), weight.signal)
         else:
             found = torch.bmm(rows, weight.transpose(1, 2))
@@ -454,7 +458,7 @@ class _Spy(Spy):
         windows = _Windows(tuple(input.shape), kernel, _pair(stride), _pair(padding))
         names = self.names[id(weight)], self.name(bias)
         positions = self.examples.size * math.prod(windows.out)
-        few = Factors.fewer(positions, weight.shape[0], weight[0].numel())
+        few = FactoredGradient.fewer(positions, weight.shape[0], weight[0].numel())
         if few or (input.shape[1] < WIDE and (self.moves or windows.numbers <= KEPT)):
             rows = self.examples.windows(input, windows)
             out = self.product(input, rows, weight, bias, windows)
@@ -516,10 +520,10 @@ class _Spy(Spy):
 
 # not in the spy itself: a cycle of references would keep every iteration's graph until Python looks for cycles
 _LAYERS: dict[Any, Callable[..., Tensor]] = {
-    F.linear: _Spy.linear,
-    F.conv2d: _Spy.conv2d,
-    F.batch_norm: _Spy.batch_norm,
-    F.group_norm: _Spy.group_norm,
+    F.linear: _GradientRecorder.linear,
+    F.conv2d: _GradientRecorder.conv2d,
+    F.batch_norm: _GradientRecorder.batch_norm,
+    F.group_norm: _GradientRecorder.group_norm,
 }
 
 
@@ -635,7 +639,7 @@ class _TapsGradient(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, signal: Tensor, lines: "_Lines") -> Tensor:
+    def forward(ctx: Any, input: Tensor, signal: Tensor, lines: "_PixelRows") -> Tensor:
         x, s = lines.read(input), lines.written(signal)
         ctx.save_for_backward(x, s)
         ctx.lines = lines
@@ -648,7 +652,7 @@ class _TapsGradient(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, s = ctx.saved_tensors
-        lines: _Lines = ctx.lines
+        lines: _PixelRows = ctx.lines
         by_input, by_signal = torch.zeros_like(x), torch.zeros_like(s)
         for tap, part in zip(lines.taps, g.chunk(len(lines.taps), 2), strict=True):
             here = slice(tap, tap + s.shape[1])
@@ -660,7 +664,7 @@ class _TapsGradient(Function):
 
 
 @dataclass(frozen=True)
-class _Lines:
+class _PixelRows:
     """Images of P problems as rows of positions, in which each place of a kernel without stride is a shift of all rows.
 
     A margin of zeros parts the lines of an image, and the images of a problem: what is right of one is left of the next.

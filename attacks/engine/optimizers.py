@@ -50,7 +50,7 @@ class adam:
             raise ValueError(f"tolerance must be at least 0 and below 1, got {self.tolerance}")
 
     @property
-    def remembered(self) -> int:
+    def state_per_variable(self) -> int:
         """Numbers kept for each one that is searched for."""
         return 2
 
@@ -68,10 +68,10 @@ class adam:
     ) -> None:
         """One step of N problems (N, ...) in place, each by its own count of steps before this one."""
         first, second = moments
-        length = by_count(lambda n: self.rate_at(n, iterations) / (1 - BETAS[0] ** (n + 1)), counts, x)
-        root = by_count(lambda n: math.sqrt(1 - BETAS[1] ** (n + 1)), counts, x)
+        length = per_iteration_count(lambda n: self.rate_at(n, iterations) / (1 - BETAS[0] ** (n + 1)), counts, x)
+        root = per_iteration_count(lambda n: math.sqrt(1 - BETAS[1] ** (n + 1)), counts, x)
         if self.weight_decay:
-            x.mul_(by_count(lambda n: 1 - self.rate_at(n, iterations) * self.weight_decay, counts, x))
+            x.mul_(per_iteration_count(lambda n: 1 - self.rate_at(n, iterations) * self.weight_decay, counts, x))
         first.lerp_(slope, 1 - BETAS[0])
         second.mul_(BETAS[1]).addcmul_(slope, slope, value=1 - BETAS[1])
         denominator = second.sqrt().div_(root).add_(EPSILON)
@@ -81,7 +81,7 @@ class adam:
             x.sub_(length * first / denominator)
 
 
-def by_count(function: Callable[[int], float], counts: Sequence[int], like: Tensor) -> Tensor | float:
+def per_iteration_count(function: Callable[[int], float], counts: Sequence[int], like: Tensor) -> Tensor | float:
     """What each problem's count of iterations makes of a function (N, 1, ...); a number where all counts are the same."""
     values = {count: function(count) for count in set(counts)}
     if len(values) == 1:
@@ -100,21 +100,21 @@ class lbfgs:
     Args:
         history: pairs of steps and slopes' changes that are remembered.
         plateau: a problem ends when ten steps lowered its value by less than this part.
-        enough: a problem ends when it is at this value or below.
-        fit: a problem that ends above this value starts again from a new draw, with what is left of its budget.
+        tolerance: a problem ends when it is at this value or below.
+        restart_above: a problem that ends above this value starts again from a new draw, with what is left of its budget.
     """
 
     history: int = 20
     plateau: float = 1e-9
-    enough: float = -math.inf
-    fit: float = 0.0
+    tolerance: float = -math.inf
+    restart_above: float = 0.0
 
     def __post_init__(self) -> None:
         if self.history < 1:
             raise ValueError(f"history must be at least 1, got {self.history}")
 
     @property
-    def remembered(self) -> int:
+    def state_per_variable(self) -> int:
         """Numbers kept for each one that is searched for."""
         return 2 * self.history
 
@@ -139,7 +139,7 @@ class Descent:
     ended: Tensor
 
 
-Watch = Callable[[Descent, Tensor], None]  # where the problems stand, and which of them are new there
+Callback = Callable[[Descent, Tensor], None]  # where the problems stand, and which of them are new there
 
 
 def minimise(
@@ -149,7 +149,7 @@ def minimise(
     settings: lbfgs,
     capacity: int | None = None,
     over: Callable[[], bool] = lambda: False,
-    watch: Watch = lambda at, moved: None,
+    watch: Callback = lambda at, moved: None,
 ) -> Descent:
     """L-BFGS until each problem has spent its evaluations or ended; a problem that has ended costs nothing more.
 
@@ -162,7 +162,7 @@ def minimise(
     """
     descent = _start(evaluate, start, capacity or len(start))
     watch(descent, torch.arange(len(start), device=start.device))
-    memory = _Memory(settings.history, start)
+    memory = _LBFGSHistory(settings.history, start)
     marks, steps = descent.f.clone(), torch.zeros(len(start), dtype=torch.int64, device=start.device)
     while not over():
         live = (~descent.ended & (descent.spent < allowed)).nonzero().flatten()[:capacity]
@@ -170,7 +170,7 @@ def minimise(
             break
         _step(evaluate, descent, live, memory, allowed)
         steps[live] += 1
-        descent.ended[live] |= descent.f[live] <= settings.enough
+        descent.ended[live] |= descent.f[live] <= settings.tolerance
         judged = live[steps[live] % STRIDE == 0]
         descent.ended[judged] |= (marks[judged] - descent.f[judged]) <= settings.plateau * marks[judged].abs()
         marks[judged] = descent.f[judged]
@@ -186,7 +186,7 @@ def _start(evaluate: Evaluate, start: Tensor, capacity: int) -> Descent:
     return Descent(start.clone(), f, g, torch.ones_like(everyone), lost)
 
 
-def _step(evaluate: Evaluate, at: Descent, live: Tensor, memory: "_Memory", allowed: Tensor) -> None:
+def _step(evaluate: Evaluate, at: Descent, live: Tensor, memory: "_LBFGSHistory", allowed: Tensor) -> None:
     """One step of each live problem."""
     direction = memory.direction(at.g[live], live)
     slope = (direction * at.g[live]).sum(1)
@@ -233,7 +233,7 @@ def _search(
     return moved
 
 
-class _Memory:
+class _LBFGSHistory:
     """The last steps s and slopes' changes y of each problem, in a ring, with the products that the compact form needs."""
 
     def __init__(self, history: int, like: Tensor) -> None:

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 
 Variables = dict[str, Tensor]  # what the problems of a wave are searched over, by name
 
-LOOK = 16  # iterations between two looks at how problems stand: a look waits for the device, and an iteration does not
+CHECK_EVERY = (
+    16  # iterations between two looks at how problems stand: a look waits for the device, and an iteration does not
+)
 
 
-class Clock:
+class Deadline:
     """A budget's seconds."""
 
     def __init__(self, started: float, seconds: float | None) -> None:
@@ -26,7 +28,7 @@ class Clock:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class OptimizationResult:
     """How P problems ended.
 
     Args:
@@ -41,7 +43,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, eq=False)
-class Standing:
+class OptimizerState:
     """Where N problems of Adam's kin stand.
 
     Args:
@@ -61,7 +63,7 @@ class Standing:
     finite: Tensor
 
     @classmethod
-    def at(cls, variables: Variables) -> "Standing":
+    def at(cls, variables: Variables) -> "OptimizerState":
         """At the start."""
         x = variables["x"]
         moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in variables.items()}
@@ -69,9 +71,9 @@ class Standing:
         lowest = torch.full_like(since, torch.inf, dtype=x.dtype)
         return cls(variables, moments, since.cpu().clone(), lowest, since, torch.zeros_like(since, dtype=torch.bool))
 
-    def of(self, rows: Tensor) -> "Standing":
+    def of(self, rows: Tensor) -> "OptimizerState":
         """Those of some problems, to be advanced and put back."""
-        return Standing(
+        return OptimizerState(
             {name: t[rows] for name, t in self.variables.items()},
             {name: (first[rows], second[rows]) for name, (first, second) in self.moments.items()},
             self.spent[rows],
@@ -80,7 +82,7 @@ class Standing:
             self.finite[rows],
         )
 
-    def put(self, rows: Tensor, part: "Standing", done: int) -> None:
+    def scatter(self, rows: Tensor, part: "OptimizerState", done: int) -> None:
         """Take over where some problems stand after so many iterations."""
         for name, t in part.variables.items():
             self.variables[name][rows] = t
@@ -89,9 +91,9 @@ class Standing:
         self.spent[rows] += done
         self.lowest[rows], self.since[rows], self.finite[rows] = part.lowest, part.since, part.finite
 
-    def look(self, rows: Tensor, patience: int) -> Tensor:
+    def finished(self, rows: Tensor, patience: int) -> Tensor:
         """Which of some problems are at a look of their own and found lost or stalled (N,), in the host's memory."""
-        due = (self.spent[rows] % LOOK == 0) & (self.spent[rows] > 0)
+        due = (self.spent[rows] % CHECK_EVERY == 0) & (self.spent[rows] > 0)
         if not due.any():
             return due
         gone = ~self.finite[rows]
@@ -100,7 +102,7 @@ class Standing:
         self.finite[rows[due]] = False
         return due & gone.cpu()
 
-    def judge(self, objectives: Tensor, tolerance: float, full: Tensor | None) -> None:
+    def record(self, objectives: Tensor, tolerance: float, full: Tensor | None) -> None:
         """Take note of objectives (N,) without waiting for them: whether they have fallen by a part of themselves.
 
         Args:
@@ -114,11 +116,19 @@ class Standing:
         self.lowest.copy_(torch.where(fell, objectives, self.lowest))
 
 
-Stretch = Callable[[Standing, Tensor, int], int]  # some problems, which they are, at most so many iterations -> done
+StepFn = Callable[
+    [OptimizerState, Tensor, int], int
+]  # some problems, which they are, at most so many iterations -> done
 
 
 def advance(
-    standing: Standing, units: Tensor, iterations: int, patience: int, places: Places, clock: Clock, stretch: Stretch
+    state: OptimizerState,
+    units: Tensor,
+    iterations: int,
+    patience: int,
+    limiter: BatchLimiter,
+    clock: Deadline,
+    stretch: StepFn,
 ) -> Tensor:
     """Advance all problems in place until each has finished; returns (P,) which the clock has interrupted.
 
@@ -131,17 +141,17 @@ def advance(
     """
     ended = torch.zeros(len(units), dtype=torch.bool)
     while not (ended.all() or clock.over()):
-        live = (~ended).nonzero().flatten()[: places.count]
+        live = (~ended).nonzero().flatten()[: limiter.count]
         rows = units[live].flatten()
-        with places.halved_where_memory_ends(len(live)):
-            part = standing.of(rows)
+        with limiter.halve_on_out_of_memory(len(live)):
+            part = state.of(rows)
             # to the next look of one of them, each at its own iterations, whoever is beside it: packing changes no end
-            length = int(torch.minimum(LOOK - part.spent % LOOK, iterations - part.spent).min())
+            length = int(torch.minimum(CHECK_EVERY - part.spent % CHECK_EVERY, iterations - part.spent).min())
             done = stretch(part, rows, length)
-            standing.put(rows, part, done)
+            state.scatter(rows, part, done)
             if done:
-                ended[live] = standing.look(rows, patience).view(len(live), -1).all(1)
-            ended |= (standing.spent >= iterations)[units].all(1)
+                ended[live] = state.finished(rows, patience).view(len(live), -1).all(1)
+            ended |= (state.spent >= iterations)[units].all(1)
     interrupted = torch.zeros(units.numel(), dtype=torch.bool)
     interrupted[units[~ended].flatten()] = True
     return interrupted

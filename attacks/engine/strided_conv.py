@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 CHANNELS = 4  # with more, the kernels' own strides are the faster ones
 
 
-class unstrided(TorchFunctionMode):
+class without_stride(TorchFunctionMode):
     """Inside this context every strided convolution of up to four channels is computed without its stride."""
 
     def __torch_function__(

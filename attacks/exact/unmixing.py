@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
-from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.client.update import Batch, Params, Update, norm, relative_error
 
 PROVEN = (
@@ -115,14 +115,14 @@ class _Mixture:
         return found
 
 
-class _Guess(NamedTuple):
+class _UnmixingState(NamedTuple):
     """Columns of Q (B, B) of any length, None where there are none yet; and the iterations spent so far."""
 
     columns: Tensor | None
     spent: int
 
 
-Search = Callable[[_Mixture, Generator, Clock], Iterator[_Guess]]
+Search = Callable[[_Mixture, Generator, Deadline], Iterator[_UnmixingState]]
 
 
 def _unmixed(
@@ -133,7 +133,7 @@ def _unmixed(
     Args:
         relu: it needs a ReLU behind the layer, and what it cannot prove it has not found.
     """
-    clock = Clock(time.perf_counter(), budget.seconds)
+    clock = Deadline(time.perf_counter(), budget.seconds)
     try:
         layer = FirstLayer.of(known.model)
     except ValueError as error:
@@ -156,7 +156,7 @@ def _inverted(
     layer: FirstLayer,
     known: Knowledge,
     rng: Generator,
-    clock: Clock,
+    clock: Deadline,
     search: Search,
     exact: bool,
 ) -> Reconstruction:
@@ -230,7 +230,7 @@ class spear(Attack):
         return _unmixed(wave, known, budget, streams, partial(_by_silence, budget), relu=True)
 
 
-def _by_silence(budget: Budget, mixture: _Mixture, rng: Generator, clock: Clock) -> Iterator[_Guess]:
+def _by_silence(budget: Budget, mixture: _Mixture, rng: Generator, clock: Deadline) -> Iterator[_UnmixingState]:
     rows = mixture.left[mixture.left.norm(dim=1) > SILENT * mixture.left.norm(dim=1).max()]  # neurons that are on
     tries, most = 0, 1000 * budget.iterations
     found = rows.new_empty(mixture.size, 0)
@@ -239,8 +239,8 @@ def _by_silence(budget: Budget, mixture: _Mixture, rng: Generator, clock: Clock)
         tries += fresh
         before, found = found, _distinct(rows, torch.cat([found, _directions(rows, fresh, rng)], 1))
         if not torch.equal(before, found):
-            yield from (_Guess(basis, tries) for basis in _bases(found))
-    yield _Guess(None, tries)
+            yield from (_UnmixingState(basis, tries) for basis in _bases(found))
+    yield _UnmixingState(None, tries)
 
 
 def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
@@ -319,8 +319,8 @@ class cocktail_party(Attack):
         return _unmixed(wave, known, budget, streams, partial(self._by_independence, known.shape, budget), relu=False)
 
     def _by_independence(
-        self, shape: tuple[int, ...], budget: Budget, mixture: _Mixture, rng: Generator, clock: Clock
-    ) -> Iterator[_Guess]:
+        self, shape: tuple[int, ...], budget: Budget, mixture: _Mixture, rng: Generator, clock: Deadline
+    ) -> Iterator[_UnmixingState]:
         mixed = mixture.right - mixture.right.mean(1, keepdim=True)
         axes, values, _ = torch.linalg.svd(mixed, full_matrices=False)
         whiten = (axes / values).T * mixed.shape[1] ** 0.5  # pixels of variance 1, uncorrelated
@@ -342,7 +342,7 @@ class cocktail_party(Attack):
                 if clock.over():
                     break
         if len(best):
-            yield _Guess(torch.linalg.inv(F.normalize(best, dim=1) @ whiten), spent)
+            yield _UnmixingState(torch.linalg.inv(F.normalize(best, dim=1) @ whiten), spent)
 
     def _loss(self, rows: Tensor, white: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Negentropy by log cosh (Hyvarinen and Oja, 2000), total variation, and a penalty on rows that are alike."""

@@ -12,12 +12,12 @@ from torch import Generator, Tensor, nn
 from fedgauge.attacks.base import (
     Attack,
     Budget,
+    ClientState,
     Knowledge,
-    Memory,
     Observation,
     Reconstruction,
-    Remembering,
     Sentences,
+    StatefulAttack,
     Status,
     Stream,
     Trace,
@@ -33,14 +33,14 @@ from fedgauge.attacks.grading.image_metrics import (
     match,
 )
 from fedgauge.attacks.grading.text_metrics import match_sentences, text_metrics
-from fedgauge.attacks.learned.auxiliary import check_apart
-from fedgauge.attacks.limits import GaussianPrior, bayes_limit, form
+from fedgauge.attacks.learned.auxiliary import check_disjoint
+from fedgauge.attacks.limits import GaussianPrior, bayes_limit, limit_method
 from fedgauge.attacks.matching.feedback_blending import FeedbackBlending
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.plan import PlannedAttack, describe
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import batch_of
-from fedgauge.client.deployment.owner import OwnAudit
+from fedgauge.client.deployment.owner import SelfAudit
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.protocol import Federation
@@ -57,7 +57,7 @@ Truth = Callable[[int, int], Batch]  # (client, round) -> the private batch
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoreRecord:
     """One score, as the ledger keeps it."""
 
     round: int
@@ -71,7 +71,7 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class Audited:
+class AuditResult:
     """One observation's outcome: the reconstruction, paired with the truth's order where there is one, and its rows.
 
     memory: what an attack with memory keeps of the client from now on; it knows nothing of the truth's order.
@@ -79,8 +79,8 @@ class Audited:
 
     client: int
     reconstruction: Reconstruction
-    rows: tuple[Row, ...]
-    memory: Memory | None = None
+    rows: tuple[ScoreRecord, ...]
+    memory: ClientState | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class Auditor:
     @cached_property
     def auxiliary(self) -> Batch:
         """The public images: the attacker's knowledge of the distribution, and the gallery of identification."""
-        check_apart(self.federation.shards)
+        check_disjoint(self.federation.shards)
         return self.federation.shards.auxiliary_batch()
 
     @cached_property
@@ -182,8 +182,8 @@ class Auditor:
         wave: Wave,
         others: Mapping[int, int] | None = None,
         truth: Truth | None = None,
-        memories: Mapping[int, Memory] | None = None,
-    ) -> list[Audited]:
+        memories: Mapping[int, ClientState] | None = None,
+    ) -> list[AuditResult]:
         """Attack a wave, then grade it.
 
         Args:
@@ -210,12 +210,12 @@ class Auditor:
                 rows = self._ungraded(planned.name, wave.round, client, found, examples, other)
             else:
                 found, rows = self._graded(planned.name, wave, client, other, found, truth)
-            audited.append(Audited(client, found, tuple(rows), memory))
+            audited.append(AuditResult(client, found, tuple(rows), memory))
         return audited
 
     def _meet(
-        self, planned: PlannedAttack, wave: Wave, members: int, truth: Truth, memories: Mapping[int, Memory]
-    ) -> list[tuple[Reconstruction, Memory | None]]:
+        self, planned: PlannedAttack, wave: Wave, members: int, truth: Truth, memories: Mapping[int, ClientState]
+    ) -> list[tuple[Reconstruction, ClientState | None]]:
         """What the attack makes of each client of a wave; of the truth it is told what its threat model says, no more."""
         inferred = self.inferred(wave, members) if planned.defense == "inferred" else None
         attack, known = planned.build(), self.knowledge(planned, members, inferred)
@@ -234,7 +234,7 @@ class Auditor:
 
     def _graded(
         self, attack: str, wave: Wave, client: int, other: int | None, found: Reconstruction, truth: Truth | None
-    ) -> tuple[Reconstruction, list[Row]]:
+    ) -> tuple[Reconstruction, list[ScoreRecord]]:
         """Rows of a reconstruction against its client's truth, and against another one's; and it, in the truth's order."""
         own, round = self.federation, wave.round
         changed = own.trained_on(wave.params, wave.buffers, client, round) if truth is None else None
@@ -252,11 +252,11 @@ class Auditor:
 
     def _ungraded(
         self, attack: str, round: int, client: int, found: Reconstruction, examples: int, other: int | None
-    ) -> list[Row]:
+    ) -> list[ScoreRecord]:
         """What can be said of a reconstruction without its truth: its objective, or that there is nothing to grade."""
 
-        def row(client: int, attack: str, example: int, metric: str, value: float | None) -> Row:
-            return Row(round, client, attack, example, metric, value, found.status, found.seconds)
+        def row(client: int, attack: str, example: int, metric: str, value: float | None) -> ScoreRecord:
+            return ScoreRecord(round, client, attack, example, metric, value, found.status, found.seconds)
 
         objective = found.objective if math.isfinite(found.objective) else None
         rows = [row(client, attack, WHOLE_BATCH, OBJECTIVE, objective)]
@@ -267,7 +267,7 @@ class Auditor:
             ]
         return rows
 
-    def _limit(self, planned: PlannedAttack, wave: Wave, members: int) -> list[Audited]:
+    def _limit(self, planned: PlannedAttack, wave: Wave, members: int) -> list[AuditResult]:
         """One bound for all clients of a round: they share params, and it reads neither update nor truth."""
         self.federation.load_buffers(wave.buffers)
         started = time.perf_counter()
@@ -281,11 +281,11 @@ class Auditor:
         values = {"mse": mse, "psnr": None if mse is None else -10 * math.log10(mse)}
         found = Reconstruction(None, None, math.nan if mse is None else mse, 0, seconds, status, reason)
         return [
-            Audited(
+            AuditResult(
                 client,
                 found,
                 tuple(
-                    Row(wave.round, client, planned.name, WHOLE_BATCH, metric, value, status, seconds)
+                    ScoreRecord(wave.round, client, planned.name, WHOLE_BATCH, metric, value, status, seconds)
                     for metric, value in values.items()
                 ),
             )
@@ -300,7 +300,7 @@ class Auditor:
         found: Reconstruction,
         truth: Truth,
         changed: Batch | None = None,
-    ) -> tuple[Reconstruction, list[Row]]:
+    ) -> tuple[Reconstruction, list[ScoreRecord]]:
         """Rows of one reconstruction, and the reconstruction in the truth's order.
 
         Args:
@@ -308,8 +308,8 @@ class Auditor:
         """
         batch = truth(client, round)
 
-        def row(example: int, metric: str, value: float | None) -> Row:
-            return Row(round, client, attack, example, metric, value, found.status, found.seconds)
+        def row(example: int, metric: str, value: float | None) -> ScoreRecord:
+            return ScoreRecord(round, client, attack, example, metric, value, found.status, found.seconds)
 
         rows = []
         if found.y is not None and batch.y.dim() == 1:
@@ -363,7 +363,7 @@ def has_images(x: Tensor | None) -> bool:
 
 
 @dataclass(frozen=True)
-class invert_own(OwnAudit):
+class invert_own(SelfAudit):
     """A client's own update, inverted by an attack before it leaves: the client's guard asks for it.
 
     Args:
@@ -406,10 +406,10 @@ def _remembering(
     known: Knowledge,
     budget: Budget,
     streams: Sequence[Stream],
-    memories: Mapping[int, Memory],
-) -> tuple[list[Reconstruction], Sequence[Memory | None]]:
+    memories: Mapping[int, ClientState],
+) -> tuple[list[Reconstruction], Sequence[ClientState | None]]:
     """Reconstructions, and what an attack with memory keeps of each client; None of one without."""
-    if not isinstance(attack, Remembering):
+    if not isinstance(attack, StatefulAttack):
         return attack.reconstruct(wave, known, budget, streams), [None] * len(wave)
     return attack.advance(wave, known, budget, streams, [memories.get(c, attack.initial()) for c in wave.clients])
 
@@ -450,7 +450,7 @@ def card(fed: Federation, planned: PlannedAttack, server: str = "honest server")
         batch,
         f"{f'lengths {planned.lengths}' if isinstance(fed.shards.dataset, Text) else 'normalisation known'}, {images}",
         *([f"BatchNorm in {'train' if fed.model.training else 'eval'} mode, statistics known"] if norms else []),
-        *(["each client's earlier rounds"] if isinstance(attack, Remembering) else []),
+        *(["each client's earlier rounds"] if isinstance(attack, StatefulAttack) else []),
         str(planned.budget),
     ]
     return "; ".join(parts)
@@ -522,5 +522,5 @@ def _limit_parts(fed: Federation) -> list[str]:
     return [
         f"Gaussian prior fitted to {len(fed.shards.auxiliary)} auxiliary images (Ledoit-Wolf shrinkage)",
         "labels known",
-        form(len(fed.protocol.groups(1)[0]) * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)),
+        limit_method(len(fed.protocol.groups(1)[0]) * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)),
     ]

@@ -39,7 +39,7 @@ def cosines(released: Update, canaries: Iterable[Update]) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
-def of_all_iterates(rounds: Sequence[Tensor]) -> Tensor:
+def combine_iterates(rounds: Sequence[Tensor]) -> Tensor:
     """One cosine (K,) for each canary that was in several rounds, of those (K,) of each: without it again all but N(0, 1/d)."""
     return torch.stack(list(rounds)).sum(0) / math.sqrt(len(rounds))
 

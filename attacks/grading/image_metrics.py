@@ -158,7 +158,7 @@ def _downloaded(net: str, wanted: bool, hub: Path) -> Path | None:
     return path if path.exists() else None
 
 
-class _Undrawn(TorchFunctionMode):
+class _SkipInitialisation(TorchFunctionMode):
     """Networks are built without drawing their weights: all that is used of VGG16's 138 million is set from its file."""
 
     def __torch_function__(
@@ -178,7 +178,7 @@ class _Undrawn(TorchFunctionMode):
 def _lpips_network(net: str, weights: str) -> Callable[[Tensor, Tensor], Tensor]:
     import lpips
 
-    with warnings.catch_warnings(), _Undrawn():
+    with warnings.catch_warnings(), _SkipInitialisation():
         warnings.simplefilter("ignore")  # lpips asks torchvision for its models in a deprecated way
         network = lpips.LPIPS(net=net, pnet_rand=True, verbose=False).eval()
     stored = _convolutions(net, Path(weights))

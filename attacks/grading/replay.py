@@ -18,7 +18,7 @@ TOLERANCE = 1e-4  # relative; float32 rounding of another machine's kernels stay
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayCheck:
     """How a recomputed update compares with the one that the server saw.
 
     Args:
@@ -39,15 +39,15 @@ class Replay:
         return self.relative_error <= TOLERANCE
 
 
-def replay(federation: Federation, seen: Observation) -> Replay:
+def replay(federation: Federation, seen: Observation) -> ReplayCheck:
     """Recompute an observation through the whole chain with the client's seed, and name what differs, if anything."""
     if missing := set(seen.update) ^ {name for name, _ in federation.model.named_parameters()}:
-        return Replay(seen.round, seen.client, 0.0, math.inf, f"names differ: {', '.join(sorted(missing))}")
+        return ReplayCheck(seen.round, seen.client, 0.0, math.inf, f"names differ: {', '.join(sorted(missing))}")
     recomputed = federation.client_update(seen.params, seen.buffers, seen.client, seen.round)
     cosine, error = _compare(recomputed, seen.update)
     if error <= TOLERANCE:
-        return Replay(seen.round, seen.client, cosine, error, "exact to rounding")
-    return Replay(seen.round, seen.client, cosine, error, _diagnose(federation, seen, recomputed))
+        return ReplayCheck(seen.round, seen.client, cosine, error, "exact to rounding")
+    return ReplayCheck(seen.round, seen.client, cosine, error, _diagnose(federation, seen, recomputed))
 
 
 def _compare(recomputed: Update, seen: Update) -> tuple[float, float]:

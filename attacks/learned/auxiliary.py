@@ -108,7 +108,7 @@ def cosine_matrix(n: int) -> Tensor:
     return found
 
 
-def check_apart(shards: Shards) -> None:
+def check_disjoint(shards: Shards) -> None:
     """ValueError where an auxiliary image is a client's too: an attack would be graded on what it was given."""
     for client, mine in enumerate(shards.indices):
         if both := int(torch.isin(mine, shards.auxiliary).sum()):

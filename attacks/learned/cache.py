@@ -40,7 +40,7 @@ def digest(*parts: object) -> str:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class TensorCache:
     """A folder of safetensors files.
 
     Args:
@@ -51,7 +51,7 @@ class Shelf:
     bound: int = BOUND
 
     @classmethod
-    def own(cls) -> "Shelf":
+    def own(cls) -> "TensorCache":
         """In the user's cache folder."""
         return cls(cache_folder() / "learned")
 

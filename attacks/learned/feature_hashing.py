@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks.engine.batch_limiter import SHARE, free
+from fedgauge.attacks.engine.batch_limiter import SHARE, free_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,9 @@ class Sketch:
         return torch.bincount(self.bins, minlength=self.buckets)
 
 
-def check_room(rows: int, columns: int, device: torch.device) -> None:
+def check_memory(rows: int, columns: int, device: torch.device) -> None:
     """ValueError where a float32 table does not fit into free memory; it says how many columns do."""
-    there = free(device)
+    there = free_bytes(device)
     if there is None or 4 * rows * columns <= SHARE * there:
         return
     fits = int(SHARE * there) // (4 * rows)

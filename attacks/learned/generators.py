@@ -16,13 +16,13 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.learned.cache import Shelf, digest
-from fedgauge.client.components import Kind, SpecError, Table, build, check_arguments, conform, resolve
+from fedgauge.attacks.learned.cache import TensorCache, digest
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, check_arguments, coerce, resolve
 from fedgauge.client.models.vision import Shape, load_weights
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Params
 
-GENERATOR = Kind("a generator", ("fedgauge.generators",), nn.Module, annotated=False)
+GENERATOR = ComponentKind("a generator", ("fedgauge.generators",), nn.Module, annotated=False)
 VERSION = 1  # of what the shelf keeps
 _OWN = ("weights", "latent", "range")  # what a generator's table says beside its component's arguments
 _PROBES = 64  # images by which a generator's range is told
@@ -69,14 +69,14 @@ class ImageGenerator:
 
 
 def generator_of(
-    table: Table | None, trained: "Generators", known: Knowledge, where: str = "generator"
+    table: Table | None, trained: "GeneratorTraining", known: Knowledge, where: str = "generator"
 ) -> ImageGenerator:
     """A user's own where a table names one, else one that is trained on the auxiliary images.
 
     Raises:
         ValueError: which the attacker cannot have, or which does not fit the images.
     """
-    return own(table, known.shape, where) if table else trained.generator(known, Shelf.own())
+    return own(table, known.shape, where) if table else trained.generator(known, TensorCache.own())
 
 
 # ---------------------------------------------------------------------------------------------------------- trained here
@@ -115,7 +115,7 @@ class Encoder(nn.Module):
 
 
 @dataclass(frozen=True)
-class Generators:
+class GeneratorTraining:
     """How a generator is made of auxiliary images.
 
     Args:
@@ -130,11 +130,11 @@ class Generators:
     rate: float = 1e-3
     noise: float = 0.1
 
-    def generator(self, known: Knowledge, shelf: Shelf) -> ImageGenerator:
+    def generator(self, known: Knowledge, cache: TensorCache) -> ImageGenerator:
         """The decoder; ValueError where there are no images of the right shape."""
-        return ImageGenerator(self.decoder(known, shelf), (self.latent,), known.shape)
+        return ImageGenerator(self.decoder(known, cache), (self.latent,), known.shape)
 
-    def decoder(self, known: Knowledge, shelf: Shelf) -> Decoder:
+    def decoder(self, known: Knowledge, cache: TensorCache) -> Decoder:
         """Trained, or as it was once; ValueError where there are no images of the right shape."""
         if known.auxiliary is None:
             raise ValueError("a generator is trained on auxiliary images, and the attacker has none")
@@ -146,7 +146,7 @@ class Generators:
         if min(known.shape[1:]) < 4:
             raise ValueError(f"a generator needs images of at least 4 x 4 pixels, got {known.shape[1:]}")
         name = digest("generator", VERSION, self, x)
-        weights = shelf.get(f"generator-{name}", lambda: self._train(x, name))
+        weights = cache.get(f"generator-{name}", lambda: self._train(x, name))
         decoder = self._networks(known.shape, name)[0]
         decoder.load_state_dict(weights)
         return decoder.requires_grad_(False)
@@ -228,12 +228,12 @@ def own(table: Table, shape: Shape, where: str = "generator") -> ImageGenerator:
     return found
 
 
-def located(table: Table, base: Path) -> dict[str, Any]:
+def with_absolute_paths(table: Table, base: Path) -> dict[str, Any]:
     """An attack's table with the weights of every generator in it absolute; relative ones start from base."""
 
     def place(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return located(value, base)
+            return with_absolute_paths(value, base)
         return str(base.absolute() / value) if key == "weights" and isinstance(value, str) else value
 
     return {key: place(key, value) for key, value in table.items()}
@@ -246,13 +246,13 @@ def _arguments(table: Table, target: Any) -> dict[str, Any]:
 
 
 def _settings(table: Table, where: str) -> tuple[Path, int | None, float, float]:
-    path = conform(table.get("weights"), Path | None, f"{where}: weights")
+    path = coerce(table.get("weights"), Path | None, f"{where}: weights")
     if path is None:
         raise SpecError(f'{where}: needs weights = "a file.safetensors": drawn at random it would be no prior')
-    latent = conform(table.get("latent"), int | None, f"{where}: latent")
+    latent = coerce(table.get("latent"), int | None, f"{where}: latent")
     if latent is not None and latent < 1:
         raise SpecError(f"{where}: latent must be at least 1, got {latent}")
-    ends = conform(table.get("range", (0.0, 1.0)), tuple[float, ...], f"{where}: range")
+    ends = coerce(table.get("range", (0.0, 1.0)), tuple[float, ...], f"{where}: range")
     if len(ends) != 2 or not ends[0] < ends[1]:
         raise SpecError(f"{where}: range must be black and white, as [0, 1] or [-1, 1], got {list(ends)}")
     return path, latent, *ends

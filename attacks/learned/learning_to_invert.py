@@ -15,12 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks import labels as labelling
-from fedgauge.attacks.base import Budget, Knowledge, Memory, Reconstruction, Remembering, Stream, Wave, not_applicable
-from fedgauge.attacks.engine.scheduler import Clock
-from fedgauge.attacks.learned.cache import Shelf, digest
+from fedgauge.attacks.base import (
+    Budget,
+    ClientState,
+    Knowledge,
+    Reconstruction,
+    StatefulAttack,
+    Stream,
+    Wave,
+    not_applicable,
+)
+from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.learned.cache import TensorCache, digest
 from fedgauge.attacks.learned.refinement import refine
-from fedgauge.attacks.learned.ridge import answer, ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import Lessons, School, View, flat
+from fedgauge.attacks.learned.ridge import inverter_answer, ridge_inversion
+from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
 from fedgauge.client.rng import generator, seed_of
 
 SAVED = 60.0  # seconds between two checkpoints
@@ -29,7 +38,7 @@ ENUMERATED = 5  # images up to which all pairings are tried at once: 120
 
 
 @dataclass(frozen=True)
-class learning_to_invert(Remembering):
+class learning_to_invert(StatefulAttack):
     """The published multilayer perceptron, or the linear inverter with its answers refined; iterations are Adam's steps.
 
     The published one remembers which network met a client last (`inverter`, a name on the shelf in the cache folder). Its training
@@ -72,29 +81,36 @@ class learning_to_invert(Remembering):
         if not 0 < self.again <= 1:
             raise ValueError(f"again must be above 0 and at most 1, got {self.again}")
 
-    def initial(self) -> Memory:
+    def initial(self) -> ClientState:
         return {"inverter": NOTHING.clone()}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[Memory]
-    ) -> tuple[list[Reconstruction], list[Memory]]:
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+    ) -> tuple[list[Reconstruction], list[ClientState]]:
         if self.architecture == "refined":
             linear = ridge_inversion(buckets=self.buckets, passes=self.passes)
             return refine(wave, known, budget, linear), list(memories)
-        clock = Clock(time.perf_counter(), budget.seconds)
+        clock = Deadline(time.perf_counter(), budget.seconds)
         try:
             labels = self._labels(wave, known)
-            school = School(known, wave.params, View(self.by_label, self.buckets, self.signed), self.passes)
+            shadow = ShadowTrainer(
+                known, wave.params, UpdateFeatures(self.by_label, self.buckets, self.signed), self.passes
+            )
             parents = [_name(memory["inverter"]) for memory in memories]
-            made = {parent: Training(self, school, budget, parent).inverter(clock) for parent in sorted(set(parents))}
-            rows = school.view.rows(known, wave.update, labels) if self.by_label else self._rows(school.view, wave)
+            made = {
+                parent: ImageInverterTraining(self, shadow, budget, parent).inverter(clock)
+                for parent in sorted(set(parents))
+            }
+            rows = shadow.view.rows(known, wave.update, labels) if self.by_label else self._rows(shadow.view, wave)
         except ValueError as error:
             return not_applicable(wave, str(error)), list(memories)
         found = []
         for k, part in enumerate(rows.view(len(wave), -1, rows.shape[1])):
             x = made[parents[k]](part).view(known.batch_size, *known.shape)
             found.append(
-                made[parents[k]].told(answer(x, labels[k] if labels.numel() else None, *made[parents[k]].spent))
+                made[parents[k]].with_training_note(
+                    inverter_answer(x, labels[k] if labels.numel() else None, *made[parents[k]].spent)
+                )
             )
         return found, [{"inverter": _stored(made[parent].name)} for parent in parents]
 
@@ -107,7 +123,7 @@ class learning_to_invert(Remembering):
                 raise
             return torch.zeros(len(wave), 0, dtype=torch.int64)
 
-    def _rows(self, view: View, wave: Wave) -> Tensor:
+    def _rows(self, view: UpdateFeatures, wave: Wave) -> Tensor:
         return view.hashed(flat(wave.update))
 
     def network(self, columns: int, outputs: int, seed: int) -> nn.Sequential:
@@ -122,7 +138,7 @@ class learning_to_invert(Remembering):
 
 
 @dataclass(frozen=True, eq=False)
-class Inverter:
+class ImageInverter:
     """A trained network.
 
     Args:
@@ -148,7 +164,7 @@ class Inverter:
     def spent(self) -> tuple[float, int]:
         return self.error, self.steps
 
-    def told(self, found: Reconstruction) -> Reconstruction:
+    def with_training_note(self, found: Reconstruction) -> Reconstruction:
         """A reconstruction by it, with how its training ended."""
         if not self.interrupted or found.status != "converged":
             return found
@@ -157,7 +173,7 @@ class Inverter:
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
+class ImageInverterTraining:
     """The training of one inverter; where it was killed, it goes on from its last checkpoint.
 
     Args:
@@ -165,30 +181,32 @@ class Training:
     """
 
     attack: learning_to_invert
-    school: School
+    shadow: ShadowTrainer
     budget: Budget
     parent: str
 
     @property
     def name(self) -> str:
-        return digest(self.school.key, self.attack, self.budget, self.parent)
+        return digest(self.shadow.key, self.attack, self.budget, self.parent)
 
     @property
-    def shelf(self) -> Shelf:
-        return self.school.shelf
+    def cache(self) -> TensorCache:
+        return self.shadow.cache
 
-    def inverter(self, clock: Clock) -> Inverter:
+    def inverter(self, clock: Deadline) -> ImageInverter:
         """Trained now, unless it was before."""
-        kept = self.shelf.get(f"inverter-{self.name}", lambda: self._train(clock))
+        kept = self.cache.get(f"inverter-{self.name}", lambda: self._train(clock))
         network = self._network(kept)
         numbers = {k: int(kept[f"n {k}"]) for k in ("steps", "planned")}
-        return Inverter(self.name, network, float(kept["n error"]), interrupted=bool(kept["n interrupted"]), **numbers)
+        return ImageInverter(
+            self.name, network, float(kept["n error"]), interrupted=bool(kept["n interrupted"]), **numbers
+        )
 
     def _network(self, weights: dict[str, Tensor] | None) -> nn.Sequential:
-        view, known = self.school.view, self.school.known
+        view, known = self.shadow.view, self.shadow.known
         outputs = known.shape[0] * known.shape[1] * known.shape[2] * (1 if view.by_label else known.batch_size)
-        network = self.attack.network(view.columns(self.school.entries), outputs, seed_of("inverter", self.name))
-        network = network.to(next(iter(self.school.params.values())))
+        network = self.attack.network(view.columns(self.shadow.entries), outputs, seed_of("inverter", self.name))
+        network = network.to(next(iter(self.shadow.params.values())))
         if weights is not None:
             network.load_state_dict({k: weights[f"w {k}"] for k in network.state_dict()})
         return network
@@ -196,8 +214,8 @@ class Training:
     def _begun(self) -> tuple[nn.Sequential, bool]:
         """The network as training begins, and whether it is the parent's; ValueError where that is for batches of another size."""
         fresh = self._network(None)
-        kept = self.shelf.read(f"inverter-{self.parent}") if self.parent else None
-        size = self.school.known.batch_size
+        kept = self.cache.read(f"inverter-{self.parent}") if self.parent else None
+        size = self.shadow.known.batch_size
         if kept is not None and (trained := int(kept.get("n images", torch.tensor(size)))) != size:
             raise ValueError(
                 f"the inverter of the round before was trained on batches of {trained}, and these updates are of "
@@ -208,63 +226,63 @@ class Training:
         )
         return (self._network(kept), True) if fits else (fresh, False)
 
-    def _train(self, clock: Clock) -> dict[str, Tensor]:
+    def _train(self, clock: Deadline) -> dict[str, Tensor]:
         network, warm = self._begun()
         planned = max(1, round(self.budget.iterations * (self.attack.again if warm else 1.0)))
-        pupil = Pupil(network, self.attack.rate, self.attack.patience, planned)
-        sigma = fresh_noise(self.school)
-        lessons, held = self.school.lessons(False, quiet=sigma > 0), self.school.lessons(True)
+        trainer = Trainer(network, self.attack.rate, self.attack.patience, planned)
+        sigma = final_noise_std(self.shadow)
+        shadow_data, held = self.shadow.shadow_data(False, quiet=sigma > 0), self.shadow.shadow_data(True)
         part = f"training-{self.name}"
-        if (saved := self.shelf.read(part)) is not None:
-            pupil.restore(saved)
-        pupil.look(self._error(network, held))
+        if (saved := self.cache.read(part)) is not None:
+            trainer.restore(saved)
+        trainer.record_error(self._error(network, held))
         saved_at = time.perf_counter()
-        for rows, groups in batches(self.school, lessons, sigma, self.attack.batch, self.name, pupil.step):
-            if pupil.done or clock.over():
+        for rows, groups in batches(self.shadow, shadow_data, sigma, self.attack.batch, self.name, trainer.step):
+            if trainer.done or clock.over():
                 break
-            pupil.learn(rows, self._truth(groups))
-            if pupil.step % epoch(lessons, self.attack.batch) == 0 or pupil.done:
-                pupil.look(self._error(network, held))
+            trainer.train_step(rows, self._truth(groups))
+            if trainer.step % steps_per_epoch(shadow_data, self.attack.batch) == 0 or trainer.done:
+                trainer.record_error(self._error(network, held))
             if time.perf_counter() - saved_at > SAVED:
-                self.shelf.put(part, pupil.saved())
+                self.cache.put(part, trainer.saved())
                 saved_at = time.perf_counter()
-        if not pupil.done:
-            pupil.look(self._error(network, held))
-        self.shelf.drop(part)
-        numbers = {"error": pupil.lowest, "steps": pupil.step, "planned": planned, "interrupted": not pupil.done}
-        numbers["images"] = self.school.known.batch_size
-        return {**pupil.best, **{f"n {k}": torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
+        if not trainer.done:
+            trainer.record_error(self._error(network, held))
+        self.cache.drop(part)
+        numbers = {"error": trainer.lowest, "steps": trainer.step, "planned": planned, "interrupted": not trainer.done}
+        numbers["images"] = self.shadow.known.batch_size
+        return {**trainer.best, **{f"n {k}": torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
 
     def _truth(self, groups: Tensor) -> Tensor:
         """(n, images, d)."""
-        return self.school.auxiliary.x[groups].flatten(2)
+        return self.shadow.auxiliary.x[groups].flatten(2)
 
-    def _error(self, network: nn.Sequential, held: Lessons) -> float:
+    def _error(self, network: nn.Sequential, held: ShadowDataset) -> float:
         images = held.groups.reshape(len(held.rows), -1)
         with torch.no_grad():
             return float(matched_error(network(held.rows), self._truth(images)))
 
 
-def epoch(lessons: Lessons, size: int) -> int:
+def steps_per_epoch(shadow_data: ShadowDataset, size: int) -> int:
     """Steps of an epoch, in batches of a size."""
-    return -(-len(lessons.rows) // size)
+    return -(-len(shadow_data.rows) // size)
 
 
 def batches(
-    school: School, lessons: Lessons, sigma: float, size: int, name: str, first: int = 0
+    shadow: ShadowTrainer, shadow_data: ShadowDataset, sigma: float, size: int, name: str, first: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows and image numbers (n, images) of every step from a first one on, without end; each has its own draws.
 
     Args:
         sigma: of the noise that each step draws anew; name: of the training, from which its order follows.
     """
-    images = lessons.groups.reshape(len(lessons.rows), -1)
-    passed, step = divmod(first, epoch(lessons, size))
-    scale = sigma * school.view.noise(school.entries)
+    images = shadow_data.groups.reshape(len(shadow_data.rows), -1)
+    passed, step = divmod(first, steps_per_epoch(shadow_data, size))
+    scale = sigma * shadow.view.noise(shadow.entries)
     while True:
         order = torch.randperm(len(images), generator=generator("order", name, passed))
         for chosen in order.split(size)[step:]:
-            rows = lessons.rows[chosen]
+            rows = shadow_data.rows[chosen]
             if sigma:
                 draw = generator("noise", name, passed, int(chosen[0]))
                 rows = rows + scale.to(rows) * torch.randn(rows.shape, generator=draw).to(rows)
@@ -272,7 +290,7 @@ def batches(
         passed, step = passed + 1, 0
 
 
-class Pupil:
+class Trainer:
     """A network with the state of its training: all that a checkpoint holds.
 
     Args:
@@ -300,7 +318,7 @@ class Pupil:
         """Whether all steps are taken, or no epoch has been better for long."""
         return self.step >= self.planned or self.since >= self.patience
 
-    def learn(self, rows: Tensor, truth: Tensor) -> None:
+    def train_step(self, rows: Tensor, truth: Tensor) -> None:
         """One step."""
         for group in self.adam.param_groups:
             group["lr"] = self.rate * (0.1 if 4 * self.step >= 3 * self.planned else 1.0)
@@ -312,7 +330,7 @@ class Pupil:
         self.adam.step()
         self.step += 1
 
-    def look(self, error: float) -> None:
+    def record_error(self, error: float) -> None:
         """Take note of the error on held-out images."""
         if error < self.lowest:
             self.lowest, self.best, self.since = error, self._weights(), 0
@@ -355,10 +373,10 @@ def matched_error(found: Tensor, truth: Tensor) -> Tensor:
 
 def pairing(found: Tensor, truth: Tensor) -> Tensor:
     """For each row which output (n, images) belongs to each image, at the least total squared error."""
-    return cheapest(torch.cdist(truth, found).square())
+    return hungarian(torch.cdist(truth, found).square())
 
 
-def cheapest(costs: Tensor) -> Tensor:
+def hungarian(costs: Tensor) -> Tensor:
     """For each row which output (n, images) belongs to each image, at the least total of costs (n, images, outputs)."""
     size = costs.shape[1]
     if size <= ENUMERATED:
@@ -371,9 +389,9 @@ def cheapest(costs: Tensor) -> Tensor:
     return torch.stack(chosen).to(costs.device)
 
 
-def fresh_noise(school: School) -> float:
+def final_noise_std(shadow: ShadowTrainer) -> float:
     """The deviation of normal noise that the chain adds at its end, of which each step can draw its own; 0: not of that kind."""
-    known = school.known.chain.conditional
+    known = shadow.known.chain.update_distribution
     simple = known is not None and not (known.signed or known.sparse or known.scale or known.hidden)
     return known.sigma if simple and known is not None and known.shrink == 1 else 0.0
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave, not_applicable
-from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.cache import digest
-from fedgauge.attacks.learned.ridge import Fitted, answer, ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import School, Simulator, View, arranged
+from fedgauge.attacks.learned.ridge import FittedRidge, inverter_answer, ridge_inversion
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures, aligned_orders
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update
 
@@ -32,7 +32,7 @@ SHRINK = 0.02  # of the covariance towards a multiple of the identity: fewer ima
 
 
 @dataclass(frozen=True, eq=False)
-class White:
+class WhitenedPrior:
     """A normal density of images: x = mean + z @ factor.T with z white.
 
     Args:
@@ -44,7 +44,7 @@ class White:
     back: Tensor
 
     @classmethod
-    def of(cls, x: Tensor) -> "White":
+    def of(cls, x: Tensor) -> "WhitenedPrior":
         """That of images (n, C, H, W)."""
         flat = x.flatten(1).double()
         mean = flat.mean(0)
@@ -66,7 +66,7 @@ class White:
 
 
 @dataclass(frozen=True, eq=False)
-class Misfit:
+class UpdateLikelihood:
     """-log p(seen | images) up to a constant: normal around the chain's noise-free form, each tensor with a variance of its own.
 
     Args:
@@ -81,13 +81,13 @@ class Misfit:
     @cached_property
     def simulator(self) -> Simulator:
         """Of what is compared: where entries were dropped, of what would have been sent without that."""
-        chain = self.known.chain.shown if self.sparse else self.known.chain
+        chain = self.known.chain.visible if self.sparse else self.known.chain
         return Simulator(replace(self.known, chain=chain), self.params, quiet=True)
 
     @property
     def sparse(self) -> bool:
         """Whether entries were dropped, which are exactly zero."""
-        noise = self.known.chain.conditional
+        noise = self.known.chain.update_distribution
         return noise is not None and noise.sparse
 
     def squares(self, x: Tensor, y: Tensor, seen: Update) -> Update:
@@ -123,27 +123,27 @@ class Misfit:
 
 
 @dataclass(frozen=True, eq=False)
-class Refined:
+class Refinement:
     """The refinement of one linear inverter under one threat model and model.
 
     Args:
         steps: of Adam.
     """
 
-    linear: Fitted
+    linear: FittedRidge
     steps: int
 
     @property
-    def school(self) -> School:
-        return self.linear.school
+    def shadow(self) -> ShadowTrainer:
+        return self.linear.shadow
 
     @cached_property
-    def prior(self) -> White:
-        school = self.school
-        kept = school.shelf.get(
-            f"white-{digest(school.auxiliary.x, SHRINK)}", lambda: vars(White.of(school.auxiliary.x)).copy()
+    def prior(self) -> WhitenedPrior:
+        shadow = self.shadow
+        kept = shadow.cache.get(
+            f"white-{digest(shadow.auxiliary.x, SHRINK)}", lambda: vars(WhitenedPrior.of(shadow.auxiliary.x)).copy()
         )
-        return White(**{k: t.to(school.auxiliary.x) for k, t in kept.items()})
+        return WhitenedPrior(**{k: t.to(shadow.auxiliary.x) for k, t in kept.items()})
 
     @cached_property
     def variances(self) -> dict[str, tuple[float, float]]:
@@ -156,8 +156,8 @@ class Refined:
     @cached_property
     def trust(self) -> tuple[float, float]:
         """What is best on auxiliary images that are held out, 0: the linear answer as it is; and the error with it."""
-        kept = self.school.shelf.get(
-            f"trust-{digest(self.school.key, self.linear.attack, self.steps)}",
+        kept = self.shadow.cache.get(
+            f"trust-{digest(self.shadow.key, self.linear.attack, self.steps)}",
             lambda: dict(zip(("trust", "error"), torch.tensor(self._choice(), dtype=torch.float64), strict=True)),
         )
         return float(kept["trust"]), float(kept["error"])
@@ -167,7 +167,7 @@ class Refined:
         truth = batches.x.view_as(start)
         found = [(float((start - truth).square().mean()), 0.0)]
         for trust in TRUST:
-            x, _ = self.descend(updates, batches.y, start, trust, Clock(0.0, None))
+            x, _ = self.descend(updates, batches.y, start, trust, Deadline(0.0, None))
             found.append((float((x - truth).square().mean()), trust))
         error, trust = min(found)
         return trust, error
@@ -175,30 +175,36 @@ class Refined:
     @cached_property
     def held(self) -> tuple[Update, Batch, Tensor]:
         """A few held-out batches' updates, the batches, with the labels that the attacker goes by, and linear answers (n, B, d)."""
-        school = self.school
-        size = school.known.batch_size
+        shadow = self.shadow
+        size = shadow.known.batch_size
         few = max(1, TRIED // size)
-        groups = school.groups(True)[:few]
-        x, y = school.auxiliary.x[groups], school.auxiliary.y[groups]
-        rng = generator("refined", school.key)
-        parts = list(Simulator(school.known, school.params).updates(x, y, rng))
+        groups = shadow.groups(True)[:few]
+        x, y = shadow.auxiliary.x[groups], shadow.auxiliary.y[groups]
+        rng = generator("refined", shadow.key)
+        parts = list(Simulator(shadow.known, shadow.params).updates(x, y, rng))
         updates = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
-        labels = school.told(updates, y)
-        return updates, Batch(school.auxiliary.x[arranged(groups, y, labels)], labels), self.start(updates, labels)
+        labels = shadow.labels_as_restored(updates, y)
+        return (
+            updates,
+            Batch(shadow.auxiliary.x[aligned_orders(groups, y, labels)], labels),
+            self.start(updates, labels),
+        )
 
     def start(self, updates: Update, labels: Tensor) -> Tensor:
         """Linear answers (n, B, d) to updates (n, ...) with labels (n, B)."""
-        school = self.school
+        shadow = self.shadow
         inverter, basis = self.linear.inverter
         with torch.no_grad():
-            found = inverter(self.linear.read(school.view.rows(school.known, updates, labels), labels.flatten(), basis))
-        return found.to(school.auxiliary.x).view(*labels.shape, -1)
+            found = inverter(self.linear.read(shadow.view.rows(shadow.known, updates, labels), labels.flatten(), basis))
+        return found.to(shadow.auxiliary.x).view(*labels.shape, -1)
 
-    def _misfit(self, variances: dict[str, tuple[float, float]]) -> Misfit:
-        school = self.school
-        return Misfit(school.known, school.params, variances)
+    def _misfit(self, variances: dict[str, tuple[float, float]]) -> UpdateLikelihood:
+        shadow = self.shadow
+        return UpdateLikelihood(shadow.known, shadow.params, variances)
 
-    def descend(self, updates: Update, labels: Tensor, start: Tensor, trust: float, clock: Clock) -> tuple[Tensor, int]:
+    def descend(
+        self, updates: Update, labels: Tensor, start: Tensor, trust: float, clock: Deadline
+    ) -> tuple[Tensor, int]:
         """Images (n, B, d) in [0, 1] and the steps that all of them took, from a start (n, B, d)."""
         misfit = self._misfit({k: (a / trust, b / trust) for k, (a, b) in self.variances.items()})
         each = max(1, TOGETHER // labels.shape[1])
@@ -212,11 +218,11 @@ class Refined:
         return torch.cat(images), min(spent)
 
     def _descended(
-        self, seen: Update, labels: Tensor, start: Tensor, misfit: Misfit, clock: Clock
+        self, seen: Update, labels: Tensor, start: Tensor, misfit: UpdateLikelihood, clock: Deadline
     ) -> tuple[Tensor, int]:
         z = self.prior.coordinates(start)
         first, second = torch.zeros_like(z), torch.zeros_like(z)
-        shape = (*labels.shape, *self.school.known.shape)
+        shape = (*labels.shape, *self.shadow.known.shape)
         for step in range(1, self.steps + 1):
             if clock.over():
                 return start if step == 1 else self.prior.images(z).clamp(0, 1), step - 1
@@ -242,11 +248,11 @@ def _line(sizes: Tensor, squares: Tensor) -> tuple[float, float]:
 
 def refine(wave: Wave, known: Knowledge, budget: Budget, linear: ridge_inversion) -> list[Reconstruction]:
     """What refinement makes of each observation; the budget's iterations are Adam's steps from the linear answer."""
-    clock = Clock(time.perf_counter(), budget.seconds)
+    clock = Deadline(time.perf_counter(), budget.seconds)
     try:
         labels = labelling.restore(wave, known).sort(1).values
-        school = School(known, wave.params, View(True, linear.buckets), linear.passes)
-        refined = Refined(Fitted(linear, school), budget.iterations)
+        shadow = ShadowTrainer(known, wave.params, UpdateFeatures(True, linear.buckets), linear.passes)
+        refined = Refinement(FittedRidge(linear, shadow), budget.iterations)
         start = refined.start(wave.update, labels)
         trust, error = refined.trust
     except ValueError as problem:
@@ -255,7 +261,7 @@ def refine(wave: Wave, known: Knowledge, budget: Budget, linear: ridge_inversion
     if trust:
         x, spent = refined.descend(wave.update, labels, start, trust, clock)
     x = x.view(*labels.shape, *known.shape)
-    found = [answer(x[k], labels[k], error, spent) for k in range(len(wave))]
+    found = [inverter_answer(x[k], labels[k], error, spent) for k in range(len(wave))]
     if not trust or spent == budget.iterations:
         return found
     reason = f"{spent} of {budget.iterations} steps of refinement when its seconds were over"

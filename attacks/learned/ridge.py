@@ -14,7 +14,7 @@ from torch import Tensor
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.learned.cache import digest
-from fedgauge.attacks.learned.shadow_updates import Lessons, School, View
+from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures
 from fedgauge.client.rng import generator
 
 BONDS = (0.0, 1.0, 10.0)
@@ -25,14 +25,14 @@ PIXELS = 128  # on so many of them, evenly spaced, a regulariser is tried
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class RidgeInputs:
     """What a linear map reads: numbers (n, k), and where the map also depends on a label, that (n,), else None."""
 
     x: Tensor
     labels: Tensor | None = None
 
-    def of(self, part: slice) -> "Rows":
-        return Rows(self.x[part], None if self.labels is None else self.labels[part])
+    def of(self, part: slice) -> "RidgeInputs":
+        return RidgeInputs(self.x[part], None if self.labels is None else self.labels[part])
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Ridge:
     """
 
     weights: Tensor
-    rows: Rows | None
+    rows: RidgeInputs | None
     centre: Tensor
     base: Tensor
     bond: float
@@ -57,17 +57,19 @@ class Ridge:
     regulariser: float
     error: float
 
-    def __call__(self, new: Rows) -> Tensor:
+    def __call__(self, new: RidgeInputs) -> Tensor:
         """Targets (m, d) in [0, 1]."""
-        centred = Rows(new.x.double() - self.centre, new.labels)
+        centred = RidgeInputs(new.x.double() - self.centre, new.labels)
         if self.rows is None:
-            found = expanded(centred, self.bond, self.classes) @ self.weights
+            found = label_features(centred, self.bond, self.classes) @ self.weights
         else:
             found = kernel(centred, self.rows, self.centre, self.bond) @ self.weights
         return (found + self.base).clamp(0, 1)
 
 
-def fit(rows: Rows, targets: Tensor, held: Rows, truth: Tensor, bond: float, classes: int, start: float) -> Ridge:
+def fit(
+    rows: RidgeInputs, targets: Tensor, held: RidgeInputs, truth: Tensor, bond: float, classes: int, start: float
+) -> Ridge:
     """The ridge whose regulariser is best on rows that are held out, found downhill from a start.
 
     Args:
@@ -83,13 +85,13 @@ def fit(rows: Rows, targets: Tensor, held: Rows, truth: Tensor, bond: float, cla
     def error(regulariser: float) -> float:
         return system.error(regulariser, targets[:, some].double() - base[some], base[some], truth[:, some])
 
-    best = downhill(error, start)
+    best = minimise_on_grid(error, start)
     weights = system.solve(best, targets.double() - base)
     found = Ridge(weights, system.kept, centre, base, bond, classes, best, float("nan"))
     return replace(found, error=float((found(held) - truth).square().mean()))
 
 
-def downhill(error: Callable[[float], float], start: float) -> float:
+def minimise_on_grid(error: Callable[[float], float], start: float) -> float:
     """Where an error is least among start * STEP^i, as far as one gets by going on while it falls."""
     best, at = start, error(start)
     for factor in (STEP, 1 / STEP):
@@ -100,7 +102,7 @@ def downhill(error: Callable[[float], float], start: float) -> float:
     return best
 
 
-def expanded(rows: Rows, bond: float, classes: int) -> Tensor:
+def label_features(rows: RidgeInputs, bond: float, classes: int) -> Tensor:
     """phi: (n, k), or (n, k * (1 + classes))."""
     if not bond or rows.labels is None:
         return rows.x
@@ -108,7 +110,7 @@ def expanded(rows: Rows, bond: float, classes: int) -> Tensor:
     return torch.cat([rows.x, bond**0.5 * (own[:, :, None] * rows.x[:, None]).flatten(1)], 1)
 
 
-def kernel(new: Rows, rows: Rows, centre: Tensor, bond: float) -> Tensor:
+def kernel(new: RidgeInputs, rows: RidgeInputs, centre: Tensor, bond: float) -> Tensor:
     """Inner products (m, n) of phi of centred rows with that of rows that are not centred yet."""
     found = new.x.new_zeros(len(new.x), len(rows.x))
     for first in range(0, rows.x.shape[1], 2048):  # a float64 copy of all rows would be twice as large as they are
@@ -122,12 +124,12 @@ def kernel(new: Rows, rows: Rows, centre: Tensor, bond: float) -> Tensor:
 class _Dual:
     """(K + regulariser I) weights = targets."""
 
-    def __init__(self, rows: Rows, held: Rows, centre: Tensor, bond: float, classes: int) -> None:
-        self.kept: Rows | None = rows
+    def __init__(self, rows: RidgeInputs, held: RidgeInputs, centre: Tensor, bond: float, classes: int) -> None:
+        self.kept: RidgeInputs | None = rows
         blocks = [rows.of(slice(i, i + 1024)) for i in range(0, len(rows.x), 1024)]
-        own = [kernel(Rows(b.x.double() - centre, b.labels), rows, centre, bond) for b in blocks]
+        own = [kernel(RidgeInputs(b.x.double() - centre, b.labels), rows, centre, bond) for b in blocks]
         self.gram = torch.cat(own)
-        self.beside = kernel(Rows(held.x.double() - centre, held.labels), rows, centre, bond)
+        self.beside = kernel(RidgeInputs(held.x.double() - centre, held.labels), rows, centre, bond)
         self.size = float(self.gram.diagonal().mean())
 
     def solve(self, regulariser: float, targets: Tensor) -> Tensor:
@@ -140,10 +142,10 @@ class _Dual:
 class _Primal:
     """(phi^T phi + regulariser I) weights = phi^T targets."""
 
-    def __init__(self, rows: Rows, held: Rows, centre: Tensor, bond: float, classes: int) -> None:
-        self.kept: Rows | None = None
-        self.phi = expanded(Rows(rows.x.double() - centre, rows.labels), bond, classes)
-        self.beside = expanded(Rows(held.x.double() - centre, held.labels), bond, classes)
+    def __init__(self, rows: RidgeInputs, held: RidgeInputs, centre: Tensor, bond: float, classes: int) -> None:
+        self.kept: RidgeInputs | None = None
+        self.phi = label_features(RidgeInputs(rows.x.double() - centre, rows.labels), bond, classes)
+        self.beside = label_features(RidgeInputs(held.x.double() - centre, held.labels), bond, classes)
         self.gram = self.phi.T @ self.phi
         self.size = float(self.gram.diagonal().sum() / len(rows.x))
 
@@ -221,17 +223,19 @@ class ridge_inversion(Attack):
     ) -> list[Reconstruction]:
         try:
             labels = labelling.restore(wave, known).sort(1).values
-            fitted = Fitted(self, School(known, wave.params, View(True, self.buckets), self.passes))
+            fitted = FittedRidge(
+                self, ShadowTrainer(known, wave.params, UpdateFeatures(True, self.buckets), self.passes)
+            )
             inverter, basis = fitted.inverter
         except ValueError as error:
             return not_applicable(wave, str(error))
         with torch.no_grad():
-            x = inverter(fitted.read(fitted.school.view.rows(known, wave.update, labels), labels.flatten(), basis))
+            x = inverter(fitted.read(fitted.shadow.view.rows(known, wave.update, labels), labels.flatten(), basis))
         x = x.to(known.auxiliary.x if known.auxiliary is not None else x).view(*labels.shape, *known.shape)
-        return [answer(x[k], labels[k], inverter.error) for k in range(len(wave))]
+        return [inverter_answer(x[k], labels[k], inverter.error) for k in range(len(wave))]
 
 
-def answer(x: Tensor, labels: Tensor | None, error: float, iterations: int = 0) -> Reconstruction:
+def inverter_answer(x: Tensor, labels: Tensor | None, error: float, iterations: int = 0) -> Reconstruction:
     """What a trained inverter makes of one observation: images (B, C, H, W), diverged where they are not finite."""
     if not torch.isfinite(x).all():
         return Reconstruction(
@@ -241,39 +245,39 @@ def answer(x: Tensor, labels: Tensor | None, error: float, iterations: int = 0) 
 
 
 @dataclass(frozen=True, eq=False)
-class Fitted:
+class FittedRidge:
     """The ridge of one attack under one threat model and model."""
 
     attack: ridge_inversion
-    school: School
+    shadow: ShadowTrainer
 
     @cached_property
     def inverter(self) -> tuple[Ridge, Tensor | None]:
         """It, and the principal directions that it reads."""
-        school, name = self.school, f"ridge-{digest(self.school.key, self.attack)}"
-        made = school.shelf.get(name, self._fit)
+        shadow, name = self.shadow, f"ridge-{digest(self.shadow.key, self.attack)}"
+        made = shadow.cache.get(name, self._fit)
         basis = made.get("basis")
         rows = None
         if int(made["dual"]):
-            lessons = school.lessons(False, quiet=bool(made["quiet"]))
-            rows = self._rows(lessons, basis)
+            shadow_data = shadow.shadow_data(False, quiet=bool(made["quiet"]))
+            rows = self._rows(shadow_data, basis)
         numbers = {k: float(made[k]) for k in ("bond", "regulariser", "error")}
-        classes = school.known.classes
+        classes = shadow.known.classes
         return Ridge(made["weights"], rows, made["centre"], made["base"], classes=classes, **numbers), basis
 
-    def read(self, rows: Tensor, labels: Tensor, basis: Tensor | None) -> Rows:
-        return Rows(rows if basis is None else rows @ basis, labels)
+    def read(self, rows: Tensor, labels: Tensor, basis: Tensor | None) -> RidgeInputs:
+        return RidgeInputs(rows if basis is None else rows @ basis, labels)
 
-    def _rows(self, lessons: Lessons, basis: Tensor | None) -> Rows:
-        return self.read(lessons.rows, lessons.labels.flatten(), basis)
+    def _rows(self, shadow_data: ShadowDataset, basis: Tensor | None) -> RidgeInputs:
+        return self.read(shadow_data.rows, shadow_data.labels.flatten(), basis)
 
-    def _targets(self, lessons: Lessons) -> Tensor:
-        return self.school.auxiliary.x[lessons.groups.flatten()].flatten(1)
+    def _targets(self, shadow_data: ShadowDataset) -> Tensor:
+        return self.shadow.auxiliary.x[shadow_data.groups.flatten()].flatten(1)
 
     def _fit(self) -> dict[str, Tensor]:
         quiet, bond, start = self._choice()
-        lessons, held = self.school.lessons(False, quiet=quiet), self.school.lessons(True)
-        found, basis = self._ridge(lessons, held, bond, start)
+        shadow_data, held = self.shadow.shadow_data(False, quiet=quiet), self.shadow.shadow_data(True)
+        found, basis = self._ridge(shadow_data, held, bond, start)
         numbers = {"bond": bond, "regulariser": found.regulariser, "error": found.error}
         kept = {k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}
         flags = {"dual": torch.tensor(int(found.rows is not None)), "quiet": torch.tensor(int(quiet))}
@@ -282,22 +286,24 @@ class Fitted:
 
     def _choice(self) -> tuple[bool, float, float]:
         """Kind of lessons, bond and regulariser that are best from a few lessons."""
-        school, size = self.school, self.school.known.batch_size
-        held = school.lessons(True)
-        noisy = school.known.chain.mean != school.known.chain
+        shadow, size = self.shadow, self.shadow.known.batch_size
+        held = shadow.shadow_data(True)
+        noisy = shadow.known.chain.mean != shadow.known.chain
         found = []
         for quiet in (False, True)[: 1 + noisy]:
-            lessons = school.lessons(False, quiet=quiet, most=max(1, PILOT // size))
+            shadow_data = shadow.shadow_data(False, quiet=quiet, most=max(1, PILOT // size))
             for bond in BONDS:
-                ridge, _ = self._ridge(lessons, held, bond, 1e-2)
+                ridge, _ = self._ridge(shadow_data, held, bond, 1e-2)
                 found.append((ridge.error, quiet, bond, ridge.regulariser))
         _, quiet, bond, regulariser = min(found)
         return quiet, bond, regulariser
 
-    def _ridge(self, lessons: Lessons, held: Lessons, bond: float, start: float) -> tuple[Ridge, Tensor | None]:
+    def _ridge(
+        self, shadow_data: ShadowDataset, held: ShadowDataset, bond: float, start: float
+    ) -> tuple[Ridge, Tensor | None]:
         basis = None
         if self.attack.components:
-            basis = principal(lessons.rows, self.attack.components, generator("principal", self.school.key))
-        rows, others = self._rows(lessons, basis), self._rows(held, basis)
-        targets, truth = self._targets(lessons), self._targets(held)
-        return fit(rows, targets, others, truth, bond, self.school.known.classes, start), basis
+            basis = principal(shadow_data.rows, self.attack.components, generator("principal", self.shadow.key))
+        rows, others = self._rows(shadow_data, basis), self._rows(held, basis)
+        targets, truth = self._targets(shadow_data), self._targets(held)
+        return fit(rows, targets, others, truth, bond, self.shadow.known.classes, start), basis

@@ -15,24 +15,24 @@ from torch.func import vmap
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Knowledge, Wave
-from fedgauge.attacks.engine.gradients import Unsupported, gradients, independent, trained
-from fedgauge.attacks.learned.cache import Shelf, digest
-from fedgauge.attacks.learned.feature_hashing import Sketch, check_room
+from fedgauge.attacks.engine.gradients import Unsupported, examples_are_independent, gradients, local_training_changes
+from fedgauge.attacks.learned.cache import TensorCache, digest
+from fedgauge.attacks.learned.feature_hashing import Sketch, check_memory
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.rng import generator
 from fedgauge.client.update import (
     Batch,
     Chain,
-    OnUpdate,
+    GroupMean,
     Params,
-    Summed,
     Update,
     UpdateFn,
+    UpdateTransform,
     gradient,
+    is_identity,
     local_sgd,
     per_example,
-    transparent,
 )
 
 CHUNK = 128  # clients at once: LeNet's updates of so many are 8 MB
@@ -44,21 +44,23 @@ VERSION = 2  # of what the shelf keeps; another one where it is computed in anot
 class Stages(NamedTuple):
     """A chain whose only gradients are those of whole batches, or of their examples one by one."""
 
-    each: tuple[OnUpdate, ...]  # on each example's gradient
-    before: tuple[OnUpdate, ...]  # on the batch's gradient
+    each: tuple[UpdateTransform, ...]  # on each example's gradient
+    before: tuple[UpdateTransform, ...]  # on the batch's gradient
     local: local_sgd
-    after: tuple[OnUpdate, ...]  # on the finished update
+    after: tuple[UpdateTransform, ...]  # on the finished update
 
 
 def stages(chain: Chain) -> Stages | None:
     """The stages of a client's chain; None where it computes in another way, so that only the chain itself can tell."""
     place = chain.links.index(chain.local)
-    front, after = ([k for k in part if not transparent(k)] for part in (chain.links[:place], chain.links[place + 1 :]))
+    front, after = ([k for k in part if not is_identity(k)] for part in (chain.links[:place], chain.links[place + 1 :]))
     one_by_one = [k.inner for k in front if isinstance(k, per_example)]
     before = [k for k in front if not isinstance(k, per_example)]
     if front != [k for k in front if isinstance(k, per_example)] + before:
         return None
-    each, whole, last = (tuple(k for k in part if isinstance(k, OnUpdate)) for part in (one_by_one, before, after))
+    each, whole, last = (
+        tuple(k for k in part if isinstance(k, UpdateTransform)) for part in (one_by_one, before, after)
+    )
     if len(each) + len(whole) + len(last) < len(one_by_one) + len(before) + len(after):
         return None
     if chain.local.batch_size is not None or (front and chain.local.steps > 1):
@@ -82,12 +84,12 @@ class Simulator:
     @property
     def members(self) -> int:
         """Clients behind one update."""
-        return next((link.members for link in self.known.chain.links if isinstance(link, Summed)), 1)
+        return next((link.members for link in self.known.chain.links if isinstance(link, GroupMean)), 1)
 
     @property
     def client(self) -> Chain:
         """The chain of each of them."""
-        links = tuple(link for link in self.known.chain.links if not isinstance(link, Summed))
+        links = tuple(link for link in self.known.chain.links if not isinstance(link, GroupMean))
         return Chain(links).mean if self.quiet else Chain(links)
 
     def updates(self, x: Tensor, y: Tensor, rng: Generator, chunk: int = CHUNK) -> Iterator[Update]:
@@ -137,7 +139,7 @@ class Simulator:
         x, y = known.normalise(batches.x), batches.y
         if plan.each:
             x, y = x.flatten(0, 1)[:, None], y.flatten()[:, None]
-        if not independent(model, self.params, x[:1] if len(x) == 1 else x[:2]):
+        if not examples_are_independent(model, self.params, x[:1] if len(x) == 1 else x[:2]):
             raise Unsupported("the model mixes the examples of a batch")
         x = x.requires_grad_()  # what comes with slopes already keeps them
         if plan.each or plan.before:
@@ -147,7 +149,7 @@ class Simulator:
                 found = {k: t.view(-1, size, *t.shape[1:]).mean(1) for k, t in found.items()}
             found = {k: -plan.local.rate * t for k, t in _through(plan.before, found, rng).items()}
         else:
-            found = _formed(trained(model, self.params, x, y, plan.local, False, known.loss))
+            found = _formed(local_training_changes(model, self.params, x, y, plan.local, False, known.loss))
         return _through(plan.after, found, rng)
 
     def _bare(self) -> UpdateFn:
@@ -186,7 +188,7 @@ def _detached(updates: Update) -> Update:
     return {k: t.detach() for k, t in updates.items()}
 
 
-def _through(links: tuple[OnUpdate, ...], updates: Update, rng: Generator | None) -> Update:
+def _through(links: tuple[UpdateTransform, ...], updates: Update, rng: Generator | None) -> Update:
     """Updates (n, ...) behind some links, each drawing for itself."""
     for link in links:
         updates = vmap(lambda update, link=link: link.apply(update, rng), randomness="different")(updates)
@@ -202,7 +204,7 @@ def flat(updates: Update) -> Tensor:
 
 
 @dataclass(frozen=True)
-class View:
+class UpdateFeatures:
     """What an inverter reads of an update.
 
     Args:
@@ -268,7 +270,7 @@ def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
 
 
 @dataclass(frozen=True, eq=False)
-class Lessons:
+class ShadowDataset:
     """Pairs that an inverter learns from, or is tried on.
 
     Args:
@@ -284,7 +286,7 @@ class Lessons:
 
 
 @dataclass(frozen=True, eq=False)
-class School:
+class ShadowTrainer:
     """The auxiliary images of one threat model under one model, as lessons; the same whichever client is attacked.
 
     Args:
@@ -293,9 +295,9 @@ class School:
 
     known: Knowledge
     params: Params
-    view: View
+    view: UpdateFeatures
     passes: int = 1
-    shelf: Shelf = field(default_factory=Shelf.own)
+    cache: TensorCache = field(default_factory=TensorCache.own)
 
     def __post_init__(self) -> None:
         if self.passes < 1:
@@ -361,7 +363,7 @@ class School:
             return found
         return found.gather(1, labels.argsort(dim=1, stable=True))
 
-    def lessons(self, held: bool, quiet: bool = False, most: int | None = None) -> Lessons:
+    def shadow_data(self, held: bool, quiet: bool = False, most: int | None = None) -> ShadowDataset:
         """Simulated, or as they were once.
 
         Args:
@@ -377,11 +379,11 @@ class School:
         # the largest table will be needed, too: what is said to fit is to fit all of them
         largest = self.passes * (len(self.split[0]) // self.known.batch_size)
         each = self.known.batch_size if self.view.by_label else 1
-        check_room(largest * each, self.view.columns(self.entries), self._device)
+        check_memory(largest * each, self.view.columns(self.entries), self._device)
         name = f"updates-{digest(self.key, held, quiet)}"
         if most is not None:  # a part is simulated as fast as it is read, and would push whole tables off the shelf
-            return Lessons(**self._simulated(groups, name, quiet))
-        return Lessons(**self.shelf.get(name, lambda: self._simulated(groups, name, quiet)))
+            return ShadowDataset(**self._simulated(groups, name, quiet))
+        return ShadowDataset(**self.cache.get(name, lambda: self._simulated(groups, name, quiet)))
 
     @property
     def _device(self) -> torch.device:
@@ -396,12 +398,12 @@ class School:
         done = 0
         for updates in Simulator(self.known, self.params, quiet).updates(x, y, generator("simulated", name)):
             part = slice(done, done + len(next(iter(updates.values()))))
-            labels[part] = self.told(updates, y[part])
+            labels[part] = self.labels_as_restored(updates, y[part])
             found[part.start * each : part.stop * each] = self.view.rows(self.known, updates, labels[part])
             done = part.stop
-        return {"rows": found, "groups": arranged(groups, y, labels), "labels": labels}
+        return {"rows": found, "groups": aligned_orders(groups, y, labels), "labels": labels}
 
-    def told(self, updates: Update, y: Tensor) -> Tensor:
+    def labels_as_restored(self, updates: Update, y: Tensor) -> Tensor:
         """The labels (n, B) that the attacker would go by where y (n, B) are right: restored, mistakes and all, unless given."""
         if self.known.labels is not None or not self.view.by_label:
             return y
@@ -409,7 +411,7 @@ class School:
         return labelling.restore(seen, self.known).sort(1).values
 
 
-def arranged(groups: Tensor, y: Tensor, labels: Tensor) -> Tensor:
+def aligned_orders(groups: Tensor, y: Tensor, labels: Tensor) -> Tensor:
     """Batches (N, B) of images of labels y in other orders, so that as many as can stand where `labels` has their own."""
     from scipy.optimize import linear_sum_assignment
 

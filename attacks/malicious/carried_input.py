@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.decoding import Read, check_readable, on_grid, snapped, unread
-from fedgauge.attacks.malicious.server_attack import Malice, zeroed
+from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable, nothing_decoded, on_grid, snap_to_grid
+from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
 from fedgauge.client.components import Table
 from fedgauge.client.models.vision import Shape, last_linear
 from fedgauge.client.update import Batch, Params, Update, relative_error
@@ -30,7 +30,7 @@ REACH = 2.0  # of a sigmoid's or tanh's input: beyond, rounding of its output we
 # ------------------------------------------------------------------------------------------------------- architectures
 
 
-class Carried(nn.Module):
+class CarriedInputNetwork(nn.Module):
     """A network whose classifier reads the image, too, behind the features."""
 
     def __init__(self, features: nn.Module, width: int, pixels: int, classes: int) -> None:
@@ -48,7 +48,7 @@ class Carried(nn.Module):
         return inputs[:, -self.pixels :]
 
 
-def carried(model: nn.Module, shape: Shape, classes: int) -> Carried:
+def carried(model: nn.Module, shape: Shape, classes: int) -> CarriedInputNetwork:
     """The model with a new classifier that reads the image beside the features: its last fully connected layer goes."""
     _images(shape)
     name, body = last_linear(model), copy.deepcopy(model).eval()
@@ -59,10 +59,10 @@ def carried(model: nn.Module, shape: Shape, classes: int) -> Carried:
         features = body(torch.zeros(2, *shape))
     if layer.out_features != classes or features.shape != (2, layer.in_features):
         raise ValueError(f"the last fully connected layer, {name!r}, is not the classifier of {classes} classes")
-    return Carried(body, layer.in_features, shape[0] * shape[1] * shape[2], classes)
+    return CarriedInputNetwork(body, layer.in_features, shape[0] * shape[1] * shape[2], classes)
 
 
-class Reversible(nn.Module):
+class ReversibleNetwork(nn.Module):
     """Blocks of additive coupling on the phases of an image, then the classifier: features that hold all of the image."""
 
     def __init__(self, shape: Shape, classes: int, blocks: int, width: int) -> None:
@@ -92,14 +92,14 @@ class Reversible(nn.Module):
         return F.pixel_shuffle(torch.cat([still, moved], 1), 2).flatten(1)
 
 
-def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> Reversible:
+def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> ReversibleNetwork:
     """A network of reversible blocks in the place of the agreed one; blocks: of two 3x3 convolutions; width: between them."""
     _images(shape)
     if shape[1] % 2 or shape[2] % 2:
         raise ValueError(f"reversible blocks take images of even height and width, got {shape[1]} x {shape[2]}")
     if blocks < 1 or width < 1:
         raise ValueError(f"blocks and width must be at least 1, got {blocks} and {width}")
-    return Reversible(shape, classes, blocks, width)
+    return ReversibleNetwork(shape, classes, blocks, width)
 
 
 def _images(shape: Shape) -> None:
@@ -111,7 +111,7 @@ def _images(shape: Shape) -> None:
 
 
 @dataclass(frozen=True)
-class carried_input(Malice):
+class carried_input(ServerAttack):
     """The image beside the features; zero: a classifier of zeros, by which batches are taken apart."""
 
     zero: bool = False
@@ -121,13 +121,13 @@ class carried_input(Malice):
         return {"use": "carried"}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        if not isinstance(known.model, Carried):
+        if not isinstance(known.model, CarriedInputNetwork):
             raise ValueError("the classifier does not read the image (architecture carried)")
-        return zeroed(dict(sent), known, self.zero)
+        return with_zero_classifier(dict(sent), known, self.zero)
 
 
 @dataclass(frozen=True)
-class reversible_blocks(Malice):
+class reversible_blocks(ServerAttack):
     """Reversible blocks in the place of the network.
 
     Args:
@@ -144,13 +144,13 @@ class reversible_blocks(Malice):
         return {"use": "reversible", "blocks": self.blocks, "width": self.width}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        if not isinstance(known.model, Reversible):
+        if not isinstance(known.model, ReversibleNetwork):
             raise ValueError("the network has no reversible blocks (architecture reversible)")
-        return zeroed(dict(sent), known, self.zero)
+        return with_zero_classifier(dict(sent), known, self.zero)
 
 
 @dataclass(frozen=True)
-class identity_convolutions(Malice):
+class identity_convolutions(ServerAttack):
     """The first channels of every convolution pass the image on; the others stay as they were.
 
     zero: a classifier of zeros, by which batches are taken apart.
@@ -166,7 +166,7 @@ class identity_convolutions(Malice):
             gain = (end - start) / (high - low)
             made |= _identity(name, conv, sent, gain, start - gain * low)
             low, high = (_forward(activation, torch.full((colours,), v).double()) for v in (start, end))
-        return zeroed(made, known, self.zero)
+        return with_zero_classifier(made, known, self.zero)
 
 
 def _identity(name: str, conv: nn.Conv2d, sent: Params, gain: Tensor, bias: Tensor) -> Params:
@@ -249,7 +249,7 @@ class read_carried(Attack):
 
 def _check(known: Knowledge, params: Params) -> None:
     """ValueError where nothing was carried, or cannot be told apart."""
-    if not isinstance(known.model, Carried | Reversible):
+    if not isinstance(known.model, CarriedInputNetwork | ReversibleNetwork):
         for name, conv, _ in _stages(known.model, known.shape[0]):
             _taps(name, conv, params, known.shape[0])
     check_readable(known, params)
@@ -267,15 +267,15 @@ def _taps(name: str, conv: nn.Conv2d, params: Params, colours: int) -> tuple[Ten
 def _carried(update: Update, params: Params, known: Knowledge) -> Reconstruction:
     started = time.perf_counter()
     try:
-        read = Read.off(update, params, known)
+        read = ClassifierInputs.off(update, params, known)
     except ValueError as error:
-        return unread(str(error), started)
+        return nothing_decoded(str(error), started)
     fed, y = _image(read.inputs, params, known).view(-1, *known.shape), read.y
     if not bool(torch.isfinite(fed).all()):
-        return unread("what the classifier read is no image of this network's", started)
+        return nothing_decoded("what the classifier read is no image of this network's", started)
     x = known.pixels(fed)
     exact, off = on_grid(x), float("nan")
-    x = torch.where(exact[:, None, None, None], snapped(x), x.float()).clamp(0, 1)
+    x = torch.where(exact[:, None, None, None], snap_to_grid(x), x.float()).clamp(0, 1)
     if not bool(exact.all()):
         off = relative_error(known.forward(params, Batch(x, y), None), update)
     proven = int((read.single & (exact | (off < PROVEN))).sum())
@@ -285,7 +285,7 @@ def _carried(update: Update, params: Params, known: Knowledge) -> Reconstruction
 
 def _image(inputs: Tensor, params: Params, known: Knowledge) -> Tensor:
     """What the network was fed, from the classifier's inputs."""
-    if isinstance(known.model, Carried | Reversible):
+    if isinstance(known.model, CarriedInputNetwork | ReversibleNetwork):
         return known.model.image(inputs, params)
     colours, height, width = known.shape
     found = inputs.view(len(inputs), -1, height * width)[:, :colours]

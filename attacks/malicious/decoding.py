@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
-from fedgauge.attacks.malicious.server_attack import in_parts, mean_fill
+from fedgauge.attacks.malicious.server_attack import fill_with_mean, why_not_one_gradient
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Params, Update
 
@@ -34,7 +34,7 @@ def fed(known: Knowledge) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class LayerRows:
     """Gradients of a fully connected layer's rows, or of parts of them, float64 up to a common scale.
 
     Args:
@@ -46,7 +46,7 @@ class Rows:
     bias: Tensor
 
     @classmethod
-    def of(cls, update: Update, layer: str) -> "Rows":
+    def of(cls, update: Update, layer: str) -> "LayerRows":
         """As an update has them."""
         return cls(layer, *(-update[f"{layer}.{part}"].double() for part in ("weight", "bias")))
 
@@ -57,11 +57,11 @@ class Rows:
             return "the update is not finite"
         return "" if bool(self.bias.any()) else f"the gradient of {self.layer!r} is zero: it says nothing of this batch"
 
-    def differences(self) -> "Rows":
+    def differences(self) -> "LayerRows":
         """Of neighbours, behind the last of which there is none."""
         weight, bias = self.weight - F.pad(self.weight[1:], (0, 0, 0, 1)), self.bias - F.pad(self.bias[1:], (0, 1))
         told = bias.abs() > FAINT * self.bias.abs().max()
-        return Rows(self.layer, weight[told], bias[told])
+        return LayerRows(self.layer, weight[told], bias[told])
 
     def images(self, known: Knowledge) -> Tensor:
         """Pixels (m, C, H, W) of the mixtures of inputs that they are, the strongest first."""
@@ -73,7 +73,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class ClassifierInputs:
     """What the classifier was fed.
 
     Args:
@@ -89,10 +89,10 @@ class Read:
     gain: Tensor
 
     @classmethod
-    def off(cls, update: Update, params: Params, known: Knowledge) -> "Read":
+    def off(cls, update: Update, params: Params, known: Knowledge) -> "ClassifierInputs":
         """From one update; ValueError says why nothing is to be read."""
         layer = last_linear(known.model)
-        rows = Rows.of(update, layer)
+        rows = LayerRows.of(update, layer)
         if rows.reason:
             raise ValueError(rows.reason)
         weight, bias = rows.weight, rows.bias
@@ -124,7 +124,7 @@ def check_readable(known: Knowledge, params: Params) -> None:
     layer = last_linear(known.model)
     if f"{layer}.bias" not in params:
         raise ValueError(f"the classifier {layer!r} has no bias: the length of what it reads cannot be told")
-    if reason := in_parts(known):
+    if reason := why_not_one_gradient(known):
         raise ValueError(reason)
     if known.batch_size > 1 and bool(params[f"{layer}.weight"].any()):
         raise ValueError(
@@ -144,22 +144,22 @@ def on_grid(x: Tensor) -> Tensor:
     return within & (error < ON_GRID)
 
 
-def snapped(x: Tensor) -> Tensor:
+def snap_to_grid(x: Tensor) -> Tensor:
     """Images on the grid, to the bit as they are read from files."""
     return (255 * x.double()).round().float() / 255
 
 
-def unread(reason: str, started: float) -> Reconstruction:
+def nothing_decoded(reason: str, started: float) -> Reconstruction:
     """The answer where an update says nothing."""
     return Reconstruction(None, None, float("nan"), 1, time.perf_counter() - started, "not_applicable", reason)
 
 
-def answered(
+def decoded(
     x: Tensor, exact: int, wave: Wave, known: Knowledge, started: float, note: str = "on the 8-bit grid"
 ) -> Reconstruction:
     """Images (n, C, H, W) of one observation, proven ones first, filled up to a batch; labels as the classifier tells them."""
     size = known.batch_size
-    x = mean_fill(x.float().clamp(0, 1), size, known)
+    x = fill_with_mean(x.float().clamp(0, 1), size, known)
     try:
         y = labelling.restore(wave, known)[0]
     except ValueError:  # the images are there all the same

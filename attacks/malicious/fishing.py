@@ -15,9 +15,9 @@ from torch import Generator, Tensor
 from torch.func import functional_call
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.server_attack import Isolating, Malice, in_parts, trial_batch
+from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, probe_batch, why_not_one_gradient
 from fedgauge.client.models.vision import last_linear
-from fedgauge.client.update import Chain, OnUpdate, Params, Update, one_by_one
+from fedgauge.client.update import Chain, Params, Update, UpdateTransform, is_per_example
 
 CERTAIN = 30.0  # a distance of logits at which softmax rounds to 0 or 1 in float32
 ALONE = 1e-3  # how near to one the number of fished examples is, that one counts as isolated
@@ -26,7 +26,7 @@ PUBLIC = 200  # public examples that thresholds are read off
 
 
 @dataclass(frozen=True)
-class class_fishing(Malice):
+class class_fishing(ServerAttack):
     """Only examples of one class keep a gradient: one alone where the batch has it once.
 
     Args:
@@ -36,7 +36,7 @@ class class_fishing(Malice):
     target: int | None = None
 
     @property
-    def remembers(self) -> bool:
+    def is_stateful(self) -> bool:
         return self.target is None
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
@@ -49,7 +49,7 @@ class class_fishing(Malice):
 
     def _next(self, known: Knowledge, seen: Sequence[Observation]) -> int:
         """The class to try: the first not tried yet, or of the tried ones that with the fewest examples."""
-        counts = {_row(o.params, known): round(fished(o, known)) for o in seen}
+        counts = {_row(o.params, known): round(count_isolated(o, known)) for o in seen}
         found = {row: count for row, count in counts.items() if count > 0}
         if 1 not in found.values() and len(counts) < known.classes:
             return next(row for row in range(known.classes) if row not in counts)
@@ -57,7 +57,7 @@ class class_fishing(Malice):
 
 
 @dataclass(frozen=True)
-class feature_fishing(Malice):
+class feature_fishing(ServerAttack):
     """Of a batch of one class the example is left that the class's row likes least: its threshold is halved round by round.
 
     Args:
@@ -67,7 +67,7 @@ class feature_fishing(Malice):
     target: int
 
     @property
-    def remembers(self) -> bool:
+    def is_stateful(self) -> bool:
         return True
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
@@ -84,7 +84,7 @@ class feature_fishing(Malice):
         """The next threshold and how steep the logit is there: below the sought threshold nobody is fished, above it several."""
         threshold, steepness, narrow = (low + high) / 2, 2 * CERTAIN / (high - low), NARROWEST * (high - low)
         for o in seen:
-            count = fished(o, known)
+            count = count_isolated(o, known)
             if abs(count - 1) <= ALONE or high - low < narrow:  # equal images are never told apart
                 break
             low, high = (threshold, high) if count < 1 else (low, threshold)
@@ -92,7 +92,7 @@ class feature_fishing(Malice):
         return threshold, steepness
 
 
-def fished(seen: Observation, known: Knowledge) -> float:
+def count_isolated(seen: Observation, known: Knowledge) -> float:
     """How many examples had a gradient, as the bias of the fished class tells: each adds 1 - p, and less behind a clip."""
     gradient = -seen.update[f"{last_linear(known.model)}.bias"] / known.scale
     return -float(gradient[_row(seen.params, known)]) * known.batch_size
@@ -116,7 +116,7 @@ def _likes(sent: Params, known: Knowledge, row: Tensor) -> Tensor:
     alone = {k: t.clone() for k, t in sent.items()}
     _only(alone, known, 0, row, 0.0)
     with torch.no_grad():
-        logits = functional_call(known.model, alone, (known.normalise(trial_batch(known, PUBLIC).x),))
+        logits = functional_call(known.model, alone, (known.normalise(probe_batch(known, PUBLIC).x),))
     found: Tensor = logits[:, 0]
     return found
 
@@ -142,7 +142,7 @@ def _row(params: Params, known: Knowledge) -> int:
 
 
 @dataclass(frozen=True)
-class _Share(OnUpdate):
+class _BatchShare(UpdateTransform):
     """What one example of a batch adds to the batch's mean gradient."""
 
     examples: int
@@ -152,7 +152,7 @@ class _Share(OnUpdate):
 
 
 @dataclass(frozen=True)
-class _OneRow(OnUpdate):
+class _OneRow(UpdateTransform):
     """The classifier's other rows left out of the comparison: every example of the batch has a gradient in them."""
 
     classifier: str
@@ -170,22 +170,23 @@ class _OneRow(OnUpdate):
 
 
 @dataclass(frozen=True)
-class lone_example(Isolating):
+class lone_example(DelegatingAttack):
     """The example that fishing has isolated, inverted by another attack as if it were alone; it knows the whole chain."""
 
-    reads: ClassVar[tuple[str, ...]] = ("class_fishing", "feature_fishing")
+    decodes: ClassVar[tuple[str, ...]] = ("class_fishing", "feature_fishing")
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        if reason := in_parts(known):
+        if reason := why_not_one_gradient(known):
             return not_applicable(wave, reason)
         try:
             row = _row(wave.params, known)
         except ValueError as error:
             return not_applicable(wave, str(error))
         counts = [
-            fished(Observation(wave.round, c, wave.params, wave.alone(k)), known) for k, c in enumerate(wave.clients)
+            count_isolated(Observation(wave.round, c, wave.params, wave.alone(k)), known)
+            for k, c in enumerate(wave.clients)
         ]
         caught = [k for k, count in enumerate(counts) if math.isfinite(count) and count > ALONE]
         found = dict(enumerate(not_applicable(wave, f"no example of class {row} was fished")))
@@ -199,7 +200,7 @@ class lone_example(Isolating):
         self, wave: Wave, row: int, known: Knowledge, budget: Budget, streams: Sequence[Stream], words: Sequence[str]
     ) -> list[Reconstruction]:
         links = list(known.chain.links)
-        links.insert(sum(map(one_by_one, links)), _Share(known.batch_size))
+        links.insert(sum(map(is_per_example, links)), _BatchShare(known.batch_size))
         rest = _OneRow(last_linear(known.model), row)
         alone = replace(
             known,
@@ -209,7 +210,7 @@ class lone_example(Isolating):
         )
         update = {k: torch.stack([rest.apply(wave.alone(i), None)[k] for i in range(len(wave))]) for k in wave.update}
         fair = replace(wave, params=_without_threshold(wave.params, known, row), update=update)
-        return self.handed_on(fair, alone, known, budget, streams, words)
+        return self.delegated(fair, alone, known, budget, streams, words)
 
 
 def _said(count: float) -> str:

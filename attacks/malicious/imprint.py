@@ -19,8 +19,8 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.decoding import Rows, answered, fed, on_grid, snapped, unread
-from fedgauge.attacks.malicious.server_attack import Malice
+from fedgauge.attacks.malicious.decoding import LayerRows, decoded, fed, nothing_decoded, on_grid, snap_to_grid
+from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Table
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Params
@@ -69,7 +69,7 @@ def _block(model: nn.Module) -> tuple[str, Imprinted]:
 
 
 @dataclass(frozen=True)
-class imprint(Malice):
+class imprint(ServerAttack):
     """Rows that sort images by brightness, each pixel weighted a little differently so that no two of them tie.
 
     Thresholds are quantiles of the public images' brightness, smoothed by a normal kernel; where there are none, those of a
@@ -165,10 +165,10 @@ class read_imprint(Attack):
 
 def _binned(wave: Wave, known: Knowledge, layer: str) -> Reconstruction:
     started = time.perf_counter()
-    rows = Rows.of(wave.alone(0), layer)
+    rows = LayerRows.of(wave.alone(0), layer)
     if reason := rows.reason:
-        return unread(reason, started)
+        return nothing_decoded(reason, started)
     x = rows.differences().images(known)
     exact = on_grid(x)
-    x = torch.cat([snapped(x[exact]), x[~exact]])  # the strongest first of either kind
-    return answered(x, int(exact.sum()), wave, known, started)
+    x = torch.cat([snap_to_grid(x[exact]), x[~exact]])  # the strongest first of either kind
+    return decoded(x, int(exact.sum()), wave, known, started)

@@ -11,16 +11,16 @@ from typing import ClassVar
 from torch import Generator, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.server_attack import Isolating, Malice, Unseen, trial_batch
+from fedgauge.attacks.malicious.server_attack import DelegatingAttack, OmittedParameters, ServerAttack, probe_batch
 from fedgauge.client.models.vision import last_linear
-from fedgauge.client.update import Chain, Params, Summed, gradient
+from fedgauge.client.update import Chain, GroupMean, Params, gradient
 
 FAR = 1e4  # a shift at which sigmoid and ReLU are zero and flat in float32, whatever the image
 _SHIFTED = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
-class dead_layer(Malice):
+class dead_layer(ServerAttack):
     """Weights whose layer before the classifier answers nothing to any input: for all but the target of a secure sum."""
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
@@ -30,7 +30,7 @@ class dead_layer(Malice):
         changed[f"{name}.weight"].zero_()
         changed[f"{name}.bias"].fill_(-FAR)
         client = gradient(known.model, known.loss, normalise=known.normalise)
-        alive = [k for k, t in client(changed, trial_batch(known, 8), None).items() if bool(t.count_nonzero())]
+        alive = [k for k, t in client(changed, probe_batch(known, 8), None).items() if bool(t.count_nonzero())]
         if alive != [f"{classifier}.bias"]:
             raise ValueError(
                 f"with layer {name!r} shifted by {-FAR:g} these still have gradients: {', '.join(alive)}; a network dies where "
@@ -53,21 +53,23 @@ def _last_shift(model: nn.Module, classifier: str) -> str:
 
 
 @dataclass(frozen=True)
-class lone_target(Isolating):
+class lone_target(DelegatingAttack):
     """A secure sum read as the update of the one client that got honest weights, inverted by another attack.
 
     Where the chain adds noise, that of the whole group is in it.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("dead_layer",)
+    decodes: ClassVar[tuple[str, ...]] = ("dead_layer",)
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
         summed = known.chain.links[-1]
-        if not isinstance(summed, Summed):
+        if not isinstance(summed, GroupMean):
             return not_applicable(wave, "the server sees each client's update by itself: there is no sum to take apart")
-        others = Unseen((f"{last_linear(known.model)}.bias",))  # the only entry that a dead client's gradient reaches
+        others = OmittedParameters(
+            (f"{last_linear(known.model)}.bias",)
+        )  # the only entry that a dead client's gradient reaches
         alone = replace(
             known,
             chain=Chain((*known.chain.links[:-1], others)),
@@ -82,4 +84,4 @@ class lone_target(Isolating):
         words = (
             f"{alone.batch_size} of {known.batch_size} images are the target's, if all others were sent dead weights"
         )
-        return self.handed_on(replace(wave, update=update), alone, known, budget, streams, [words] * len(wave))
+        return self.delegated(replace(wave, update=update), alone, known, budget, streams, [words] * len(wave))

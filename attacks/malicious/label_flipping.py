@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from torch import Generator
 
 from fedgauge.attacks.base import Knowledge, Observation
-from fedgauge.attacks.malicious.server_attack import Malice
+from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Params
 
 
 @dataclass(frozen=True)
-class label_flipping(Malice):
+class label_flipping(ServerAttack):
     """Two rows of the classifier swapped; or every row moved by one, whatever classes the client has.
 
     Args:

@@ -22,8 +22,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.decoding import Read, check_readable, unread
-from fedgauge.attacks.malicious.server_attack import Malice, zeroed
+from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable, nothing_decoded
+from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Batch, Params, Update, relative_error
 
@@ -34,7 +34,7 @@ RIDGE = 1e-2  # a part of the inputs' mean variance, against chance in the publi
 LEAST = 16  # public images, below which nothing is fitted to them
 
 
-def fed(known: Knowledge, params: Params, layer: str, x: Tensor) -> Tensor:
+def layer_input(known: Knowledge, params: Params, layer: str, x: Tensor) -> Tensor:
     """What a layer is fed for images x (n, C, H, W) in pixels, (n, ...)."""
     found: list[Tensor] = []
 
@@ -92,7 +92,7 @@ def _public(known: Knowledge) -> Tensor:
 
 
 @dataclass(frozen=True)
-class optimised_features(Malice):
+class optimised_features(ServerAttack):
     """Every layer before the classifier keeps the principal components of its input, as far as it has rows for them.
 
     zero: a classifier of zeros, by which batches are taken apart.
@@ -109,7 +109,7 @@ class optimised_features(Malice):
         for i in layers:
             name, layer = leaves[i]
             with torch.no_grad():
-                tiles = _tiles(layer, fed(known, made, name, public))
+                tiles = _tiles(layer, layer_input(known, made, name, public))
             made |= _components(name, layer, tiles, made, leaves[i + 1 : i + 3])
         ours, theirs = (_told(known, weights) for weights in (made, sent))
         if ours <= theirs:
@@ -117,14 +117,14 @@ class optimised_features(Malice):
                 f"the components would tell less of public images ({ours:.1f} dB) than the honest weights ({theirs:.1f} dB): "
                 "pooling or shortcuts mix them"
             )
-        return zeroed(made, known, self.zero)
+        return with_zero_classifier(made, known, self.zero)
 
 
 def _told(known: Knowledge, params: Params) -> float:
     """PSNR of the estimate for public images that it was not fitted to."""
     public = _public(known)[: 2 * FITTED]
     with torch.no_grad():
-        h = fed(known, params, last_linear(known.model), public).flatten(1)
+        h = layer_input(known, params, last_linear(known.model), public).flatten(1)
     half = len(public) // 2
     found = Linear.fitted(h[:half], public[:half], RIDGE)(h[half:], torch.zeros(len(public) - half))
     return float(-10 * (found.clamp(0, 1) - public[half:].flatten(1)).square().mean(1).log10().mean())
@@ -225,7 +225,7 @@ class read_features(Attack):
             return not_applicable(wave, str(error))
         with torch.no_grad():
             fit = Linear.fitted(
-                fed(known, wave.params, last_linear(known.model), public).flatten(1), public, self.ridge
+                layer_input(known, wave.params, last_linear(known.model), public).flatten(1), public, self.ridge
             )
         return [_read(wave.alone(k), wave.params, known, fit) for k in range(len(wave))]
 
@@ -233,10 +233,10 @@ class read_features(Attack):
 def _read(update: Update, params: Params, known: Knowledge, fit: Linear) -> Reconstruction:
     started = time.perf_counter()
     try:
-        read = Read.off(update, params, known)
+        read = ClassifierInputs.off(update, params, known)
     except ValueError as error:
-        return unread(str(error), started)
-    noise = known.chain.conditional
+        return nothing_decoded(str(error), started)
+    noise = known.chain.update_distribution
     variance = 0.0 if noise is None else noise.sigma**2 + 2 * noise.scale**2
     told = variance * read.gain.square()
     if known.batch_size == 1:  # its own weights were noisy, too: as much of their length is noise

@@ -14,17 +14,17 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.server_attack import Isolating, Malice, mean_fill
+from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, fill_with_mean
 from fedgauge.client.components import Table
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Params, one_by_one, relative_error
+from fedgauge.client.update import Batch, Chain, Params, is_per_example, relative_error
 
 MOVED = 1e-3  # root mean square in pixels, 60 dB: by how much an image is moved to see what its update makes of it
 FARTHER = 10  # times as far as what is unexplained of its part of the update, where an image is proven
 
 
-class Separate(nn.Module):
+class SeparateNetworks(nn.Module):
     """Copies of a network: example i of a batch goes through copy i, modulo their number."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
@@ -37,15 +37,15 @@ class Separate(nn.Module):
         return torch.cat(parts)[torch.cat(places).argsort()]
 
 
-def separate(model: nn.Module, count: int = 8) -> Separate:
+def separate(model: nn.Module, count: int = 8) -> SeparateNetworks:
     """So many copies of the model, each for its own examples of a batch; count: as many as a batch has."""
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    return Separate(model, count)
+    return SeparateNetworks(model, count)
 
 
 @dataclass(frozen=True)
-class separate_models(Malice):
+class separate_models(ServerAttack):
     """A network of its own for each example: the architecture is all there is to it; count: the batch size."""
 
     count: int = 8
@@ -62,9 +62,9 @@ class separate_models(Malice):
 
 def _obstacle(known: Knowledge) -> str:
     """Why examples do not come apart; empty where they do."""
-    if not isinstance(known.model, Separate):
+    if not isinstance(known.model, SeparateNetworks):
         return "the network is one for all examples (architecture separate)"
-    if any(map(one_by_one, known.chain.links)):
+    if any(map(is_per_example, known.chain.links)):
         return "the chain takes examples one by one: each comes first in its batch, so that one sub-network sees all of them"
     if known.chain.slice_of(known.batch_size) < known.batch_size:
         return "a batch is trained on in parts, whose examples meet the same sub-networks"
@@ -75,7 +75,7 @@ def _obstacle(known: Knowledge) -> str:
 
 
 @dataclass(frozen=True)
-class separated(Isolating):
+class separated(DelegatingAttack):
     """Any attack, on the part of each sub-network by itself, at B = 1.
 
     Links of the chain that weigh the entries of an update by all of them (clipping, sparsification) are inverted as if they
@@ -86,14 +86,14 @@ class separated(Isolating):
     """
 
     attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "analytic"})
-    reads: ClassVar[tuple[str, ...]] = ("separate_models",)
+    decodes: ClassVar[tuple[str, ...]] = ("separate_models",)
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
         if reason := _obstacle(known):
             return not_applicable(wave, reason)
-        assert isinstance(known.model, Separate)
+        assert isinstance(known.model, SeparateNetworks)
         count = min(known.batch_size, len(known.model.models))
         share = None if budget.seconds is None else budget.seconds / count
         inner, parts = self.inner, []
@@ -115,7 +115,7 @@ def _own(stream: Stream, part: int) -> Stream:
 
 def _part(wave: Wave, known: Knowledge, i: int) -> tuple[Wave, Knowledge]:
     """What is seen of sub-network i, and what is known of the client that it would be by itself."""
-    assert isinstance(known.model, Separate)
+    assert isinstance(known.model, SeparateNetworks)
     network, count, prefix = known.model.models[i], len(known.model.models), f"models.{i}."
     size = len(range(i, known.batch_size, count))
     inner = {k.removeprefix(prefix) for k in wave.params if k.startswith(prefix)}
@@ -148,7 +148,10 @@ def _together(parts: Sequence[tuple[Reconstruction, bool]], known: Knowledge) ->
     failed = next((f for f in found if f.status != "converged"), None)
     order = torch.tensor([i for place in places for i in place]).argsort()
     nothing = torch.empty(0, *known.shape)
-    x = [mean_fill(nothing if f.x is None else f.x, len(place), known) for f, place in zip(found, places, strict=True)]
+    x = [
+        fill_with_mean(nothing if f.x is None else f.x, len(place), known)
+        for f, place in zip(found, places, strict=True)
+    ]
     y = [f.y for f in found if f.y is not None]
     return Reconstruction(
         x=None if all(f.x is None for f in found) else torch.cat(x)[order],

@@ -11,13 +11,13 @@ from torch import Generator, Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave
 from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import Kind, Table, build
+from fedgauge.client.components import ComponentKind, Table, build
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, OnUpdate, Params, Update
+from fedgauge.client.update import Batch, Params, Update, UpdateTransform
 
 
-class Malice(ABC):
+class ServerAttack(ABC):
     """A frozen dataclass whose fields say how the protocol is bent; its decoder is an Attack beside it, in the same file."""
 
     @property
@@ -26,7 +26,7 @@ class Malice(ABC):
         return None
 
     @property
-    def remembers(self) -> bool:
+    def is_stateful(self) -> bool:
         """Whether it asks what a client answered to it before."""
         return False
 
@@ -44,10 +44,10 @@ class Malice(ABC):
         """
 
 
-MALICE = Kind("a server attack", ("fedgauge.server_attacks",), Malice)
+SERVER_ATTACK = ComponentKind("a server attack", ("fedgauge.server_attacks",), ServerAttack)
 
 
-def mean_fill(x: Tensor, size: int, known: Knowledge) -> Tensor:
+def fill_with_mean(x: Tensor, size: int, known: Knowledge) -> Tensor:
     """A batch (size, ...) of which only some examples x (n, ...) were found: the rest is the mean public image, or grey."""
     if len(x) >= size:
         return x[:size]
@@ -56,7 +56,7 @@ def mean_fill(x: Tensor, size: int, known: Knowledge) -> Tensor:
     return torch.cat([x, blank.to(x).expand(size - len(x), *known.shape)])
 
 
-def trimmed(seen: Observation, model: nn.Module) -> Observation:
+def classifier_only(seen: Observation, model: nn.Module) -> Observation:
     """The classifier's part of an observation: a run's whole answers would fill the server's memory."""
     name = last_linear(model)
     params, update = (
@@ -65,7 +65,7 @@ def trimmed(seen: Observation, model: nn.Module) -> Observation:
     return Observation(seen.round, seen.client, params, update)
 
 
-def in_parts(known: Knowledge) -> str:
+def why_not_one_gradient(known: Knowledge) -> str:
     """Why an update is not one gradient of the whole batch; empty where it is."""
     if known.chain.local.steps > 1:
         return f"it reads one gradient of the batch, and the clients take {known.chain.local.steps} local steps"
@@ -74,7 +74,7 @@ def in_parts(known: Knowledge) -> str:
     return ""
 
 
-def zeroed(made: Params, known: Knowledge, zero: bool = True) -> Params:
+def with_zero_classifier(made: Params, known: Knowledge, zero: bool = True) -> Params:
     """With a classifier of zeros, if it is to be: what it reads of a batch can then be told apart (reading.py)."""
     layer = last_linear(known.model)
     ours = {k: torch.zeros_like(t) for k, t in made.items() if k in (f"{layer}.weight", f"{layer}.bias")}
@@ -82,7 +82,7 @@ def zeroed(made: Params, known: Knowledge, zero: bool = True) -> Params:
 
 
 @dataclass(frozen=True)
-class Unseen(OnUpdate):
+class OmittedParameters(UpdateTransform):
     """A link of the attacker's own: parameters in whose updates others have mixed, which it leaves out of the comparison."""
 
     names: tuple[str, ...]
@@ -92,7 +92,7 @@ class Unseen(OnUpdate):
 
 
 @dataclass(frozen=True)
-class Isolating(Attack):
+class DelegatingAttack(Attack):
     """A decoder that hands what it has isolated on to another attack.
 
     Args:
@@ -100,7 +100,7 @@ class Isolating(Attack):
     """
 
     attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "inverting_gradients"})
-    reads: ClassVar[tuple[str, ...]] = ()  # the malices, by name, of which one must be in the plan; none: any
+    decodes: ClassVar[tuple[str, ...]] = ()  # the malices, by name, of which one must be in the plan; none: any
 
     def __post_init__(self) -> None:
         _ = self.inner  # an attack that does not exist is told at once
@@ -111,7 +111,7 @@ class Isolating(Attack):
         found: Attack = build(self.attack, "attack", ATTACK)
         return found
 
-    def handed_on(
+    def delegated(
         self,
         wave: Wave,
         alone: Knowledge,
@@ -135,11 +135,11 @@ class Isolating(Attack):
 def _among_all(found: Reconstruction, known: Knowledge, words: str, seconds: float) -> Reconstruction:
     if found.x is None:
         return replace(found, seconds=seconds)
-    x, reason = mean_fill(found.x, known.batch_size, known), "; ".join(filter(None, (words, found.reason)))
+    x, reason = fill_with_mean(found.x, known.batch_size, known), "; ".join(filter(None, (words, found.reason)))
     return replace(found, x=x, y=None, seconds=seconds, reason=reason)
 
 
-def trial_batch(known: Knowledge, size: int) -> Batch:
+def probe_batch(known: Knowledge, size: int) -> Batch:
     """Examples to try a malice on: public ones, or noise where there are none."""
     public = known.auxiliary
     if public is None or not len(public.y):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.malicious.inconsistency import lone_target
-from fedgauge.attacks.malicious.server_attack import MALICE, Isolating, Malice
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, DelegatingAttack, ServerAttack
 from fedgauge.attacks.plan import ATTACK, PlannedAttack, describe
 from fedgauge.client.components import SpecError, Table, build, call, check_arguments
 from fedgauge.client.protocol import Federation, Protocol
@@ -14,7 +14,7 @@ from fedgauge.client.rng import generator
 
 
 @dataclass(frozen=True)
-class Aim:
+class Targeting:
     """When and whom a malice meets.
 
     Args:
@@ -30,7 +30,7 @@ class Aim:
     all_but: tuple[int, ...] = ()
     aggregate: bool = False
 
-    def meets(self, round: int, client: int) -> bool:
+    def applies_to(self, round: int, client: int) -> bool:
         """Whether this client is sent other weights in this round."""
         if client in self.all_but or (self.clients is not None and client not in self.clients):
             return False
@@ -38,32 +38,32 @@ class Aim:
 
 
 @dataclass(frozen=True)
-class Aimed:
+class TargetedServerAttack:
     """A malice of the scenario's, and its aim."""
 
     table: Table
-    aim: Aim
+    aim: Targeting
 
     @classmethod
-    def from_table(cls, table: Table, where: str, rounds: int, clients: int) -> "Aimed":
-        """From a [[malice]] table; SpecError says what is wrong with it."""
-        own = tuple(f.name for f in fields(Aim))
+    def from_table(cls, table: Table, where: str, rounds: int, clients: int) -> "TargetedServerAttack":
+        """From a [[server_attack]] table; SpecError says what is wrong with it."""
+        own = tuple(f.name for f in fields(Targeting))
         component = {k: v for k, v in table.items() if k not in own}
-        build(component, where, MALICE, beside=own)
-        arguments = check_arguments(Aim, {k: v for k, v in table.items() if k in own}, where)
-        aim: Aim = call(Aim, arguments, where)
+        build(component, where, SERVER_ATTACK, beside=own)
+        arguments = check_arguments(Targeting, {k: v for k, v in table.items() if k in own}, where)
+        aim: Targeting = call(Targeting, arguments, where)
         for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1), ("all_but", 0, clients - 1)):
             for value in getattr(aim, key) or ():
                 if not low <= value <= high:
                     raise SpecError(f"{where}: {key} must lie in {low}..{high}, got {value}")
-        if not any(aim.meets(r, c) for r in range(1, rounds + 1) for c in range(clients)):
+        if not any(aim.applies_to(r, c) for r in range(1, rounds + 1) for c in range(clients)):
             raise SpecError(f"{where}: its rounds, clients and all_but leave nobody whom it meets")
         return cls(component, aim)
 
     @property
-    def malice(self) -> Malice:
+    def server_attack(self) -> ServerAttack:
         """Built anew: it holds nothing between rounds."""
-        found: Malice = build(self.table, "[[malice]]", MALICE)
+        found: ServerAttack = build(self.table, "[[server_attack]]", SERVER_ATTACK)
         return found
 
     def __str__(self) -> str:
@@ -94,21 +94,21 @@ def knowledge(fed: Federation) -> Knowledge:
     )
 
 
-def check(plan: Sequence[Aimed], fed: Federation) -> None:
+def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
     """Craft each malice's weights once, before anything starts; SpecError where the network lacks what it needs."""
     params, _ = fed.initial()
     known = knowledge(fed)
     for i, aimed in enumerate(plan, 1):
-        where = f"[[malice]] #{i}: {aimed.table['use']}"
-        if aimed.malice.remembers and fed.protocol.secure_sum is not None:
+        where = f"[[server_attack]] #{i}: {aimed.table['use']}"
+        if aimed.server_attack.is_stateful and fed.protocol.secure_sum is not None:
             raise SpecError(f"{where}: it asks what each client answered, and a [secure_sum] hides that")
-        if aimed.malice.remembers and (whose := _moving(aimed.aim, fed)):
+        if aimed.server_attack.is_stateful and (whose := _moving(aimed.aim, fed)):
             raise SpecError(
                 f"{where}: it searches from round to round in a batch that stays the same, and client {whose[0]} draws its batches "
                 f"of {fed.shards.batch_size} from {len(fed.shards.indices[whose[0]])} examples: give it one round, or clients "
                 "that hold one batch each"
             )
-        call(aimed.malice.craft, {"sent": params, "known": known, "rng": generator("a malice is tried")}, where)
+        call(aimed.server_attack.craft, {"sent": params, "known": known, "rng": generator("a malice is tried")}, where)
         for j, other in enumerate(plan[: i - 1], 1):
             if _both(other.aim, aimed.aim, fed.protocol):
                 raise SpecError(
@@ -117,30 +117,30 @@ def check(plan: Sequence[Aimed], fed: Federation) -> None:
                 )
 
 
-def check_readers(plan: Sequence[Aimed], attacks: Sequence[PlannedAttack], summed: bool) -> None:
+def check_decoders(plan: Sequence[TargetedServerAttack], attacks: Sequence[PlannedAttack], summed: bool) -> None:
     """SpecError where an attack reads what only another malice would bring, or a secure sum that is none."""
     sent = {str(aimed.table["use"]) for aimed in plan}
     for planned in attacks:
         made = planned.build() if planned.table["use"] in ATTACK.names() else None
-        if not isinstance(made, Isolating):
+        if not isinstance(made, DelegatingAttack):
             continue
-        if made.reads and not sent & set(made.reads):
+        if made.decodes and not sent & set(made.decodes):
             raise SpecError(
-                f"[[attack]] {planned.name}: it reads {' or '.join(made.reads)}, and no [[malice]] here is one"
+                f"[[attack]] {planned.name}: it reads {' or '.join(made.decodes)}, and no [[server_attack]] here is one"
             )
         if isinstance(made, lone_target) and not summed:
             raise SpecError(f"[[attack]] {planned.name}: it takes a secure sum apart: say [secure_sum], group = N")
 
 
-def _moving(aim: Aim, fed: Federation) -> list[int]:
+def _moving(aim: Targeting, fed: Federation) -> list[int]:
     """The clients whom it meets more than once, and with another batch each time."""
     times = Counter(
-        c for r in range(1, fed.protocol.rounds + 1) for c in range(fed.protocol.clients) if aim.meets(r, c)
+        c for r in range(1, fed.protocol.rounds + 1) for c in range(fed.protocol.clients) if aim.applies_to(r, c)
     )
     return [c for c, n in times.items() if n > 1 and len(fed.shards.indices[c]) > fed.shards.batch_size]
 
 
-def _both(one: Aim, other: Aim, protocol: Protocol) -> bool:
+def _both(one: Targeting, other: Targeting, protocol: Protocol) -> bool:
     """Whether two malices ever meet the same client in the same round."""
     rounds, clients = range(1, protocol.rounds + 1), range(protocol.clients)
-    return any(one.meets(r, c) and other.meets(r, c) for r in rounds for c in clients)
+    return any(one.applies_to(r, c) and other.applies_to(r, c) for r in rounds for c in clients)

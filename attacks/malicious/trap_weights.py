@@ -14,8 +14,8 @@ from torch import Generator, Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.exact.unmixing import FirstLayer
-from fedgauge.attacks.malicious.decoding import Rows, answered, fed, on_grid, snapped, unread
-from fedgauge.attacks.malicious.server_attack import Malice
+from fedgauge.attacks.malicious.decoding import LayerRows, decoded, fed, nothing_decoded, on_grid, snap_to_grid
+from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.update import Params
 
 SCALES = torch.linspace(0.6, 1.0, 41)  # of the positive half, among which the best is looked for
@@ -33,7 +33,7 @@ def _layer(model: nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class trap_weights(Malice):
+class trap_weights(ServerAttack):
     """Rows whose negative half outweighs the positive one; of pixels, whatever the normalisation.
 
     Args:
@@ -68,11 +68,13 @@ def _tuned(up: Tensor, down: Tensor, known: Knowledge) -> float:
     batches = min(len(public.x), max(size, TRIED)) // size
     x = public.x[: batches * size].flatten(1)
     above, below = x @ up.T, x @ down.T
-    found = torch.stack([alone((scale * above > below).view(-1, size, len(up))).float().mean() for scale in SCALES])
+    found = torch.stack(
+        [activated_alone((scale * above > below).view(-1, size, len(up))).float().mean() for scale in SCALES]
+    )
     return float(SCALES[int(found.argmax())])
 
 
-def alone(on: Tensor) -> Tensor:
+def activated_alone(on: Tensor) -> Tensor:
     """Which images (N, B) turn on some row that no other image of their batch does, from rows on (N, B, m)."""
     return (on & (on.sum(1, keepdim=True) == 1)).any(2)
 
@@ -98,16 +100,16 @@ class read_rows(Attack):
 
 def _read(wave: Wave, known: Knowledge, layer: str) -> Reconstruction:
     started = time.perf_counter()
-    rows = Rows.of(wave.alone(0), layer)
+    rows = LayerRows.of(wave.alone(0), layer)
     if reason := rows.reason:
-        return unread(reason, started)
+        return nothing_decoded(reason, started)
     x = rows.images(known)
     exact = on_grid(x)
-    proven = torch.unique(snapped(x[exact]), dim=0)
+    proven = torch.unique(snap_to_grid(x[exact]), dim=0)
     others, agreed = _agreed(x[~exact])
     places = max(0, known.batch_size - len(proven))
     note = f"on the 8-bit grid; {min(agreed, places)} more are agreed on by several rows"
-    return answered(torch.cat([proven, others[:places]]), len(proven), wave, known, started, note)
+    return decoded(torch.cat([proven, others[:places]]), len(proven), wave, known, started, note)
 
 
 def _agreed(x: Tensor) -> tuple[Tensor, int]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.scheduler import Variables
-from fedgauge.attacks.matching.problems import Problems, Seen
+from fedgauge.attacks.matching.problems import ObservedUpdates, Problems
 
 Found = tuple[Tensor, Variables]
 Step = Callable[..., Found]
@@ -39,63 +39,73 @@ def missing(device: torch.device) -> str:
     return ""
 
 
-class Compiled:
+class CompiledStep:
     """`Problems.value_and_slopes`, compiled for waves of as many problems as there are places.
 
     Fewer problems are filled up with repetitions of the last one, since another size would be compiled again.
     """
 
-    def __init__(self, problems: Problems, places: Places) -> None:
+    def __init__(self, problems: Problems, limiter: BatchLimiter) -> None:
         reason = missing(next(iter(problems.params.values())).device)
         if reason:
             raise ValueError(
                 f"compile needs {reason}, and this machine has none; with compile = false the same is found without"
             )
-        self.problems, self.places = problems, places
+        self.problems, self.limiter = problems, limiter
         self._steps: dict[tuple[int, bool], Step] = {}
         self._keys: tuple[tuple[str, ...], ...] | None = None
 
     def value_and_slopes(
-        self, variables: Variables, rows: Tensor, heat: Tensor | float = 1.0, nearby: Tensor | None = None
+        self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0, nearby: Tensor | None = None
     ) -> Found:
         """As of `Problems`."""
         count, units = len(rows), self.problems.units
-        size = min(self.places.count, len(units)) * units.shape[1]
+        size = min(self.limiter.count, len(units)) * units.shape[1]
         if count < size:
             padding = torch.cat([torch.arange(count), torch.full((size - count,), count - 1)])
             variables, rows = {name: t[padding] for name, t in variables.items()}, rows[padding]
-            heat = heat[padding] if isinstance(heat, Tensor) else heat
+            likelihood_weight = (
+                likelihood_weight[padding] if isinstance(likelihood_weight, Tensor) else likelihood_weight
+            )
             nearby = nearby[:, padding] if nearby is not None and nearby.shape[1] > 1 else nearby
-        value, slopes = self._full(variables, rows, heat, nearby)
+        value, slopes = self._full(variables, rows, likelihood_weight, nearby)
         return value[:count], {name: t[:count] for name, t in slopes.items()}
 
-    def _full(self, variables: Variables, rows: Tensor, heat: Tensor | float, nearby: Tensor | None) -> Found:
+    def _full(
+        self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float, nearby: Tensor | None
+    ) -> Found:
         seen, labels = self.problems.chosen(rows)
         if (
             self._keys is None
         ):  # the first step settles how the model is differentiated, and what it needs of what was seen
-            found = self.problems.value_and_slopes(variables, rows, heat, nearby)
+            found = self.problems.value_and_slopes(variables, rows, likelihood_weight, nearby)
             self._keys = tuple(seen.forms)
             return found
         forms = {key: seen.form(*key) for key in self._keys}
-        heat = heat if isinstance(heat, Tensor) else torch.full((len(rows),), heat).to(variables["x"])
+        likelihood_weight = (
+            likelihood_weight
+            if isinstance(likelihood_weight, Tensor)
+            else torch.full((len(rows),), likelihood_weight).to(variables["x"])
+        )
         if nearby is not None:
             nearby = nearby.expand(-1, len(rows), *nearby.shape[2:]).contiguous()
-        tensors = (variables, forms, labels, heat, nearby)
+        tensors = (variables, forms, labels, likelihood_weight, nearby)
         shape = (len(rows), nearby is None)
         if shape not in self._steps:
             self._steps[shape] = self._recorded(seen, *tensors)
         with torch.no_grad():
             return self._steps[shape](*tensors)
 
-    def _recorded(self, seen: Seen, *tensors: Any) -> Step:
+    def _recorded(self, seen: ObservedUpdates, *tensors: Any) -> Step:
         """A compiled function of what changes from step to step and from problem to problem; the rest is part of it."""
         leaves, layout = tree_flatten(tensors)
         names = list(tensors[0])
 
         def step(*leaves: Tensor) -> list[Tensor]:
-            variables, forms, labels, heat, nearby = tree_unflatten(list(leaves), layout)
-            value, slopes = self.problems.differentiated(variables, seen.with_forms(forms), labels, heat, nearby)
+            variables, forms, labels, likelihood_weight, nearby = tree_unflatten(list(leaves), layout)
+            value, slopes = self.problems.differentiated(
+                variables, seen.with_forms(forms), labels, likelihood_weight, nearby
+            )
             return [value, *slopes.values()]
 
         compiled = torch.compile(make_fx(step)(*leaves), dynamic=False)

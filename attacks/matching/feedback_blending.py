@@ -8,18 +8,27 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Budget, Knowledge, Memory, Reconstruction, Remembering, Stream, Wave, not_applicable
+from fedgauge.attacks.base import (
+    Budget,
+    ClientState,
+    Knowledge,
+    Reconstruction,
+    StatefulAttack,
+    Stream,
+    Wave,
+    not_applicable,
+)
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
-from fedgauge.client.components import Kind, build
+from fedgauge.client.components import ComponentKind, build
 
-MATCHING = Kind("an attack by gradient matching", ("fedgauge.attacks",), GradientMatching, narrow=True)
-Judge = Callable[
+MATCHING = ComponentKind("an attack by gradient matching", ("fedgauge.attacks",), GradientMatching, narrow=True)
+ReconstructionCheck = Callable[
     [int, int, Reconstruction], bool
 ]  # (place in the sequence, client's place in the wave, found) -> success
 
 
 @dataclass(frozen=True)
-class FeedbackBlending(Remembering):
+class FeedbackBlending(StatefulAttack):
     """A search that starts from the blend of what it found of a client before.
 
     It remembers `images`, how many are in the blend, and `blend` (B, C, H, W), once there is one.
@@ -43,12 +52,12 @@ class FeedbackBlending(Remembering):
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must lie in 0..1, got {self.alpha}")
 
-    def initial(self) -> Memory:
+    def initial(self) -> ClientState:
         return {"images": torch.tensor(0)}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[Memory]
-    ) -> tuple[list[Reconstruction], list[Memory]]:
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+    ) -> tuple[list[Reconstruction], list[ClientState]]:
         return self._judged(wave, known, budget, streams, memories, self._fits)
 
     def traced(self, snapshots: int) -> "FeedbackBlending":
@@ -60,7 +69,7 @@ class FeedbackBlending(Remembering):
         known: Sequence[Knowledge],
         budget: Budget,
         streams: Callable[[int], Sequence[Stream]],
-        judge: Judge | None = None,
+        judge: ReconstructionCheck | None = None,
     ) -> list[list[Reconstruction]]:
         """One reconstruction for each observation of each wave; the k-th observations of all waves are one client's.
 
@@ -70,7 +79,7 @@ class FeedbackBlending(Remembering):
             judge: an oracle in place of the attack's own objective, for reproducing the paper's counts and nothing else:
                 no scenario can ask for it.
         """
-        memories: list[Memory] = [self.initial() for _ in waves[0].clients]
+        memories: list[ClientState] = [self.initial() for _ in waves[0].clients]
         found = []
         for place, (wave, knowledge) in enumerate(zip(waves, known, strict=True)):
             succeeded = self._fits if judge is None else partial(judge, place)
@@ -84,9 +93,9 @@ class FeedbackBlending(Remembering):
         known: Knowledge,
         budget: Budget,
         streams: Sequence[Stream],
-        memories: Sequence[Memory],
+        memories: Sequence[ClientState],
         succeeded: Callable[[int, Reconstruction], bool],
-    ) -> tuple[list[Reconstruction], list[Memory]]:
+    ) -> tuple[list[Reconstruction], list[ClientState]]:
         try:
             begin = self._begin(wave, known, streams, memories)
         except ValueError as error:
@@ -95,7 +104,7 @@ class FeedbackBlending(Remembering):
         pairs = zip(memories, results, strict=True)
         return results, [self._remember(memory, found, succeeded(k, found)) for k, (memory, found) in enumerate(pairs)]
 
-    def _remember(self, memory: Memory, found: Reconstruction, succeeded: bool) -> Memory:
+    def _remember(self, memory: ClientState, found: Reconstruction, succeeded: bool) -> ClientState:
         x, images = found.x, int(memory["images"])
         if x is None or not torch.isfinite(x).all() or (self.discard_failures and not succeeded):
             return memory
@@ -110,7 +119,7 @@ class FeedbackBlending(Remembering):
         return found.objective <= self.fit
 
     def _begin(
-        self, wave: Wave, known: Knowledge, streams: Sequence[Stream], memories: Sequence[Memory]
+        self, wave: Wave, known: Knowledge, streams: Sequence[Stream], memories: Sequence[ClientState]
     ) -> Tensor | None:
         """Starting images (K, B, C, H, W) in pixels; None: all from noise."""
         like = next(iter(wave.params.values()))

@@ -10,8 +10,8 @@ from torch.func import vmap
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
-from fedgauge.attacks.engine.scheduler import Clock
-from fedgauge.attacks.learned.generators import Generators, ImageGenerator, check, generator_of
+from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.learned.generators import GeneratorTraining, ImageGenerator, check, generator_of
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
@@ -64,7 +64,7 @@ class gi_gip(Attack):
         started = time.perf_counter()
         like = next(iter(wave.params.values()))
         try:
-            trained = Generators(self.latent, self.width, self.training)
+            trained = GeneratorTraining(self.latent, self.width, self.training)
             generator = generator_of(self.generator, trained, known).to(like)
             labels = labelling.restore(wave, known)
             matching = GradientMatching(priors=(total_variation(self.tv),))
@@ -90,7 +90,7 @@ class gi_gip(Attack):
         ]
 
     def _search(
-        self, problems: Problems, generator: ImageGenerator, rows: Tensor, z: Tensor, iterations: int, clock: Clock
+        self, problems: Problems, generator: ImageGenerator, rows: Tensor, z: Tensor, iterations: int, clock: Deadline
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of some problems the images in [0, 1] of the lowest objective, that objective, and iterations; from latents z."""
         best, lowest = _made(generator, z, None), z.new_full((len(rows),), torch.inf)
@@ -142,10 +142,10 @@ def _made(generator: ImageGenerator, z: Tensor, weights: Params | None) -> Tenso
     return found
 
 
-def _share(started: float, seconds: float | None, parts: int) -> Clock:
+def _share(started: float, seconds: float | None, parts: int) -> Deadline:
     """The clock of the next of so many parts: an equal share of the seconds that are left."""
     now = time.perf_counter()
-    return Clock(now, None if seconds is None else max(0.0, started + seconds - now) / parts)
+    return Deadline(now, None if seconds is None else max(0.0, started + seconds - now) / parts)
 
 
 def _best(

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
-from fedgauge.attacks.engine.batch_limiter import Places, fitting
+from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
 from fedgauge.attacks.engine.distances import Distance, cosine, squared
-from fedgauge.attacks.engine.optimizers import Optimizer, adam, by_count, lbfgs
-from fedgauge.attacks.engine.scheduler import Clock, Outcome, Standing, Variables, advance
+from fedgauge.attacks.engine.optimizers import Optimizer, adam, lbfgs, per_iteration_count
+from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Variables, advance
 from fedgauge.attacks.engine.trace import Tracer, check_snapshots
-from fedgauge.attacks.matching import local_steps as local
+from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.priors import PRIOR, Prior, batch_statistics, magnitude, total_variation
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.quasi_newton import QuasiNewton
@@ -74,7 +74,7 @@ class GradientMatching(Attack):
     draws: int = 0
     double: bool = False
     tied: float = 0.0
-    aggregate: local.Aggregate = "mean"
+    aggregate: local_steps.Aggregate = "mean"
     compile: bool = False
     trace: int = 0
 
@@ -133,7 +133,7 @@ class GradientMatching(Attack):
             )
         like = next(iter(wave.params.values()))
         try:
-            epochs = local.epochs(known.chain, known.batch_size) if self.tied else 1
+            epochs = local_steps.epochs(known.chain, known.batch_size) if self.tied else 1
             y = None if soft else self._labels(wave, known, budget.restarts, streams, epochs).to(like.device)
             if self.double:
                 wave, known = _doubled(wave, known)
@@ -142,18 +142,20 @@ class GradientMatching(Attack):
             draw = partial(self._draw, problems=problems, streams=streams, soft=soft)
             rows = torch.arange(problems.count)
             variables = draw(rows // budget.restarts, rows % budget.restarts)
-            places = self._places(problems, variables)
-            step = self._step(problems, places)
+            limiter = self._batch_limiter(problems, variables)
+            step = self._step(problems, limiter)
         except ValueError as error:
             return not_applicable(wave, str(error))
         if start is not None:
             variables["x"][:: budget.restarts] = known.normalise(start).repeat(1, epochs, 1, 1, 1).to(variables["x"])
-        clock = Clock(started, budget.seconds)
+        clock = Deadline(started, budget.seconds)
         if isinstance(self.optimizer, lbfgs):
             settings = self.optimizer
-            outcome = QuasiNewton(settings, problems, draw, budget.iterations, places, clock, tracer).descend(variables)
+            outcome = QuasiNewton(settings, problems, draw, budget.iterations, limiter, clock, tracer).descend(
+                variables
+            )
         else:
-            outcome = self._adam(problems, variables, budget, places, clock, tracer, step)
+            outcome = self._adam(problems, variables, budget, limiter, clock, tracer, step)
         found = problems.joined(variables["x"], rows)
         tracer.keep(rows, outcome.spent, outcome.objectives, found)
         labels = problems.joined_labels(variables, rows)
@@ -169,7 +171,7 @@ class GradientMatching(Attack):
         orders = [labelling.assignments(y[k], size, restarts, rng, epochs) for k, rng in enumerate(drawn)]
         return torch.cat([order[torch.arange(restarts) % len(order)] for order in orders])
 
-    def _places(self, problems: Problems, variables: Variables) -> Places:
+    def _batch_limiter(self, problems: Problems, variables: Variables) -> BatchLimiter:
         """For as many problems as fit into the free memory beside what the optimiser remembers of all of them."""
         x, units = variables["x"], problems.units
 
@@ -178,21 +180,21 @@ class GradientMatching(Attack):
             part = {name: t[rows] for name, t in variables.items()}
             problems.value_and_slopes(part, rows, 1.0, self._nearby(part["x"], [0]))
 
-        held = self.optimizer.remembered * sum(t.numel() * t.element_size() for t in variables.values())
-        return Places(fitting(dry, len(units), x.device, held))
+        held = self.optimizer.state_per_variable * sum(t.numel() * t.element_size() for t in variables.values())
+        return BatchLimiter(largest_batch(dry, len(units), x.device, held))
 
-    def _step(self, problems: Problems, places: Places) -> Step:
+    def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
         if not self.compile:
             return problems.value_and_slopes
-        from fedgauge.attacks.matching.compiled_step import Compiled
+        from fedgauge.attacks.matching.compiled_step import CompiledStep
 
-        return Compiled(problems, places).value_and_slopes
+        return CompiledStep(problems, limiter).value_and_slopes
 
     def _answers(
         self,
         found: Tensor,
         labels: Tensor,
-        outcome: Outcome,
+        outcome: OptimizationResult,
         problems: Problems,
         tracer: Tracer,
         budget: Budget,
@@ -246,34 +248,34 @@ class GradientMatching(Attack):
         problems: Problems,
         variables: Variables,
         budget: Budget,
-        places: Places,
-        clock: Clock,
+        limiter: BatchLimiter,
+        clock: Deadline,
         tracer: Tracer,
         step: Step,
-    ) -> Outcome:
+    ) -> OptimizationResult:
         """Advance all problems in place."""
         assert isinstance(self.optimizer, adam)
-        standing, units = Standing.at(variables), problems.units
+        state, units = OptimizerState.at(variables), problems.units
 
-        def stretch(part: Standing, rows: Tensor, length: int) -> int:
+        def stretch(part: OptimizerState, rows: Tensor, length: int) -> int:
             return self._advance(problems, part, rows, length, budget, clock, tracer, step)
 
-        interrupted = advance(standing, units, budget.iterations, self.optimizer.patience, places, clock, stretch)
+        interrupted = advance(state, units, budget.iterations, self.optimizer.patience, limiter, clock, stretch)
 
         def value(some: Tensor) -> Tensor:
             rows = units[some].flatten()
             return problems.value({name: t[rows] for name, t in variables.items()}, rows)
 
-        return Outcome(torch.cat(places.each(value, torch.arange(len(units)))), standing.spent, interrupted)
+        return OptimizationResult(torch.cat(limiter.each(value, torch.arange(len(units)))), state.spent, interrupted)
 
     def _advance(
         self,
         problems: Problems,
-        part: Standing,
+        part: OptimizerState,
         rows: Tensor,
         length: int,
         budget: Budget,
-        clock: Clock,
+        clock: Deadline,
         tracer: Tracer,
         step: Step,
     ) -> int:
@@ -285,13 +287,19 @@ class GradientMatching(Attack):
             if clock.over():
                 return done
             at = [count + done for count in counts]
-            heat = by_count(lambda n: self.anneal ** max(0.0, 1 - 2 * n / budget.iterations), at, part.lowest)
+            likelihood_weight = per_iteration_count(
+                lambda n: self.anneal ** max(0.0, 1 - 2 * n / budget.iterations), at, part.lowest
+            )
             nearby = self._nearby(variables["x"], at)
-            value, slopes = step(variables, rows, heat, nearby)
-            self._note(part, value, heat)
+            value, slopes = step(variables, rows, likelihood_weight, nearby)
+            self._note(part, value, likelihood_weight)
             due = torch.tensor([tracer.due(n) for n in at])
             if due.any():
-                judged = value if isinstance(heat, float) and heat == 1 and nearby is None else None
+                judged = (
+                    value
+                    if isinstance(likelihood_weight, float) and likelihood_weight == 1 and nearby is None
+                    else None
+                )
                 judged = problems.value(variables, rows) if judged is None else judged
                 images = problems.joined(variables["x"][due], rows[due])
                 tracer.keep(rows[due], torch.tensor(at)[due], judged[due], images)
@@ -305,12 +313,16 @@ class GradientMatching(Attack):
                 variables["at"].clamp_(0, 1)
         return length
 
-    def _note(self, part: Standing, value: Tensor, heat: Tensor | float) -> None:
+    def _note(self, part: OptimizerState, value: Tensor, likelihood_weight: Tensor | float) -> None:
         """What the next look at these problems is to know of their objectives."""
         assert isinstance(self.optimizer, adam)
         part.finite.logical_or_(value.isfinite())
-        if self.optimizer.patience and not (isinstance(heat, float) and heat < 1):
-            part.judge(value, self.optimizer.tolerance, heat == 1 if isinstance(heat, Tensor) else None)
+        if self.optimizer.patience and not (isinstance(likelihood_weight, float) and likelihood_weight < 1):
+            part.record(
+                value,
+                self.optimizer.tolerance,
+                likelihood_weight == 1 if isinstance(likelihood_weight, Tensor) else None,
+            )
 
     def _nearby(self, x: Tensor, at: Sequence[int]) -> Tensor | None:
         """Displacements (samples, N or 1, images, C, H, W), uniform in the box; None where there is nothing to sample.
@@ -375,24 +387,31 @@ def inverting_gradients(
     return GradientMatching(cosine(), _with(prior, total_variation(tv)), descent, compile=compile)
 
 
-def dlg(fit: float = 1e-6, enough: float = 1e-9, double: bool = True) -> GradientMatching:
+def dlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True) -> GradientMatching:
     """Deep Leakage from Gradients (Zhu et al., NeurIPS 2019): squared distance, images and soft labels found together.
 
     By L-BFGS, as in the paper, but with a line search.
 
     Args:
-        fit: a relative squared distance above which a search that has ended starts again, within the budget.
-        enough: where it stops.
+        restart_above: a relative squared distance above which a search that has ended starts again, within the budget.
+        tolerance: where it stops.
         double: in float64; in float32 the search ends at a squared distance of 1e-6 or so, short of a sharp image in colour.
     """
     return GradientMatching(
-        squared(), (), lbfgs(history=100, fit=fit, enough=enough), box=False, labels="optimised", double=double
+        squared(),
+        (),
+        lbfgs(history=100, restart_above=restart_above, tolerance=tolerance),
+        box=False,
+        labels="optimised",
+        double=double,
     )
 
 
-def idlg(fit: float = 1e-6, enough: float = 1e-9, double: bool = True) -> GradientMatching:
+def idlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True) -> GradientMatching:
     """iDLG (Zhao et al., 2020): DLG with the labels restored before matching."""
-    return GradientMatching(squared(), (), lbfgs(history=100, fit=fit, enough=enough), box=False, double=double)
+    return GradientMatching(
+        squared(), (), lbfgs(history=100, restart_above=restart_above, tolerance=tolerance), box=False, double=double
+    )
 
 
 def bayes(
@@ -443,7 +462,7 @@ def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
 
 
 def federated_averaging(
-    tied: float = 1.0, aggregate: local.Aggregate = "mean", tv: float = 1e-3, rate: float = 0.1
+    tied: float = 1.0, aggregate: local_steps.Aggregate = "mean", tv: float = 1e-3, rate: float = 0.1
 ) -> GradientMatching:
     """Data leakage in federated averaging (Dimitrov et al., TMLR 2022): local steps over slices whose order is not known.
 

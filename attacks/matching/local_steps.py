@@ -36,7 +36,7 @@ def epochs(chain: Chain, batch_size: int) -> int:
     return -(-local.steps * local.batch_size // batch_size)
 
 
-def tie(x: Tensor, count: int, aggregate: Aggregate) -> Tensor:
+def aggregate_gap(x: Tensor, count: int, aggregate: Aggregate) -> Tensor:
     """How far the epochs' aggregates are from each other (N,), for copies x (N, count * B, ...).
 
     The mean over all pairs of epochs of |g(copies of one) - g(copies of the other)|^2 / entries (the paper's L_inv with
@@ -48,7 +48,7 @@ def tie(x: Tensor, count: int, aggregate: Aggregate) -> Tensor:
     return 2 * centred.square().flatten(1).mean(1)
 
 
-def pairing(x: Tensor, labels: Tensor | None, count: int) -> Tensor:
+def pair_epochs(x: Tensor, labels: Tensor | None, count: int) -> Tensor:
     """For each epoch, which of its copies belongs to each of the first epoch's (N, count, B): least squared distance.
 
     Args:

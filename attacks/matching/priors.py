@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.learned.generators import Generators, check, generator_of
-from fedgauge.client.components import Kind
-from fedgauge.client.update import Params, untracked
+from fedgauge.attacks.learned.generators import GeneratorTraining, check, generator_of
+from fedgauge.client.components import ComponentKind
+from fedgauge.client.update import Params, without_running_stats
 
 Energy = Callable[[Tensor], Tensor]  # x (B, C, H, W) -> a scalar
 
 
 @dataclass(frozen=True, eq=False)
-class Explained:
+class LatentPrior:
     """The energy of images together with what they are made of, which is found beside them.
 
     Args:
@@ -35,7 +35,7 @@ class Prior(ABC):
     weight: float
 
     @abstractmethod
-    def bind(self, known: Knowledge, params: Params) -> Energy | Explained:
+    def bind(self, known: Knowledge, params: Params) -> Energy | LatentPrior:
         """The prior's value as a function of images, after whatever needs doing but once.
 
         Raises:
@@ -43,7 +43,7 @@ class Prior(ABC):
         """
 
 
-PRIOR = Kind("a prior", ("fedgauge.priors",), Prior)
+PRIOR = ComponentKind("a prior", ("fedgauge.priors",), Prior)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class batch_statistics(Prior):
 
             hooks = [m.register_forward_pre_hook(compare) for m in layers]
             try:
-                with untracked(known.model):
+                with without_running_stats(known.model):
                     functional_call(known.model, params, (x,))
             finally:
                 for hook in hooks:
@@ -205,15 +205,15 @@ class generator_prior(Prior):
         if self.generator is not None:
             check(self.generator)
 
-    def bind(self, known: Knowledge, params: Params) -> Explained:
-        trained = Generators(self.latent, self.width, self.training)
+    def bind(self, known: Knowledge, params: Params) -> LatentPrior:
+        trained = GeneratorTraining(self.latent, self.width, self.training)
         made = generator_of(self.generator, trained, known).to(next(iter(params.values())))
 
         def energy(x: Tensor, z: Tensor) -> Tensor:
             apart = (known.pixels(x) - made(z)).square().sum() / (2 * self.deviation**2)
             return apart + 0.5 * z.square().sum()
 
-        return Explained(made.numbers, energy)
+        return LatentPrior(made.numbers, energy)
 
 
 def deep_inversion(tv: float, magnitude_weight: float, statistics: float) -> tuple[Prior, ...]:

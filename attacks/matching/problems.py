@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.distances import (
-    ByProducts,
-    Products,
+    InnerProductDistance,
+    InnerProducts,
     between,
     left_out,
     likelihood,
@@ -24,34 +24,34 @@ from fedgauge.attacks.engine.distances import (
     visible_columns,
 )
 from fedgauge.attacks.engine.gradients import (
-    Factors,
+    FactoredGradient,
     Gradients,
     Unsupported,
+    examples_are_independent,
     factored,
     flattened,
     gradients,
-    independent,
-    trained,
+    local_training_changes,
 )
 from fedgauge.attacks.engine.scheduler import Variables
-from fedgauge.attacks.engine.strided_conv import unstrided
-from fedgauge.attacks.matching import local_steps as local
-from fedgauge.attacks.matching.priors import Energy, Explained
+from fedgauge.attacks.engine.strided_conv import without_stride
+from fedgauge.attacks.matching import local_steps
+from fedgauge.attacks.matching.priors import Energy, LatentPrior
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.rng import generator
 from fedgauge.client.update import (
     Batch,
     Chain,
     Loss,
-    OnUpdate,
     Params,
-    Randomised,
+    StochasticLayer,
     Update,
+    UpdateTransform,
     gradient,
+    is_identity,
+    is_per_example,
     local_sgd,
-    mean_of,
-    one_by_one,
-    transparent,
+    noise_free,
 )
 
 if TYPE_CHECKING:
@@ -82,23 +82,23 @@ class Problems:
         self.dtype = dtype  # of the images that are handed out
         self.params = wave.params
         self.count = len(wave) * restarts
-        noise = known.chain.conditional
+        noise = known.chain.update_distribution
         own = attack.likelihood or likelihood(noise, known.batch_size)
         if noise is not None and noise.sparse:  # what was dropped is not compared, whatever a guess would have lost
             own = own if attack.likelihood is None else visible(own)
-            self.known = replace(known, chain=known.chain.shown)
+            self.known = replace(known, chain=known.chain.visible)
         self.likelihood = left_out(own, known.chain.hidden)
         known = self.known
         bound = [(p.weight, p.bind(known, wave.params)) for p in attack.priors]
-        self.energies: list[tuple[float, Energy]] = [(w, e) for w, e in bound if not isinstance(e, Explained)]
-        explained = [(w, e) for w, e in bound if isinstance(e, Explained)]
+        self.energies: list[tuple[float, Energy]] = [(w, e) for w, e in bound if not isinstance(e, LatentPrior)]
+        explained = [(w, e) for w, e in bound if isinstance(e, LatentPrior)]
         self.explained = {f"latents {i}": both for i, both in enumerate(explained)}  # by the variable's name
-        self.noise: dict[str, Latent] = {} if attack.latent is None else drawn(known)
+        self.noise: dict[str, LatentNoise] = {} if attack.latent is None else drawn(known)
         generally = attack.surrogate or attack.draws or self.noise or not is_mean(known.loss, known.classes)
-        self.step = None if generally else by_passes(known.chain, known.loss)
+        self.step = None if generally else whole_batch_update(known.chain, known.loss)
         self.update = wave.update
-        self.factors: dict[str, Factors | None] = {}
-        self._chosen: tuple[Tensor, Seen, Tensor | None] | None = None
+        self.factors: dict[str, FactoredGradient | None] = {}
+        self._chosen: tuple[Tensor, ObservedUpdates, Tensor | None] | None = None
         self.checked = False
 
     @property
@@ -119,7 +119,7 @@ class Problems:
 
     def joined(self, x: Tensor, rows: Tensor) -> Tensor:
         """What some problems would hand out (N, B, C, H, W): their images, those of several epochs made one."""
-        return x if self.epochs == 1 else local.averaged(x, self._pairing(x, rows))
+        return x if self.epochs == 1 else local_steps.averaged(x, self._pairing(x, rows))
 
     def joined_labels(self, variables: Variables, rows: Tensor) -> Tensor:
         """The labels (N, B) of what some problems would hand out."""
@@ -127,11 +127,11 @@ class Problems:
             return self.labels[rows][:, : self.known.batch_size]
         likely = variables["y"].softmax(2)
         if self.epochs > 1:
-            likely = local.averaged(likely, self._pairing(variables["x"], rows))
+            likely = local_steps.averaged(likely, self._pairing(variables["x"], rows))
         return likely.argmax(2)
 
     def _pairing(self, x: Tensor, rows: Tensor) -> Tensor:
-        return local.pairing(x, None if self.labels is None else self.labels[rows], self.epochs)
+        return local_steps.pair_epochs(x, None if self.labels is None else self.labels[rows], self.epochs)
 
     def value(self, variables: Variables, rows: Tensor) -> Tensor:
         """Objectives (N,) of some problems."""
@@ -140,7 +140,7 @@ class Problems:
             return self._objectives(leaves, *self.chosen(rows), 1.0).detach()
 
     def value_and_slopes(
-        self, variables: Variables, rows: Tensor, heat: Tensor | float = 1.0, nearby: Tensor | None = None
+        self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0, nearby: Tensor | None = None
     ) -> tuple[Tensor, Variables]:
         """Objectives (N,), and their gradients by the variables: of the sum, in which each has a term of its own.
 
@@ -148,18 +148,26 @@ class Problems:
             heat: the likelihood's weight, (N,) or one for all.
             nearby: displacements of the images (samples, N or 1, images, C, H, W), over which the objective is averaged.
         """
-        return self.differentiated(variables, *self.chosen(rows), heat, nearby)
+        return self.differentiated(variables, *self.chosen(rows), likelihood_weight, nearby)
 
     def differentiated(
-        self, variables: Variables, seen: "Seen", labels: Tensor | None, heat: Tensor | float, nearby: Tensor | None
+        self,
+        variables: Variables,
+        seen: "ObservedUpdates",
+        labels: Tensor | None,
+        likelihood_weight: Tensor | float,
+        nearby: Tensor | None,
     ) -> tuple[Tensor, Variables]:
         """`value_and_slopes` of problems given by what was seen of them and by their labels: tensors in, tensors out."""
         leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
         with torch.enable_grad():
             if nearby is None:
-                value = self._objectives(leaves, seen, labels, heat)
+                value = self._objectives(leaves, seen, labels, likelihood_weight)
             else:
-                moved = [self._objectives({**leaves, "x": leaves["x"] + step}, seen, labels, heat) for step in nearby]
+                moved = [
+                    self._objectives({**leaves, "x": leaves["x"] + step}, seen, labels, likelihood_weight)
+                    for step in nearby
+                ]
                 value = torch.stack(moved).mean(0)
             total = value.sum()
         if not total.requires_grad:  # a chain that lets nothing of the images through
@@ -167,27 +175,31 @@ class Problems:
         found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
         return value.detach(), dict(zip(leaves, found, strict=True))
 
-    def chosen(self, rows: Tensor) -> tuple["Seen", Tensor | None]:
+    def chosen(self, rows: Tensor) -> tuple["ObservedUpdates", Tensor | None]:
         """What was seen of some problems, and their labels where they are known; gathered once for the same problems."""
         if self._chosen is None or not torch.equal(self._chosen[0], rows):
             labels = None if self.labels is None else self.labels[rows]
-            self._chosen = rows, Seen(self.update, rows // self.restarts, self.factors), labels
+            self._chosen = rows, ObservedUpdates(self.update, rows // self.restarts, self.factors), labels
         return self._chosen[1:]
 
-    def _objectives(self, variables: Variables, seen: "Seen", labels: Tensor | None, heat: Tensor | float) -> Tensor:
+    def _objectives(
+        self, variables: Variables, seen: "ObservedUpdates", labels: Tensor | None, likelihood_weight: Tensor | float
+    ) -> Tensor:
         """Objectives (N,) of some problems, differentiable."""
         x, attack = variables["x"], self.attack
         y = variables["y"].softmax(2) if labels is None else labels
         beside = {name: t for name, t in variables.items() if name not in ("x", "y", *self.explained)}
-        objectives = heat * self._distances(x, y, seen, beside)
+        objectives = likelihood_weight * self._distances(x, y, seen, beside)
         batches = x.view(-1, self.known.batch_size, *x.shape[2:])
         for weight, energy in self.energies:
-            objectives = objectives + weight * each(energy, batches).view(-1, self.epochs).mean(1)
+            objectives = objectives + weight * over_problems(energy, batches).view(-1, self.epochs).mean(1)
         for name, (weight, explained) in self.explained.items():
             latents = variables[name].view(*batches.shape[:2], -1)
-            objectives = objectives + weight * each(explained.energy, batches, latents).view(-1, self.epochs).mean(1)
+            objectives = objectives + weight * over_problems(explained.energy, batches, latents).view(
+                -1, self.epochs
+            ).mean(1)
         if self.epochs > 1:
-            objectives = objectives + attack.tied * local.tie(x, self.epochs, attack.aggregate)
+            objectives = objectives + attack.tied * local_steps.aggregate_gap(x, self.epochs, attack.aggregate)
         for name in self.noise:
             objectives = objectives + 0.5 * (attack.latent or 0.0) * variables[name].square().flatten(1).mean(1)
         if attack.group and self.restarts > 1:
@@ -196,13 +208,13 @@ class Problems:
             objectives = objectives + attack.group * apart.flatten(2).mean(2).flatten()
         return objectives
 
-    def _distances(self, x: Tensor, y: Tensor, seen: "Seen", beside: Variables) -> Tensor:
+    def _distances(self, x: Tensor, y: Tensor, seen: "ObservedUpdates", beside: Variables) -> Tensor:
         if self.step is not None:
             try:
-                if not self.checked and not independent(self.known.model, self.params, x):
+                if not self.checked and not examples_are_independent(self.known.model, self.params, x):
                     raise Unsupported("the model mixes the examples of a batch")
                 self.checked = True
-                factors = isinstance(self.likelihood, ByProducts)
+                factors = isinstance(self.likelihood, InnerProductDistance)
                 return self._compare(seen, self.step(self.known.model, self.params, x, y, factors))
             except Unsupported:
                 self.step = None  # by vmap from now on
@@ -217,21 +229,21 @@ class Problems:
         # grad within vmap: autograd round a vmap of grad is faster, and wrong for some layers (LayerNorm in torch 2.13)
         draws: Literal["same", "error"] = "same" if self.attack.draws else "error"
         slopes, value = _each_with_slopes(one, tuple(inputs), draws, *arguments)
-        return cast(Tensor, _Told.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _KnownGradient.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
 
-    def _compare(self, seen: "Seen", expected: Gradients) -> Tensor:
+    def _compare(self, seen: "ObservedUpdates", expected: Gradients) -> Tensor:
         if isinstance(self.likelihood, visible_columns):
             pruned = self.likelihood.names
             expected = {k: seen.columns_of(k, t) if k in pruned else t for k, t in expected.items()}
-        formed = {k: t for k, t in expected.items() if not isinstance(t, Factors)}
+        formed = {k: t for k, t in expected.items() if not isinstance(t, FactoredGradient)}
         if len(formed) < len(expected):
-            assert isinstance(self.likelihood, ByProducts)
+            assert isinstance(self.likelihood, InnerProductDistance)
             if not self.likelihood.joint:
                 return self.likelihood.of({k: seen.products(k, t) for k, t in expected.items()})
             apart = {k: seen.products(k, t) for k, t in expected.items() if k not in formed}
             return self.likelihood.of({**apart, "": seen.together(formed)} if formed else apart)
-        if not (isinstance(self.likelihood, ByProducts) and self.likelihood.joint):
-            return each(self.likelihood, {k: seen.tensor(k) for k in formed}, formed)
+        if not (isinstance(self.likelihood, InnerProductDistance) and self.likelihood.joint):
+            return over_problems(self.likelihood, {k: seen.tensor(k) for k in formed}, formed)
         *matrices, square = seen.form("flat", *formed)
         return self.likelihood.between(matrices, flattened(formed), square)
 
@@ -252,25 +264,25 @@ class Problems:
         return self.likelihood(seen, {k: -self.known.scale * t for k, t in found.items()})
 
 
-class Latent(NamedTuple):
+class LatentNoise(NamedTuple):
     """Noise that a layer of the model draws while a client trains, as a variable: (steps, examples of a step, numbers)."""
 
     layer: str
     shape: tuple[int, int, int]
 
 
-def drawn(known: Knowledge) -> dict[str, Latent]:
+def drawn(known: Knowledge) -> dict[str, LatentNoise]:
     """What the layers of the model draw, by the variable's name; ValueError where it cannot be one."""
     steps, links = known.chain.local, known.chain.links
-    layers = {n: m.drawn for n, m in known.model.named_modules() if isinstance(m, Randomised) and m.drawn}
-    if layers and known.batch_size > 1 and any(map(one_by_one, links)):
+    layers = {n: m.drawn for n, m in known.model.named_modules() if isinstance(m, StochasticLayer) and m.drawn}
+    if layers and known.batch_size > 1 and any(map(is_per_example, links)):
         raise ValueError("the chain trains on each example by itself, whose noise cannot be told from the others'")
     # of a sum, one client's after the other's
     shape = (steps.steps * known.chain.parts, known.chain.slice_of(known.batch_size))
-    return {f"noise of {n}": Latent(n, (*shape, numbers)) for n, numbers in layers.items()}
+    return {f"noise of {n}": LatentNoise(n, (*shape, numbers)) for n, numbers in layers.items()}
 
 
-class Seen:
+class ObservedUpdates:
     """What was seen of some problems' observations; each form of it is gathered when it is first needed.
 
     Args:
@@ -282,12 +294,12 @@ class Seen:
         forms: what was gathered so far: enough for the same matching of other problems.
     """
 
-    def __init__(self, update: Update, owners: Tensor, factors: dict[str, Factors | None]) -> None:
+    def __init__(self, update: Update, owners: Tensor, factors: dict[str, FactoredGradient | None]) -> None:
         self.update, self.owners, self.factors = update, owners, factors
         self.whole = torch.equal(owners, torch.arange(len(next(iter(update.values())))))
         self.forms: Forms = {}
 
-    def with_forms(self, forms: Forms) -> "Seen":
+    def with_forms(self, forms: Forms) -> "ObservedUpdates":
         """The same, with tensors in place of what it would gather."""
         other = copy.copy(self)
         other.forms = forms
@@ -315,28 +327,28 @@ class Seen:
         """The updates."""
         return {name: self.tensor(name) for name in self.update}
 
-    def together(self, expected: Update) -> Products:
+    def together(self, expected: Update) -> InnerProducts:
         """Inner products with some tensors of another update, all of them as one."""
         *matrices, square = self.form("flat", *expected)
         return between(matrices, flattened(expected), square)
 
-    def columns_of(self, name: str, expected: Tensor | Factors) -> Tensor | Factors:
+    def columns_of(self, name: str, expected: Tensor | FactoredGradient) -> Tensor | FactoredGradient:
         """Another update's matrix (N, out, in), zero in the columns that are zero here."""
         columns = self.form("columns", name)[0][:, None]
-        if isinstance(expected, Factors):
-            return Factors(expected.signal, expected.input * columns)
+        if isinstance(expected, FactoredGradient):
+            return FactoredGradient(expected.signal, expected.input * columns)
         return expected * columns
 
-    def products(self, name: str, expected: Tensor | Factors) -> Products:
+    def products(self, name: str, expected: Tensor | FactoredGradient) -> InnerProducts:
         """Inner products with another update's tensor."""
-        if not isinstance(expected, Factors):
+        if not isinstance(expected, FactoredGradient):
             return self.together({name: expected})
         (square,) = self.form("square", name)
         if name not in self.factors:
             self.factors[name] = factored(self.update[name], expected.rows)
-        other = self.tensor(name) if self.factors[name] is None else Factors(*self.form("factors", name))
+        other = self.tensor(name) if self.factors[name] is None else FactoredGradient(*self.form("factors", name))
         inner, own = expected.products(other)
-        return Products(inner, square, own)
+        return InnerProducts(inner, square, own)
 
     def _tensor(self, name: str) -> tuple[Tensor, ...]:
         return (self.update[name] if self.whole else self.update[name][self.owners],)
@@ -361,19 +373,19 @@ class Seen:
 Step = Callable[[nn.Module, Params, Tensor, Tensor, bool], Gradients]
 
 
-def by_passes(chain: Chain, loss: Loss = F.cross_entropy) -> Step | None:
+def whole_batch_update(chain: Chain, loss: Loss = F.cross_entropy) -> Step | None:
     """The update of a chain whose local steps each take one gradient of the whole batch; None where more is changed.
 
     What else is in the chain may change the finished update, or the only gradient. The loss is the mean of its examples'.
     """
-    steps, links = chain.local, [mean_of(link) for link in chain.links]
+    steps, links = chain.local, [noise_free(link) for link in chain.links]
     if steps.batch_size is not None:
         return None
     place = next(i for i, link in enumerate(links) if isinstance(link, local_sgd))
-    before, after = ([link for link in part if not transparent(link)] for part in (links[:place], links[place + 1 :]))
+    before, after = ([link for link in part if not is_identity(link)] for part in (links[:place], links[place + 1 :]))
     if not before and not after:
-        return lambda model, params, x, y, factors: trained(model, params, x, y, steps, factors, loss)
-    if not all(isinstance(link, OnUpdate) for link in before + after) or (before and steps.steps > 1):
+        return lambda model, params, x, y, factors: local_training_changes(model, params, x, y, steps, factors, loss)
+    if not all(isinstance(link, UpdateTransform) for link in before + after) or (before and steps.steps > 1):
         return None
     rest = Chain(tuple([*before, steps, *after] if before else after))
 
@@ -381,13 +393,13 @@ def by_passes(chain: Chain, loss: Loss = F.cross_entropy) -> Step | None:
         def one(found: Gradients, x: Tensor, y: Tensor) -> Update:
             return rest(lambda *_: cast(Update, found))(params, Batch(x, y), None)
 
-        alone = partial(gradients, factor=1.0) if before else partial(trained, local=steps)
+        alone = partial(gradients, factor=1.0) if before else partial(local_training_changes, local=steps)
         return {**vmap(one)(alone(model, params, x, y, factors=False, loss=loss), x, y)}
 
     return through
 
 
-def each(function: Callable[..., Tensor], *arguments: Tensor | Update) -> Tensor:
+def over_problems(function: Callable[..., Tensor], *arguments: Tensor | Update) -> Tensor:
     """A function of one problem, for all of them: on the first axis of every tensor; a single one without vmap."""
     first = arguments[0]
     count = len(first if isinstance(first, Tensor) else next(iter(first.values())))
@@ -405,7 +417,7 @@ def _each_with_slopes(
     *arguments: Tensor | Update,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """A function of one problem for all of them, and its gradients by some of its arguments."""
-    with unstrided():
+    with without_stride():
         if len(cast(Tensor, arguments[0])) > 1:
             slopes, value = vmap(grad_and_value(function, by), randomness=draws)(*arguments)
         else:
@@ -415,7 +427,7 @@ def _each_with_slopes(
     return slopes, value
 
 
-class _Told(Function):
+class _KnownGradient(Function):
     """A value (N,) whose gradients by its inputs (N, ...) are known already: inputs first, then as many gradients."""
 
     @staticmethod

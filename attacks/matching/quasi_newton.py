@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.engine.batch_limiter import Places
-from fedgauge.attacks.engine.optimizers import Descent, Watch, lbfgs, minimise, restarted
-from fedgauge.attacks.engine.scheduler import Clock, Outcome, Variables
+from fedgauge.attacks.engine.batch_limiter import BatchLimiter
+from fedgauge.attacks.engine.optimizers import Callback, Descent, lbfgs, minimise, restarted
+from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.engine.trace import Tracer
 from fedgauge.attacks.matching.problems import Problems
 
@@ -29,15 +29,15 @@ class QuasiNewton:
         problems: Problems,
         draw: Draw,
         evaluations: int,
-        places: Places,
-        clock: Clock,
+        limiter: BatchLimiter,
+        clock: Deadline,
         tracer: Tracer,
     ) -> None:
         self.settings, self.problems, self.draw, self.evaluations = settings, problems, draw, evaluations
-        self.places, self.clock, self.tracer = places, clock, tracer
+        self.limiter, self.clock, self.tracer = limiter, clock, tracer
         self.shapes: dict[str, torch.Size] = {}
 
-    def descend(self, variables: Variables) -> Outcome:
+    def descend(self, variables: Variables) -> OptimizationResult:
         """Advance the variables of all problems in place."""
         self.shapes = {name: t.shape[1:] for name, t in variables.items()}
         everyone = torch.arange(self.problems.count, device=variables["x"].device)
@@ -55,10 +55,12 @@ class QuasiNewton:
         for name, t in self._apart(descent.x).items():
             variables[name][:] = t
         unfinished = ~descent.ended & (descent.spent < allowed)
-        return Outcome(descent.f, descent.spent, unfinished if self.clock.over() else torch.zeros_like(unfinished))
+        return OptimizationResult(
+            descent.f, descent.spent, unfinished if self.clock.over() else torch.zeros_like(unfinished)
+        )
 
     def _unfit(self, descent: Descent) -> Tensor:
-        return ~(descent.f <= self.settings.fit) if self.settings.fit else ~descent.f.isfinite()
+        return ~(descent.f <= self.settings.restart_above) if self.settings.restart_above else ~descent.f.isfinite()
 
     def _search(self, among: Tensor, start: Tensor, allowed: Tensor, before: Descent | None = None) -> Descent:
         evaluate = partial(self._evaluate, among)
@@ -73,10 +75,10 @@ class QuasiNewton:
             value, slopes = self.problems.value_and_slopes(self._apart(points[some]), rows[some])
             return value, _joined(slopes)
 
-        values, slopes = zip(*self.places.each(together, torch.arange(len(points))), strict=True)
+        values, slopes = zip(*self.limiter.each(together, torch.arange(len(points))), strict=True)
         return torch.cat(values), torch.cat(slopes)
 
-    def _watching(self, among: Tensor, before: Descent | None) -> Watch:
+    def _watching(self, among: Tensor, before: Descent | None) -> Callback:
         def watch(at: Descent, live: Tensor) -> None:
             x, f, spent, rows = at.x[live], at.f[live], at.spent[live], among[live]
             if before is not None:  # a new draw is handed out once it is lower

@@ -13,21 +13,30 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks import labels as labelling
-from fedgauge.attacks.base import Budget, Knowledge, Memory, Reconstruction, Remembering, Stream, Wave, not_applicable
+from fedgauge.attacks.base import (
+    Budget,
+    ClientState,
+    Knowledge,
+    Reconstruction,
+    StatefulAttack,
+    Stream,
+    Wave,
+    not_applicable,
+)
 from fedgauge.attacks.engine.distances import Distance, likelihood
-from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.matching.priors import total_variation
-from fedgauge.client.update import Batch, Conditional, Params, Update
+from fedgauge.client.update import Batch, Params, Update, UpdateDistribution
 
 ALONE = 0.25  # of the iterations go to the newest round, before the others have a say
 CUTS = (3 / 8, 5 / 8, 7 / 8)  # of the rate, by ten each, as Inverting Gradients does
-LOOK = 25  # iterations between two weighings of the rounds
+CHECK_EVERY = 25  # iterations between two weighings of the rounds
 NEAR = 8.0  # a round weighs a quarter where its distance is so many times the newest one's, and less beyond
 FLOOR = 1e-3  # of a distance: an exact match of the newest round must not silence the others
 
 
 @dataclass(frozen=True, eq=False)
-class _Round:
+class _RoundUpdate:
     """One update of a client's, with the weights that it was computed at."""
 
     params: Params
@@ -35,7 +44,7 @@ class _Round:
 
 
 @dataclass(frozen=True)
-class several_rounds(Remembering):
+class several_rounds(StatefulAttack):
     """Inverting Gradients on a client's last rounds together: the cosine of each, weighed, and total variation.
 
     It needs clients that train on the same examples in several rounds, as those do whose shard is one batch.
@@ -56,14 +65,15 @@ class several_rounds(Remembering):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
-    def initial(self) -> Memory:
+    def initial(self) -> ClientState:
         return {"rounds": torch.tensor(0)}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[Memory]
-    ) -> tuple[list[Reconstruction], list[Memory]]:
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+    ) -> tuple[list[Reconstruction], list[ClientState]]:
         met = [
-            [*_recalled(memory), _Round(wave.params, wave.alone(k))][-self.most :] for k, memory in enumerate(memories)
+            [*_recalled(memory), _RoundUpdate(wave.params, wave.alone(k))][-self.most :]
+            for k, memory in enumerate(memories)
         ]
         kept = [_remembered(rounds) for rounds in met]
         try:
@@ -77,8 +87,8 @@ class several_rounds(Remembering):
         return found, kept
 
     def _agreeing(
-        self, wave: Wave, k: int, known: Knowledge, rounds: Sequence[_Round]
-    ) -> tuple[Sequence[_Round], Tensor]:
+        self, wave: Wave, k: int, known: Knowledge, rounds: Sequence[_RoundUpdate]
+    ) -> tuple[Sequence[_RoundUpdate], Tensor]:
         """The rounds of the newest one's labels, and these (B,): another record's round has often others.
 
         Where noise is added labels are restored wrongly now and then: those that most rounds tell are the newest's, too.
@@ -89,17 +99,17 @@ class several_rounds(Remembering):
         for one in rounds:
             alone = replace(wave, clients=wave.clients[k : k + 1], params=one.params, update=_stacked(one.update))
             told.append(tuple(labelling.restore(alone, known)[0].tolist()))
-        conditional = known.chain.conditional
-        if conditional is not None and conditional.noisy:
+        update_distribution = known.chain.update_distribution
+        if update_distribution is not None and update_distribution.noisy:
             return rounds, torch.tensor(max(reversed(told), key=told.count))
         return [one for one, y in zip(rounds, told, strict=True) if y == told[-1]], torch.tensor(told[-1])
 
     def _best(
-        self, rounds: Sequence[_Round], met: int, y: Tensor, known: Knowledge, budget: Budget, stream: Stream
+        self, rounds: Sequence[_RoundUpdate], met: int, y: Tensor, known: Knowledge, budget: Budget, stream: Stream
     ) -> Reconstruction:
         started = time.perf_counter()
         found = [
-            self._search(rounds, met, y, known, budget, stream, i, Clock(time.perf_counter(), budget.seconds))
+            self._search(rounds, met, y, known, budget, stream, i, Deadline(time.perf_counter(), budget.seconds))
             for i in range(budget.restarts)
         ]
         best = min(found, key=lambda r: r.objective if r.objective == r.objective else torch.inf)
@@ -107,14 +117,14 @@ class several_rounds(Remembering):
 
     def _search(
         self,
-        rounds: Sequence[_Round],
+        rounds: Sequence[_RoundUpdate],
         met: int,
         y: Tensor,
         known: Knowledge,
         budget: Budget,
         stream: Stream,
         restart: int,
-        clock: Clock,
+        clock: Deadline,
     ) -> Reconstruction:
         like = next(iter(rounds[-1].params.values()))
         # in the units that the network is fed, as the other searches
@@ -128,7 +138,7 @@ class several_rounds(Remembering):
         spent = 0
         objective = torch.tensor(torch.nan)
         while spent < budget.iterations and not (spent and clock.over()):
-            if spent >= ALONE * budget.iterations and spent % LOOK == 0:
+            if spent >= ALONE * budget.iterations and spent % CHECK_EVERY == 0:
                 weights = _weights(torch.stack([_misfit(r, z.detach(), y, known, distance) for r in rounds]))
             misfits = [w * _misfit(r, z, y, known, distance) for r, w in zip(rounds, weights, strict=True) if w > 0]
             objective = torch.stack(misfits).sum() / weights.sum() + self.tv * smooth(z)
@@ -159,7 +169,7 @@ def _shared(budget: Budget, clients: int) -> Budget:
     return replace(budget, seconds=budget.seconds / (clients * budget.restarts))
 
 
-def _misfit(one: _Round, z: Tensor, y: Tensor, known: Knowledge, distance: Distance) -> Tensor:
+def _misfit(one: _RoundUpdate, z: Tensor, y: Tensor, known: Knowledge, distance: Distance) -> Tensor:
     return distance(one.update, known.forward(one.params, Batch(known.pixels(z), y), None))
 
 
@@ -172,19 +182,19 @@ def _weights(misfits: Tensor) -> Tensor:
 
 def _distance(known: Knowledge) -> Distance:
     """What the chain shows of an update decides; noise is averaged over the rounds, which a cosine does as well."""
-    conditional = known.chain.conditional
-    return likelihood(None if conditional is None else _without_noise(conditional), known.batch_size)
+    update_distribution = known.chain.update_distribution
+    return likelihood(None if update_distribution is None else _without_noise(update_distribution), known.batch_size)
 
 
-def _without_noise(conditional: Conditional) -> Conditional:
-    return replace(conditional, sigma=0.0, scale=0.0)
+def _without_noise(update_distribution: UpdateDistribution) -> UpdateDistribution:
+    return replace(update_distribution, sigma=0.0, scale=0.0)
 
 
 def _stacked(update: Update) -> Update:
     return {name: t[None] for name, t in update.items()}
 
 
-def _remembered(rounds: Sequence[_Round]) -> Memory:
+def _remembered(rounds: Sequence[_RoundUpdate]) -> ClientState:
     kept: dict[str, Tensor] = {"rounds": torch.tensor(len(rounds))}
     for i, one in enumerate(rounds):
         for part in ("params", "update"):
@@ -192,10 +202,10 @@ def _remembered(rounds: Sequence[_Round]) -> Memory:
     return kept
 
 
-def _recalled(memory: Memory) -> list[_Round]:
-    return [_Round(_part(memory, i, "params"), _part(memory, i, "update")) for i in range(int(memory["rounds"]))]
+def _recalled(memory: ClientState) -> list[_RoundUpdate]:
+    return [_RoundUpdate(_part(memory, i, "params"), _part(memory, i, "update")) for i in range(int(memory["rounds"]))]
 
 
-def _part(memory: Memory, i: int, part: str) -> dict[str, Tensor]:
+def _part(memory: ClientState, i: int, part: str) -> dict[str, Tensor]:
     prefix = f"{i}/{part}/"
     return {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}

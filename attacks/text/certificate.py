@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
-from fedgauge.attacks.text.layer_inputs import inputs, owner
+from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.update import Batch, Chain, Params, Update, gradient, norm, relative_error
@@ -19,9 +19,9 @@ MOST_ORDERS = 24  # of labels or of sentences that are tried: a batch of four st
 UNLIKE = "a guess that is put through the client's step gives {:.1e} of the update's norm too little or too much"
 
 
-def unprovable(chain: Chain) -> str:
+def why_unprovable(chain: Chain) -> str:
     """Why no guess can be proven under a chain, in words; empty where the right one gives the update to rounding."""
-    seen = chain.conditional
+    seen = chain.update_distribution
     if seen is not None and seen.noisy:
         return "the chain adds noise, which nobody can re-create"
     if seen is not None and seen.signed:
@@ -32,7 +32,7 @@ def unprovable(chain: Chain) -> str:
 
 
 @dataclass(eq=False)
-class Trial:
+class GuessVerifier:
     """One observation, and what guesses at it give; it counts them.
 
     Args:
@@ -112,7 +112,7 @@ class Trial:
 
         A sentence of which the model is sure adds next to nothing: the error must be small beside that, too.
         """
-        if why := unprovable(self.known.chain):
+        if why := why_unprovable(self.known.chain):
             return f"no certificate: {why}"
         if not error <= TOLERANCE:
             return f"no certificate: {UNLIKE.format(error)}"
@@ -148,7 +148,7 @@ class Trial:
         """The labels (B,) of sentences: of the logits that a sentence's features reach, its label's alone is raised."""
         model = _model(self.known)
         weight = model.parts.head[0]
-        features = inputs(model, self.params, owner(model, weight), x).double()  # (B, width)
+        features = layer_inputs(model, self.params, module_of_weight(model, weight), x).double()  # (B, width)
         raised: Tensor = self.update[weight].double() @ torch.linalg.pinv(features)  # (classes, B)
         return raised.argmax(0)
 
@@ -158,7 +158,7 @@ def sentences_are_labels(known: Knowledge) -> bool:
     return _model(known).task == "next_token"
 
 
-def wrong_model(known: Knowledge) -> str:
+def why_not_applicable(known: Knowledge) -> str:
     """Why an attack on sentences has nothing to attack; empty where it has."""
     if known.text is None or not isinstance(known.model, LanguageModel):
         return "it reads sentences out of a model of words, and this is none"

@@ -18,13 +18,13 @@ import torch
 from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.engine.scheduler import Clock
-from fedgauge.attacks.text.certificate import TOLERANCE, Trial, wrong_model
-from fedgauge.attacks.text.last_words import finish
-from fedgauge.attacks.text.layer_inputs import inputs, owner
+from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, why_not_applicable
+from fedgauge.attacks.text.last_words import complete_sentences
+from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
 from fedgauge.attacks.text.spans import LOOSEST, Span, span
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.models.language_parts import Layer, Projection
+from fedgauge.client.models.language_parts import BlockParts, Projection
 from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.update import Batch
 
@@ -66,12 +66,12 @@ class dager(Attack):
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
         started = time.perf_counter()
-        if reason := wrong_model(known) or _missing(wave, known):
+        if reason := why_not_applicable(known) or _missing(wave, known):
             return not_applicable(wave, reason)
         assert isinstance(known.model, LanguageModel)
-        clock = Clock(started, budget.seconds)
+        clock = Deadline(started, budget.seconds)
         readers = [
-            _Reader(self, Trial(wave, known, k), known.model, stream("dager"), clock)
+            _SpanReader(self, GuessVerifier(wave, known, k), known.model, stream("dager"), clock)
             for k, stream in enumerate(streams)
         ]
         _fill(readers, known.model)
@@ -90,14 +90,14 @@ def _missing(wave: Wave, known: Knowledge) -> str:
 
 
 @dataclass(eq=False)
-class _Reader:
+class _SpanReader:
     """One observation on its way: the spans of two blocks, and which words may stand where."""
 
     attack: dager
-    trial: Trial
+    trial: GuessVerifier
     model: LanguageModel
     rng: Generator
-    clock: Clock
+    clock: Deadline
     reason: str = ""
     spans: list[Span] = field(default_factory=list)
     words: list[list[int]] = field(default_factory=list)  # by position, the nearest first
@@ -199,7 +199,7 @@ class _Reader:
     def distances(self, sentences: Sequence[Ids]) -> Tensor:
         """How far sentences' inputs in the second block lie outside its span (N, T), zero where a sentence is over."""
         layer = self.model.parts.layers[1]
-        part, found = owner(self.model, layer.query.weight), []
+        part, found = module_of_weight(self.model, layer.query.weight), []
         for first in range(0, len(sentences), SENTENCES):
             some = sentences[first : first + SENTENCES]
             x = torch.full((len(some), max(map(len, some))), self.model.pad)
@@ -208,13 +208,13 @@ class _Reader:
                 x[i, : len(ids)] = torch.tensor(ids)
                 mask[i, : len(ids)] = True
             x = x.to(self.trial.update[layer.query.weight].device)
-            vectors = inputs(self.model, self.trial.params, part, x, mask.to(x.device))
+            vectors = layer_inputs(self.model, self.trial.params, part, x, mask.to(x.device))
             measured = self.spans[1].distance(vectors) * mask
             found.append(torch.nn.functional.pad(measured, (0, self.length - measured.shape[1])))
         return torch.cat(found)
 
     def _encoder(self) -> tuple[Batch, float]:
-        sentences = _Assembly(self).sentences()
+        sentences = _SentenceAssembly(self).sentences()
         sets = [framed(some, self.length, self.model.pad) for some in self._sets(sentences)]
         batch, error = self.trial.best(next(self.trial.readings(x)) for x in sets)
         return (batch, error) if error <= TOLERANCE else self.trial.judge(batch.x)
@@ -245,7 +245,7 @@ class _Reader:
         whole = [*live, *whole[::-1]] or [(self.words[0][0],)]
         found: tuple[Batch, float] | None = None
         for sets in self._sets(whole):
-            made = finish(self.trial, self.model, sets)
+            made = complete_sentences(self.trial, self.model, sets)
             if found is None or made[1] < found[1]:
                 found = made
             if made[1] <= TOLERANCE or self.clock.over():
@@ -254,7 +254,7 @@ class _Reader:
         return found
 
 
-def _maps(layer: Layer, maps: Maps) -> list[Projection]:
+def _maps(layer: BlockParts, maps: Maps) -> list[Projection]:
     return [layer.query] if maps == "query" else [layer.query, layer.key, layer.value]
 
 
@@ -263,17 +263,17 @@ def _is_last(model: LanguageModel) -> bool:
     return model.task == "classification" and len(model.parts.layers) == 2
 
 
-def _fill(readers: Sequence[_Reader], model: LanguageModel) -> None:
+def _fill(readers: Sequence[_SpanReader], model: LanguageModel) -> None:
     """Try the whole vocabulary in every position: what the first block is fed is the same for all observations of a wave."""
     open_ = [r for r in readers if not r.reason]
     if not open_:
         return
     first = open_[0]
-    part = owner(model, model.parts.layers[0].query.weight)
+    part = module_of_weight(model, model.parts.layers[0].query.weight)
     vocabulary = torch.tensor([i for i in range(model.vocabulary) if i != model.pad])
     for words in vocabulary.split(CHUNK):
         x = words[:, None].expand(-1, first.length).contiguous()
-        vectors = inputs(model, first.trial.params, part, x.to(first.spans[0].sketch.device))
+        vectors = layer_inputs(model, first.trial.params, part, x.to(first.spans[0].sketch.device))
         for reader in open_:
             reader.meet(words, vectors)
 
@@ -281,7 +281,7 @@ def _fill(readers: Sequence[_Reader], model: LanguageModel) -> None:
 # ------------------------------------------------------------------------------------------------------------- encoders
 
 
-class _Assembly:
+class _SentenceAssembly:
     """Sentences of an encoder, put together out of the words that may stand in each position.
 
     In an encoder every word moves every input, and a sentence with one wrong word is nearer than one with two: words are
@@ -289,7 +289,7 @@ class _Assembly:
     are left to others only where there are fewer of them than sentences.
     """
 
-    def __init__(self, reader: _Reader) -> None:
+    def __init__(self, reader: _SpanReader) -> None:
         self.reader, self.model = reader, reader.model
         # what rounding alone amounts to: no wrong word moves a sentence's vectors as little
         self.sure = reader.rounding

@@ -14,10 +14,16 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.distances import signs
 from fedgauge.attacks.engine.gradients import Unsupported
-from fedgauge.attacks.text.ghost_products import Seen, Table, check_differentiable, formed, gradients
+from fedgauge.attacks.text.ghost_products import (
+    ObservedGradients,
+    ProductTable,
+    check_differentiable,
+    formed,
+    gradients,
+)
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_mean
-from fedgauge.client.update import Batch, Params, Update, UpdateFn, local_sgd, mean_of, transparent
+from fedgauge.client.update import Batch, Params, Update, UpdateFn, is_identity, local_sgd, noise_free
 
 TOGETHER = 32  # problems in one pass, whose graph is held until it is differentiated
 FEW = 4  # of those whose gradients are formed together
@@ -27,7 +33,7 @@ Way = Literal["products", "streamed", "formed", "chain"]
 
 
 @dataclass(frozen=True)
-class Likeness:
+class GradientDistance:
     """A distance between gradients, summed as the papers of text sum it.
 
     Args:
@@ -48,7 +54,7 @@ class Likeness:
             return "formed"
         return "streamed" if self.kind == "l2_l1" else "products"
 
-    def of_table(self, table: Table) -> Tensor:
+    def of_table(self, table: ProductTable) -> Tensor:
         """Distances (P,) by the products of every tensor."""
         if self.kind == "cosine":
             lengths = (_root(table.seen) * _root(table.expected)).clamp_min(TINY)
@@ -68,7 +74,7 @@ class Likeness:
                 torch.stack([(a * b).sum() for a, b in both])
                 for both in (pairs, [(a, a) for a, _ in pairs], [(b, b) for _, b in pairs])
             ]
-            return self.of_table(Table(*(c[None] for c in columns)))[0]
+            return self.of_table(ProductTable(*(c[None] for c in columns)))[0]
         apart = [seen[k] - t for k, t in expected.items()]
         total = torch.stack([t.square().sum() for t in apart]).sum()
         if self.kind == "l2_l1":
@@ -81,7 +87,7 @@ def _root(square: Tensor) -> Tensor:
     return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
 
 
-class Guess(NamedTuple):
+class SentenceGuess(NamedTuple):
     """P problems' batches of sentences.
 
     Args:
@@ -96,9 +102,9 @@ class Guess(NamedTuple):
     mask: Tensor
     owners: Tensor
 
-    def split(self, size: int) -> "list[Guess]":
+    def split(self, size: int) -> "list[SentenceGuess]":
         """At most so many problems each."""
-        return [Guess(*part) for part in zip(*(t.split(size) for t in self), strict=True)]
+        return [SentenceGuess(*part) for part in zip(*(t.split(size) for t in self), strict=True)]
 
 
 class Matcher:
@@ -121,11 +127,11 @@ class Matcher:
         assert isinstance(known.model, LanguageModel)
         self.model: LanguageModel = known.model
         check_differentiable(self.model)
-        told = known.chain.conditional
+        told = known.chain.update_distribution
         sparse, signed = told is not None and told.sparse, told is not None and told.signed
-        self.known = replace(known, chain=known.chain.shown) if sparse else known
+        self.known = replace(known, chain=known.chain.visible) if sparse else known
         hinge: Literal["hinge", "tanh"] = "hinge" if known.batch_size == 1 else "tanh"
-        self.likeness = Likeness(kind, l1, sparse, hinge if signed else "")
+        self.distance = GradientDistance(kind, l1, sparse, hinge if signed else "")
         # the noise-free form of a mask that is not known shrinks every entry, and those that are seen are whole
         self.scale = known.scale * (1.0 if told is None else told.shrink)
         self.params = wave.params
@@ -135,24 +141,24 @@ class Matcher:
         if not self.names:
             raise ValueError("nothing was sent but the gradient of word embeddings, which no guess of embeddings has")
         # in units of the gradient, as the papers' weights are
-        self.seen = Seen({name: wave.update[name] / -known.scale for name in self.names})
+        self.seen = ObservedGradients({name: wave.update[name] / -known.scale for name in self.names})
         self.way: Way = self._way()
 
     def _way(self) -> Way:
         chain, size = self.known.chain, self.known.batch_size
         others = [link for link in chain.links if not isinstance(link, local_sgd)]
-        plain = all(transparent(mean_of(link)) for link in others) and not self.likeness.signed
+        plain = all(is_identity(noise_free(link)) for link in others) and not self.distance.signed
         whole = chain.parts == 1 and chain.slice_of(size) == size
         if not (plain and whole and chain.local.steps == 1 and is_mean(self.known.loss, self.known.classes)):
             return "chain"
-        return self.likeness.way
+        return self.distance.way
 
-    def value(self, guess: Guess) -> Tensor:
+    def value(self, guess: SentenceGuess) -> Tensor:
         """Distances (P,)."""
         parts = guess.split(self._together)
         return torch.cat([self._value(part) for part in parts])
 
-    def value_and_slopes(self, guess: Guess) -> tuple[Tensor, Tensor, Tensor | None]:
+    def value_and_slopes(self, guess: SentenceGuess) -> tuple[Tensor, Tensor, Tensor | None]:
         """Distances (P,), and their slopes by x, and by y where that is of probabilities."""
         found = [self._value_and_slopes(part) for part in guess.split(self._together)]
         values, by_x, by_y = zip(*found, strict=True)
@@ -162,7 +168,7 @@ class Matcher:
     def _together(self) -> int:
         return TOGETHER if self.way in ("products", "streamed") else FEW
 
-    def _value(self, guess: Guess) -> Tensor:
+    def _value(self, guess: SentenceGuess) -> Tensor:
         if self.way != "chain":
             try:
                 with torch.enable_grad():
@@ -175,7 +181,7 @@ class Matcher:
             assert isinstance(found, Tensor)
             return found
 
-    def _value_and_slopes(self, guess: Guess) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _value_and_slopes(self, guess: SentenceGuess) -> tuple[Tensor, Tensor, Tensor | None]:
         soft = guess.y.is_floating_point()
         if self.way != "chain":
             leaves = [guess.x.detach().requires_grad_()] + ([guess.y.detach().requires_grad_()] if soft else [])
@@ -192,20 +198,20 @@ class Matcher:
         found, values = self._each(grad_and_value(self._one, by), guess)
         return values, found[0], found[1] if soft else None
 
-    def _in_one_pass(self, guess: Guess, differentiable: bool) -> Tensor:
+    def _in_one_pass(self, guess: SentenceGuess, differentiable: bool) -> Tensor:
         x, y, mask, owners = guess
         found = gradients(self.model, self.params, x, y, mask, self.known.loss, self.names, differentiable)
         with torch.set_grad_enabled(differentiable):
             if self.way == "products":
-                return self.likeness.of_table(self.seen.table(found, owners))
+                return self.distance.of_table(self.seen.table(found, owners))
             if self.way == "streamed":
-                return self.seen.apart(found, owners, self.likeness.l1)
+                return self.seen.apart(found, owners, self.distance.l1)
             whole = {name: formed(part, self.params[name].shape) for name, part in found.items()}
             seen = {name: self.seen.gradient[name][owners] for name in whole}
-            distances: Tensor = vmap(self.likeness.of)(seen, whole)
+            distances: Tensor = vmap(self.distance.of)(seen, whole)
             return distances
 
-    def _each(self, function, guess: Guess):  # type: ignore[no-untyped-def]  # vmap keeps whatever form it returns
+    def _each(self, function, guess: SentenceGuess):  # type: ignore[no-untyped-def]  # vmap keeps whatever form it returns
         seen = {name: t[guess.owners] for name, t in self.seen.gradient.items()}
         return vmap(function)(guess.x, guess.y, guess.mask, seen)
 
@@ -213,7 +219,7 @@ class Matcher:
         """One problem's distance through the whole chain."""
         packed = torch.cat([x, mask.to(x.dtype)[..., None]], -1)
         update = self._client(self.params, Batch(packed, y), None)
-        return self.likeness.of(seen, {name: update[name] / -self.scale for name in self.names})
+        return self.distance.of(seen, {name: update[name] / -self.scale for name in self.names})
 
     @property
     def _client(self) -> UpdateFn:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.text.certificate import Trial, wrong_model
-from fedgauge.attacks.text.last_words import finish
+from fedgauge.attacks.text.certificate import GuessVerifier, why_not_applicable
+from fedgauge.attacks.text.last_words import complete_sentences
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.tokenizer import framed
 
@@ -31,12 +31,12 @@ class exact(Attack):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        if reason := wrong_model(known) or _missing(wave, known):
+        if reason := why_not_applicable(known) or _missing(wave, known):
             return not_applicable(wave, reason)
         assert isinstance(known.model, LanguageModel)
-        return [self._one(Trial(wave, known, k), known.model) for k in range(len(wave))]
+        return [self._one(GuessVerifier(wave, known, k), known.model) for k in range(len(wave))]
 
-    def _one(self, trial: Trial, model: LanguageModel) -> Reconstruction:
+    def _one(self, trial: GuessVerifier, model: LanguageModel) -> Reconstruction:
         started = time.perf_counter()
         if trial.reason:
             return _nothing(trial, trial.reason, started)
@@ -44,13 +44,13 @@ class exact(Attack):
         if not ids:
             return _nothing(trial, "no position's row stands out", started)
         if model.task == "next_token":
-            batch, error = finish(trial, model, [ids])
+            batch, error = complete_sentences(trial, model, [ids])
         else:
             batch, error = trial.judge(framed([ids], trial.known.shape[0], model.pad))
         return trial.answer(batch, error, time.perf_counter() - started)
 
 
-def _nothing(trial: Trial, reason: str, started: float) -> Reconstruction:
+def _nothing(trial: GuessVerifier, reason: str, started: float) -> Reconstruction:
     spent = time.perf_counter() - started
     return Reconstruction(None, None, float("nan"), trial.spent, spent, "not_applicable", reason)
 
@@ -68,7 +68,7 @@ def _missing(wave: Wave, known: Knowledge) -> str:
     return "" if parts.position in wave.update else NO_ORDER.format("shared")
 
 
-def _words(trial: Trial, model: LanguageModel) -> list[int]:
+def _words(trial: GuessVerifier, model: LanguageModel) -> list[int]:
     """The sentence's words in their order; of next_token all but the last."""
     assert model.parts.position is not None
     places = trial.update[model.parts.position].double().cpu()
@@ -89,7 +89,7 @@ def _words(trial: Trial, model: LanguageModel) -> list[int]:
 
 def _noise(known: Knowledge) -> float:
     """The standard deviation of an entry's noise, as far as it is known."""
-    seen = known.chain.conditional
+    seen = known.chain.update_distribution
     return 0.0 if seen is None else math.sqrt(seen.sigma**2 + 2 * seen.scale**2)
 
 

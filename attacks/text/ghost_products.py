@@ -17,19 +17,19 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgauge.attacks.engine.gradients import FORM_BELOW, Factors, Spy, Unsupported, factored
+from fedgauge.attacks.engine.gradients import FORM_BELOW, CallRecorder, FactoredGradient, Unsupported, factored
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.update import Loss, Params, Update
 
 
-class Rows(NamedTuple):
+class EmbeddingRows(NamedTuple):
     """The gradient (P, rows of the table, width) of embeddings of which few are used: ids (R,), values (P, R, width)."""
 
     ids: Tensor
     values: Tensor
 
 
-Part = Tensor | Factors | Rows
+Part = Tensor | FactoredGradient | EmbeddingRows
 
 
 def check_differentiable(model: LanguageModel) -> None:
@@ -66,7 +66,7 @@ def gradients(
         Unsupported: the model uses one of these parameters in a way that this file does not know.
     """
     problems = len(x)
-    spy = _Spy(params, names, problems * x.shape[1])
+    spy = _UseRecorder(params, names, problems * x.shape[1])
     with spy:
         logits: Tensor = functional_call(model, params, (x.flatten(0, 1), mask.flatten(0, 1)))
     total = loss(logits, y.flatten(0, 1)) * problems
@@ -86,15 +86,15 @@ def gradients(
 
 def formed(part: Part, shape: Sequence[int]) -> Tensor:
     """The gradient itself (P, ...), of a parameter of a shape."""
-    if isinstance(part, Factors):
+    if isinstance(part, FactoredGradient):
         return part.form()
-    if isinstance(part, Rows):
+    if isinstance(part, EmbeddingRows):
         table = part.values.new_zeros(len(part.values), *shape)
         return table.index_copy(1, part.ids, part.values)
     return part
 
 
-class Table(NamedTuple):
+class ProductTable(NamedTuple):
     """For P problems and T tensors, (P, T) each: <seen, expected>, |seen|^2, |expected|^2."""
 
     inner: Tensor
@@ -102,7 +102,7 @@ class Table(NamedTuple):
     expected: Tensor
 
 
-class Seen:
+class ObservedGradients:
     """The gradients (K, ...) that were seen, and their products with others.
 
     Where one of them is itself a product of few rows, as without a defense, its factors serve in its place.
@@ -110,7 +110,7 @@ class Seen:
 
     def __init__(self, gradient: Update) -> None:
         self.gradient = gradient
-        self._factors: dict[str, Factors | None] = {}
+        self._factors: dict[str, FactoredGradient | None] = {}
         self._stacks: dict[tuple[str, ...], Tensor] = {}
 
     @cached_property
@@ -118,7 +118,7 @@ class Seen:
         """Of each tensor (K,)."""
         return {name: t.flatten(1).square().sum(1) for name, t in self.gradient.items()}
 
-    def table(self, parts: Mapping[str, Part], owners: Tensor) -> Table:
+    def table(self, parts: Mapping[str, Part], owners: Tensor) -> ProductTable:
         """The products of P expected gradients with those that belong to them, owners (P,) in runs."""
         inner, own, names = [], [], []
         flat: dict[int, list[str]] = {}
@@ -126,7 +126,11 @@ class Seen:
             if isinstance(part, Tensor):
                 flat.setdefault(part[0].numel(), []).append(name)
                 continue
-            both = self._factored(name, part, owners) if isinstance(part, Factors) else self._rows(name, part, owners)
+            both = (
+                self._factored(name, part, owners)
+                if isinstance(part, FactoredGradient)
+                else self._rows(name, part, owners)
+            )
             inner.append(both[0][:, None])
             own.append(both[1][:, None])
             names.append(name)
@@ -136,7 +140,7 @@ class Seen:
             own.append(mine.square().sum(2))
             names += same
         squares = torch.stack([self.squares[name] for name in names], 1)[owners]
-        return Table(torch.cat(inner, 1), squares, torch.cat(own, 1))
+        return ProductTable(torch.cat(inner, 1), squares, torch.cat(own, 1))
 
     def apart(self, parts: Mapping[str, Part], owners: Tensor, l1: float) -> Tensor:
         """|seen - expected|^2 + l1 |seen - expected|_1 (P,), over all tensors.
@@ -146,8 +150,8 @@ class Seen:
         found = []
         for name, part in parts.items():
             seen = self.gradient[name]
-            if isinstance(part, Factors):
-                found.append(_Apart.apply(*part, seen, owners, l1, torch.is_grad_enabled()))  # type: ignore[no-untyped-call]
+            if isinstance(part, FactoredGradient):
+                found.append(_DifferenceNorms.apply(*part, seen, owners, l1, torch.is_grad_enabled()))  # type: ignore[no-untyped-call]
             else:
                 difference = (formed(part, seen.shape[1:]) - seen[owners]).flatten(1)
                 found.append(difference.square().sum(1) + l1 * difference.abs().sum(1))
@@ -158,11 +162,11 @@ class Seen:
             self._stacks[names] = torch.stack([self.gradient[name].flatten(1) for name in names], 1)
         return self._stacks[names]
 
-    def _rows(self, name: str, part: Rows, owners: Tensor) -> tuple[Tensor, Tensor]:
+    def _rows(self, name: str, part: EmbeddingRows, owners: Tensor) -> tuple[Tensor, Tensor]:
         theirs = self.gradient[name][:, part.ids][owners]
         return (part.values * theirs).flatten(1).sum(1), part.values.square().flatten(1).sum(1)
 
-    def _factored(self, name: str, part: Factors, owners: Tensor) -> tuple[Tensor, Tensor]:
+    def _factored(self, name: str, part: FactoredGradient, owners: Tensor) -> tuple[Tensor, Tensor]:
         if name not in self._factors:
             self._factors[name] = factored(self.gradient[name], part.rows)
         few = self._factors[name]
@@ -178,7 +182,7 @@ class Seen:
         return inner, (signals * inputs).flatten(1).sum(1)
 
 
-class _Apart(Function):
+class _DifferenceNorms(Function):
     """Squares and l1 times magnitudes (P,) of the difference of products by rows from matrices (K, out, in)."""
 
     @staticmethod
@@ -216,23 +220,23 @@ def _tensor(part: Part) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _ParameterUse:
     """One use of a parameter: a layer's output, and what gives its gradients out of the loss's derivative by that."""
 
     out: Tensor
     parts: Callable[[Tensor, int], dict[str, Part]]
 
 
-class _Spy(Spy):
+class _UseRecorder(CallRecorder):
     """Runs a model on P problems' sentences, keeping what every use of a parameter needs for its gradient."""
 
     def __init__(self, params: Params, wanted: Collection[str], sentences: int) -> None:
         super().__init__({id(t): name for name, t in params.items() if name in wanted}, _LAYERS)
         self.sentences = sentences
-        self.calls: list[_Call] = []
+        self.calls: list[_ParameterUse] = []
 
     def keep(self, out: Tensor, parts: Callable[[Tensor, int], dict[str, Part]]) -> Tensor:
-        self.calls.append(_Call(out, parts))
+        self.calls.append(_ParameterUse(out, parts))
         return out
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -248,8 +252,8 @@ class _Spy(Spy):
             rows = signal.reshape(problems, -1, signal.shape[-1])
             if weight is not None:
                 own = input.reshape(problems, -1, input.shape[-1])
-                both = Factors(own, rows) if transposed else Factors(rows, own)
-                large = own.shape[2] * rows.shape[2] >= FORM_BELOW and Factors.fewer(
+                both = FactoredGradient(own, rows) if transposed else FactoredGradient(rows, own)
+                large = own.shape[2] * rows.shape[2] >= FORM_BELOW and FactoredGradient.fewer(
                     rows.shape[1], own.shape[2], rows.shape[2]
                 )
                 found[weight] = both if large else both.form()
@@ -291,14 +295,14 @@ class _Spy(Spy):
         def parts(signal: Tensor, problems: int) -> dict[str, Part]:
             summed = signal.view(problems, -1, *signal.shape[1:]).sum(1)  # (P, L, width)
             values = summed.new_zeros(problems, len(used), summed.shape[2]).index_add(1, places, summed)
-            return {name: Rows(used, values)}
+            return {name: EmbeddingRows(used, values)}
 
         return self.keep(out, parts)
 
 
 _LAYERS: dict[Any, Callable[..., Tensor]] = {
-    F.linear: _Spy.linear,
-    torch.addmm: _Spy.addmm,
-    F.layer_norm: _Spy.layer_norm,
-    F.embedding: _Spy.embedding,
+    F.linear: _UseRecorder.linear,
+    torch.addmm: _UseRecorder.addmm,
+    F.layer_norm: _UseRecorder.layer_norm,
+    F.embedding: _UseRecorder.embedding,
 }

@@ -7,7 +7,7 @@ Zhu et al., "Deep Leakage from Gradients" (2019), in the form in which LAMP comp
 from pathlib import Path
 from typing import Literal
 
-from fedgauge.attacks.text.language_prior import AUXILIARY, Training
+from fedgauge.attacks.text.language_prior import AUXILIARY, LanguageModelTraining
 from fedgauge.attacks.text.text_matching import Discrete, TextMatching, staircase
 
 Loss = Literal["cosine", "l2_l1"]
@@ -17,7 +17,7 @@ WEIGHTS = {
 }  # of embeddings' lengths and of the language model, as published
 
 
-def dlg(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> TextMatching:
+def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> TextMatching:
     """DLG for text: squared distance, Adam from one random start. The paper's budget: 2,500 iterations.
 
     Args:
@@ -70,16 +70,16 @@ def lamp(
         known_tokens: words are of those alone whose embeddings have a gradient; where it is shared.
         published: as the published code, without what is put right here (fedgauge.attacks.text.text_matching).
     """
-    lengths, surprise = WEIGHTS[loss]
+    lengths, nll = WEIGHTS[loss]
     return TextMatching(
         kind=loss,
         l1=l1,
         optimizer=staircase(rate, decay=decay, stride=stride),
         length=lengths if length is None else length,
-        lm_weight=surprise if lm_weight is None else lm_weight,
+        lm_weight=nll if lm_weight is None else lm_weight,
         lm=lm,
         lm_folder=lm_folder,
-        training=Training(steps=lm_steps),
+        training=LanguageModelTraining(steps=lm_steps),
         draws=draws,
         orders=orders,
         discrete=discrete,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.learned.cache import Shelf, digest
+from fedgauge.attacks.learned.cache import TensorCache, digest
 from fedgauge.client.models.language import LanguageModel, import_transformers
 from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer, model_place
 from fedgauge.client.rng import generator, seed_of
@@ -23,12 +23,12 @@ AUXILIARY = "auxiliary"
 REMEMBERED = 2**16  # sentences
 TOGETHER = 256  # sentences scored in one pass
 HELD_OUT = 10  # one in so many auxiliary sentences says when to stop
-LOOK = 50  # steps between two looks at them
+CHECK_EVERY = 50  # steps between two looks at them
 LEAST = 2  # times that a word occurs in the auxiliary text to have an embedding of its own
 VERSION = 1  # of how the own model is trained: others' weights are not taken for its
 
 
-class Prior(ABC):
+class LanguagePrior(ABC):
     """Mean negative log-likelihood of sentences' words, each after those before it: the logarithm of their perplexity."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Prior(ABC):
         """(N,) of sentences in one batch; 0 where a sentence has no word after another."""
 
 
-def surprise(log: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
+def nll(log: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
     """Mean over each sentence's words but the first of -log p: log p (N, L, V), ids (N, L), seen (N, L) bool."""
     rows = -log[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
     kept = seen[:, 1:].to(rows.dtype)
@@ -62,7 +62,7 @@ def surprise(log: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Training:
+class LanguageModelTraining:
     """The small GPT-2, and what its training may cost.
 
     Args:
@@ -88,7 +88,7 @@ class Training:
             raise ValueError(f"width {self.width} of the language model does not divide among {self.heads} heads")
 
 
-class OwnPrior(Prior):
+class TrainedPrior(LanguagePrior):
     """A small GPT-2 on the victim's words, trained on auxiliary text.
 
     Words that the text has only once stand for all that it does not have: they share one embedding, and what that is given is
@@ -103,7 +103,9 @@ class OwnPrior(Prior):
         told: mean surprise of held-out sentences before the training and after it.
     """
 
-    def __init__(self, text: Tensor, pad: int, vocabulary: int, training: Training, shelf: Shelf | None = None) -> None:
+    def __init__(
+        self, text: Tensor, pad: int, vocabulary: int, training: LanguageModelTraining, cache: TensorCache | None = None
+    ) -> None:
         super().__init__()
         if int((text[:, 1:] != pad).sum()) == 0:
             raise ValueError("the auxiliary text has no word after another to learn a language from")
@@ -115,22 +117,22 @@ class OwnPrior(Prior):
         self._longest = text.shape[1]
         self._net = _gpt2(training, len(known) + 1, self._longest)
         name = digest("language model", VERSION, text.cpu(), pad, vocabulary, training)
-        kept = (shelf or Shelf.own()).get(name, lambda: self._train(text.cpu(), pad, training))
+        kept = (cache or TensorCache.own()).get(name, lambda: self._train(text.cpu(), pad, training))
         self._net.load_state_dict({k: t for k, t in kept.items() if k != "told"})
         before, after = kept["told"].tolist()
-        self.told: tuple[float, float] = (before, after)
+        self.held_out_nll: tuple[float, float] = (before, after)
 
     def score(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
         ids, seen = _padded([self._place[list(s)].tolist() for s in sentences])
-        return self._surprise(ids[:, : self._longest], seen[:, : self._longest])
+        return self._nll(ids[:, : self._longest], seen[:, : self._longest])
 
     @torch.no_grad()
-    def _surprise(self, ids: Tensor, seen: Tensor) -> Tensor:
+    def _nll(self, ids: Tensor, seen: Tensor) -> Tensor:
         shared = torch.zeros(self._net.config.vocab_size).index_fill(0, torch.tensor([0]), -math.log(self._others))
         # log p of one of the other words is that of all of them less the logarithm of their number
-        return surprise(_log(self._net, ids, seen) + shared, ids, seen)
+        return nll(_log(self._net, ids, seen) + shared, ids, seen)
 
-    def _train(self, text: Tensor, pad: int, training: Training) -> dict[str, Tensor]:
+    def _train(self, text: Tensor, pad: int, training: LanguageModelTraining) -> dict[str, Tensor]:
         """Adam on next words, the best weights by held-out sentences."""
         ids, seen = self._place[text], text != pad
         rng = generator("language model")
@@ -144,16 +146,16 @@ class OwnPrior(Prior):
         with torch.enable_grad():
             for step in range(1, training.steps + 1):
                 for group in optimizer.param_groups:
-                    group["lr"] = training.rate * min(1.0, step / LOOK, 1.1 - step / training.steps)
+                    group["lr"] = training.rate * min(1.0, step / CHECK_EVERY, 1.1 - step / training.steps)
                 rows = own[torch.randint(len(own), (training.batch,), generator=rng)]
                 part, there = ids[rows], seen[rows]
                 longest = max(int(there.sum(1).max()), 2)
                 part, there = part[:, :longest], there[:, :longest]
-                value = surprise(_log(net, part, there), part, there).mean()
+                value = nll(_log(net, part, there), part, there).mean()
                 optimizer.zero_grad()
                 value.backward()
                 optimizer.step()
-                if step % LOOK and step < training.steps:
+                if step % CHECK_EVERY and step < training.steps:
                     continue
                 now = self._held_out(ids[held], seen[held])
                 looks = 0 if now < best else looks + 1
@@ -165,7 +167,7 @@ class OwnPrior(Prior):
 
     def _held_out(self, ids: Tensor, seen: Tensor) -> float:
         parts = zip(ids.split(TOGETHER), seen.split(TOGETHER), strict=True)
-        return float(torch.cat([self._surprise(a, b) for a, b in parts]).mean())
+        return float(torch.cat([self._nll(a, b) for a, b in parts]).mean())
 
 
 def _log(net: Any, ids: Tensor, seen: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ def _copied(net: Any) -> dict[str, Tensor]:
     return {k: t.detach().clone() for k, t in net.state_dict().items()}
 
 
-def _gpt2(training: Training, vocabulary: int, positions: int) -> Any:
+def _gpt2(training: LanguageModelTraining, vocabulary: int, positions: int) -> Any:
     transformers = import_transformers()
     config = transformers.GPT2Config(
         vocab_size=vocabulary,
@@ -210,7 +212,7 @@ def _padded(sentences: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, T
 # ------------------------------------------------------------------------------------------------------------- public ones
 
 
-class PublicPrior(Prior):
+class PretrainedPrior(LanguagePrior):
     """A pre-trained causal model, by name on Hugging Face's hub or by folder.
 
     Where its words are not the victim's, a guess is written out and read anew. Of a folder, or offline, no hub is asked.
@@ -241,14 +243,16 @@ class PublicPrior(Prior):
     def score(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
         ids, seen = _padded([self._start + self._read(s) for s in sentences], self._own.pad)
         ids, seen = ids[:, : self._longest], seen[:, : self._longest]
-        return surprise(_log(self._net, ids, seen), ids, seen)
+        return nll(_log(self._net, ids, seen), ids, seen)
 
     def _read(self, sentence: tuple[int, ...]) -> list[int]:
         inner = [i for i in sentence if i not in self._words.special]
         return inner if self._shared else self._own.encode(self._words.decode(inner))
 
 
-def load_prior(name: str, folder: Path | None, model: LanguageModel, text: Tensor | None, training: Training) -> Prior:
+def load_prior(
+    name: str, folder: Path | None, model: LanguageModel, text: Tensor | None, training: LanguageModelTraining
+) -> LanguagePrior:
     """The prior that an attack names.
 
     Args:
@@ -260,12 +264,12 @@ def load_prior(name: str, folder: Path | None, model: LanguageModel, text: Tenso
         ValueError: there is no such model, or no text to train one on.
     """
     if folder is not None:
-        return PublicPrior(folder, model.tokenizer)
+        return PretrainedPrior(folder, model.tokenizer)
     if name != AUXILIARY:
-        return PublicPrior(name, model.tokenizer)
+        return PretrainedPrior(name, model.tokenizer)
     if text is None or not len(text):
         raise ValueError(
             "the language model is trained on auxiliary text, and there is none: set [data] auxiliary, name a public model "
             '(lm = "gpt2", or lm_folder), or go without it (lm_weight = 0)'
         )
-    return OwnPrior(text, model.pad, model.vocabulary, training)
+    return TrainedPrior(text, model.pad, model.vocabulary, training)

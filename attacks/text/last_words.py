@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.text.certificate import TOLERANCE, Trial
-from fedgauge.attacks.text.layer_inputs import head, inputs
+from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier
+from fedgauge.attacks.text.layer_inputs import head, layer_inputs
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.tokenizer import framed
@@ -18,7 +18,9 @@ from fedgauge.client.update import Batch, Update
 FIRST = 3  # words of the highest rank that are tried for each sentence
 
 
-def finish(trial: Trial, model: LanguageModel, known: Sequence[Sequence[int]]) -> tuple[Batch, float]:
+def complete_sentences(
+    trial: GuessVerifier, model: LanguageModel, known: Sequence[Sequence[int]]
+) -> tuple[Batch, float]:
     """Sentences with their last words, and the relative error that is left.
 
     Args:
@@ -49,12 +51,14 @@ def finish(trial: Trial, model: LanguageModel, known: Sequence[Sequence[int]]) -
     return batch, error
 
 
-def _batch(trial: Trial, model: LanguageModel, words: Sequence[Sequence[int]]) -> Batch:
+def _batch(trial: GuessVerifier, model: LanguageModel, words: Sequence[Sequence[int]]) -> Batch:
     x = framed(words, trial.known.shape[0], model.pad)
     return Batch(x, targets(x, model.pad))
 
 
-def _ranked(trial: Trial, model: LanguageModel, batch: Batch, update: Update, places: Sequence[int]) -> list[list[int]]:
+def _ranked(
+    trial: GuessVerifier, model: LanguageModel, batch: Batch, update: Update, places: Sequence[int]
+) -> list[list[int]]:
     """For each sentence the words that may end it, the likeliest first, and then its own words.
 
     Rows of tied embeddings have an input's share, too, where their words occur: these are tried because their rows are no
@@ -62,7 +66,7 @@ def _ranked(trial: Trial, model: LanguageModel, batch: Batch, update: Update, pl
     """
     name = model.parts.head[0]
     rows = (trial.update[name].double() - update[name].double()).cpu()  # (V, width)
-    fed = inputs(model, trial.params, head(model), batch.x)
+    fed = layer_inputs(model, trial.params, head(model), batch.x)
     vectors = torch.stack([fed[b, place] for b, place in enumerate(places)]).double().cpu()
     shares = rows @ torch.linalg.pinv(vectors)  # (V, B)
     own = sorted(set(batch.x[batch.x != model.pad].tolist()))

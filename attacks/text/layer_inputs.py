@@ -10,11 +10,11 @@ from torch.func import functional_call
 from fedgauge.client.models.language import LanguageModel
 
 
-class _Reached(Exception):
+class _InputsReached(Exception):
     """The wanted inputs are there: the rest of the network need not be computed."""
 
 
-def inputs(
+def layer_inputs(
     model: LanguageModel, params: Mapping[str, Tensor], part: nn.Module, ids: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """What a part of the model is fed for sentences (B, L), (B, L, width).
@@ -26,20 +26,20 @@ def inputs(
 
     def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
         found.append(arguments[0])
-        raise _Reached
+        raise _InputsReached
 
     handle = part.register_forward_pre_hook(keep)
     try:
         with torch.no_grad():
             functional_call(model, dict(params), (ids, mask))
-    except _Reached:
+    except _InputsReached:
         return found[0]
     finally:
         handle.remove()
     raise ValueError(f"{type(part).__name__} is no part that the model computes")
 
 
-def owner(model: LanguageModel, weight: str) -> nn.Module:
+def module_of_weight(model: LanguageModel, weight: str) -> nn.Module:
     """The module whose weight has this name."""
     return model.get_submodule(weight.rpartition(".")[0])
 

@@ -16,11 +16,11 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.cache import digest
-from fedgauge.attacks.learned.learning_to_invert import Pupil
-from fedgauge.attacks.learned.shadow_updates import School, Simulator, View
-from fedgauge.attacks.text.learning_to_invert_text import NEVER, Course, likeliest
+from fedgauge.attacks.learned.learning_to_invert import Trainer
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures
+from fedgauge.attacks.text.learning_to_invert_text import NEVER, TrainingRecord, likeliest
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Update
@@ -59,15 +59,17 @@ class learned_rows(Attack):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        clock = Clock(time.perf_counter(), budget.seconds)
+        clock = Deadline(time.perf_counter(), budget.seconds)
         if known.text is None or not isinstance(known.model, LanguageModel):
             return not_applicable(wave, "words are looked for, and the model reads images")
         if known.batch_size != 1:
             reason = f"rows add up over a batch; of {known.batch_size} sentences nothing says whose word it is"
             return not_applicable(wave, reason)
         try:
-            reader = _Reader.of(known.model, wave.params)
-            taught = _Training(self, School(known, wave.params, View(False)), reader, budget).result(clock)
+            reader = _RowFeatures.of(known.model, wave.params)
+            taught = _PositionTraining(
+                self, ShadowTrainer(known, wave.params, UpdateFeatures(False)), reader, budget
+            ).result(clock)
         except ValueError as error:
             return not_applicable(wave, str(error))
         lengths = known.text.lengths
@@ -77,7 +79,7 @@ class learned_rows(Attack):
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _RowFeatures:
     """What is read of each word: its rows in some tensors of the update.
 
     Args:
@@ -87,7 +89,7 @@ class _Reader:
     tables: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: LanguageModel, params: Update) -> "_Reader":
+    def of(cls, model: LanguageModel, params: Update) -> "_RowFeatures":
         """ValueError where no tensor that is sent has a row for every word."""
         named = dict.fromkeys((model.parts.word, *model.parts.head))
         found = tuple(name for name in named if name in params and len(params[name]) == model.vocabulary)
@@ -120,7 +122,7 @@ class _Reader:
         return t.flatten(2) if t.dim() > 2 else t[..., None]
 
 
-class _Network(nn.Module):
+class _PositionNetwork(nn.Module):
     """Scores (..., L) of a word at each place, from its features (..., F)."""
 
     def __init__(self, features: int, hidden: int, length: int) -> None:
@@ -134,23 +136,23 @@ class _Network(nn.Module):
         return scores
 
 
-def _surprise(scores: Tensor, truth: Tensor) -> Tensor:
+def _nll(scores: Tensor, truth: Tensor) -> Tensor:
     """Mean -log p of the candidates (n, L) that stand at each place, under scores (n, candidates, L)."""
     return F.cross_entropy(scores, truth)
 
 
 @dataclass(frozen=True, eq=False)
-class _Taught:
+class _TrainedPositions:
     """A trained network.
 
     Args:
         words: (words,) that the auxiliary text has.
     """
 
-    network: _Network
-    reader: _Reader
+    network: _PositionNetwork
+    reader: _RowFeatures
     words: Tensor
-    course: Course
+    course: TrainingRecord
 
     def answer(self, update: Update, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
         """What it makes of one update."""
@@ -165,64 +167,66 @@ class _Taught:
 
 
 @dataclass(frozen=True, eq=False)
-class _Training:
+class _PositionTraining:
     """The training of one network, which is kept on the shelf."""
 
     attack: learned_rows
-    school: School
-    reader: _Reader
+    shadow: ShadowTrainer
+    reader: _RowFeatures
     budget: Budget
 
     @cached_property
     def name(self) -> str:
-        return digest("rows", self.school.key, self.attack, self.budget)
+        return digest("rows", self.shadow.key, self.attack, self.budget)
 
-    def result(self, clock: Clock) -> _Taught:
+    def result(self, clock: Deadline) -> _TrainedPositions:
         """Trained now, unless it was before."""
-        kept = self.school.shelf.get(f"rows-{self.name}", lambda: self._train(clock))
+        kept = self.shadow.cache.get(f"rows-{self.name}", lambda: self._train(clock))
         network = self._network(int(kept["features"]))
         network.load_state_dict({k: kept[f"w {k}"] for k in network.state_dict()})
-        return _Taught(network, self.reader, self.school.auxiliary.x.unique(), Course.kept(kept["numbers"]))
+        return _TrainedPositions(
+            network, self.reader, self.shadow.auxiliary.x.unique(), TrainingRecord.kept(kept["numbers"])
+        )
 
-    def _network(self, features: int) -> _Network:
+    def _network(self, features: int) -> _PositionNetwork:
         """Untrained, as torch initialises it."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of("rows", self.name))
-            return _Network(features, self.attack.hidden, self.school.known.shape[0])
+            return _PositionNetwork(features, self.attack.hidden, self.shadow.known.shape[0])
 
-    def _train(self, clock: Clock) -> dict[str, Tensor]:
+    def _train(self, clock: Deadline) -> dict[str, Tensor]:
         rows, truth = self._lessons(False)
         held = self._lessons(True)
         network = self._network(rows.shape[2])
-        pupil = Pupil(network, self.attack.rate, self.attack.patience, self.budget.iterations, _surprise)
+        trainer = Trainer(network, self.attack.rate, self.attack.patience, self.budget.iterations, _nll)
         rng = generator("rows", self.name)
-        while not (pupil.done or (pupil.step and clock.over())):
+        while not (trainer.done or (trainer.step and clock.over())):
             chosen = torch.randint(len(rows), (self.attack.batch,), generator=rng)
-            pupil.learn(rows[chosen], truth[chosen])
-            if pupil.step % self.attack.every == 0 or pupil.done:
-                pupil.look(self._error(network, held))
-        if not pupil.done and pupil.step % self.attack.every:
-            pupil.look(self._error(network, held))
-        return {**pupil.best, "numbers": Course.of(pupil).numbers, "features": torch.tensor(rows.shape[2])}
+            trainer.train_step(rows[chosen], truth[chosen])
+            if trainer.step % self.attack.every == 0 or trainer.done:
+                trainer.record_error(self._error(network, held))
+        if not trainer.done and trainer.step % self.attack.every:
+            trainer.record_error(self._error(network, held))
+        return {**trainer.best, "numbers": TrainingRecord.of(trainer).numbers, "features": torch.tensor(rows.shape[2])}
 
-    def _error(self, network: _Network, held: tuple[Tensor, Tensor]) -> float:
+    def _error(self, network: _PositionNetwork, held: tuple[Tensor, Tensor]) -> float:
         """Mean surprise of a word of held-out sentences."""
         with torch.no_grad():
-            return float(_surprise(network(held[0]), held[1]))
+            return float(_nll(network(held[0]), held[1]))
 
     def _lessons(self, held: bool) -> tuple[Tensor, Tensor]:
         """Candidates' features (n, candidates, F), and which of them stands at each place (n, L)."""
-        school = self.school
-        groups = school.groups(held)[: HELD if held else None]
-        x, y = school.auxiliary.x[groups], school.auxiliary.y[groups]
-        rng = generator("rows lessons", school.key, held)
+        shadow = self.shadow
+        groups = shadow.groups(held)[: HELD if held else None]
+        x, y = shadow.auxiliary.x[groups], shadow.auxiliary.y[groups]
+        rng = generator("rows lessons", shadow.key, held)
         found = list(self._parts(x, y, rng))
         rows, truth = (torch.cat(parts) for parts in zip(*found, strict=True))
         return rows, truth
 
     def _parts(self, x: Tensor, y: Tensor, rng: Generator) -> Iterator[tuple[Tensor, Tensor]]:
         done = 0
-        for part in Simulator(self.school.known, self.school.params).updates(x, y, rng):
+        for part in Simulator(self.shadow.known, self.shadow.params).updates(x, y, rng):
             sentences = x[done : done + len(next(iter(part.values()))), 0]
             done += len(sentences)
             sizes = self.reader.loudness(part)

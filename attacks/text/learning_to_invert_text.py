@@ -14,10 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.cache import digest
-from fedgauge.attacks.learned.learning_to_invert import Pupil, batches, cheapest, epoch, fresh_noise
-from fedgauge.attacks.learned.shadow_updates import Lessons, School, View, flat
+from fedgauge.attacks.learned.learning_to_invert import (
+    Trainer,
+    batches,
+    final_noise_std,
+    hungarian,
+    steps_per_epoch,
+)
+from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator, seed_of
@@ -28,7 +34,7 @@ HELD = 256  # held-out updates that are answered at once
 
 
 @dataclass(frozen=True)
-class learning_to_invert(Attack):
+class learning_to_invert_text(Attack):
     """The published inverter; iterations are Adam's steps.
 
     Its training ends early when held-out auxiliary sentences have not become likelier for `patience` epochs; the best epoch's
@@ -77,20 +83,23 @@ class learning_to_invert(Attack):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        clock = Clock(time.perf_counter(), budget.seconds)
+        clock = Deadline(time.perf_counter(), budget.seconds)
         if known.text is None or not isinstance(known.model, LanguageModel):
             return not_applicable(wave, "words are looked for, and the model reads images")
         try:
-            school = School(
-                self._taught(known, known.model), wave.params, View(False, self.buckets, self.signed), self.passes
+            shadow = ShadowTrainer(
+                self._taught(known, known.model),
+                wave.params,
+                UpdateFeatures(False, self.buckets, self.signed),
+                self.passes,
             )
-            inverter = Training(self, school, budget).inverter(clock)
+            inverter = TextInverterTraining(self, shadow, budget).inverter(clock)
         except ValueError as error:
             return not_applicable(wave, str(error))
         given = known.text.lengths
         return [
             inverter.answer(row, known.model, None if given is None else given[k])
-            for k, row in enumerate(school.view.hashed(flat(wave.update)))
+            for k, row in enumerate(shadow.view.hashed(flat(wave.update)))
         ]
 
     def _taught(self, known: Knowledge, model: LanguageModel) -> Knowledge:
@@ -121,7 +130,7 @@ def pseudo_sentences(text: Batch, count: int, classes: int, model: LanguageModel
 # ------------------------------------------------------------------------------------------------------------ the inverter
 
 
-class Network(nn.Module):
+class SentenceNetwork(nn.Module):
     """Logits (n, B, L, words) of hashed updates (n, columns), which it standardises first.
 
     Args:
@@ -133,7 +142,7 @@ class Network(nn.Module):
     deviation: Tensor
 
     def __init__(
-        self, attack: learning_to_invert, sentences: int, length: int, words: int, mean: Tensor, deviation: Tensor
+        self, attack: learning_to_invert_text, sentences: int, length: int, words: int, mean: Tensor, deviation: Tensor
     ) -> None:
         super().__init__()
         self.sentences, self.length = sentences, length
@@ -152,11 +161,11 @@ class Network(nn.Module):
         return logits
 
 
-def matched_surprise(logits: Tensor, truth: Tensor) -> Tensor:
+def matched_nll(logits: Tensor, truth: Tensor) -> Tensor:
     """Mean -log p of the words of sentences (n, B, L) under logits (n, B, L, words), under each row's best pairing."""
     if truth.shape[1] > 1:
         with torch.no_grad():
-            order = cheapest(_surprises(logits, truth))
+            order = hungarian(_surprises(logits, truth))
         logits = logits.gather(1, order[:, :, None, None].expand_as(logits))
     return F.cross_entropy(logits.flatten(0, 2), truth.flatten())
 
@@ -172,7 +181,7 @@ def _surprises(logits: Tensor, truth: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingRecord:
     """How a training went.
 
     Args:
@@ -186,12 +195,12 @@ class Course:
     interrupted: bool
 
     @classmethod
-    def of(cls, pupil: Pupil) -> "Course":
+    def of(cls, trainer: Trainer) -> "TrainingRecord":
         """A training that has ended."""
-        return cls(pupil.lowest, pupil.step, pupil.planned, not pupil.done)
+        return cls(trainer.lowest, trainer.step, trainer.planned, not trainer.done)
 
     @classmethod
-    def kept(cls, numbers: Tensor) -> "Course":
+    def kept(cls, numbers: Tensor) -> "TrainingRecord":
         """From what `numbers` wrote."""
         error, steps, planned, interrupted = numbers.tolist()
         return cls(error, int(steps), int(planned), bool(interrupted))
@@ -214,16 +223,16 @@ class Course:
 
 
 @dataclass(frozen=True, eq=False)
-class Inverter:
+class TextInverter:
     """A trained network.
 
     Args:
         vocabulary: (words,) the ids that it tells apart.
     """
 
-    network: Network
+    network: SentenceNetwork
     vocabulary: Tensor
-    course: Course
+    course: TrainingRecord
 
     def answer(self, row: Tensor, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
         """What it makes of one hashed update (columns,), with lengths (B,) where they are given."""
@@ -275,69 +284,69 @@ def _total(log: Tensor, words: Tensor, model: LanguageModel, n: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
+class TextInverterTraining:
     """The training of one inverter, whose network is kept on the shelf."""
 
-    attack: learning_to_invert
-    school: School
+    attack: learning_to_invert_text
+    shadow: ShadowTrainer
     budget: Budget
 
     @cached_property
     def name(self) -> str:
-        return digest("text", self.school.key, self.attack, self.budget)
+        return digest("text", self.shadow.key, self.attack, self.budget)
 
     @cached_property
     def vocabulary(self) -> Tensor:
         """The words that there are lessons of."""
-        found: Tensor = self.school.auxiliary.x.unique()
+        found: Tensor = self.shadow.auxiliary.x.unique()
         return found
 
-    def inverter(self, clock: Clock) -> Inverter:
+    def inverter(self, clock: Deadline) -> TextInverter:
         """Trained now, unless it was before."""
-        kept = self.school.shelf.get(f"inverter-{self.name}", lambda: self._train(clock))
+        kept = self.shadow.cache.get(f"inverter-{self.name}", lambda: self._train(clock))
         network = self._network(kept["w mean"], kept["w deviation"])
         network.load_state_dict({k: kept[f"w {k}"] for k in network.state_dict()})
-        return Inverter(network, self.vocabulary, Course.kept(kept["numbers"]))
+        return TextInverter(network, self.vocabulary, TrainingRecord.kept(kept["numbers"]))
 
-    def _network(self, mean: Tensor, deviation: Tensor) -> Network:
+    def _network(self, mean: Tensor, deviation: Tensor) -> SentenceNetwork:
         """Untrained, as torch initialises it."""
-        known = self.school.known
+        known = self.shadow.known
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of("inverter", self.name))
-            made = Network(self.attack, known.batch_size, known.shape[0], len(self.vocabulary), mean, deviation)
+            made = SentenceNetwork(self.attack, known.batch_size, known.shape[0], len(self.vocabulary), mean, deviation)
         return made.to(mean.device, mean.dtype)
 
-    def _train(self, clock: Clock) -> dict[str, Tensor]:
-        school, size, planned = self.school, self.attack.batch, self.budget.iterations
-        sigma = fresh_noise(school)
-        lessons, held = school.lessons(False, quiet=sigma > 0), school.lessons(True)
-        network = self._network(*self._statistics(lessons, sigma))
-        pupil = Pupil(network, self.attack.rate, self.attack.patience, planned, matched_surprise)
-        pupil.look(self._error(network, held))
-        for rows, groups in batches(school, lessons, sigma, size, self.name):
-            if pupil.done or clock.over():
+    def _train(self, clock: Deadline) -> dict[str, Tensor]:
+        shadow, size, planned = self.shadow, self.attack.batch, self.budget.iterations
+        sigma = final_noise_std(shadow)
+        shadow_data, held = shadow.shadow_data(False, quiet=sigma > 0), shadow.shadow_data(True)
+        network = self._network(*self._statistics(shadow_data, sigma))
+        trainer = Trainer(network, self.attack.rate, self.attack.patience, planned, matched_nll)
+        trainer.record_error(self._error(network, held))
+        for rows, groups in batches(shadow, shadow_data, sigma, size, self.name):
+            if trainer.done or clock.over():
                 break
-            pupil.learn(rows, self._truth(groups))
-            if pupil.step % epoch(lessons, size) == 0 or pupil.done:
-                pupil.look(self._error(network, held))
-        if not pupil.done:
-            pupil.look(self._error(network, held))
-        return {**pupil.best, "numbers": Course.of(pupil).numbers}
+            trainer.train_step(rows, self._truth(groups))
+            if trainer.step % steps_per_epoch(shadow_data, size) == 0 or trainer.done:
+                trainer.record_error(self._error(network, held))
+        if not trainer.done:
+            trainer.record_error(self._error(network, held))
+        return {**trainer.best, "numbers": TrainingRecord.of(trainer).numbers}
 
-    def _statistics(self, lessons: Lessons, sigma: float) -> tuple[Tensor, Tensor]:
+    def _statistics(self, shadow_data: ShadowDataset, sigma: float) -> tuple[Tensor, Tensor]:
         """Mean and deviation (columns,) of rows, as they will be with their noise."""
-        variance, mean = torch.var_mean(lessons.rows, 0, correction=0)
-        variance = variance + (sigma * self.school.view.noise(self.school.entries).to(mean)).square()
+        variance, mean = torch.var_mean(shadow_data.rows, 0, correction=0)
+        variance = variance + (sigma * self.shadow.view.noise(self.shadow.entries).to(mean)).square()
         return mean, torch.where(variance > 0, variance, 1.0).sqrt()  # a column that never changes stays 0
 
     def _truth(self, groups: Tensor) -> Tensor:
         """Sentences (n, B, L) as numbers of `vocabulary`."""
-        found: Tensor = torch.searchsorted(self.vocabulary, self.school.auxiliary.x[groups])
+        found: Tensor = torch.searchsorted(self.vocabulary, self.shadow.auxiliary.x[groups])
         return found
 
-    def _error(self, network: Network, held: Lessons) -> float:
+    def _error(self, network: SentenceNetwork, held: ShadowDataset) -> float:
         """Mean surprise of a word of held-out sentences."""
         truth = self._truth(held.groups.reshape(len(held.rows), -1))
         parts = zip(held.rows.split(HELD), truth.split(HELD), strict=True)
         with torch.no_grad():
-            return sum(float(matched_surprise(network(r), t)) * len(r) for r, t in parts) / len(held.rows)
+            return sum(float(matched_nll(network(r), t)) * len(r) for r, t in parts) / len(held.rows)

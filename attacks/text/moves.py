@@ -27,7 +27,7 @@ def shuffles(n: int, count: int, rng: Generator) -> Tensor:
     return torch.tensor(found, dtype=torch.int64).view(len(found), n)
 
 
-def placed(orders: Tensor, movable: Tensor, length: int) -> Tensor:
+def on_all_positions(orders: Tensor, movable: Tensor, length: int) -> Tensor:
     """Orders (N, n) of the movable positions (n,) as orders (N, length) of all, in which the others stay.
 
     The others are special tokens and padding.

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.optimizers import adam
-from fedgauge.attacks.engine.scheduler import Clock
-from fedgauge.attacks.text.distance import TOGETHER, Guess, Kind, Matcher
-from fedgauge.attacks.text.language_prior import AUXILIARY, Prior, Training, load_prior
-from fedgauge.attacks.text.moves import placed, propose, shuffles
+from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
+from fedgauge.attacks.text.language_prior import AUXILIARY, LanguageModelTraining, LanguagePrior, load_prior
+from fedgauge.attacks.text.moves import on_all_positions, propose, shuffles
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.models.losses import is_of_tokens
+from fedgauge.client.models.losses import predicts_tokens
 from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
@@ -76,7 +76,7 @@ class TextMatching(Attack):
     lm_weight: float = 0.0
     lm: str = AUXILIARY
     lm_folder: Path | None = None
-    training: Training = field(default_factory=Training)
+    training: LanguageModelTraining = field(default_factory=LanguageModelTraining)
     draws: int = 1
     orders: int = 1
     discrete: Discrete = "none"
@@ -107,11 +107,11 @@ class TextMatching(Attack):
         if known.text is None or not isinstance(known.model, LanguageModel):
             return not_applicable(wave, "words are looked for, and the model reads images")
         try:
-            scene = Scene(self, wave, known, budget.restarts)
+            layout = SentenceLayout(self, wave, known, budget.restarts)
             prior = self._prior(known) if self._moves and self.lm_weight else None
         except ValueError as error:
             return not_applicable(wave, str(error))
-        search = _Search(self, scene, prior, streams, budget, Clock(started, budget.seconds))
+        search = _BatchDescent(self, layout, prior, streams, budget, Deadline(started, budget.seconds))
         with torch.no_grad():
             done, interrupted = search.run()
             return self._answers(search, done, interrupted, budget, time.perf_counter() - started)
@@ -120,16 +120,16 @@ class TextMatching(Attack):
     def _moves(self) -> bool:
         return self.discrete != "none"
 
-    def _prior(self, known: Knowledge) -> Prior:
+    def _prior(self, known: Knowledge) -> LanguagePrior:
         assert isinstance(known.model, LanguageModel)
         text = None if known.auxiliary is None else known.auxiliary.x
         return load_prior(self.lm, self.lm_folder, known.model, text, self.training)
 
     def _answers(
-        self, search: "_Search", done: int, interrupted: bool, budget: Budget, seconds: float
+        self, search: "_BatchDescent", done: int, interrupted: bool, budget: Budget, seconds: float
     ) -> list[Reconstruction]:
         """Each observation's restart of the lowest objective."""
-        scene, restarts = search.scene, budget.restarts
+        layout, restarts = search.layout, budget.restarts
         tokens, objectives = search.chosen()
         ranked = torch.where(objectives.isfinite(), objectives, torch.inf).view(-1, restarts)
         answers = []
@@ -142,13 +142,13 @@ class TextMatching(Attack):
                 continue
             status: Status = "out_of_budget" if interrupted else "converged"
             reason = f"{done} of {budget.iterations} iterations in {budget.seconds} s" if interrupted else ""
-            y = None if scene.labels is None else scene.labels[row].cpu()
-            x = scene.written(tokens[row], row)
+            y = None if layout.labels is None else layout.labels[row].cpu()
+            x = layout.written(tokens[row], row)
             answers.append(Reconstruction(x, y, float(ranked[k, best]), done, share, status, reason))
         return answers
 
 
-class Scene:
+class SentenceLayout:
     """What P problems of a wave share, and where their words stand.
 
     Attributes:
@@ -173,7 +173,7 @@ class Scene:
             )
         self.owners = torch.arange(len(wave) * restarts) // restarts
         self.lengths = lengths_of(wave, known)[self.owners]
-        self.labels = None if is_of_tokens(known.loss) else _labels(wave, known)[self.owners].to(self.table.device)
+        self.labels = None if predicts_tokens(known.loss) else _labels(wave, known)[self.owners].to(self.table.device)
         self.words = _vocabulary(self.model) if not attack.published else torch.arange(self.model.vocabulary)
         self.allowed = _known_tokens(wave, known, self.words)[self.owners] if attack.known_tokens else None
         self.size = float(self.table[self.words].norm(dim=1).mean())
@@ -233,7 +233,7 @@ class Scene:
         return whole
 
 
-class _State(NamedTuple):
+class _DescentState(NamedTuple):
     """Where P problems stand: embeddings, next words' logits or None, and each one's two moments."""
 
     x: Tensor
@@ -248,26 +248,26 @@ class _State(NamedTuple):
             t[row, sentence] = t[row, sentence][order.to(t.device)]
 
 
-class _Search:
+class _BatchDescent:
     """One wave's descent."""
 
     def __init__(
         self,
         attack: TextMatching,
-        scene: Scene,
-        prior: Prior | None,
+        layout: SentenceLayout,
+        prior: LanguagePrior | None,
         streams: Sequence[Stream],
         budget: Budget,
-        clock: Clock,
+        clock: Deadline,
     ) -> None:
-        self.attack, self.scene, self.prior, self.budget, self.clock = attack, scene, prior, budget, clock
-        owners = scene.owners.tolist()
+        self.attack, self.layout, self.prior, self.budget, self.clock = attack, layout, prior, budget, clock
+        owners = layout.owners.tolist()
         draws = [i % budget.restarts for i in range(len(owners))]
         self.starts = [streams[k]("start", r) for k, r in zip(owners, draws, strict=True)]
         self.moving = [streams[k]("moves", r) for k, r in zip(owners, draws, strict=True)]
-        self.rows = torch.arange(len(owners), device=scene.table.device)
+        self.rows = torch.arange(len(owners), device=layout.table.device)
         self.state = self._begin()
-        self.best = torch.full((len(owners),), torch.inf, device=scene.table.device)
+        self.best = torch.full((len(owners),), torch.inf, device=layout.table.device)
         self.kept = self.state.x.clone(), None if self.state.soft is None else self.state.soft.clone()
 
     def run(self) -> tuple[int, bool]:
@@ -304,52 +304,52 @@ class _Search:
 
     # ------------------------------------------------------------------------------------------------------ the start
 
-    def _begin(self) -> _State:
-        scene = self.scene
+    def _begin(self) -> _DescentState:
+        layout = self.layout
         x = torch.stack([self._drawn(row) for row in range(len(self.rows))])
         soft = None
-        if scene.labels is None:
-            soft = scene.table.new_zeros(*x.shape[:3], scene.model.vocabulary)
+        if layout.labels is None:
+            soft = layout.table.new_zeros(*x.shape[:3], layout.model.vocabulary)
         moments = [(torch.zeros_like(t), torch.zeros_like(t)) for t in (x, soft) if t is not None]
-        return _State(x, soft, moments)
+        return _DescentState(x, soft, moments)
 
     def _drawn(self, row: int) -> Tensor:
         """The likest of some random starts (B, L, width), then of orders of its words."""
-        scene, attack, rng = self.scene, self.attack, self.starts[row]
-        size = (attack.draws, *scene.mask.shape[1:], scene.table.shape[1])
-        drawn = torch.randn(size, generator=rng).to(scene.table)
-        drawn = drawn * (scene.size / drawn.norm(dim=-1, keepdim=True))
+        layout, attack, rng = self.layout, self.attack, self.starts[row]
+        size = (attack.draws, *layout.mask.shape[1:], layout.table.shape[1])
+        drawn = torch.randn(size, generator=rng).to(layout.table)
+        drawn = drawn * (layout.size / drawn.norm(dim=-1, keepdim=True))
         x = drawn[self._likest(drawn, row)]
         if attack.orders > 1:
             whole = x.repeat(attack.orders, 1, 1, 1)
             for b in range(len(x)):
-                movable = scene.movable(row, b)
-                orders = placed(shuffles(len(movable), attack.orders, rng), movable, x.shape[1])
+                movable = layout.movable(row, b)
+                orders = on_all_positions(shuffles(len(movable), attack.orders, rng), movable, x.shape[1])
                 whole[: len(orders), b] = x[b][orders]
             x = whole[self._likest(whole, row)]
-        return scene.held(x[None], self.rows[row : row + 1])[0]
+        return layout.held(x[None], self.rows[row : row + 1])[0]
 
     def _likest(self, starts: Tensor, row: int) -> int:
         if len(starts) == 1 or self.clock.over():
             return 0
         rows = self.rows[row].expand(len(starts))
-        pairs = zip(self.scene.held(starts, rows).split(TOGETHER), rows.split(TOGETHER), strict=True)
+        pairs = zip(self.layout.held(starts, rows).split(TOGETHER), rows.split(TOGETHER), strict=True)
         found = torch.cat([self._distance(x, None, part) for x, part in pairs])
         return int(found.nan_to_num(torch.inf).argmin())
 
     # -------------------------------------------------------------------------------------------------- the objective
 
-    def _guess(self, x: Tensor, soft: Tensor | None, rows: Tensor) -> Guess:
-        scene = self.scene
-        mask, owners = scene.mask[rows], scene.owners[rows]
-        if scene.labels is not None:
-            return Guess(x, scene.labels[rows], mask, owners)
+    def _guess(self, x: Tensor, soft: Tensor | None, rows: Tensor) -> SentenceGuess:
+        layout = self.layout
+        mask, owners = layout.mask[rows], layout.owners[rows]
+        if layout.labels is not None:
+            return SentenceGuess(x, layout.labels[rows], mask, owners)
         if soft is None:
-            soft = x.new_zeros(*x.shape[:3], scene.model.vocabulary)
-        return Guess(x, soft.softmax(-1) * mask[..., None], mask, owners)
+            soft = x.new_zeros(*x.shape[:3], layout.model.vocabulary)
+        return SentenceGuess(x, soft.softmax(-1) * mask[..., None], mask, owners)
 
     def _distance(self, x: Tensor, soft: Tensor | None, rows: Tensor) -> Tensor:
-        return self.scene.matcher.value(self._guess(x, soft, rows))
+        return self.layout.matcher.value(self._guess(x, soft, rows))
 
     def _ordered(self, row: int, sentence: int, order: Tensor) -> Tensor:
         """Distances (N,) of a problem with one sentence's words in other orders (N, L)."""
@@ -364,13 +364,13 @@ class _Search:
 
     def _step(self, done: int, iterations: int) -> None:
         """One step of Adam for all problems."""
-        scene, (x, soft, moments) = self.scene, self.state
+        layout, (x, soft, moments) = self.layout, self.state
         guess = self._guess(x, soft, self.rows)
-        value, by_x, by_y = scene.matcher.value_and_slopes(guess)
+        value, by_x, by_y = layout.matcher.value_and_slopes(guess)
         extra, slope = self._length(x)
         value = value + extra
         self._keep(value)
-        slopes = [(by_x + slope) * scene.free[..., None]]
+        slopes = [(by_x + slope) * layout.free[..., None]]
         if by_y is not None:
             slopes.append(guess.y * (by_y - (guess.y * by_y).sum(-1, keepdim=True)))
         variables = [x] if soft is None else [x, soft]
@@ -388,11 +388,11 @@ class _Search:
 
     def _length(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The regulariser (P,) and its slope."""
-        scene, weight = self.scene, self.attack.length
-        counted = scene.mask if self.attack.published else scene.free
+        layout, weight = self.layout, self.attack.length
+        counted = layout.mask if self.attack.published else layout.free
         norms = x.norm(dim=-1).clamp_min(1e-12)
         number = counted.flatten(1).sum(1).clamp(min=1)
-        apart = (norms * counted).flatten(1).sum(1) / number - scene.size
+        apart = (norms * counted).flatten(1).sum(1) / number - layout.size
         slope = (2 * weight * apart / number)[:, None, None, None] * x / norms[..., None]
         return weight * apart.square(), slope * counted[..., None]
 
@@ -400,7 +400,7 @@ class _Search:
 
     def _move(self) -> None:
         """Put each sentence's words in the best of the proposed orders."""
-        tokens = self.scene.tokens(self.state.x, None if self.state.soft is None else self.state.soft.softmax(-1))
+        tokens = self.layout.tokens(self.state.x, None if self.state.soft is None else self.state.soft.softmax(-1))
         for row in range(len(self.rows)):
             for sentence in range(tokens.shape[1]):
                 if self.clock.over():
@@ -411,16 +411,16 @@ class _Search:
 
     def _best_order(self, row: int, sentence: int, tokens: Tensor) -> Tensor | None:
         """The best order (L,) of a sentence, None where it is the one that it has."""
-        scene = self.scene
-        movable = scene.movable(row, sentence)
+        layout = self.layout
+        movable = layout.movable(row, sentence)
         orders = propose(len(movable), self.attack.candidates, self.moving[row])
         if len(orders) == 1:
             return None
-        whole = placed(orders, movable, len(tokens))
+        whole = on_all_positions(orders, movable, len(tokens))
         # in parts: soft labels of a large vocabulary are large
         total = torch.cat([self._ordered(row, sentence, part) for part in whole.split(TOGETHER)]).double().cpu()
         if self.prior is not None:
-            spoken = scene.spoken(tokens[whole], row, sentence)
+            spoken = layout.spoken(tokens[whole], row, sentence)
             total = total + self.attack.lm_weight * self.prior(spoken)
         total = total.nan_to_num(torch.inf)
         best = int(total.argmin())
@@ -428,18 +428,18 @@ class _Search:
 
     def _judged(self, x: Tensor, soft: Tensor | None) -> tuple[Tensor, Tensor]:
         """The words that embeddings are nearest to, and the objective of those words themselves."""
-        scene = self.scene
-        tokens = scene.tokens(x, None if soft is None else soft.softmax(-1))
-        guess = Guess(
-            scene.held(scene.table[tokens], self.rows),
-            scene.targets(tokens, self.rows),
-            scene.mask,
-            scene.owners,
+        layout = self.layout
+        tokens = layout.tokens(x, None if soft is None else soft.softmax(-1))
+        guess = SentenceGuess(
+            layout.held(layout.table[tokens], self.rows),
+            layout.targets(tokens, self.rows),
+            layout.mask,
+            layout.owners,
         )
-        objectives = scene.matcher.value(guess).double().cpu()
+        objectives = layout.matcher.value(guess).double().cpu()
         if self.prior is not None:
             told = [
-                torch.cat([self.prior(scene.spoken(t[None], row, b)) for b, t in enumerate(batch)]).mean()
+                torch.cat([self.prior(layout.spoken(t[None], row, b)) for b, t in enumerate(batch)]).mean()
                 for row, batch in enumerate(tokens)
             ]
             objectives = objectives + self.attack.lm_weight * torch.stack(told)
@@ -459,7 +459,7 @@ def lengths_of(wave: Wave, known: Knowledge) -> Tensor:
     least = len(model.start) + len(model.end) + 1
     if known.text.lengths is not None:
         return known.text.lengths.clamp(min(least, longest), longest)
-    told, name = known.chain.conditional, model.parts.position
+    told, name = known.chain.update_distribution, model.parts.position
     disturbed = told is None or told.noisy or told.sparse or told.signed
     found = torch.full((len(wave),), longest)
     if name in wave.update and not disturbed:

@@ -379,7 +379,7 @@ def _table(path: Path, sentence: int, label: int) -> list[Row]:
     return [(row[sentence].strip(), int(row[label])) for row in rows]
 
 
-def wrong_text(data: Text) -> str:
+def text_dataset_error(data: Text) -> str:
     """What keeps text of anybody's making from being used, in words; empty where nothing does."""
     for name, x, y in (("x", data.x, data.y), ("x_test", data.x_test, data.y_test)):
         labels = x.shape if data.task == "next_token" else x.shape[:1]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.data.corpora import Text, held_out, wrong_text
+from fedgauge.client.data.corpora import Text, held_out, text_dataset_error
 from fedgauge.client.data.images import Dataset
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -165,10 +165,10 @@ def _numbered(parts: Mapping[str, Any], label: str, where: str) -> tuple[dict[st
     return found, max(classes, *(int(y.max()) + 1 for y in found.values()))
 
 
-def wrong(dataset: Dataset) -> str:
+def image_dataset_error(dataset: Dataset) -> str:
     """What keeps a dataset of anybody's making from being used, in words; empty where nothing does."""
     if isinstance(dataset, Text):
-        return wrong_text(dataset)
+        return text_dataset_error(dataset)
     for name, x, y in (("x", dataset.x, dataset.y), ("x_test", dataset.x_test, dataset.y_test)):
         if x.dtype != torch.uint8 or x.dim() != 4:
             return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected uint8 (N, C, H, W)"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgauge.client.deployment.owner import Grading, Owner, Refused, State, digest_of
+from fedgauge.client.deployment.owner import ClientFolder, GradingPolicy, OwnerConfig, RequestRefused, digest_of
 from fedgauge.client.pairing import PSNR_CAP, match, psnr_of
 from fedgauge.client.update import Batch
 
@@ -22,7 +22,7 @@ _NAME = 100  # characters of an attack's name
 
 
 @dataclass(frozen=True)
-class Answer:
+class GradingAnswer:
     """What a client says of a round.
 
     Args:
@@ -34,31 +34,31 @@ class Answer:
     refused: Mapping[str, str]
 
 
-def batch_to_grade(owner: Owner, state: State, run: int, round: int) -> Batch:
+def batch_to_grade(owner: OwnerConfig, state: ClientFolder, run: int, round: int) -> Batch:
     """What was trained on in a round of one of the server's runs; Refused where nothing may be said of it."""
     if owner.grading.mode == "off":
-        raise Refused(NOT_ALLOWED)
+        raise RequestRefused(NOT_ALLOWED)
     if not owner.dataset.mean:
-        raise Refused("this client's data are no images, and only images are graded at a client")
+        raise RequestRefused("this client's data are no images, and only images are graded at a client")
     drawn = state.drawn(run, round)
     if drawn is None:
-        raise Refused(f"this client did not train in round {round}")
+        raise RequestRefused(f"this client did not train in round {round}")
     if not drawn.sent:
-        raise Refused(f"this client sent nothing in round {round}")
+        raise RequestRefused(f"this client sent nothing in round {round}")
     if not all(0 <= row < len(owner.dataset.y) for row in drawn.rows):
-        raise Refused("the owner's data has changed since")
+        raise RequestRefused("the owner's data has changed since")
     batch = owner.batch(drawn.rows)
     if digest_of(batch) != drawn.digest:
-        raise Refused("the owner's data has changed since")
+        raise RequestRefused("the owner's data has changed since")
     return batch
 
 
 def grade(
-    grading: Grading, state: State, round: int, batch: Batch, questions: Mapping[str, Tensor], run: int = 0
-) -> Answer:
+    grading: GradingPolicy, state: ClientFolder, round: int, batch: Batch, questions: Mapping[str, Tensor], run: int = 0
+) -> GradingAnswer:
     """Score an attack's images (B, C, H, W) each; what was answered before is answered so again, and counts once."""
     if len(questions) > MOST_NAMES or any(len(name) > _NAME for name in questions):
-        raise Refused(f"a question has at most {MOST_NAMES} names of at most {_NAME} characters")
+        raise RequestRefused(f"a question has at most {MOST_NAMES} names of at most {_NAME} characters")
     digest = digest_of(batch)
     known = state.answers(digest)
     told: dict[str, tuple[float, ...]] = {}
@@ -86,7 +86,7 @@ def grade(
         state.keep_answers(digest, known)
     facts = {"precision": grading.precision, "exact": exact, "refused": refused}
     state.note("graded", round=round, run=run, told=told, answered=len(known), **facts)
-    return Answer(told, refused)
+    return GradingAnswer(told, refused)
 
 
 def rounded(value: float, precision: float) -> float:

@@ -17,10 +17,10 @@ import torch
 from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from torch import Generator, Tensor
 
-from fedgauge.client.inspection import ALARM, REASON, Bench, Watch, probe_of
+from fedgauge.client.inspection import ALARM, REASON, InspectionPolicy, ProbeSet, probe_examples
 from fedgauge.client.mods import Mod
 from fedgauge.client.protocol import Federation
-from fedgauge.client.update import Memory, Params, Update, norm
+from fedgauge.client.update import Params, TransformState, Update, norm
 
 _LOG = logging.getLogger("fedgauge")
 WITHHELD = 111  # an error code of our own
@@ -31,7 +31,7 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Outbound:
+class UpdatePolicy:
     """What an update must pass: every entry finite, a norm that is not too large, an audit of one's own that fails.
 
     Args:
@@ -69,8 +69,8 @@ def guard(
     threshold: float = 20.0,
     replies: Literal["updates", "weights"] = "weights",
     note: Note = _LOG.warning,
-    watch: Watch | None = None,
-    bench: Bench | None = None,
+    inspection_policy: InspectionPolicy | None = None,
+    probes: ProbeSet | None = None,
 ) -> Mod:
     """A mod that answers with an error where an update should not leave: `@app.train(mods=[guard(max_norm=10.0), ...])`.
 
@@ -85,14 +85,14 @@ def guard(
         bench: the network, whose buffers become those that were sent, and the client's own examples; None: weights are inspected
             by themselves.
     """
-    outbound, vigilant = Outbound(max_norm, threshold), watch or Watch()
+    outbound, vigilant = UpdatePolicy(max_norm, threshold), inspection_policy or InspectionPolicy()
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         sent = _weights(message).to_torch_state_dict()
         if vigilant.inspect != "off":
-            _load_buffers(sent, bench)
-            with kept_in(context.state) as memory:
-                suspicion = suspected(vigilant, bench, _learnt(sent, bench), _round(memory), memory, note)
+            _load_buffers(sent, probes)
+            with guard_memory(context.state) as memory:
+                suspicion = inspect_params(vigilant, probes, _learnt(sent, probes), _round(memory), memory, note)
             if suspicion:
                 return withheld(message)
         reply = call_next(message, context)
@@ -113,22 +113,22 @@ def withheld(message: Message) -> Message:
 
 
 @contextmanager
-def kept_in(state: RecordDict) -> Iterator[Memory]:
+def guard_memory(state: RecordDict) -> Iterator[TransformState]:
     """What a node's state remembers of the weights that it has met; what is changed in it is kept."""
-    memory: Memory = dict(state.array_records.get(INSPECTED, ArrayRecord()).to_torch_state_dict())
+    memory: TransformState = dict(state.array_records.get(INSPECTED, ArrayRecord()).to_torch_state_dict())
     yield memory
     if memory:
         state[INSPECTED] = ArrayRecord({k: t.contiguous() for k, t in memory.items()})
 
 
-def inspected(
-    watch: Watch,
+def inspect_message(
+    inspection_policy: InspectionPolicy,
     own: Federation,
     client: int,
     round: int,
     rows: Tensor,
     weights: tuple[Params, Mapping[str, Tensor]],
-    memory: Memory,
+    memory: TransformState,
     note: Note = _LOG.warning,
     rng: Generator | None = None,
 ) -> str:
@@ -140,62 +140,62 @@ def inspected(
         memory: what the client kept from its rounds before, brought up to date.
         rng: None: the client's own entropy.
     """
-    if watch.inspect == "off":
+    if inspection_policy.inspect == "off":
         return ""
     params, buffers = weights
     own.load_buffers(buffers)
-    bench = Bench(own.model, probe_of(own.shards, client, rows), own.loss, own.shards.dataset.normalise)
-    return suspected(watch, bench, params, round, memory, note, rng)
+    probes = ProbeSet(own.model, probe_examples(own.shards, client, rows), own.loss, own.shards.dataset.normalise)
+    return inspect_params(inspection_policy, probes, params, round, memory, note, rng)
 
 
-def suspected(
-    watch: Watch,
-    bench: Bench | None,
+def inspect_params(
+    inspection_policy: InspectionPolicy,
+    probes: ProbeSet | None,
     params: Params,
     round: int,
-    memory: Memory,
+    memory: TransformState,
     note: Note = _LOG.warning,
     rng: Generator | None = None,
 ) -> str:
-    """`inspected`, of weights whose buffers the bench's model has already."""
-    if watch.inspect == "off":
+    """`inspect_message`, of weights whose buffers the bench's model has already."""
+    if inspection_policy.inspect == "off":
         return ""
-    found = watch.findings(bench, params, round, memory, rng)
+    found = inspection_policy.findings(probes, params, round, memory, rng)
     if found.alarms:
         note(f"round {round}: {ALARM} {found.suspicion:.3g}: {found.why}")
-    elif watch.inspect == "log":
+    elif inspection_policy.inspect == "log":
         note(f"round {round}: suspicion {found.suspicion:.3g}")
-    return found.why if watch.inspect == "refuse" else ""
+    return found.why if inspection_policy.inspect == "refuse" else ""
 
 
-def _learnt(sent: Mapping[str, Tensor], bench: Bench | None) -> Params:
+def _learnt(sent: Mapping[str, Tensor], probes: ProbeSet | None) -> Params:
     """The parameters among what was sent: by their names in the network, where it is known."""
-    if bench is not None:
-        return {name: sent[name] for name, _ in bench.model.named_parameters() if name in sent}
+    if probes is not None:
+        return {name: sent[name] for name, _ in probes.model.named_parameters() if name in sent}
     return {k: t for k, t in sent.items() if torch.is_floating_point(t) and not k.endswith(_STATISTICS)}
 
 
-def _load_buffers(sent: Mapping[str, Tensor], bench: Bench | None) -> None:
-    for name, buffer in () if bench is None else bench.model.named_buffers():
+def _load_buffers(sent: Mapping[str, Tensor], probes: ProbeSet | None) -> None:
+    for name, buffer in () if probes is None else probes.model.named_buffers():
         if name in sent:
             buffer.copy_(sent[name])
 
 
-def _round(memory: Memory) -> int:
+def _round(memory: TransformState) -> int:
     """A mod counts the messages: what a message calls its round is the server's word."""
     memory["messages"] = memory.get("messages", torch.tensor(0)) + 1
     return int(memory["messages"])
 
 
 def _objections(
-    outbound: Outbound, sent: Params, reply: Message, audit: Audit | None, replies: Literal["updates", "weights"]
+    outbound: UpdatePolicy, sent: Params, reply: Message, audit: Audit | None, replies: Literal["updates", "weights"]
 ) -> Iterator[str]:
     found = [dict(record.to_torch_state_dict()) for record in reply.content.array_records.values()]
     if not any(tensors.keys() == sent.keys() for tensors in found):
         yield "the reply has no weights of the names that were sent"
     for tensors in found:
         if tensors.keys() != sent.keys():
-            yield Outbound().objection(tensors)
+            yield UpdatePolicy().objection(tensors)
             continue
         update = tensors
         if replies == "weights":

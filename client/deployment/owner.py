@@ -22,25 +22,25 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.client.components import (
-    Kind,
+    ComponentKind,
     SpecError,
     Table,
     allowing,
     build,
     call,
     check_arguments,
-    conform,
+    coerce,
     is_own,
-    located,
+    with_absolute_paths,
 )
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
 from fedgauge.client.files import replacing
-from fedgauge.client.inspection import FIRST_NETWORK, Mode, Watch
+from fedgauge.client.inspection import FIRST_NETWORK, InspectionPolicy, Mode
 from fedgauge.client.local_data import may_download
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.protocol import DATASET, MODEL, Federation, Protocol, build_model
 from fedgauge.client.rng import secret_generator
-from fedgauge.client.update import Batch, Memory, Params, Update
+from fedgauge.client.update import Batch, Params, TransformState, Update
 
 MOST_PARAMETERS = 2**28  # of a model that a server may name: 1 GiB
 MOST_CLIENTS = 100_000
@@ -51,11 +51,11 @@ NO_FILE = "[model]: a server does not make a client read a file"
 _SPLIT = ("partition", "alpha", "shards_per_client", "auxiliary")  # of a data set that several clients share
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """What the server asked for is not done; the message is for the server, and tells nothing of the data."""
 
 
-class Damaged(Exception):
+class DamagedState(Exception):
     """A file of the client's own folder cannot be read; the message names it, and is for the owner alone."""
 
 
@@ -63,7 +63,7 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True)
-class Grading:
+class GradingPolicy:
     """What the owner lets the server know of its success.
 
     Args:
@@ -84,7 +84,7 @@ class Grading:
 
 
 @dataclass(frozen=True)
-class Guard:
+class GuardPolicy:
     """What an update must pass before it leaves; entries that are not finite never do.
 
     Args:
@@ -113,13 +113,13 @@ class Guard:
             raise ValueError(f"seconds must be above 0, got {self.seconds}")
 
     @property
-    def watch(self) -> Watch:
+    def inspection_policy(self) -> InspectionPolicy:
         """What is done about the weights that the server sends."""
-        return Watch(self.inspect, self.architecture, self.examples)
+        return InspectionPolicy(self.inspect, self.architecture, self.examples)
 
 
 @dataclass(frozen=True, eq=False)
-class Owner:
+class OwnerConfig:
     """An owner's file, checked.
 
     Args:
@@ -146,11 +146,11 @@ class Owner:
     loss: Table
     chain: tuple[Table, ...]
     updates: int | None
-    grading: Grading
-    guard: Guard | None
+    grading: GradingPolicy
+    guard: GuardPolicy | None
 
     @classmethod
-    def load(cls, path: Path) -> "Owner":
+    def load(cls, path: Path) -> "OwnerConfig":
         """Read and check a file; SpecError names it, the table, the value and what is allowed."""
         try:
             return cls.parse(path.read_text(), path)
@@ -160,7 +160,7 @@ class Owner:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
 
     @classmethod
-    def parse(cls, text: str, path: Path) -> "Owner":
+    def parse(cls, text: str, path: Path) -> "OwnerConfig":
         """From the text of the file at path."""
         try:
             return cls._checked(tomllib.loads(text), path)
@@ -170,44 +170,44 @@ class Owner:
             raise SpecError(f"{path}: {error}") from error
 
     @classmethod
-    def _checked(cls, tables: Table, path: Path) -> "Owner":
+    def _checked(cls, tables: Table, path: Path) -> "OwnerConfig":
         if unknown := sorted(tables.keys() - set(_TOP)):
             raise SpecError(f"unknown key {unknown[0]!r} (an owner's file has: {', '.join(_TOP)})")
         for key in ("client", "data", "chain"):
             if key not in tables:
                 raise SpecError(f"the owner's file needs {key!r}")
-        client = conform(tables["client"], int, "client")
+        client = coerce(tables["client"], int, "client")
         if not 0 <= client < MOST_CLIENTS:
             raise SpecError(f"client must lie in 0..{MOST_CLIENTS - 1}, got {client}")
-        data = dict(conform(tables["data"], dict, "[data]"))
-        batch_size = conform(data.pop("batch_size", 1), int, "[data]: batch_size")
-        whole = conform(data.pop("whole", False), bool, "[data]: whole")
-        sampling = conform(data.pop("sampling", "secret"), Literal["secret", "agreed"], "[data]: sampling")
+        data = dict(coerce(tables["data"], dict, "[data]"))
+        batch_size = coerce(data.pop("batch_size", 1), int, "[data]: batch_size")
+        whole = coerce(data.pop("whole", False), bool, "[data]: whole")
+        sampling = coerce(data.pop("sampling", "secret"), Literal["secret", "agreed"], "[data]: sampling")
         shared = {key: data.pop(key) for key in _SPLIT if key in data}
         if batch_size < 1:
             raise SpecError(f"[data]: batch_size must be at least 1, got {batch_size}")
         if whole and shared:
             raise SpecError(f"[data]: {next(iter(shared))} deals out what clients share; whole = true is all one's own")
-        updates = conform(tables["updates"], int, "updates") if "updates" in tables else None
+        updates = coerce(tables["updates"], int, "updates") if "updates" in tables else None
         if updates is not None and updates < 1:
             raise SpecError(f"updates must be at least 1, got {updates}")
-        chain = conform(tables["chain"], list, "[[chain]]")
+        chain = coerce(tables["chain"], list, "[[chain]]")
         folder = path.absolute().parent
         return cls(
             path=path,
             client=client,
-            state=folder / conform(tables.get("state", "state"), str, "state"),
-            allow=frozenset(conform(tables.get("allow", []), Sequence[str], "allow")),
+            state=folder / coerce(tables.get("state", "state"), str, "state"),
+            allow=frozenset(coerce(tables.get("allow", []), Sequence[str], "allow")),
             data=data,
             split=shared,
             batch_size=batch_size,
             whole=whole,
             sampling=sampling,
-            loss=conform(tables.get("loss", CROSS_ENTROPY), dict, "[loss]"),
-            chain=tuple(conform(t, dict, f"[[chain]] #{i}") for i, t in enumerate(chain, 1)),
+            loss=coerce(tables.get("loss", CROSS_ENTROPY), dict, "[loss]"),
+            chain=tuple(coerce(t, dict, f"[[chain]] #{i}") for i, t in enumerate(chain, 1)),
             updates=updates,
-            grading=_options(Grading, tables.get("grading", {}), "[grading]"),
-            guard=_options(Guard, tables["guard"], "[guard]") if "guard" in tables else None,
+            grading=_options(GradingPolicy, tables.get("grading", {}), "[grading]"),
+            guard=_options(GuardPolicy, tables["guard"], "[guard]") if "guard" in tables else None,
         )
 
     @cached_property
@@ -215,7 +215,9 @@ class Owner:
         """The images."""
         beside = ("batch_size", "whole", "sampling", *_SPLIT)
         with self.allowing():  # paths are relative to the owner's file
-            found: Dataset = build(located(self.data, DATASET, self.path.parent), "[data]", DATASET, beside=beside)
+            found: Dataset = build(
+                with_absolute_paths(self.data, DATASET, self.path.parent), "[data]", DATASET, beside=beside
+            )
         return found
 
     def allowing(self) -> AbstractContextManager[None]:
@@ -228,7 +230,7 @@ class Owner:
 
 
 def _options(kind: Any, value: Any, where: str) -> Any:
-    table = conform(value, dict, where)
+    table = coerce(value, dict, where)
     if unknown := sorted(table.keys() - {f.name for f in fields(kind)}):
         names = ", ".join(f.name for f in fields(kind))
         raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {names})")
@@ -239,7 +241,7 @@ def _options(kind: Any, value: Any, where: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Terms:
+class ServerTerms:
     """What a client takes from the server's protocol."""
 
     seed: int
@@ -248,37 +250,37 @@ class Terms:
     model: Table
 
     @classmethod
-    def parse(cls, text: str) -> "Terms":
+    def parse(cls, text: str) -> "ServerTerms":
         """From the protocol's JSON; Refused with the reason."""
         if len(text) > MOST_TEXT:
-            raise Refused(f"the protocol has {len(text)} characters, more than {MOST_TEXT}")
+            raise RequestRefused(f"the protocol has {len(text)} characters, more than {MOST_TEXT}")
         try:
-            spec = conform(json.loads(text), dict, "the protocol")
-            numbers = {key: conform(spec.get(key), int, key) for key in ("seed", "rounds", "clients")}
-            model = conform(spec.get("model"), dict, "[model]")
+            spec = coerce(json.loads(text), dict, "the protocol")
+            numbers = {key: coerce(spec.get(key), int, key) for key in ("seed", "rounds", "clients")}
+            model = coerce(spec.get("model"), dict, "[model]")
         except (ValueError, RecursionError) as error:
-            raise Refused(f"the protocol cannot be read: {error}") from error
+            raise RequestRefused(f"the protocol cannot be read: {error}") from error
         for key, least, most in (("seed", 0, 2**63 - 1), ("rounds", 1, 2**31), ("clients", 1, MOST_CLIENTS)):
             if not least <= numbers[key] <= most:
-                raise Refused(f"{key} must lie in {least}..{most}, got {numbers[key]}")
+                raise RequestRefused(f"{key} must lie in {least}..{most}, got {numbers[key]}")
         if len(json.dumps(model)) > MOST_MODEL:
-            raise Refused(f"[model] has more than {MOST_MODEL} characters")
+            raise RequestRefused(f"[model] has more than {MOST_MODEL} characters")
         if "weights" in model:
-            raise Refused(NO_FILE)
+            raise RequestRefused(NO_FILE)
         return cls(**numbers, model=model)
 
 
 @dataclass(frozen=True, eq=False)
-class Own(Federation):
+class DeployedClient(Federation):
     """The federation as one client of a deployment computes it: its owner's data and chain, the server's model."""
 
-    owner: Owner
+    owner: OwnerConfig
 
     @classmethod
-    def of(cls, owner: Owner, terms: Terms) -> "Own":
+    def of(cls, owner: OwnerConfig, terms: ServerTerms) -> "DeployedClient":
         """Built and checked; Refused where the server's part is at fault, SpecError where the owner's is."""
         if owner.client >= terms.clients:
-            raise Refused(f"this is client {owner.client}, the protocol has {terms.clients} clients")
+            raise RequestRefused(f"this is client {owner.client}, the protocol has {terms.clients} clients")
         protocol = Protocol(
             terms.seed, terms.rounds, terms.clients, owner.data, terms.model, owner.chain, loss=owner.loss
         )
@@ -286,7 +288,7 @@ class Own(Federation):
         try:
             _ = own.shards, own.model
             with owner.allowing():
-                _ = own.loss, own.chain, own_audit(owner.guard) if owner.guard else None
+                _ = own.loss, own.chain, self_audit(owner.guard) if owner.guard else None
         except SpecError as error:
             raise SpecError(f"{owner.path}: {error}") from error
         return own
@@ -313,17 +315,17 @@ class Own(Federation):
         offered = self.shards.dataset.offered
         allowed = may_download.set(False)  # a server names what a client has, and makes it fetch nothing
         try:
-            mode = conform(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
+            mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
             with self.owner.allowing():
-                if located(table, MODEL, Path(os.sep)) != table:
-                    raise Refused(NO_FILE)
+                if with_absolute_paths(table, MODEL, Path(os.sep)) != table:
+                    raise RequestRefused(NO_FILE)
                 if is_own(table, MODEL):  # a package that the owner allows is the owner's to trust
                     self._check_size(table, offered)
                 return build_model(table, "[model]", offered, self.protocol.seed, beside=("mode",)).train(
                     mode == "train"
                 )
         except SpecError as error:
-            raise Refused(str(error)) from error
+            raise RequestRefused(str(error)) from error
         finally:
             may_download.reset(allowed)
 
@@ -332,7 +334,7 @@ class Own(Federation):
             shadow = build_model(table, "[model]", offered, self.protocol.seed, beside=("mode",))
         size = sum(t.numel() for t in (*shadow.parameters(), *shadow.buffers()))
         if size > MOST_PARAMETERS:
-            raise Refused(f"[model]: it has {size} parameters, more than {MOST_PARAMETERS}")
+            raise RequestRefused(f"[model]: it has {size} parameters, more than {MOST_PARAMETERS}")
 
     def draw(self, round: int) -> list[int]:
         """The rows of the training images that a round trains on."""
@@ -342,13 +344,13 @@ class Own(Federation):
         drawn = mine[torch.randperm(len(mine), generator=secret_generator())]
         return drawn[: self.owner.batch_size].tolist()
 
-    def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: Memory) -> Update:
+    def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: TransformState) -> Update:
         """What leaves the client, with noise that nobody else can draw again."""
         self.load_buffers(buffers)
         return self.update_fn(memory)(params, batch, secret_generator())
 
 
-class OwnAudit(ABC):
+class SelfAudit(ABC):
     """What a client tries on its own update before it leaves; a frozen dataclass of an attack's name and its budget."""
 
     @abstractmethod
@@ -362,16 +364,16 @@ class OwnAudit(ABC):
         """
 
 
-OWN_AUDIT = Kind("an audit of one's own update", ("fedgauge.audits",), OwnAudit)
+SELF_AUDIT = ComponentKind("an audit of one's own update", ("fedgauge.audits",), SelfAudit)
 INVERSION = "invert_own"  # attacks stand above clients: it is found by its name, where an owner asks for it
 
 
-def own_audit(guard: Guard) -> OwnAudit | None:
+def self_audit(guard: GuardPolicy) -> SelfAudit | None:
     """The audit that an owner asks for."""
     if guard.audit is None:
         return None
     table = {"use": INVERSION, "attack": guard.audit, "iterations": guard.iterations, "seconds": guard.seconds}
-    found: OwnAudit = build(table, "[guard]", OWN_AUDIT)
+    found: SelfAudit = build(table, "[guard]", SELF_AUDIT)
     return found
 
 
@@ -379,7 +381,7 @@ def own_audit(guard: Guard) -> OwnAudit | None:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnBatch:
     """What a client trained on in a round.
 
     Args:
@@ -395,7 +397,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class State:
+class ClientFolder:
     """The client's own folder: what it drew, what it answered, and its log; nothing in it ever travels."""
 
     folder: Path
@@ -408,21 +410,23 @@ class State:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def drawn(self, run: int, round: int) -> Drawn | None:
+    def drawn(self, run: int, round: int) -> DrawnBatch | None:
         """What was trained on in a round of one of the server's runs; None where that round never came."""
         table = _read(self._round(run, round))
         if table is None:
             return None
         try:
-            return Drawn(int(table["run"]), tuple(map(int, table["rows"])), str(table["digest"]), table["sent"] is True)
+            return DrawnBatch(
+                int(table["run"]), tuple(map(int, table["rows"])), str(table["digest"]), table["sent"] is True
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise Damaged(f"{self._round(run, round)} is damaged: {error!r}") from error
+            raise DamagedState(f"{self._round(run, round)} is damaged: {error!r}") from error
 
     def draws(self) -> int:
         """How often a round's examples were drawn, in all runs."""
         return sum(1 for _ in (self.folder / "rounds").glob("run-*.json"))
 
-    def keep_drawn(self, round: int, drawn: Drawn) -> None:
+    def keep_drawn(self, round: int, drawn: DrawnBatch) -> None:
         """Write a round's draw down."""
         _write(self._round(drawn.run, round), asdict(drawn))
 
@@ -447,7 +451,7 @@ class State:
             file.write(text.encode())
 
     @contextmanager
-    def met(self, run: int) -> Iterator[Memory]:
+    def met(self, run: int) -> Iterator[TransformState]:
         """What an inspection remembers of the weights of one of the server's runs; what is changed in it is kept.
 
         The network that was met first is that of all runs: an owner who agrees to another one deletes the file, or names it.
@@ -458,11 +462,11 @@ class State:
 
         path, mine = self.folder / "inspected.safetensors", torch.tensor(list(str(run).encode()), dtype=torch.uint8)
         try:
-            memory: Memory = load(path.read_bytes())
+            memory: TransformState = load(path.read_bytes())
         except FileNotFoundError:
             memory = {}
         except (OSError, SafetensorError) as error:
-            raise Damaged(f"{path} is damaged: {error}") from error
+            raise DamagedState(f"{path} is damaged: {error}") from error
         if not torch.equal(memory.pop("run", mine), mine):
             memory = {k: t for k, t in memory.items() if k == FIRST_NETWORK}
         yield memory
@@ -510,9 +514,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise Damaged(f"{path} is damaged: {error}") from error
+        raise DamagedState(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):
-        raise Damaged(f"{path} is damaged: it holds no table")
+        raise DamagedState(f"{path} is damaged: it holds no table")
     return found
 
 

@@ -21,7 +21,7 @@ Record = dict[str, Value]
 Vector = NDArray[np.float64]
 
 
-class Answering(Protocol):
+class SecureSumClient(Protocol):
     """A client's side of a protocol, as fedgauge.defenses.secure_sum.PairwiseMasking has it: plain values in, plain values out."""
 
     def answer(
@@ -30,7 +30,7 @@ class Answering(Protocol):
         """What the client keeps from now on, and its answer; `train` gives its update, flat, and its examples."""
 
 
-def secure_sum(protocol: Answering, replies: Literal["updates", "weights"] = "weights") -> Mod:
+def secure_sum(protocol: SecureSumClient, replies: Literal["updates", "weights"] = "weights") -> Mod:
     """A mod under which a client's update leaves as a part of its group's sum alone.
 
     Attach it to training, outermost: `@app.train(mods=[secure_sum(PairwiseMasking(5, clip=0.1)), as_mod(clip(1.0))])`; the
@@ -67,12 +67,12 @@ def secure_sum(protocol: Answering, replies: Literal["updates", "weights"] = "we
                 return failed[0]
             raise
         context.state[RECORD] = ConfigRecord(cast(Any, state))
-        return Message(content_of(answer), reply_to=message)
+        return Message(to_config_record(answer), reply_to=message)
 
     return mod
 
 
-def content_of(record: Mapping[str, Value]) -> RecordDict:
+def to_config_record(record: Mapping[str, Value]) -> RecordDict:
     """A question or an answer as a message carries it."""
     arrays = {k: Array(v) for k, v in record.items() if isinstance(v, np.ndarray)}
     plain = {k: v for k, v in record.items() if k not in arrays}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedgauge.client.models.language_parts import Search
+from fedgauge.client.models.language_parts import PartFinder
 from fedgauge.client.models.tokenizer import Task, Tokenizer, load_tokenizer, model_place
 from fedgauge.client.models.transformer import Transformer
 
@@ -46,7 +46,7 @@ class LanguageModel(nn.Module):
         self.pad, self.special = tokenizer.pad, tokenizer.special
         self.start, self.end = tokenizer.frame(task)
         _refuse_dropout(net)
-        found = Search(net, task)
+        found = PartFinder(net, task)
         self.parts = found.parts
         self.vocabulary, self.width = (int(n) for n in self.value(self.parts.word).shape)
         self.positions = found.positions

@@ -43,7 +43,7 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class Layer:
+class BlockParts:
     """One block: its attention's projections, and the names of the weights and biases of its norms."""
 
     query: Projection
@@ -53,7 +53,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """Names of a language model's parameters by what they do; those that are frozen among them."""
 
     word: str
@@ -61,7 +61,7 @@ class Parts:
     token_type: str | None
     embedding_norm: tuple[str, str] | None
     head: tuple[str, str | None]
-    layers: tuple[Layer, ...]
+    layers: tuple[BlockParts, ...]
 
     @property
     def tied(self) -> bool:
@@ -74,7 +74,7 @@ class Parts:
         return frozenset(layer.key.bias for layer in self.layers if layer.key.bias and layer.key.stop is None)
 
 
-class Search:
+class PartFinder:
     """The parts of a network, found by what its modules are and are called."""
 
     def __init__(self, net: Any, task: Task) -> None:
@@ -90,7 +90,7 @@ class Search:
         reserved = -1 if rows is None or rows.padding_idx is None else int(rows.padding_idx)
         own = int(getattr(net, "positions", 2**31))
         self.positions = own if rows is None else int(rows.num_embeddings) - reserved - 1
-        self.parts = Parts(
+        self.parts = ModelParts(
             word=self._weight(word),
             position=position and self._weight(position),
             token_type=kind and self._weight(kind),
@@ -127,7 +127,7 @@ class Search:
         found = {what: [n for n, leaf in inside.items() if leaf in names] for what, names in _PROJECTIONS.items()}
         return {what: names[0] for what, names in found.items()} if all(found.values()) else {}
 
-    def _layer(self, block: str) -> Layer:
+    def _layer(self, block: str) -> BlockParts:
         query, key, value = (self._projection(name, i) for i, name in enumerate(self._projections(block).values()))
         norms = [
             self.name[id(p)]
@@ -135,7 +135,7 @@ class Search:
             if name.startswith(block + ".") and isinstance(module, nn.LayerNorm)
             for p in module.parameters()
         ]
-        return Layer(query, key, value, tuple(norms))
+        return BlockParts(query, key, value, tuple(norms))
 
     def _projection(self, name: str, place: int) -> Projection:
         """What one module makes, or its place-th third where it makes query, key and value."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.client.components import Kind, SpecError, Table, call, check_arguments, resolve
+from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, resolve
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Loss
 
@@ -86,7 +86,7 @@ class next_token(Criterion):
         return (surprise.sum(1) / seen.sum(1).clamp(min=1)).mean()
 
 
-def hits(logits: Tensor, y: Tensor) -> Tensor:
+def per_example_accuracy(logits: Tensor, y: Tensor) -> Tensor:
     """The part of each example (B,) that the largest logit gets right: its label, or its words that are predicted."""
     if y.dim() == 1:
         return (logits.argmax(1) == y).double()
@@ -94,7 +94,7 @@ def hits(logits: Tensor, y: Tensor) -> Tensor:
     return (guess == y).double().sum(1) / (y != IGNORED).sum(1).clamp(min=1)
 
 
-LOSS = Kind("a loss", ("fedgauge.losses",), Criterion, annotated=False, outside=(Criterion, nn.Module, Tensor))
+LOSS = ComponentKind("a loss", ("fedgauge.losses",), Criterion, annotated=False, outside=(Criterion, nn.Module, Tensor))
 CROSS_ENTROPY: Table = {"use": "cross_entropy"}
 
 
@@ -154,7 +154,7 @@ def takes_probabilities(loss: Loss, classes: int) -> bool:
     return soft.dim() == 0 and _same(loss(logits, y), soft)
 
 
-def slope(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
+def logit_gradient(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
     """Each example's derivative of its loss by its logits, (B, classes)."""
     at = logits.detach().requires_grad_()
     with torch.enable_grad():
@@ -162,13 +162,13 @@ def slope(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
     return found
 
 
-def is_of_tokens(loss: Loss) -> bool:
+def predicts_tokens(loss: Loss) -> bool:
     """Whether it takes the logits of every token, not those of a class."""
     return bool(getattr(loss, "tokens", False))
 
 
 def _probe(loss: Loss, classes: int) -> tuple[Tensor, Tensor]:
-    tokens = (TOKENS,) if is_of_tokens(loss) else ()
+    tokens = (TOKENS,) if predicts_tokens(loss) else ()
     rng = generator("loss probe", classes, *tokens)
     logits = torch.randn(PROBES, *tokens, classes, generator=rng)
     return logits, (torch.arange(logits[..., 0].numel()) % classes).view(PROBES, *tokens)

@@ -22,7 +22,7 @@ class Transformer(nn.Module):
         self.causal = causal
         self.words = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(self.positions, width) if learned else None
-        self.blocks = nn.ModuleList(_Block(width, heads, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(_TransformerBlock(width, heads, hidden) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary)
         for weight in (self.words.weight, self.head.weight):
             nn.init.uniform_(weight, -0.1, 0.1)
@@ -53,7 +53,7 @@ class Transformer(nn.Module):
         return torch.stack([angles.sin(), angles.cos()], -1).flatten(1).to(x.dtype)
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     """As nn.TransformerEncoderLayer, with its projections apart and attention that can be differentiated twice."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:

@@ -80,7 +80,7 @@ def convnet(shape: Shape, classes: int, width: int = 64, norm: Norm = "batch") -
 def resnet20(shape: Shape, classes: int, width: int = 1, norm: Norm = "batch") -> nn.Module:
     """ResNet-20 for small images (He et al., 2016), parameter-free shortcuts; width multiplies 16, 32, 64 channels."""
     _at_least_one("width", width)
-    return _ResNet(shape[0], classes, 16 * width, (3, 3, 3), partial(_Block, norm=norm), norm)
+    return _ResNet(shape[0], classes, 16 * width, (3, 3, 3), partial(_ResNetBlock, norm=norm), norm)
 
 
 def resnet(
@@ -95,7 +95,7 @@ def resnet(
     """
     _at_least_one("width", width)
     blocks = {18: (2, 2, 2, 2), 20: (3, 3, 3), 32: (5, 5, 5), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}[depth]
-    kind = _Bottleneck if depth == 50 else partial(_Block, project=True)
+    kind = _ResNetBottleneck if depth == 50 else partial(_ResNetBlock, project=True)
     model = _ResNet(shape[0], classes, width, blocks, partial(kind, norm=norm), norm)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -103,7 +103,7 @@ def resnet(
     return model
 
 
-class _Block(nn.Module):
+class _ResNetBlock(nn.Module):
     """Two 3x3 convolutions round a shortcut that subsamples and pads with zero channels (option A), or projects (B)."""
 
     expansion = 1
@@ -121,7 +121,7 @@ class _Block(nn.Module):
         return F.relu(out + self.shortcut(x))
 
 
-class _Bottleneck(nn.Module):
+class _ResNetBottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions round a projecting shortcut; the last widens four times."""
 
     expansion = 4

@@ -8,20 +8,20 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from fedgauge.server.dashboard.runs import Shelf, Unknown
+from fedgauge.server.dashboard.runs import RunCatalog, UnknownRun
 from fedgauge.server.store.ledger import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import state_of
 
-LOOK = 0.5  # seconds between looks at files
+POLL_SECONDS = 0.5  # seconds between looks at files
 HEARTBEAT = 15.0  # seconds after which silence is broken, so that proxies keep the connection
 
 
-class Feed:
+class EventStream:
     """The changes of a shelf's runs, as server-sent events; a slow listener misses versions, never the last one."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self.shelf = shelf
+    def __init__(self, catalog: RunCatalog) -> None:
+        self.catalog = catalog
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -51,9 +51,9 @@ class Feed:
             if silent >= HEARTBEAT:
                 silent = 0.0
                 yield ": still here\n\n"
-            silent += LOOK
+            silent += POLL_SECONDS
             try:
-                await asyncio.wait_for(self._stopping.wait(), LOOK)
+                await asyncio.wait_for(self._stopping.wait(), POLL_SECONDS)
             except TimeoutError:
                 continue
 
@@ -61,25 +61,25 @@ class Feed:
         """What differs whenever a ledger may have changed; it costs no query. None: the run is gone."""
         if name is not None:
             try:
-                return _marks(self.shelf.run(name))
-            except Unknown:
+                return _marks(self.catalog.run(name))
+            except UnknownRun:
                 return None
-        return [(n, _marks(self.shelf.run(n))) for n in self.shelf.names()]
+        return [(n, _marks(self.catalog.run(n))) for n in self.catalog.names()]
 
     def _version(self, name: str | None) -> str:
         if name is None:
-            return _digest("\n".join(f"{n}: {self._line(n)}" for n in self.shelf.names()))
+            return _digest("\n".join(f"{n}: {self._line(n)}" for n in self.catalog.names()))
         try:
-            return self.shelf.use(name, lambda reading: reading.version)
-        except (Unknown, LedgerError) as error:
+            return self.catalog.use(name, lambda reading: reading.version)
+        except (UnknownRun, LedgerError) as error:
             return _digest(str(error))
 
     def _line(self, name: str) -> str:
         try:
-            run = self.shelf.run(name)
+            run = self.catalog.run(name)
             with run.ledger(readonly=True) as ledger:
                 return f"{ledger.finished()} {ledger.last_round()} {ledger.progress()} {state_of(run, ledger)}"
-        except (Unknown, LedgerError):
+        except (UnknownRun, LedgerError):
             return "unreadable"
 
 

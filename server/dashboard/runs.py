@@ -16,7 +16,7 @@ OPEN = 24  # runs that are kept open: a reading holds all scores of its run
 View = TypeVar("View")
 
 
-class Unknown(Exception):
+class UnknownRun(Exception):
     """There is no such run, or no such part of one; the message says what there is."""
 
 
@@ -24,7 +24,7 @@ def _plain(name: str) -> bool:
     return Path(name).name == name and not name.startswith(".") and "\0" not in name
 
 
-class Shelf:
+class RunCatalog:
     """A folder of runs, or one run; safe to use from many threads."""
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +49,7 @@ class Shelf:
                 return Run(self._only)
         elif _plain(name) and self._inside(self.root / name) and (self.root / name / "ledger.sqlite").exists():
             return Run(self.root / name)
-        raise Unknown(f"there is no run {name!r} here")
+        raise UnknownRun(f"there is no run {name!r} here")
 
     def _inside(self, folder: Path) -> bool:
         return folder.resolve().parent == self.root.resolve()  # a link may lead anywhere

@@ -27,15 +27,15 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
-from fedgauge.server.dashboard.events import Feed
-from fedgauge.server.dashboard.runs import OPEN, Shelf, Unknown
+from fedgauge.server.dashboard.events import EventStream
+from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger import LedgerError
 from fedgauge.server.views.clients import client, clients
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.gallery import Gallery, Query, Sort, through_rounds, trace
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.run_list import in_a_line
+from fedgauge.server.views.run_list import run_summary
 
 STATIC = Path(__file__).parent / "static"
 THREADS = 4  # that make views: one core does one at a time, and each thread keeps memory of its own
@@ -60,8 +60,8 @@ def make_app(path: Path, token: str | None = None) -> Starlette:
     Args:
         token: without which nothing is answered; None: only requests that name this machine are.
     """
-    shelf = Shelf(path)
-    feed = Feed(shelf)
+    catalog = RunCatalog(path)
+    event_stream = EventStream(catalog)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -69,21 +69,21 @@ def make_app(path: Path, token: str | None = None) -> Starlette:
         ahead = asyncio.get_running_loop().run_in_executor(None, _packed)  # nobody shall wait for its packing
         yield
         await ahead
-        feed.stop()
+        event_stream.stop()
 
     guard = Middleware(_Token, token=token) if token else Middleware(_OwnHost)
     app = Starlette(
         routes=_routes(),
         middleware=[Middleware(_Headers), guard, Middleware(GZipMiddleware, minimum_size=2000)],
         exception_handlers={
-            Unknown: _answer(404),
+            UnknownRun: _answer(404),
             LedgerError: _answer(503),
             BadQuery: _answer(400),
             HTTPException: _http,
         },
         lifespan=lifespan,
     )
-    app.state.shelf, app.state.feed = shelf, feed
+    app.state.catalog, app.state.event_stream = catalog, event_stream
     return app
 
 
@@ -109,7 +109,7 @@ def serve(path: Path, host: str, port: int | None, token: str | None, ready: Cal
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            app.state.feed.stop()  # else the streams would hold the end up
+            app.state.event_stream.stop()  # else the streams would hold the end up
             super().handle_exit(sig, frame)
 
     Server(uvicorn.Config(app, log_level="warning", log_config=None, ws="none", timeout_graceful_shutdown=2)).run(
@@ -249,9 +249,9 @@ def _http(request: Request, error: Exception) -> Response:
 
 async def _ask(request: Request, make: Callable[[Reading], Mapping[str, Any]]) -> Response:
     """What a view makes of the run that the address names, with how the run stands."""
-    shelf, name = request.app.state.shelf, request.path_params["id"]
+    catalog, name = request.app.state.catalog, request.path_params["id"]
     found = await run_in_threadpool(
-        shelf.use, name, lambda reading: {**make(reading), "state": reading.state, "version": reading.version}
+        catalog.use, name, lambda reading: {**make(reading), "state": reading.state, "version": reading.version}
     )
     return JSONResponse(found)
 
@@ -288,7 +288,7 @@ async def _image(request: Request) -> Response:
     def find(reading: Reading) -> Any:
         found = through_rounds(_gallery_of(reading), who, request.path_params["image"])
         if found is None:
-            raise Unknown(f"client {who} was never attacked on image {request.path_params['image']}")
+            raise UnknownRun(f"client {who} was never attacked on image {request.path_params['image']}")
         return found
 
     return await _ask(request, find)
@@ -305,7 +305,7 @@ async def _trace(request: Request) -> Response:
             raise BadQuery("attack is missing")
         found = trace(gallery, round, who, example, attack)
         if isinstance(found, str):
-            raise Unknown(found)
+            raise UnknownRun(found)
         return found
 
     return await _ask(request, find)
@@ -328,40 +328,40 @@ async def _client(request: Request) -> Response:
 
     def find(reading: Reading) -> Any:
         if not any(c == who for c, _ in reading.participation):
-            raise Unknown(f"there is no client {who} in this run")
+            raise UnknownRun(f"there is no client {who} in this run")
         return client(_gallery_of(reading), who)
 
     return await _ask(request, find)
 
 
 async def _runs(request: Request) -> Response:
-    shelf: Shelf = request.app.state.shelf
-    lines = await run_in_threadpool(lambda: [_line(shelf, name) for name in shelf.names()])
-    return JSONResponse({"folder": shelf.root.name, "single": shelf.single, "runs": lines})
+    catalog: RunCatalog = request.app.state.catalog
+    lines = await run_in_threadpool(lambda: [_line(catalog, name) for name in catalog.names()])
+    return JSONResponse({"folder": catalog.root.name, "single": catalog.single, "runs": lines})
 
 
-def _line(shelf: Shelf, name: str) -> Mapping[str, Any]:
+def _line(catalog: RunCatalog, name: str) -> Mapping[str, Any]:
     try:
-        return in_a_line(shelf.run(name))
-    except (LedgerError, Unknown, KeyError) as error:
+        return run_summary(catalog.run(name))
+    except (LedgerError, UnknownRun, KeyError) as error:
         return {"id": name, "error": str(error)}
 
 
 async def _compare(request: Request) -> Response:
     asked = _query(request, "runs", "metric")
     metric = _one_of(asked, "metric", tuple(HIGHER_IS_BETTER), "psnr")
-    shelf: Shelf = request.app.state.shelf
-    names = [name for name in asked.get("runs", "").split(",") if name] or shelf.names()
+    catalog: RunCatalog = request.app.state.catalog
+    names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
     if len(names) > OPEN:
         raise BadQuery(f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
-    return JSONResponse(await run_in_threadpool(shelf.compare, names, lambda readings: compare(readings, metric)))
+    return JSONResponse(await run_in_threadpool(catalog.compare, names, lambda readings: compare(readings, metric)))
 
 
 async def _events(request: Request) -> Response:
-    name, feed = request.query_params.get("run"), request.app.state.feed
+    name, event_stream = request.query_params.get("run"), request.app.state.event_stream
     if name is not None:
-        request.app.state.shelf.run(name)
-    stream = feed.events(name, request.headers.get("last-event-id"))
+        request.app.state.catalog.run(name)
+    stream = event_stream.events(name, request.headers.get("last-event-id"))
     return StreamingResponse(stream, media_type="text/event-stream")
 
 
@@ -369,8 +369,8 @@ async def _page(request: Request) -> Response:
     status = 200
     if "id" in request.path_params:
         try:
-            request.app.state.shelf.run(request.path_params["id"])
-        except Unknown:  # the page says so, with a way to the others
+            request.app.state.catalog.run(request.path_params["id"])
+        except UnknownRun:  # the page says so, with a way to the others
             status = 404
     return Response((STATIC / "page.html").read_bytes(), status, media_type="text/html")
 

@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.grading.replay import Replay, replay
-from fedgauge.client.update import WithMemory
+from fedgauge.attacks.grading.replay import ReplayCheck, replay
+from fedgauge.client.update import StatefulTransform
 from fedgauge.server.children import die_with_parent
-from fedgauge.server.pool.worker import Outcome, Task, attack_wave
+from fedgauge.server.pool.worker import Task, TaskResult, attack_wave
 from fedgauge.server.store.ledger import Lease, Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors
 
-Result = Outcome | Exception
+Result = TaskResult | Exception
 NO_REPLAY = (
     "not possible in a deployment: an update can be recomputed from a client's own data alone, which stays there"
 )
@@ -113,7 +113,7 @@ class RayExecutor:
             def pid(self) -> int:
                 return os.getpid()
 
-            def attack(self, task: Task) -> Outcome:
+            def attack(self, task: Task) -> TaskResult:
                 from fedgauge.server.pool.worker import attack_wave
 
                 return attack_wave(task)
@@ -259,7 +259,7 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) ->
         ledger.set_meta(replay="unknown", replay_detail=words)
         return True
     try:
-        found: Replay = replay(scenario.federation, run.tape().read(*first))
+        found: ReplayCheck = replay(scenario.federation, run.tape().read(*first))
         words = f"cosine {found.cosine:.7f}, relative error {found.relative_error:.1e}: {found.verdict}"
         ledger.set_meta(replay="ok" if found.ok else "mismatch", replay_detail=words)
     except TapeError as error:
@@ -285,11 +285,11 @@ def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | No
 def _mixed(scenario: Scenario, round: int, client: int) -> bool:
     """Whether a secure sum is of updates at different weights, of which the tape has one's."""
     members = scenario.protocol.members(client, round)
-    return any(len({aimed.aim.meets(round, c) for c in members}) > 1 for aimed in scenario.malice)
+    return any(len({aimed.aim.applies_to(round, c) for c in members}) > 1 for aimed in scenario.server_attack)
 
 
 def _remembers(scenario: Scenario) -> bool:
-    return any(isinstance(link, WithMemory) for link in scenario.federation.chain.links)
+    return any(isinstance(link, StatefulTransform) for link in scenario.federation.chain.links)
 
 
 def _load(run: Run, ledger: Ledger, lease: Lease, protocol: str) -> tuple[Lease, Task] | None:
@@ -355,6 +355,6 @@ def _last_line(error: Exception) -> str:
 
 def _forget(run: Run, ledger: Ledger) -> None:
     """Delete the updates of every round whose attacks are over."""
-    for round, clients in ledger.forgettable().items():
+    for round, clients in ledger.deletable().items():
         run.tape().forget(round, clients)
-        ledger.forgotten(round)
+        ledger.mark_deleted(round)

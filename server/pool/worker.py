@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Observation, Reconstruction, Wave
 from fedgauge.attacks.engine.batch_limiter import keep_freed_memory
-from fedgauge.attacks.grading.audit import Auditor, Row
+from fedgauge.attacks.grading.audit import Auditor, ScoreRecord
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.protocol import federation
 from fedgauge.server.store.tape import as_arrays, as_tensors
@@ -33,20 +33,20 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskResult:
     """What comes back, by attacked client: its rows, its reconstruction's arrays, and why.
 
     images: x, y where labels were claimed, and trace_iteration (T,), trace_objective (T,), trace_x (T, B, C, H, W) in uint8
         where a trace was kept.
     """
 
-    rows: dict[int, list[Row]]
+    rows: dict[int, list[ScoreRecord]]
     images: dict[int, dict[str, Any]]
     reasons: dict[int, str]  # of those whose attack gives one
     memories: dict[int, dict[str, Any]] = field(default_factory=dict)  # of an attack that remembers: afterwards
 
 
-def attack_wave(task: Task) -> Outcome:
+def attack_wave(task: Task) -> TaskResult:
     """Audit one wave, on one thread, so that equal waves give equal bits."""
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -62,7 +62,7 @@ def attack_wave(task: Task) -> Outcome:
     images = {a.client: as_arrays(_tensors(a.reconstruction)) for a in audited}
     reasons = {a.client: a.reconstruction.reason for a in audited if a.reconstruction.reason}
     kept = {a.client: as_arrays(a.memory) for a in audited if a.memory is not None}
-    return Outcome({a.client: list(a.rows) for a in audited}, images, reasons, kept)
+    return TaskResult({a.client: list(a.rows) for a in audited}, images, reasons, kept)
 
 
 def _tensors(found: Reconstruction) -> dict[str, Tensor]:

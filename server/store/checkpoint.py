@@ -19,8 +19,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgauge.client.update import Params, WithMemory
-from fedgauge.server.store.ledger import Ledger, Seen
+from fedgauge.client.update import Params, StatefulTransform
+from fedgauge.server.store.ledger import Ledger, Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_bytes, write_tensors
@@ -30,7 +30,7 @@ _NAME = "checkpoint.json"  # whoever reads it reads a whole round: it names the 
 _PARAM, _BUFFER, _STATE = "param/", "buffer/", "state/"
 
 
-class Unsavable(Exception):
+class StateNotSavable(Exception):
     """A strategy keeps something that no checkpoint can hold; the message names it."""
 
 
@@ -48,7 +48,7 @@ class Checkpoint:
     params: Params
     buffers: Mapping[str, Tensor]
     strategy: Mapping[str, Any]
-    seen: tuple[Seen, ...]
+    seen: tuple[Participation, ...]
 
     def write(self, folder: Path) -> None:
         """Keep it in a run folder, in the place of the one before.
@@ -86,7 +86,7 @@ class Checkpoint:
                 params={k: tensors[_PARAM + k] for k in facts["params"]},
                 buffers={k: tensors[_BUFFER + k] for k in facts["buffers"]},
                 strategy={name: _decoded(value, tensors) for name, value in facts["strategy"].items()},
-                seen=tuple(Seen(**s) for s in facts["seen"]),
+                seen=tuple(Participation(**s) for s in facts["seen"]),
             )
         except TapeError as error:
             raise NotResumable(f"{folder} cannot be resumed: {error}") from error
@@ -94,12 +94,12 @@ class Checkpoint:
             raise NotResumable(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
-def refuse(folder: Path, reason: str) -> None:
+def mark_not_resumable(folder: Path, reason: str) -> None:
     """Leave word in a run folder that it cannot be resumed."""
     write_bytes(folder / _NAME, json.dumps({"version": VERSION, "refused": reason}).encode())
 
 
-def begin(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint | None:
+def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint | None:
     """Where a training begins: at its last checkpoint, to which ledger and tape are brought, or None: at the first round.
 
     A second call changes nothing more. Rounds that the ledger has beyond it (no checkpoint could be written: the disk was
@@ -131,7 +131,8 @@ def begin(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint | None:
 
 def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int) -> None:
     if any(
-        isinstance(link, WithMemory) and link.initial({"": torch.zeros(())}) for link in scenario.federation.chain.links
+        isinstance(link, StatefulTransform) and link.initial({"": torch.zeros(())})
+        for link in scenario.federation.chain.links
     ):
         raise NotResumable(
             f"{run.folder} cannot be resumed: its chain remembers (error feedback), and the clients' memories ended with them"
@@ -156,7 +157,7 @@ def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
             setattr(strategy, name, value)
 
 
-class Continued(Strategy):
+class ResumedStrategy(Strategy):
     """A strategy whose first round is not the first: Flower always counts from 1, everybody else by the true round.
 
     Args:
@@ -234,7 +235,7 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) in (list, tuple):
         items = [_encoded(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]
         return {type(value).__name__: items}
-    raise Unsavable(f"the strategy keeps {where}, a {type(value).__name__}, which a checkpoint cannot hold")
+    raise StateNotSavable(f"the strategy keeps {where}, a {type(value).__name__}, which a checkpoint cannot hold")
 
 
 def _put(convert: Callable[[Any], Tensor], value: Any, where: str, tensors: dict[str, Tensor]) -> str:
@@ -242,9 +243,9 @@ def _put(convert: Callable[[Any], Tensor], value: Any, where: str, tensors: dict
     try:
         converted = convert(value)
     except (TypeError, ValueError) as error:  # text, objects, foreign byte order
-        raise Unsavable(f"{words}, which a checkpoint cannot hold") from error
+        raise StateNotSavable(f"{words}, which a checkpoint cannot hold") from error
     if converted.dtype not in DTYPES:
-        raise Unsavable(f"{words}, which a checkpoint cannot hold")
+        raise StateNotSavable(f"{words}, which a checkpoint cannot hold")
     tensors[name] = converted
     return name
 
@@ -252,7 +253,9 @@ def _put(convert: Callable[[Any], Tensor], value: Any, where: str, tensors: dict
 def _key(key: object, where: str) -> str | int:
     if isinstance(key, str | int) and not isinstance(key, bool):
         return key
-    raise Unsavable(f"the strategy keeps {where} under {key!r}, a {type(key).__name__}, which a checkpoint cannot hold")
+    raise StateNotSavable(
+        f"the strategy keeps {where} under {key!r}, a {type(key).__name__}, which a checkpoint cannot hold"
+    )
 
 
 def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:

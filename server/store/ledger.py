@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from fedgauge.attacks.grading.audit import OBJECTIVE, WHOLE_BATCH, Row
+from fedgauge.attacks.grading.audit import OBJECTIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import BASELINES, LIMITS, AttackPlan, PlannedAttack
 
 APPLICATION = 0x666C656B  # "flek": marks a file as a fedgauge ledger
@@ -83,7 +83,7 @@ def _sent(digest: str) -> str:
     return digest.rpartition(":")[0]
 
 
-def clean(words: object) -> str:
+def sanitised(words: object) -> str:
     """A client's words, for ledger, terminal and page: one line of some length, without control characters."""
     return "".join(c if c.isprintable() else " " for c in str(words)[: 2 * _WORDS])[:_WORDS].strip()
 
@@ -93,7 +93,7 @@ class LedgerError(Exception):
 
 
 @dataclass(frozen=True)
-class Seen:
+class Participation:
     """What became of one client in one round."""
 
     client: int
@@ -305,12 +305,12 @@ class Ledger:
                 (round, accuracy, loss, seconds, intercept_seconds),
             )
 
-    def record_intake(self, round: int, seen: Sequence[Seen], plan: AttackPlan | None = None) -> None:
+    def record_intake(self, round: int, seen: Sequence[Participation], plan: AttackPlan | None = None) -> None:
         """What became of each client in a round, and the jobs that the plan makes of it, in one transaction."""
         with self._transaction() as db:
             db.executemany(
                 "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?, ?)",
-                [(round, s.client, s.status, clean(s.reason), s.examples, s.digest) for s in seen],
+                [(round, s.client, s.status, sanitised(s.reason), s.examples, s.digest) for s in seen],
             )
             if plan is not None:
                 self._enqueue(
@@ -333,7 +333,7 @@ class Ledger:
                 known = db.execute("SELECT planned, seed FROM attacks WHERE name = ?", (planned.name,)).fetchone()
                 spec = planned.to_json()
                 if known is None:
-                    values = (planned.name, spec, cards[planned.name], plan.seed, planned.remembers)
+                    values = (planned.name, spec, cards[planned.name], plan.seed, planned.is_stateful)
                     insert = "INSERT INTO attacks (name, planned, knowledge, seed, remembers) VALUES (?, ?, ?, ?, ?)"
                     db.execute(insert, values)
                 elif (known["planned"], known["seed"]) != (spec, plan.seed):
@@ -428,7 +428,7 @@ class Ledger:
     def finish(
         self,
         lease: Lease,
-        rows: Mapping[int, Iterable[Row]],
+        rows: Mapping[int, Iterable[ScoreRecord]],
         reasons: Mapping[int, str] | None = None,
         memories: Mapping[int, str] | None = None,
     ) -> None:
@@ -463,7 +463,7 @@ class Ledger:
         with self._transaction() as db:
             for job, client in zip(lease.jobs, lease.clients, strict=True):
                 db.execute(f"UPDATE jobs SET state = 'failed', error = ?, {_END} WHERE id = ?", (error, job))
-                row = Row(lease.round, client, lease.attack.name, WHOLE_BATCH, "psnr", None, "failed", 0.0)
+                row = ScoreRecord(lease.round, client, lease.attack.name, WHOLE_BATCH, "psnr", None, "failed", 0.0)
                 self._write_scores(db, job, [row])
 
     def ungraded(self) -> list[Ungraded]:
@@ -477,7 +477,7 @@ class Ledger:
         )
         return [Ungraded(**dict(row)) for row in rows]
 
-    def grade(self, job: int, rows: Sequence[Row], words: str) -> None:
+    def grade(self, job: int, rows: Sequence[ScoreRecord], words: str) -> None:
         """Scores of a job that was done before, and who gave them, or why nobody did."""
         with self._transaction() as db:
             self._write_scores(db, job, rows)
@@ -499,7 +499,7 @@ class Ledger:
             db.executemany("UPDATE attacks SET knowledge = ? WHERE name = ?", [(c, name) for name, c in cards.items()])
 
     @staticmethod
-    def _write_scores(db: sqlite3.Connection, job: int, rows: Iterable[Row]) -> None:
+    def _write_scores(db: sqlite3.Connection, job: int, rows: Iterable[ScoreRecord]) -> None:
         db.executemany(
             "INSERT INTO scores VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [(job, r.attack, r.client, r.example, r.metric, r.round, r.value, r.status, r.seconds) for r in rows],
@@ -514,7 +514,7 @@ class Ledger:
             raise LedgerError(f"{self.path} is damaged: it has jobs in the state {unknown.pop()!r}")
         return Progress(**counts)
 
-    def forgettable(self) -> dict[int, list[int]]:
+    def deletable(self) -> dict[int, list[int]]:
         """By round, the clients whose updates are on the tape and of whom no attack is still to come."""
         rows = self._db.execute(
             "SELECT round, client FROM observations o WHERE digest IS NOT NULL AND NOT EXISTS (SELECT 1 FROM jobs j"
@@ -525,7 +525,7 @@ class Ledger:
             found.setdefault(row["round"], []).append(row["client"])
         return found
 
-    def forgotten(self, round: int) -> None:
+    def mark_deleted(self, round: int) -> None:
         """The updates of a round are deleted from the tape."""
         with self._transaction() as db:
             db.execute("UPDATE observations SET digest = NULL WHERE round = ?", (round,))

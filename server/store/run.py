@@ -20,7 +20,7 @@ ROUNDS = ("tape", "reconstructions", "memories")  # folders whose files are name
 WEIGHTS = "weights.safetensors"  # what [model] weights named when the run began
 
 
-class Busy(Exception):
+class RunBusy(Exception):
     """Another process is at work on this run; the message names it."""
 
 
@@ -144,7 +144,7 @@ class Run:
                     if attempt == 9:
                         file.seek(0)
                         holder = file.read().strip() or "?"
-                        raise Busy(f"{self.folder}: process {holder} holds its {purpose}") from error
+                        raise RunBusy(f"{self.folder}: process {holder} holds its {purpose}") from error
                     time.sleep(0.02)
             file.truncate(0)
             file.write(str(os.getpid()))

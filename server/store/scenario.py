@@ -14,11 +14,11 @@ import tomli_w
 
 from fedgauge.attacks.learned import generators
 from fedgauge.attacks.limits import known_noise
-from fedgauge.attacks.malicious import targeting as aim
-from fedgauge.attacks.malicious.server_attack import MALICE
-from fedgauge.attacks.malicious.targeting import Aimed
+from fedgauge.attacks.malicious import targeting
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
+from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.attacks.plan import IMAGE_BASELINES, LIMITS, TEXT_BASELINES, AttackPlan
-from fedgauge.client.components import SpecError, Table, call, check_arguments, conform, located
+from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce, with_absolute_paths
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.inspection import fingerprint
 from fedgauge.client.models.losses import LOSS
@@ -28,7 +28,7 @@ from fedgauge.server.store.tape import Keep
 
 _TOP = {
     "seed", "rounds", "clients", "data", "model", "loss", "chain", "stragglers", "secure_sum", "strategy", "attack", "audit",
-    "tape", "simulation", "privacy", "server", "malice", "guard",
+    "tape", "simulation", "privacy", "server", "server_attack", "guard",
 }  # fmt: skip
 _PLAN = tuple(f.name for f in fields(AttackPlan) if f.name != "attacks")
 FEDAVG: Table = {"use": "FedAvg"}
@@ -107,7 +107,7 @@ class Scenario:
     tape: TapeOptions = field(default_factory=TapeOptions)
     simulation: SimulationOptions = field(default_factory=SimulationOptions)
     privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
-    malice: tuple[Aimed, ...] = ()
+    server_attack: tuple[TargetedServerAttack, ...] = ()
     left_out: tuple[int, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -141,24 +141,24 @@ class Scenario:
             hint = "; this looks like a sweep: fedgauge sweep" if "defense" in tables else ""
             raise SpecError(f"unknown key {unknown[0]!r} (a scenario has: {', '.join(sorted(_TOP))}){hint}")
         tables = _located(tables)
-        strategy = dict(conform(tables.get("strategy", FEDAVG), dict, "[strategy]"))
-        malice = _malice(tables)
+        strategy = dict(coerce(tables.get("strategy", FEDAVG), dict, "[strategy]"))
+        server_attack = _malice(tables)
         protocol = Protocol.from_tables(
-            {**_bent(tables, malice), "chain": _with_proximal_term(tables.get("chain", []), strategy)}
+            {**_bent(tables, server_attack), "chain": _with_proximal_term(tables.get("chain", []), strategy)}
         )
         federation = Federation(protocol).check()
-        aim.check(malice, federation)
-        attacks = conform(tables.get("attack", []), list, "[[attack]]")
+        targeting.check(server_attack, federation)
+        attacks = coerce(tables.get("attack", []), list, "[[attack]]")
         audit = _table(tables, "audit", (*_PLAN, *_names(AuditOptions)))
         plan = AttackPlan.from_tables(
-            [conform(t, dict, f"[[attack]] #{i}") for i, t in enumerate(attacks, 1)],
+            [coerce(t, dict, f"[[attack]] #{i}") for i, t in enumerate(attacks, 1)],
             {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}},
             protocol.rounds,
             protocol.clients,
             *_company(federation),
         )
         _check_secure_sum(protocol, strategy, plan)
-        aim.check_readers(malice, plan.attacks, protocol.secure_sum is not None)
+        targeting.check_decoders(server_attack, plan.attacks, protocol.secure_sum is not None)
         options = _options(AuditOptions, {k: v for k, v in audit.items() if k not in _PLAN}, "[audit]")
         tape = _options(TapeOptions, _table(tables, "tape", _names(TapeOptions)), "[tape]")
         simulation = _options(
@@ -167,53 +167,55 @@ class Scenario:
         privacy = _options(PrivacyOptions, _table(tables, "privacy", _names(PrivacyOptions)), "[privacy]")
         if "privacy" in tables:
             _check_guarantee(federation)
-        return cls(tables, protocol, federation, plan, strategy, options, tape, simulation, privacy, malice)
+        return cls(tables, protocol, federation, plan, strategy, options, tape, simulation, privacy, server_attack)
 
     @property
     def server(self) -> str:
         """Who the server is, in words: they stand on every result."""
-        return f"malicious server: {'; '.join(map(str, self.malice))}" if self.malice else "honest server"
+        return f"malicious server: {'; '.join(map(str, self.server_attack))}" if self.server_attack else "honest server"
 
     def to_toml(self) -> str:
         """The scenario as it was run, settings applied."""
         return tomli_w.dumps(dict(self.tables))
 
 
-def _malice(tables: Table) -> tuple[Aimed, ...]:
+def _malice(tables: Table) -> tuple[TargetedServerAttack, ...]:
     """What a malicious server does; SpecError where the scenario does not call it that, or names nothing that it does."""
-    server = conform(tables.get("server", "honest"), Literal["honest", "malicious"], "server")
-    planned = conform(tables.get("malice", []), list, "[[malice]]")
+    server = coerce(tables.get("server", "honest"), Literal["honest", "malicious"], "server")
+    planned = coerce(tables.get("server_attack", []), list, "[[server_attack]]")
     if planned and server == "honest":
-        raise SpecError('[[malice]] is of a malicious server: say server = "malicious"')
+        raise SpecError('[[server_attack]] is of a malicious server: say server = "malicious"')
     if server == "malicious" and not planned:
-        raise SpecError(f'server = "malicious" needs a [[malice]]; use is one of {", ".join(MALICE.names())}')
-    rounds, clients = (conform(tables.get(key, 1), int, key) for key in ("rounds", "clients"))
+        raise SpecError(f'server = "malicious" needs a [[server_attack]]; use is one of {", ".join(SERVER_ATTACK.names())}')
+    rounds, clients = (coerce(tables.get(key, 1), int, key) for key in ("rounds", "clients"))
     return tuple(
-        Aimed.from_table(conform(t, dict, f"[[malice]] #{i}"), f"[[malice]] #{i}", rounds, clients)
+        TargetedServerAttack.from_table(coerce(t, dict, f"[[server_attack]] #{i}"), f"[[server_attack]] #{i}", rounds, clients)
         for i, t in enumerate(planned, 1)
     )
 
 
-def _bent(tables: Table, malice: Sequence[Aimed]) -> Table:
+def _bent(tables: Table, server_attack: Sequence[TargetedServerAttack]) -> Table:
     """The tables with the architectures that a malicious server passes off as the agreed one."""
     model = tables.get("model")
     if not isinstance(model, Mapping):
         return tables  # told in its place
-    if "dishonest" in model:
+    if "architectures" in model:
         raise SpecError(
-            '[model]: dishonest is a word of malicious servers: say server = "malicious" and name a [[malice]]'
+            '[model]: architectures is a key of malicious servers: say server = "malicious" and name a [[server_attack]]'
         )
-    changes = [aimed.malice.architecture for aimed in malice if aimed.malice.architecture is not None]
-    return _agreed({**tables, "model": {**model, "dishonest": changes}}, tables) if changes else tables
+    changes = [
+        aimed.server_attack.architecture for aimed in server_attack if aimed.server_attack.architecture is not None
+    ]
+    return _agreed({**tables, "model": {**model, "architectures": changes}}, tables) if changes else tables
 
 
-def _agreed(bent: Table, honest: Table) -> Table:
+def _agreed(malicious: Table, honest: Table) -> Table:
     """The tables with the honest network as the one that clients who inspect have agreed to, unless they name another."""
-    guard = bent.get("guard", {})
+    guard = malicious.get("guard", {})
     if not isinstance(guard, Mapping) or guard.get("inspect", "off") == "off" or "architecture" in guard:
-        return bent
+        return malicious
     model = Federation(Protocol.from_tables({**honest, "guard": {}})).model
-    return {**bent, "guard": {**guard, "architecture": fingerprint(model)}}
+    return {**malicious, "guard": {**guard, "architecture": fingerprint(model)}}
 
 
 def _company(federation: Federation) -> tuple[Sequence[str], Sequence[str]]:
@@ -228,9 +230,11 @@ def _located(tables: Table) -> Table:
     """The tables with their paths absolute: Flower's processes and whoever opens the run read them in other folders."""
     kinds = {"data": DATASET, "model": MODEL, "loss": LOSS}
     named = {key: kind for key, kind in kinds.items() if isinstance(tables.get(key), dict)}
-    found = {**tables, **{key: located(tables[key], kind, Path.cwd()) for key, kind in named.items()}}
+    found = {**tables, **{key: with_absolute_paths(tables[key], kind, Path.cwd()) for key, kind in named.items()}}
     if isinstance(found.get("attack"), list):
-        found["attack"] = [generators.located(t, Path.cwd()) if isinstance(t, dict) else t for t in found["attack"]]
+        found["attack"] = [
+            generators.with_absolute_paths(t, Path.cwd()) if isinstance(t, dict) else t for t in found["attack"]
+        ]
     return found
 
 
@@ -284,7 +288,7 @@ def _with_proximal_term(chain: Any, strategy: Table) -> Any:
     """FedProx's proximal term is the clients' work: its weight becomes part of the protocol's local_sgd."""
     if "proximal_mu" not in strategy or not isinstance(chain, list):
         return chain
-    mu = conform(strategy["proximal_mu"], float, "[strategy]: proximal_mu")
+    mu = coerce(strategy["proximal_mu"], float, "[strategy]: proximal_mu")
     completed = []
     for table in chain:
         if isinstance(table, Mapping) and table.get("use") == "local_sgd":
@@ -323,7 +327,7 @@ def _as_set(message: str, settings: Sequence[str]) -> str:
 
 def _table(tables: Table, name: str, allowed: Sequence[str]) -> Table:
     """A table whose keys are all allowed."""
-    table: Table = conform(tables.get(name, {}), dict, f"[{name}]")
+    table: Table = coerce(tables.get(name, {}), dict, f"[{name}]")
     for key in table:
         if key not in allowed:
             raise SpecError(f"[{name}]: unknown key {key!r} (it has: {', '.join(allowed)})")

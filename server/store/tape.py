@@ -16,7 +16,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Observation
 from fedgauge.client.files import replacing
 
-Keep = Literal["all", "scored", "none"]
+Keep = Literal["all", "attacked", "none"]
 _BUFFER = "buffer/"
 _PARAM = "param/"
 _PIECE = 1 << 19  # bytes that stay in a core's cache between writing and digesting

@@ -16,9 +16,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedgauge.attacks.grading.audit import WHOLE_BATCH, Row, has_images
+from fedgauge.attacks.grading.audit import WHOLE_BATCH, ScoreRecord, has_images
 from fedgauge.attacks.plan import BASELINES
-from fedgauge.server.store.ledger import UNGRADED, Ledger, Ungraded, clean
+from fedgauge.server.store.ledger import UNGRADED, Ledger, Ungraded, sanitised
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 
@@ -30,7 +30,7 @@ _SUFFIX = re.compile(r"; (graded by the clients|not graded).*", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Reply:
+class GradingReply:
     """What a client says of its questions.
 
     Args:
@@ -121,7 +121,9 @@ class Grader:
             return None
         return x if has_images(x) else None
 
-    def _replies(self, round: int, questions: Mapping[int, Mapping[str, Tensor]], patience: float) -> dict[int, Reply]:
+    def _replies(
+        self, round: int, questions: Mapping[int, Mapping[str, Tensor]], patience: float
+    ) -> dict[int, GradingReply]:
         """What the clients answer that are there, and have let no question pass."""
         there = {self.clients[node]: node for node in self.grid.get_node_ids() if node in self.clients}
         there = {client: node for client, node in there.items() if client not in self._silent}
@@ -131,7 +133,7 @@ class Grader:
         sent = {
             there[c]: (c, {name: len(x) for name, x in asked.items()}) for c, asked in questions.items() if c in there
         }
-        found: dict[int, Reply] = {}
+        found: dict[int, GradingReply] = {}
         for answer in self.grid.send_and_receive(messages, timeout=patience) if messages else ():
             if answer.metadata.src_node_id in sent:  # a dead node's error comes from the SuperLink
                 client, sizes = sent[answer.metadata.src_node_id]
@@ -143,21 +145,21 @@ class Grader:
         """In which of Flower's runs a round was trained."""
         return self.starts[max(start for start in self.starts if start <= round)]
 
-    def _settle(self, job: Ungraded, size: int, replies: Mapping[int, Reply], final: bool) -> None:
+    def _settle(self, job: Ungraded, size: int, replies: Mapping[int, GradingReply], final: bool) -> None:
         """Write a job's scores, once there are answers on it, or none are to come."""
         attack, other = job.attack, _other(job)
         about = {job.client: attack} | ({} if other is None else {other: f"wrong_client({attack})"})
         if not final and any(client not in replies for client in about):
             return
-        rows: list[Row] = []
+        rows: list[ScoreRecord] = []
         for client, name in about.items():
-            reply = replies.get(client, Reply(otherwise="it was not there"))
+            reply = replies.get(client, GradingReply(otherwise="it was not there"))
             values: Iterable[tuple[int, float | None]] = enumerate(reply.psnr.get(name, ()))
             status = job.status
             if reply.reason(name):
                 values, status = [(WHOLE_BATCH, None)], UNGRADED
-            rows += [Row(job.round, client, name, i, "psnr", v, status, job.seconds) for i, v in values]
-        reply = replies.get(job.client, Reply(otherwise="it was not there"))
+            rows += [ScoreRecord(job.round, client, name, i, "psnr", v, status, job.seconds) for i, v in values]
+        reply = replies.get(job.client, GradingReply(otherwise="it was not there"))
         reason = reply.reason(attack)
         words = f"not graded: {reason}" if reason else f"graded to {reply.precision:g} dB"
         self.ledger.grade(job.id, rows, words)
@@ -169,11 +171,15 @@ class Grader:
             if row["words"] is not None and row["words"] != NOTHING:
                 found[row["attack"]].append(row)
         cards = {row["name"]: row["knowledge"] for row in self.ledger.attacks()}
-        self.ledger.set_cards({name: _SUFFIX.sub("", cards[name]) + "; " + said(rows) for name, rows in found.items()})
-        self.ledger.set_meta(grading=said([row for rows in found.values() for row in rows]) if found else "not graded")
+        self.ledger.set_cards(
+            {name: _SUFFIX.sub("", cards[name]) + "; " + grading_summary(rows) for name, rows in found.items()}
+        )
+        self.ledger.set_meta(
+            grading=grading_summary([row for rows in found.values() for row in rows]) if found else "not graded"
+        )
 
 
-def said(rows: Sequence[Any]) -> str:
+def grading_summary(rows: Sequence[Any]) -> str:
     """In a few words who graded some jobs, to which precision, and why the others are not.
 
     Args:
@@ -215,27 +221,27 @@ def _message(round: int, run: str, node: int, asked: Mapping[str, Tensor]) -> Me
     return Message(content, dst_node_id=node, message_type="query.grade")
 
 
-def read(answer: Message, sizes: Mapping[str, int]) -> Reply:
+def read(answer: Message, sizes: Mapping[str, int]) -> GradingReply:
     """A client's answer, of which nothing is taken on trust.
 
     Args:
         sizes: by question, how many images were asked about.
     """
     if answer.has_error():
-        return Reply(otherwise=clean(answer.error.reason) or "it failed")
+        return GradingReply(otherwise=sanitised(answer.error.reason) or "it failed")
     records = answer.content
     precision = records.config_records.get("grading", ConfigRecord()).get("precision")
     if not isinstance(precision, float) or not 0 < precision < math.inf or "psnr" not in records.metric_records:
-        return Reply(otherwise="its answer is malformed")
+        return GradingReply(otherwise="its answer is malformed")
     told = records.metric_records["psnr"]
-    refused = {k: clean(v) for k, v in records.config_records.get("refused", ConfigRecord()).items() if k in sizes}
+    refused = {k: sanitised(v) for k, v in records.config_records.get("refused", ConfigRecord()).items() if k in sizes}
     psnr: dict[str, Sequence[float]] = {}
     for name in sizes.keys() & told.keys():
         if (values := _decibels(told[name], sizes[name])) is not None:
             psnr[name] = values
         else:
             refused[name] = "its answer is malformed"
-    return Reply(precision, psnr, refused)
+    return GradingReply(precision, psnr, refused)
 
 
 def _decibels(value: object, size: int) -> list[float] | None:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.server.store.ledger import Ledger, Seen
+from fedgauge.server.store.ledger import Ledger, Participation
 from fedgauge.server.store.tape import Keep, Tape
-from fedgauge.server.strategy.validator import Door, Intake
+from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 
 
 @dataclass
-class Tap:
+class UpdateRecorder:
     """Writes a round's intake down: updates to the tape, then observations and jobs to the ledger in one transaction.
 
     Args:
@@ -27,10 +27,10 @@ class Tap:
     keep: Keep = "all"
     seconds: dict[int, float] = field(default_factory=dict)  # what intercepting cost, by round
 
-    def __call__(self, intake: Intake) -> None:
+    def __call__(self, intake: RoundReplies) -> None:
         self.enter(intake.round, self.put(intake))
 
-    def put(self, intake: Intake) -> list[Seen]:
+    def put(self, intake: RoundReplies) -> list[Participation]:
         """Write updates to the tape; returns what is to be entered in the ledger."""
         started = time.perf_counter()
         taped = list(self._taped(intake))
@@ -38,16 +38,19 @@ class Tap:
             self.tape.forget(intake.round, ())
         self.seconds[intake.round] = time.perf_counter() - started
         accepted = zip(intake.accepted, taped, strict=True)
-        seen = [Seen(a.client, "accepted", reason or a.note, a.examples, digest) for a, (digest, reason) in accepted]
+        seen = [
+            Participation(a.client, "accepted", reason or a.note, a.examples, digest)
+            for a, (digest, reason) in accepted
+        ]
         return [*intake.refused, *seen]
 
-    def enter(self, round: int, seen: Sequence[Seen]) -> None:
+    def enter(self, round: int, seen: Sequence[Participation]) -> None:
         """Write a round's observations and jobs to the ledger."""
         started = time.perf_counter()
         self.ledger.record_intake(round, seen, self.plan)
         self.seconds[round] = self.seconds.get(round, 0.0) + time.perf_counter() - started
 
-    def _taped(self, intake: Intake) -> Iterator[tuple[str | None, str]]:
+    def _taped(self, intake: RoundReplies) -> Iterator[tuple[str | None, str]]:
         """Of each accepted update its digest, or None and, where it should be on the tape, why it is not."""
         kept = self._kept(intake)
         sent = partial(self.tape.write_round, intake.round, intake.params, intake.buffers)
@@ -65,7 +68,7 @@ class Tap:
             of_update, reason = _attempt(partial(self.tape.write_update, intake.round, a.client, a.update))
             yield f"{of_sent}:{of_update}" if of_update else None, reason
 
-    def _kept(self, intake: Intake) -> set[int]:
+    def _kept(self, intake: RoundReplies) -> set[int]:
         """Whose updates go on the tape; in the first round one at least, for the replay check."""
         clients = [a.client for a in intake.accepted]
         if self.plan is None:
@@ -82,4 +85,4 @@ def _attempt(write: Callable[[], str]) -> tuple[str | None, str]:
         return None, f"not recorded: {error.strerror or error}"
 
 
-CuriousStrategy = Door  # a door whose record is a tap; by this name it is mounted in anybody's Flower app
+CuriousStrategy = UpdateValidator  # a door whose record is a tap; by this name it is mounted in anybody's Flower app

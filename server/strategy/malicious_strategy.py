@@ -11,12 +11,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedgauge.attacks.base import Knowledge, Observation
-from fedgauge.attacks.malicious.server_attack import trimmed
-from fedgauge.attacks.malicious.targeting import Aimed
+from fedgauge.attacks.malicious.server_attack import classifier_only
+from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
-from fedgauge.server.strategy.validator import Accepted, Intake
+from fedgauge.server.strategy.validator import AcceptedReply, RoundReplies
 from fedgauge.server.strategy.wrapper import Wrapper
 
 
@@ -35,7 +35,7 @@ class MaliciousStrategy(Wrapper):
     """
 
     inner: Strategy
-    plan: Sequence[Aimed]
+    plan: Sequence[TargetedServerAttack]
     known: Knowledge
     protocol: Protocol
     clients: Mapping[int, int] = field(default_factory=dict)
@@ -63,31 +63,35 @@ class MaliciousStrategy(Wrapper):
                 self._altered.add(client)
         return messages
 
-    def met(self, round: int, client: int) -> Aimed | None:
+    def met(self, round: int, client: int) -> TargetedServerAttack | None:
         """What a client meets in a round."""
-        return next((aimed for aimed in self.plan if aimed.aim.meets(round, client)), None)
+        return next((aimed for aimed in self.plan if aimed.aim.applies_to(round, client)), None)
 
-    def _crafted(self, met: Aimed, round: int, client: int, honest: Params) -> Params:
+    def _crafted(self, met: TargetedServerAttack, round: int, client: int, honest: Params) -> Params:
         # the same for all of a secure sum: at different weights nothing adds up
         (group,) = (group for group in self.protocol.groups(round) if client in group)
-        rng, malice = generator(self.protocol.seed, "malice", round, group[0]), met.malice
-        seen = [o for o in self.seen.get(client, []) if met.aim.meets(o.round, client)] if malice.remembers else []
-        return {k: t.detach().contiguous() for k, t in malice.craft(honest, self.known, rng, seen).items()}
+        rng, server_attack = generator(self.protocol.seed, "malice", round, group[0]), met.server_attack
+        seen = (
+            [o for o in self.seen.get(client, []) if met.aim.applies_to(o.round, client)]
+            if server_attack.is_stateful
+            else []
+        )
+        return {k: t.detach().contiguous() for k, t in server_attack.craft(honest, self.known, rng, seen).items()}
 
-    def note(self, intake: Intake) -> None:
+    def note(self, intake: RoundReplies) -> None:
         """Remember what those answered who were sent other weights: the next round's may depend on it."""
         for reply in intake.accepted:
-            if reply.client in intake.sent and self.remembers(intake.round, reply.client):
+            if reply.client in intake.sent and self.is_stateful(intake.round, reply.client):
                 self.remember(_observed(intake, reply))
 
-    def remembers(self, round: int, client: int) -> bool:
+    def is_stateful(self, round: int, client: int) -> bool:
         """Whether what a client answers in a round is asked for later."""
         met = self.met(round, client)
-        return met is not None and met.malice.remembers
+        return met is not None and met.server_attack.is_stateful
 
     def remember(self, seen: Observation) -> None:
         """One more answer of a client's, in the order of the rounds."""
-        self.seen.setdefault(seen.client, []).append(trimmed(seen, self.known.model))
+        self.seen.setdefault(seen.client, []).append(classifier_only(seen, self.known.model))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -102,5 +106,5 @@ class MaliciousStrategy(Wrapper):
         return all(met.aim.aggregate for c in altered if (met := self.met(round, c)) is not None)
 
 
-def _observed(intake: Intake, reply: Accepted) -> Observation:
+def _observed(intake: RoundReplies, reply: AcceptedReply) -> Observation:
     return Observation(intake.round, reply.client, intake.sent[reply.client], reply.update, intake.buffers)

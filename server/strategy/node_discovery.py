@@ -13,7 +13,7 @@ TIMES = 3  # that a node of a deployment is asked which client it is
 PATIENCE = 120.0  # seconds for the answers: each may cost a client the start of a process
 
 
-def census(grid: Grid, clients: int, patience: float | None = None) -> dict[int, int]:
+def discover_nodes(grid: Grid, clients: int, patience: float | None = None) -> dict[int, int]:
     """The clients by their nodes.
 
     Args:
@@ -37,7 +37,7 @@ def census(grid: Grid, clients: int, patience: float | None = None) -> dict[int,
 
 
 @dataclass
-class Latecomers:
+class LateJoiners:
     """Lets in, between the rounds of a deployment, whoever was not there at its census.
 
     Args:

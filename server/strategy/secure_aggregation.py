@@ -12,14 +12,14 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgauge.client.deployment.secure_sum_mod import WEIGHT, Record, content_of, read
+from fedgauge.client.deployment.secure_sum_mod import WEIGHT, Record, read, to_config_record
 from fedgauge.server.strategy.wrapper import Wrapper
 
 SUMMED = 101  # error codes of our own: the client's update is in another reply
 NO_SUM = 102  # its group has none
 
 
-class Total(Protocol):
+class GroupSum(Protocol):
     """What the server learns of a group."""
 
     @property
@@ -35,7 +35,7 @@ class Total(Protocol):
         """Whose updates they are."""
 
 
-class Asking(Protocol):
+class SecureSumServer(Protocol):
     """The server's side of a protocol, as fedgauge.defenses.secure_sum.PairwiseMasking has it."""
 
     @property
@@ -46,12 +46,12 @@ class Asking(Protocol):
     def least(self) -> int:
         """The fewest."""
 
-    def rounds(self, members: Sequence[int], size: int) -> Generator[dict[int, Record], Mapping[int, Record], Total]:
+    def rounds(self, members: Sequence[int], size: int) -> Generator[dict[int, Record], Mapping[int, Record], GroupSum]:
         """Four questions by member; is sent the answers that came; the third question trains. ValueError: no sum."""
 
 
-class SecureSum(Wrapper):
-    """A strategy that wraps another one: `SecureSum(FedAvg(), PairwiseMasking(group=5, clip=0.1))`.
+class SecureSumStrategy(Wrapper):
+    """A strategy that wraps another one: `SecureSumStrategy(FedAvg(), PairwiseMasking(group=5, clip=0.1))`.
 
     The clients' mod is fedgauge.client.deployment.secure_sum_mod.secure_sum with the same protocol. The wrapped strategy sees the mean update of a group as
     the reply of its first client, with the examples of all and no other metric; of each other client an error that says where
@@ -66,7 +66,7 @@ class SecureSum(Wrapper):
     def __init__(
         self,
         inner: Strategy,
-        protocol: Asking,
+        protocol: SecureSumServer,
         replies: Literal["updates", "weights"] = "weights",
         timeout: float = 600.0,
     ) -> None:
@@ -116,26 +116,26 @@ class SecureSum(Wrapper):
 class _Group:
     """One group in one round: what it was sent, the next question to each member, and in the end its sum or why there is none."""
 
-    def __init__(self, protocol: Asking, sent: Sequence[Message]) -> None:
+    def __init__(self, protocol: SecureSumServer, sent: Sequence[Message]) -> None:
         self.sent = {message.metadata.dst_node_id: message for message in sent}
         self.weights = _tensors(sent[0])
         size = sum(t.numel() for t in self.weights.values() if t.is_floating_point())
         self._server = protocol.rounds(list(self.sent), size)
         self.questions: Mapping[int, Record] = next(self._server)
-        self.total: Total | None = None
+        self.total: GroupSum | None = None
         self.reason = ""
 
     def question(self, node: int) -> Message:
         """The next question to a member, in a message of its own; it names the round, as training messages do."""
         sent = self.sent[node]
-        content = RecordDict({**sent.content.config_records, **content_of(self.questions[node])})
+        content = RecordDict({**sent.content.config_records, **to_config_record(self.questions[node])})
         return Message(content, dst_node_id=node, message_type=sent.metadata.message_type)
 
     def training(self, node: int) -> Message:
         """The training message to a member, with the question in it."""
         message = self.sent[node]
         # strategies send one and the same content to all clients
-        message.content = RecordDict({**message.content, **content_of(self.questions[node])})
+        message.content = RecordDict({**message.content, **to_config_record(self.questions[node])})
         return message
 
     def hear(self, answers: Mapping[int, Record]) -> None:
@@ -162,7 +162,7 @@ class _Group:
             else:
                 yield Message(Error(NO_SUM, lost if members else told), reply_to=message)
 
-    def _content(self, total: Total, replies: str) -> RecordDict:
+    def _content(self, total: GroupSum, replies: str) -> RecordDict:
         """The mean update, or theta + it; integers among the weights stay as they were sent."""
         floating = {k: t for k, t in self.weights.items() if t.is_floating_point()}
         parts = torch.from_numpy(total.mean).split([t.numel() for t in floating.values()])
@@ -175,7 +175,7 @@ class _Group:
         return RecordDict({"arrays": arrays, "metrics": MetricRecord({WEIGHT: total.examples})})
 
 
-def _parts(messages: Sequence[Message], protocol: Asking) -> Iterator[Sequence[Message]]:
+def _parts(messages: Sequence[Message], protocol: SecureSumServer) -> Iterator[Sequence[Message]]:
     """As few groups as hold all clients, in their order and of nearly equal size; clients beyond full groups are left out."""
     count = min(math.ceil(len(messages) / protocol.group), len(messages) // protocol.least)
     left = list(messages[: count * protocol.group])

@@ -21,19 +21,19 @@ from flwr.serverapp.strategy import Strategy
 from flwr.supercore.run import Run
 from torch import Tensor
 
-from fedgauge.client.arrays import head
+from fedgauge.client.arrays import npy_header
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import seed_of
 from fedgauge.client.update import Params, Update, average
-from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.ledger import Participation
 
 WEIGHT = "num-examples"
-AWAY = "it was not there when the round began"
+CLIENT_ABSENT = "it was not there when the round began"
 MOST_EXAMPLES = 2**53  # beyond it a float no longer counts, and the sum of two clients' overflows the ledger
 
 
 @dataclass(frozen=True, eq=False)
-class Accepted:
+class AcceptedReply:
     """A reply that passed the door."""
 
     client: int
@@ -44,7 +44,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, eq=False)
-class Intake:
+class RoundReplies:
     """What the door saw in one round: what it sent, the accepted replies by client, and everyone else with a reason.
 
     Args:
@@ -55,16 +55,16 @@ class Intake:
     round: int
     params: Params
     buffers: Mapping[str, Tensor]
-    accepted: tuple[Accepted, ...]
-    refused: tuple[Seen, ...]
+    accepted: tuple[AcceptedReply, ...]
+    refused: tuple[Participation, ...]
     sent: Mapping[int, Params] = field(default_factory=dict)
 
 
-class Refused(ValueError):
+class ReplyRejected(ValueError):
     """A reply that must not reach the strategy; the message is the recorded reason."""
 
 
-class Door(Strategy):
+class UpdateValidator(Strategy):
     """A strategy that wraps another one.
 
     Args:
@@ -84,7 +84,7 @@ class Door(Strategy):
     def __init__(
         self,
         inner: Strategy,
-        record: Callable[[Intake], None] = lambda intake: None,
+        record: Callable[[RoundReplies], None] = lambda intake: None,
         buffers: Mapping[str, Tensor] | None = None,
         seed: int = 0,
         clients: Mapping[int, int] | None = None,
@@ -115,7 +115,7 @@ class Door(Strategy):
         random.seed(seed_of(self.seed, "sample", server_round))  # stock strategies sample with the global generator
         messages = list(
             self.inner.configure_train(
-                server_round, arrays, config, _Ordered(grid, self._client, self.clients if self.strict else None)
+                server_round, arrays, config, _OrderedGrid(grid, self._client, self.clients if self.strict else None)
             )
         )
         buffers = ArrayRecord(self.buffers)
@@ -134,18 +134,18 @@ class Door(Strategy):
         """Check, record, and hand the accepted replies on as weights, in the order of the clients' numbers."""
         received = list(replies)
         answers = Counter(m.metadata.src_node_id for m in received if not m.has_error())
-        passed: list[tuple[Accepted, Message]] = []
-        rejected: dict[int, Seen] = {}
+        passed: list[tuple[AcceptedReply, Message]] = []
+        rejected: dict[int, Participation] = {}
         for message in received:
             if message.has_error():
                 continue
             client = self._client(message.metadata.src_node_id)
             try:
                 if (times := answers[message.metadata.src_node_id]) > 1:  # which came first is chance: neither counts
-                    raise Refused(f"the client answered {times} times")
+                    raise ReplyRejected(f"the client answered {times} times")
                 reply, weights = self._check(client, message)
-            except Refused as reason:
-                rejected[client] = Seen(client, "rejected", str(reason))
+            except ReplyRejected as reason:
+                rejected[client] = Participation(client, "rejected", str(reason))
                 continue
             # in the place of the raw reply, so that those of all clients are not kept beside what they became
             message.content = RecordDict({"arrays": ArrayRecord(weights), "metrics": _metrics(message)})
@@ -158,7 +158,7 @@ class Door(Strategy):
             rejected |= alone
         refused = (*rejected.values(), *self._missing(received))
         accepted = tuple(a for a, _ in passed)
-        self.record(Intake(server_round, self._params, dict(self.buffers), accepted, refused, sent))
+        self.record(RoundReplies(server_round, self._params, dict(self.buffers), accepted, refused, sent))
         metrics = _shared([_metrics(message) for _, message in passed])
         for (_, message), record in zip(passed, metrics, strict=True):
             message.content["metrics"] = record
@@ -172,7 +172,7 @@ class Door(Strategy):
         """As the wrapped strategy does, with the same order of nodes."""
         random.seed(seed_of(self.seed, "sample evaluate", server_round))
         return self.inner.configure_evaluate(
-            server_round, arrays, config, _Ordered(grid, self._client, self.clients if self.strict else None)
+            server_round, arrays, config, _OrderedGrid(grid, self._client, self.clients if self.strict else None)
         )
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -190,14 +190,14 @@ class Door(Strategy):
             self.clients[node] = max(self.clients.values(), default=-1) + 1
         return self.clients[node]
 
-    def _check(self, client: int, message: Message) -> tuple[Accepted, Params]:
+    def _check(self, client: int, message: Message) -> tuple[AcceptedReply, Params]:
         """The reply's update, and the weights that the wrapped strategy expects; Refused with the reason when it is none."""
         if message.metadata.src_node_id not in self._asked:
-            raise Refused("the client was not asked in this round")
+            raise ReplyRejected("the client was not asked in this round")
         records = dict(message.content.array_records)
         buffers = records.pop("buffers", None)
         if len(records) != 1:
-            raise Refused(f"expected one ArrayRecord of weights, got {sorted(records) or 'none'}")
+            raise ReplyRejected(f"expected one ArrayRecord of weights, got {sorted(records) or 'none'}")
         tensors = _tensors(next(iter(records.values())), self._params)
         sent = self._sent.get(client)
         if self.replies == "updates":
@@ -208,13 +208,13 @@ class Door(Strategy):
             weights = tensors if sent is None else {k: t + self._params[k] for k, t in update.items()}
         for name in tensors:
             if not (torch.isfinite(update[name]).all() and torch.isfinite(weights[name]).all()):
-                raise Refused(f"{name} overflows the weights")
+                raise ReplyRejected(f"{name} overflows the weights")
         examples = _metrics(message).get(WEIGHT)
         if not isinstance(examples, int | float) or not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
-            raise Refused(f"{WEIGHT} must be a whole number from 1 to {MOST_EXAMPLES}, got {examples!r}")
+            raise ReplyRejected(f"{WEIGHT} must be a whole number from 1 to {MOST_EXAMPLES}, got {examples!r}")
         returned = _tensors(buffers, self.buffers) if buffers is not None else {}
         said = message.content.config_records.get("guard", ConfigRecord()).get("found")
-        return Accepted(
+        return AcceptedReply(
             client, update, int(examples), returned, f"guard: {said}" if isinstance(said, str) else ""
         ), weights
 
@@ -241,22 +241,22 @@ class Door(Strategy):
         return found
 
     def _summed(
-        self, protocol: Protocol, round: int, passed: list[tuple[Accepted, Message]]
-    ) -> tuple[list[tuple[Accepted, Message]], dict[int, Seen]]:
+        self, protocol: Protocol, round: int, passed: list[tuple[AcceptedReply, Message]]
+    ) -> tuple[list[tuple[AcceptedReply, Message]], dict[int, Participation]]:
         """One reply in the place of each group's, and the replies of groups that have no sum."""
         replies = {reply.client: (reply, message) for reply, message in passed}
-        merged: list[tuple[Accepted, Message]] = []
-        alone: dict[int, Seen] = {}
+        merged: list[tuple[AcceptedReply, Message]] = []
+        alone: dict[int, Participation] = {}
         for group in protocol.groups(round):
             present = [replies[client] for client in group if client in replies]
             reason = _no_sum(protocol, round, group, [reply.client for reply, _ in present])
             if reason:
-                alone |= {reply.client: Seen(reply.client, "rejected", reason) for reply, _ in present}
+                alone |= {reply.client: Participation(reply.client, "rejected", reason) for reply, _ in present}
             elif present:
                 merged.append(self._merged(*zip(*present, strict=True)))
         return sorted(merged, key=lambda pair: pair[0].client), alone
 
-    def _merged(self, replies: Sequence[Accepted], messages: Sequence[Message]) -> tuple[Accepted, Message]:
+    def _merged(self, replies: Sequence[AcceptedReply], messages: Sequence[Message]) -> tuple[AcceptedReply, Message]:
         """The mean of a group's updates by their examples, in the message of its first client; other metrics are dropped."""
         examples = [reply.examples for reply in replies]
         returned = all(reply.buffers for reply in replies)
@@ -266,7 +266,7 @@ class Door(Strategy):
         message = messages[0]
         message.content = RecordDict({"arrays": arrays, "metrics": MetricRecord({WEIGHT: sum(examples)})})
         note = "; ".join(f"client {reply.client}: {reply.note}" for reply in replies if reply.note)
-        return Accepted(replies[0].client, update, sum(examples), buffers, note), message
+        return AcceptedReply(replies[0].client, update, sum(examples), buffers, note), message
 
     def _absent(self, grid: Grid) -> set[int]:
         """The protocol's clients that nobody could ask; of a federation whose nodes are not all known, none."""
@@ -275,7 +275,7 @@ class Door(Strategy):
         there = self._asked.union(grid.get_node_ids()) & self.clients.keys()
         return set(range(self.protocol.clients)) - {self.clients[node] for node in there}
 
-    def _missing(self, received: list[Message]) -> list[Seen]:
+    def _missing(self, received: list[Message]) -> list[Participation]:
         """Who was asked and did not answer, or answered with an error; and who was away."""
         reasons = {m.metadata.src_node_id: (m.error.reason or "").strip() or "error" for m in received if m.has_error()}
         # a node that died is reported by the SuperLink under an id of its own
@@ -284,10 +284,11 @@ class Door(Strategy):
         silent = "no reply" + (f" ({unplaced[0].splitlines()[0]})" if unplaced else "")
         absent = [(self._client(n), reasons.get(n, silent).splitlines()[-1]) for n in self._asked - answered]
         return [
-            Seen(client, "missing", reason) for client, reason in sorted([*absent, *((c, AWAY) for c in self._away)])
+            Participation(client, "missing", reason)
+            for client, reason in sorted([*absent, *((c, CLIENT_ABSENT) for c in self._away)])
         ]
 
-    def _average_buffers(self, accepted: Sequence[Accepted]) -> None:
+    def _average_buffers(self, accepted: Sequence[AcceptedReply]) -> None:
         returned = [a for a in accepted if a.buffers]
         total = sum(a.examples for a in returned)
         for k in self.buffers if returned else ():
@@ -304,24 +305,24 @@ class Door(Strategy):
 def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A reply's arrays as tensors, in the reference's order; Refused when they are not the reference's names and shapes."""
     if missing := sorted(reference.keys() - record.keys()):
-        raise Refused(f"missing tensors: {', '.join(missing)}")
+        raise ReplyRejected(f"missing tensors: {', '.join(missing)}")
     if extra := sorted(record.keys() - reference.keys()):
-        raise Refused(f"tensors unknown to the model: {', '.join(extra)}")
+        raise ReplyRejected(f"tensors unknown to the model: {', '.join(extra)}")
     tensors = {}
     for name, like in reference.items():
         expected = like.numpy()
         try:
-            shape, dtype, *_ = head(record[name].data)
+            shape, dtype, *_ = npy_header(record[name].data)
             if (shape, dtype) == (expected.shape, expected.dtype):
                 array = record[name].numpy()
         except Exception as error:  # hostile bytes raise what they like: ValueError, MemoryError, RecursionError
-            raise Refused(f"{name} cannot be decoded: {error}") from error
+            raise ReplyRejected(f"{name} cannot be decoded: {error}") from error
         if shape != expected.shape:
-            raise Refused(f"{name} has shape {shape}, expected {expected.shape}")
+            raise ReplyRejected(f"{name} has shape {shape}, expected {expected.shape}")
         if dtype != expected.dtype:
-            raise Refused(f"{name} has dtype {dtype}, expected {expected.dtype}")
+            raise ReplyRejected(f"{name} has dtype {dtype}, expected {expected.dtype}")
         if not np.isfinite(array).all():
-            raise Refused(f"{name} has entries that are not finite")
+            raise ReplyRejected(f"{name} has entries that are not finite")
         tensors[name] = torch.from_numpy(array)
     return tensors
 
@@ -329,7 +330,7 @@ def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, 
 def _metrics(message: Message) -> MetricRecord:
     records = list(message.content.metric_records.values())
     if len(records) != 1:
-        raise Refused(f"expected one MetricRecord, got {len(records)}")
+        raise ReplyRejected(f"expected one MetricRecord, got {len(records)}")
     return records[0]
 
 
@@ -357,7 +358,7 @@ def _shared(records: list[MetricRecord]) -> list[MetricRecord]:
     return [MetricRecord({k: r[k] for k in keys}) for r in records]
 
 
-class _Ordered(Grid):
+class _OrderedGrid(Grid):
     """The grid with its nodes in the order of the clients' numbers: node ids are random in every run."""
 
     def __init__(self, grid: Grid, client: Callable[[int], int], only: Container[int] | None = None) -> None:

@@ -33,7 +33,7 @@ MARGIN = 10.0  # dB: a tenth of the squared error
 
 
 @dataclass(frozen=True)
-class Measure:
+class MainMetric:
     """The metric by which attacks are compared.
 
     Args:
@@ -53,13 +53,13 @@ class Measure:
     cap: float
 
 
-OF_IMAGES = Measure("psnr", "PSNR", "dB", MARGIN, "at a tenth of every baseline's error or less", "image", PSNR_CAP)
-OF_TEXT = Measure(
+OF_IMAGES = MainMetric("psnr", "PSNR", "dB", MARGIN, "at a tenth of every baseline's error or less", "image", PSNR_CAP)
+OF_TEXT = MainMetric(
     "rouge1", "ROUGE-1", "%", 50.0, "with half of the scale above every baseline or more", "sentence", 100.0
 )
 
 
-def best_so_far(ledger: Ledger) -> tuple[Measure, float | None]:
+def best_so_far(ledger: Ledger) -> tuple[MainMetric, float | None]:
     """The measure of what was attacked, and the best value that an attack reached; None before the first."""
     for measure in (OF_TEXT, OF_IMAGES):
         best, _ = ledger.so_far(measure.metric, measure.cap)
@@ -68,7 +68,7 @@ def best_so_far(ledger: Ledger) -> tuple[Measure, float | None]:
     return OF_IMAGES, None
 
 
-def measure_of(federation: Federation) -> Measure:
+def measure_of(federation: Federation) -> MainMetric:
     """That of the examples of a federation."""
     return OF_TEXT if isinstance(federation.shards.dataset, Text) else OF_IMAGES
 
@@ -172,7 +172,7 @@ class Scores:
         return self.where(self.attack == (self.attacks.index(attack) if attack in self.attacks else -1))
 
     @property
-    def measure(self) -> Measure:
+    def measure(self) -> MainMetric:
         """That of the kind of examples that were graded."""
         return OF_TEXT if OF_TEXT.metric in self.metrics else OF_IMAGES
 
@@ -415,7 +415,7 @@ def rounds_seen(protocol: Protocol, replies: Iterable[tuple[int, int]]) -> dict[
 
 
 @dataclass(frozen=True)
-class Line:
+class RoundLeak:
     """One real attack in one attacked round, with what it is compared with.
 
     Args:
@@ -437,7 +437,7 @@ class Line:
     identified: Rate | None
 
 
-def round_table(scores: Scores, ledger: Ledger) -> list[Line]:
+def round_table(scores: Scores, ledger: Ledger) -> list[RoundLeak]:
     """Every attacked round of which there are scores, attacks in the order of the plan."""
     accuracy = {row["round"]: row["accuracy"] for row in ledger.rounds()}
     measures = (scores.measure.metric, "label_accuracy", "identified")
@@ -449,7 +449,7 @@ def round_table(scores: Scores, ledger: Ledger) -> list[Line]:
         for attack in [a for a in attacks if a in by_attack]:
             restored, known = (kind.get(round, {}).get(attack) for kind in (labels, identified))
             lines.append(
-                Line(
+                RoundLeak(
                     round=round,
                     accuracy=accuracy.get(round),
                     attacked_accuracy=accuracy.get(round - 1),
@@ -536,7 +536,7 @@ def _by_attacks(rows: Scores) -> Mask:
 
 
 @dataclass(frozen=True)
-class Excess:
+class ExcessLeakage:
     """By how much an attack beats the baseline that is hardest for it, example by example.
 
     Args:
@@ -562,7 +562,7 @@ class Excess:
     floor: float
     identified: Rate | None
     floor_identified: Rate | None
-    oftener: float | None
+    identified_more_often: float | None
     exposed: int
     n: int
     clusters: int
@@ -570,7 +570,7 @@ class Excess:
     @property
     def leaks(self) -> bool:
         """Whether the images come back better than a guess: on average, or more often, or in a single case beyond luck."""
-        return any(low is not None and low > 0 for low in (self.low, self.oftener)) or self.exposed > 0
+        return any(low is not None and low > 0 for low in (self.low, self.identified_more_often)) or self.exposed > 0
 
 
 @dataclass(frozen=True)
@@ -579,10 +579,10 @@ class Verdict:
 
     word: Literal["leaks", "not shown to leak", "undetermined"]
     sentence: str
-    strongest: Excess | None = None
+    strongest: ExcessLeakage | None = None
 
 
-def excesses(scores: Scores) -> list[Excess]:
+def excesses(scores: Scores) -> list[ExcessLeakage]:
     """One for each real attack that shares examples with a baseline."""
     psnr, identified = (scores.of_metric(m) for m in (scores.measure.metric, "identified"))
     psnr, identified = (kind.where(~np.isnan(kind.value)) for kind in (psnr, identified))
@@ -590,15 +590,15 @@ def excesses(scores: Scores) -> list[Excess]:
     return [e for e in found if e is not None]
 
 
-def _excess(psnr: Scores, identified: Scores, attack: str) -> Excess | None:
+def _excess(psnr: Scores, identified: Scores, attack: str) -> ExcessLeakage | None:
     gain = _gain(psnr, attack)
     if gain is None:
         return None
-    own, oftener = psnr.of_attack(attack), _gain(identified, attack)
+    own, identified_more_often = psnr.of_attack(attack), _gain(identified, attack)
     keys = own.example_keys()
     highest = np.fmax.reduce([_lookup(psnr.of_attack(b), keys) for b in _rivals(attack)])  # NaN: none is graded
     hit = _lookup(identified.of_attack(attack), keys)
-    return Excess(
+    return ExcessLeakage(
         attack=attack,
         baseline=gain.baseline,
         mean=float(gain.differences.mean()),
@@ -607,8 +607,12 @@ def _excess(psnr: Scores, identified: Scores, attack: str) -> Excess | None:
         psnr=float(gain.own.mean()),
         floor=float((gain.own - gain.differences).mean()),
         identified=_rate_of(identified.of_attack(attack)),
-        floor_identified=_rate_of(identified.of_attack(oftener.baseline)) if oftener else None,
-        oftener=oftener.interval[0] if oftener and oftener.interval else None,
+        floor_identified=_rate_of(identified.of_attack(identified_more_often.baseline))
+        if identified_more_often
+        else None,
+        identified_more_often=identified_more_often.interval[0]
+        if identified_more_often and identified_more_often.interval
+        else None,
         exposed=int(((own.value >= highest + psnr.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
@@ -620,7 +624,7 @@ def _rivals(attack: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Gain:
+class _PairedDifference:
     """What an attack has over the baseline that leaves it the least, on the examples that both have, (n,) each."""
 
     baseline: str
@@ -633,7 +637,7 @@ class _Gain:
         return clustered_interval(self.differences, self.clients)
 
 
-def _gain(graded: Scores, attack: str) -> _Gain | None:
+def _gain(graded: Scores, attack: str) -> _PairedDifference | None:
     own = graded.of_attack(attack)
     metric = graded.metrics[own.metric[0]] if len(own) else ""
     values, gains = in_means(metric, own.value), []
@@ -641,7 +645,7 @@ def _gain(graded: Scores, attack: str) -> _Gain | None:
         floor = in_means(metric, _lookup(graded.of_attack(baseline), own.example_keys()))
         both = ~np.isnan(floor)
         if both.any():
-            gains.append(_Gain(baseline, values[both], values[both] - floor[both], own.client[both]))
+            gains.append(_PairedDifference(baseline, values[both], values[both] - floor[both], own.client[both]))
     return min(gains, key=lambda g: float(g.differences.mean()), default=None)
 
 
@@ -691,7 +695,7 @@ def verdict(scores: Scores, ledger: Ledger) -> Verdict:
     return Verdict("not shown to leak", f"{_so_far(ledger)} {private} {words}", strongest)
 
 
-def _proves_nothing(found: Sequence[Excess], ledger: Ledger) -> str:
+def _proves_nothing(found: Sequence[ExcessLeakage], ledger: Ledger) -> str:
     """Why no failure of these attacks says anything; empty where one does."""
     if ledger.meta().get("replay") == "mismatch":
         return "the replay check failed, so the attacks inverted another computation than the clients'"

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
-from fedgauge.server.views import analysis
-from fedgauge.server.views import format as words
+from fedgauge.server.views import analysis, formatting
 from fedgauge.server.views.analysis import Floats, Scores
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.png import reconstruction
@@ -25,14 +24,15 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
     rounds = np.unique(rows.round).tolist()
     return {
         "metric": metric,
-        "label": words.LABELS.get(metric, metric),
+        "label": formatting.LABELS.get(metric, metric),
         "attack": attack or "",
         "attacks": [a for a in reading.order if analysis.is_attack(a)],
-        "metrics": [{"name": m, "label": words.LABELS.get(m, m)} for m in reading.metrics],
+        "metrics": [{"name": m, "label": formatting.LABELS.get(m, m)} for m in reading.metrics],
         "rounds": rounds,
         "clients": ids,
         "z": [
-            [words.rounded(words.drawn(metric, v)) for v in row] for row in _worst(rows, ids, rounds, metric).tolist()
+            [formatting.rounded(formatting.plotted_value(metric, v)) for v in row]
+            for row in _worst(rows, ids, rounds, metric).tolist()
         ],
         "lower_is_worse": not HIGHER_IS_BETTER[metric],
         "table": sorted(_table(reading, metric, attack, ids), key=lambda row: _by_leak(row, metric)),
@@ -74,11 +74,11 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
             {
                 "client": client,
                 "n": len(values),
-                "mean": words.rounded(analysis.in_means(metric, values).mean()) if len(values) else None,
-                "worst": words.rounded(worst),
-                "exact": metric.startswith("psnr") and words.is_exact(worst),
+                "mean": formatting.rounded(analysis.in_means(metric, values).mean()) if len(values) else None,
+                "worst": formatting.rounded(worst),
+                "exact": metric.startswith("psnr") and formatting.is_exact(worst),
                 "identified": {"count": int(identified.sum()), "n": len(identified)} if len(identified) else None,
-                "labels": words.rounded(restored.mean()) if len(restored) else None,
+                "labels": formatting.rounded(restored.mean()) if len(restored) else None,
                 **replies,
             }
         )

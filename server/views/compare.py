@@ -5,8 +5,7 @@ from itertools import count
 from typing import Any
 
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
-from fedgauge.server.views import analysis
-from fedgauge.server.views import format as words
+from fedgauge.server.views import analysis, formatting
 from fedgauge.server.views.analysis import Leak
 from fedgauge.server.views.overview import privacy, rate_in_numbers
 from fedgauge.server.views.reading import Reading
@@ -18,13 +17,13 @@ def compare(readings: Sequence[Reading], metric: str) -> dict[str, Any]:
     """The runs' pooled leakage under every attack, with the accuracy that each reached."""
     named = list(zip(distinct(r.run.name for r in readings), readings, strict=True))
     points = _with_pareto([point for name, r in named for point in _points(name, r, metric)], metric)
-    chains = {name: words.chain(r.tables) for name, r in named}
+    chains = {name: formatting.chain(r.tables) for name, r in named}
     differing, same = differences([reading.tables for reading in readings])
     metrics = [m for m in HIGHER_IS_BETTER if any(m in reading.metrics for reading in readings)]
     return {
         "metric": metric,
-        "label": words.LABELS.get(metric, metric),
-        "metrics": [{"name": m, "label": words.LABELS.get(m, m)} for m in metrics],
+        "label": formatting.LABELS.get(metric, metric),
+        "metrics": [{"name": m, "label": formatting.LABELS.get(m, m)} for m in metrics],
         "lower_is_worse": not HIGHER_IS_BETTER[metric],
         "runs": [_run(name, r, metric) for name, r in named],
         "points": points,
@@ -48,8 +47,8 @@ def distinct(names: Iterable[str]) -> list[str]:
 def _run(name: str, reading: Reading, metric: str) -> dict[str, Any]:
     return {
         "id": name,
-        "chain": words.chain(reading.tables),
-        "facts": words.facts(reading.tables),
+        "chain": formatting.chain(reading.tables),
+        "facts": formatting.scenario_line(reading.tables),
         "accuracy": _accuracy(reading),
         "state": reading.state,
         "limit": _best(reading.pooled(metric), metric, analysis.is_limit),
@@ -58,7 +57,7 @@ def _run(name: str, reading: Reading, metric: str) -> dict[str, Any]:
 
 
 def _accuracy(reading: Reading) -> float | None:
-    return words.rounded(reading.rounds[max(reading.rounds)]["accuracy"]) if reading.rounds else None
+    return formatting.rounded(reading.rounds[max(reading.rounds)]["accuracy"]) if reading.rounds else None
 
 
 def _points(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]]:
@@ -70,13 +69,13 @@ def _points(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]
             "run": name,
             "attack": attack,
             "accuracy": _accuracy(reading),
-            "mean": words.rounded(leak.mean),
-            "low": words.rounded(words.band(leak)[0]),
-            "high": words.rounded(words.band(leak)[1]),
-            "worst": words.rounded(leak.best),
-            "exact": metric.startswith("psnr") and words.is_exact(leak.best),
+            "mean": formatting.rounded(leak.mean),
+            "low": formatting.rounded(formatting.interval_label(leak)[0]),
+            "high": formatting.rounded(formatting.interval_label(leak)[1]),
+            "worst": formatting.rounded(leak.best),
+            "exact": metric.startswith("psnr") and formatting.is_exact(leak.best),
             "identified": rate_in_numbers(analysis.rate(hit)) if hit and hit.n else None,
-            "labels": words.rounded(restored.mean) if restored and restored.n else None,
+            "labels": formatting.rounded(restored.mean) if restored and restored.n else None,
             "n": leak.n,
             "epsilon": spent["epsilon"],
             "privacy": spent["words"],
@@ -111,7 +110,7 @@ def _matrix(named: Mapping[str, Reading], metric: str) -> dict[str, Any]:
     return {
         "rows": list(named),
         "columns": attacks,
-        "mean": [[words.rounded(found[a].mean) if a in found else None for a in attacks] for found in pooled],
+        "mean": [[formatting.rounded(found[a].mean) if a in found else None for a in attacks] for found in pooled],
         "baseline": [_best(found, metric, analysis.is_baseline) for found in pooled],
     }
 
@@ -121,7 +120,7 @@ def _best(pooled: Mapping[str, Leak], metric: str, kind: Callable[[str], bool]) 
     means = [leak.mean for a, leak in pooled.items() if kind(a) and leak.mean is not None]
     if not means:
         return None
-    return words.rounded(max(means) if HIGHER_IS_BETTER[metric] else min(means))
+    return formatting.rounded(max(means) if HIGHER_IS_BETTER[metric] else min(means))
 
 
 def _curves(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]]:
@@ -133,7 +132,7 @@ def _curves(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]
                 "run": name,
                 "attack": attack,
                 "x": [leak.round for leak in own],
-                "mean": [words.rounded(leak.mean) for leak in own],
+                "mean": [formatting.rounded(leak.mean) for leak in own],
             }
 
 

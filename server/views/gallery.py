@@ -15,8 +15,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Shards
 from fedgauge.server.store.ledger import UNGRADED
-from fedgauge.server.views import analysis
-from fedgauge.server.views import format as words
+from fedgauge.server.views import analysis, formatting
 from fedgauge.server.views.analysis import Floats, Ints, Scores
 from fedgauge.server.views.png import SMALL, png, reconstruction
 from fedgauge.server.views.reading import Reading
@@ -43,7 +42,7 @@ class Query:
 
 
 @dataclass(frozen=True, eq=False)
-class Attacked:
+class AttackedExamples:
     """The examples that were attacked, in columns (N,): where they are, and the best PSNR of the attacks (NaN: no image)."""
 
     round: Ints
@@ -51,9 +50,9 @@ class Attacked:
     example: Ints
     strength: Floats
 
-    def where(self, chosen: Any) -> "Attacked":
+    def where(self, chosen: Any) -> "AttackedExamples":
         """Some of them."""
-        return Attacked(self.round[chosen], self.client[chosen], self.example[chosen], self.strength[chosen])
+        return AttackedExamples(self.round[chosen], self.client[chosen], self.example[chosen], self.strength[chosen])
 
     def __len__(self) -> int:
         return len(self.strength)
@@ -172,7 +171,7 @@ class Gallery:
         columns = (rows.client, rows.example, rows.value, rows.status)
         return {(c, e): (v, rows.statuses[s]) for c, e, v, s in zip(*(k.tolist() for k in columns), strict=True)}
 
-    def attacked(self, attack: str | None = None) -> Attacked:
+    def attacked(self, attack: str | None = None) -> AttackedExamples:
         """Every example that was attacked, by a certain attack or by any, in order."""
         rows = self.psnr if attack is None else self.psnr.of_attack(attack)
         whole = rows.example == WHOLE_BATCH
@@ -189,7 +188,7 @@ class Gallery:
         strength = np.full(keys.shape[1], np.nan)
         np.fmax.at(strength, place, columns[3])
         rounds, clients, examples = keys
-        return Attacked(rounds, clients, examples, strength)
+        return AttackedExamples(rounds, clients, examples, strength)
 
     def page(self, query: Query) -> dict[str, Any]:
         """The cards that a query asks for, and what else it could ask."""
@@ -210,7 +209,7 @@ class Gallery:
             "cards": [asdict(self.card(*key, attack=query.attack)) for key in shown],
         }
 
-    def _filtered(self, found: Attacked, query: Query) -> Attacked:
+    def _filtered(self, found: AttackedExamples, query: Query) -> AttackedExamples:
         if query.round is not None:
             found = found.where(found.round == query.round)
         if query.client is not None:
@@ -227,7 +226,7 @@ class Gallery:
         return self.shards is not None and self.shards.dataset.y.dim() == 1
 
     @staticmethod
-    def _sorted(found: Attacked, sort: Sort) -> Attacked:
+    def _sorted(found: AttackedExamples, sort: Sort) -> AttackedExamples:
         if sort == "client":
             return found.where(np.lexsort((found.example, found.round, found.client)))
         sign = -1 if sort == "leak" else 1
@@ -269,7 +268,7 @@ class Gallery:
             truth=None if truth is None or self.text else png(truth[0], SMALL),
             label=None if truth is None else truth[1],
             tiles=tuple(self._tile(a, round, client, example) for a in attacks if (round, a) in self.cells),
-            truth_words=tuple(pieces(truth[0], self.text)) if truth and self.text else None,
+            truth_words=tuple(token_strings(truth[0], self.text)) if truth and self.text else None,
             absent="" if truth is not None else NO_TRUTH if self.reading.ledger.deployed else NOT_HERE,
         )
 
@@ -284,10 +283,10 @@ class Gallery:
         outcomes = self.outcomes(round, attack)
         fallback = (math.nan, "not attacked")
         value, status = outcomes.get((client, example)) or outcomes.get((client, WHOLE_BATCH)) or fallback
-        told, exact, unit = words.rounded(value), words.is_exact(value), self.reading.scores.measure.unit
+        told, exact, unit = formatting.rounded(value), formatting.is_exact(value), self.reading.scores.measure.unit
         if math.isnan(value) and status != UNGRADED:
             return Tile(attack, None, told, exact, status)
-        note = NOT_GRADED if math.isnan(value) else f"{words.decibel(value)} {unit}"
+        note = NOT_GRADED if math.isnan(value) else f"{formatting.decibel(value)} {unit}"
         found = reconstruction(self.reading.run, round, client, attack)
         if isinstance(found, str):
             return Tile(attack, None, told, exact, f"file {found}; {note}")
@@ -313,14 +312,14 @@ class Gallery:
         return f"label {guess}{right}"
 
 
-def pieces(x: Tensor, text: Text) -> list[str]:
+def token_strings(x: Tensor, text: Text) -> list[str]:
     """A sentence's tokens as its vocabulary writes them, without padding."""
     return text.tokenizer.tokens(x[x != text.tokenizer.pad].tolist())
 
 
 def marked(guess: Tensor, truth: Tensor | None, text: Text) -> tuple[tuple[str, Mark], ...]:
     """A guess's tokens: right in its place, misplaced (the truth has one more of it elsewhere), or wrong; without truth, wrong."""
-    words, pad = text.tokenizer, text.tokenizer.pad
+    formatting, pad = text.tokenizer, text.tokenizer.pad
     ids: list[int] = guess.tolist()
     true: list[int] = [] if truth is None else truth.tolist()
     here = [i < len(true) and true[i] == token for i, token in enumerate(ids)]
@@ -331,7 +330,7 @@ def marked(guess: Tensor, truth: Tensor | None, text: Text) -> tuple[tuple[str, 
             continue
         mark: Mark = "right" if right else "misplaced" if spare[token] > 0 else "wrong"
         spare[token] -= mark == "misplaced"
-        found.append((words.tokens([token])[0], mark))
+        found.append((formatting.tokens([token])[0], mark))
     return tuple(found)
 
 
@@ -378,7 +377,7 @@ def trace(gallery: Gallery, round: int, client: int, example: int, attack: str) 
     truth, _ = gallery._truth(round, client, example)
     return {
         "iterations": found["trace_iteration"].tolist(),
-        "objective": [words.rounded(v) for v in found["trace_objective"].tolist()],
+        "objective": [formatting.rounded(v) for v in found["trace_objective"].tolist()],
         "images": [png(x) for x in found["trace_x"][:, example]],
         "truth": None if truth is None else png(truth[0]),
     }

@@ -12,15 +12,13 @@ from fedgauge.attacks.grading.image_metrics import LPIPS_PIXELS, PSNR_CAP
 from fedgauge.attacks.limits import known_noise
 from fedgauge.attacks.plan import describe
 from fedgauge.client.components import SpecError
-from fedgauge.defenses.accounting import account
+from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.ledger import EMPTY
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views import analysis
-from fedgauge.server.views import format as words
+from fedgauge.server.views import analysis, formatting, server_attacks
 from fedgauge.server.views.analysis import Leak, Rate
-from fedgauge.server.views.format import LABELS, RATES, percent, rounded
+from fedgauge.server.views.formatting import LABELS, RATES, percent, rounded
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.server_attacks import misdeeds as found
 
 REASONS = 40  # rows of a table of reasons
 LIMIT = "Bayes limit, Gaussian prior fitted to the auxiliary images"
@@ -33,11 +31,11 @@ def overview(reading: Reading) -> dict[str, Any]:
     return {
         "version": reading.version,
         "name": reading.run.name,
-        "facts": words.facts(reading.tables),
+        "facts": formatting.scenario_line(reading.tables),
         "state": reading.state,
         "verdict": _verdict(reading),
         "notices": [{"words": told, "command": command} for told, command in notices(reading)],
-        "misdeeds": [{"name": name, "words": told} for name, told in misdeeds(reading).items()],
+        "misdeeds": [{"name": name, "words": told} for name, told in server_attack_effects(reading).items()],
         "training": training(reading),
         "progress": progress(reading),
         **figure(reading),
@@ -78,7 +76,7 @@ def training(reading: Reading) -> dict[str, Any]:
 def progress(reading: Reading) -> dict[str, Any]:
     """How the jobs stand, how fast they go, and how long the rest will take."""
     p = reading.progress
-    expected = p.total + to_come(reading)
+    expected = p.total + jobs_to_come(reading)
     pace = reading.ledger.pace() if reading.state in ("training", "attacking") else None
     left = expected - p.done - p.failed
     waited_for = p.queued + p.leased or reading.state != "training"  # else rounds are, of which this pace says nothing
@@ -94,7 +92,7 @@ def progress(reading: Reading) -> dict[str, Any]:
     }
 
 
-def to_come(reading: Reading) -> int:
+def jobs_to_come(reading: Reading) -> int:
     """Jobs that the rounds not yet trained will add, every client taking part; none where nothing trains."""
     if reading.state != "training":
         return 0
@@ -102,10 +100,10 @@ def to_come(reading: Reading) -> int:
         scenario = reading.scenario
     except SpecError:
         return 0
-    return still_to_come(scenario, reading.newest) if scenario.audit.curious else 0
+    return jobs_of_remaining_rounds(scenario, reading.newest) if scenario.audit.curious else 0
 
 
-def still_to_come(scenario: Scenario, done: int) -> int:
+def jobs_of_remaining_rounds(scenario: Scenario, done: int) -> int:
     """Jobs that the rounds after `done` will add, every client taking part."""
     plan, protocol = scenario.plan, scenario.protocol
     seen = range(max(1, int(protocol.clients * scenario.strategy.get("fraction_train", 1.0))))
@@ -173,13 +171,13 @@ def _data(reading: Reading) -> Iterator[Notice]:
         yield "LPIPS: unavailable (no backbone weights).", ""
 
 
-def misdeeds(reading: Reading) -> dict[str, str]:
+def server_attack_effects(reading: Reading) -> dict[str, str]:
     """What a malicious server sent, won, was noticed for and cost; empty where it is honest."""
     try:
         scenario = reading.scenario
     except SpecError:  # which the notices tell
         return {}
-    return found(scenario, reading.scores, reading.ledger)
+    return server_attacks.server_attack_effects(scenario, reading.scores, reading.ledger)
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
@@ -208,10 +206,10 @@ def series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dic
             "kind": analysis.kind(attack),
             "x": [leak.round for leak in found],
             "mean": [rounded(leak.mean) for leak in found],
-            "low": [rounded(words.band(leak)[0]) for leak in found],
-            "high": [rounded(words.band(leak)[1]) for leak in found],
-            "best": [rounded(words.drawn(metric, leak.best)) for leak in found if _has_worst_case(leak)],
-            "told": [words.told(leak) for leak in found],
+            "low": [rounded(formatting.interval_label(leak)[0]) for leak in found],
+            "high": [rounded(formatting.interval_label(leak)[1]) for leak in found],
+            "best": [rounded(formatting.plotted_value(metric, leak.best)) for leak in found if _has_worst_case(leak)],
+            "told": [formatting.point_label(leak) for leak in found],
         }
         for attack in order
         if (found := by_attack.get(attack))
@@ -255,7 +253,10 @@ def summary(reading: Reading) -> list[dict[str, Any]]:
     rows = []
     for attack in reading.order:
         found = {m: by_attack[attack] for m, by_attack in pooled.items() if attack in by_attack}
-        labels, identified = found.pop("label_accuracy", None), found.pop("identified", None)
+        labels, identified = (
+            found.pop("label_accuracy", None),
+            found.pop("identified", None),
+        )
         rows.append(
             {
                 "attack": attack,
@@ -280,7 +281,7 @@ def _in_short(row: Mapping[str, Any]) -> dict[str, Any]:
         "high": rounded(psnr.high),
         "median": rounded(psnr.median),
         "worst": rounded(psnr.best),
-        "exact": words.is_exact(psnr.best),
+        "exact": formatting.is_exact(psnr.best),
         "identified": rate_in_numbers(row["identified"]),
         "labels": rounded(row["labels"].mean) if row["labels"] else None,
         "failed": ", ".join(f"{n} {status}" for status, n in psnr.failed.items()),
@@ -311,10 +312,13 @@ def limit(reading: Reading) -> dict[str, Any]:
     except SpecError:
         return {"state": "unknown", "parts": []}
     if reading.scores.measure == analysis.OF_TEXT:  # its limit is not known, unless nothing is hidden
-        return {"state": "unknown" if chain.conditional is None or chain.conditional.noisy else "none", "parts": []}
+        return {
+            "state": "unknown" if chain.update_distribution is None or chain.update_distribution.noisy else "none",
+            "parts": [],
+        }
     if known_noise(chain) is not None:
         return {"state": "pending", "parts": []}
-    bare = chain.conditional is not None and not chain.conditional.noisy
+    bare = chain.update_distribution is not None and not chain.update_distribution.noisy
     return {"state": "none" if bare else "unknown", "parts": []}
 
 
@@ -332,7 +336,7 @@ def _privacy(reading: Reading) -> dict[str, Any]:
     replies = [(round, client) for round, client in reading.sizes if (client, round) not in missing]
     seen = analysis.rounds_seen(scenario.protocol, replies)
     each, secret = {c: len(rounds) for c, rounds in seen.items()}, not reading.ledger.deployed
-    found = account(scenario.federation, each, scenario.privacy.delta, secret)
+    found = privacy_statement(scenario.federation, each, scenario.privacy.delta, secret)
     return {
         "epsilon": rounded(found.record),
         "client": rounded(found.client),

@@ -6,7 +6,7 @@ from statistics import mean
 from typing import Any
 
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP
-from fedgauge.client.inspection import alarmed
+from fedgauge.client.inspection import is_alarm
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.analysis import Scores, is_attack
@@ -16,18 +16,18 @@ Key = tuple[int, int]  # round, client
 Row = Any  # of the ledger: by name
 
 
-def misdeeds(scenario: Scenario, scores: Scores, ledger: Ledger) -> dict[str, str]:
+def server_attack_effects(scenario: Scenario, scores: Scores, ledger: Ledger) -> dict[str, str]:
     """By heading, a sentence each; empty where the server is honest."""
-    if not scenario.malice:
+    if not scenario.server_attack:
         return {}
-    seen = [o for o in ledger.observations() if o["status"] == "accepted" or alarmed(o["reason"])]
+    seen = [o for o in ledger.observations() if o["status"] == "accepted" or is_alarm(o["reason"])]
     members = {(o["round"], o["client"]): _met(scenario, o["round"], o["client"]) for o in seen}
     met = {key for key, altered in members.items() if altered}
     rounds = sorted({r for r, _ in met})
     sent = f"{_many(sum(map(len, members.values())), 'message')} answered in {_many(len(rounds), 'round')}"
-    trouble = ledger.meta().get("malice")
+    trouble = ledger.meta().get("server_attack")
     return {
-        "sent": "; ".join([f"{'; '.join(map(str, scenario.malice))}: {sent}", *([trouble] if trouble else [])]),
+        "sent": "; ".join([f"{'; '.join(map(str, scenario.server_attack))}: {sent}", *([trouble] if trouble else [])]),
         "recovered": _recovered(_best(scores), met, rounds),
         "noticed": _noticed(scenario, seen, met),
         "cost": _cost(scenario, ledger, seen, met, rounds),
@@ -37,7 +37,7 @@ def misdeeds(scenario: Scenario, scores: Scores, ledger: Ledger) -> dict[str, st
 def _met(scenario: Scenario, round: int, client: int) -> list[int]:
     """Of the clients behind what the server sees (of a secure sum several), those who were sent other weights."""
     members = scenario.protocol.members(client, round) or (client,)
-    return [c for c in members if any(aimed.aim.meets(round, c) for aimed in scenario.malice)]
+    return [c for c in members if any(aimed.aim.applies_to(round, c) for aimed in scenario.server_attack)]
 
 
 def _best(scores: Scores) -> dict[tuple[int, int, int], float]:
@@ -79,10 +79,10 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], met: set[Key]) -> str:
 
     Of a secure sum the members' words stand together: a sum counts as alarmed at where one of them alarmed.
     """
-    alarms = {(o["round"], o["client"]) for o in seen if alarmed(o["reason"])}
+    alarms = {(o["round"], o["client"]) for o in seen if is_alarm(o["reason"])}
     honest = {(o["round"], o["client"]) for o in seen} - met
     if scenario.protocol.guard.inspect == "off" and not any(
-        "suspicion" in o["reason"] or alarmed(o["reason"]) for o in seen
+        "suspicion" in o["reason"] or is_alarm(o["reason"]) for o in seen
     ):
         return (
             "no client's guard has said anything (clients inspect what they are sent where [guard] inspect is not off)"
@@ -105,7 +105,7 @@ def first_alarm(seen: Sequence[Row], named: bool) -> str:
     Args:
         named: the words may name their client, as the door makes them in a sum; else they are a client's own, and may lie.
     """
-    told = next((o for o in seen if alarmed(o["reason"])), None)
+    told = next((o for o in seen if is_alarm(o["reason"])), None)
     if told is None:
         return ""
     words = shortened(told["reason"])
@@ -128,7 +128,7 @@ def _cost(scenario: Scenario, ledger: Ledger, seen: Sequence[Row], met: set[Key]
     """What became of the updates, and how accuracy went in the rounds in which the server was malicious and in the others."""
     accuracy = {r["round"]: r["accuracy"] for r in ledger.rounds() if r["accuracy"] is not None}
     steps = {r: 100 * (accuracy[r] - accuracy[r - 1]) for r in accuracy if r - 1 in accuracy}
-    kept = [aimed.aim.aggregate for aimed in scenario.malice]
+    kept = [aimed.aim.aggregate for aimed in scenario.server_attack]
     fate = "averaged as all are" if all(kept) else "averaged in part" if any(kept) else "left out of the average"
     words = f"answers to altered weights ({_many(len(met), 'update')} of {len(seen)}) were {fate}"
     both = (("in those rounds", True), ("in the others", False))

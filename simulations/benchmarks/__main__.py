@@ -20,12 +20,12 @@ from fedgauge.simulations.benchmarks.many_clients import load
 from fedgauge.simulations.benchmarks.memory_growth import memory, memory_of_flower
 from fedgauge.simulations.benchmarks.page_speed import page
 from fedgauge.simulations.benchmarks.quality import quality
-from fedgauge.simulations.benchmarks.reporting import Progress, Report
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Progress
 from fedgauge.simulations.benchmarks.success import success
 from fedgauge.simulations.benchmarks.text_matching_cost import text
 from fedgauge.simulations.run.environment import environment
 
-Benchmark = Callable[[Progress], Report]
+Benchmark = Callable[[Progress], BenchmarkReport]
 FLOWER = "memory-flower"  # minutes, and many processes: only when asked for
 BENCHMARKS: Mapping[str, Benchmark] = {
     "engine": engine,
@@ -98,7 +98,7 @@ def main(
     return int(missed)
 
 
-def record(name: str, report: Report, seconds: float) -> dict[str, Any]:
+def record(name: str, report: BenchmarkReport, seconds: float) -> dict[str, Any]:
     """A report as it is kept: figures, settings, machine, date."""
     figures = [
         {"name": f.name, "value": f.value, "unit": f.unit, "target": f.target, "met": f.met, "note": f.note}

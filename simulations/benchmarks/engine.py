@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
-from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP, psnr
 from fedgauge.attacks.matching.compiled_step import missing
 from fedgauge.attacks.matching.gradient_matching import GradientMatching, Step, inverting_gradients
@@ -20,7 +20,7 @@ from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, 
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, chain, local_sgd
 from fedgauge.simulations.benchmarks.published import invert
-from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report, interleaved, one_thread
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
 
 RATE = 0.1  # of the client's local steps
 TV = 0.1
@@ -30,7 +30,7 @@ Make = Callable[[tuple[int, int, int], int], nn.Module]
 
 
 @dataclass(frozen=True)
-class Cell:
+class SpeedCase:
     """One comparison: a network, a source of images, K, and the local steps that the attack unrolls."""
 
     name: str
@@ -43,37 +43,37 @@ class Cell:
     compiled: bool = False
 
 
-CELLS: tuple[Cell, ...] = (
-    Cell("lenet", lenet, 1, 1.3, iterations=240),
-    Cell("lenet", lenet, 8, iterations=96),
-    Cell("lenet", lenet, 64, 8.0),
-    Cell("lenet", lenet, 1, None, iterations=240, compiled=True),
-    Cell("lenet", lenet, 8, None, iterations=96, compiled=True),
-    Cell("lenet", lenet, 64, 12.0, compiled=True),
-    Cell("lenet", lenet, 1, None, DIGITS, iterations=240),
-    Cell("lenet", lenet, 64, 8.0, DIGITS),
-    Cell("lenet, 5 local steps", lenet, 32, 6.0, steps=5, iterations=24),
-    Cell("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 1, None, iterations=24),
-    Cell("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 8, 14.0, iterations=24),
-    Cell("convnet of width 64", convnet, 1, None, iterations=12),
-    Cell("convnet of width 64", convnet, 4, 1.15, iterations=12),
-    Cell("resnet20-4", partial(resnet20, width=4), 1, None, iterations=12),
-    Cell("resnet20-4", partial(resnet20, width=4), 4, 1.15, iterations=12),
+CELLS: tuple[SpeedCase, ...] = (
+    SpeedCase("lenet", lenet, 1, 1.3, iterations=240),
+    SpeedCase("lenet", lenet, 8, iterations=96),
+    SpeedCase("lenet", lenet, 64, 8.0),
+    SpeedCase("lenet", lenet, 1, None, iterations=240, compiled=True),
+    SpeedCase("lenet", lenet, 8, None, iterations=96, compiled=True),
+    SpeedCase("lenet", lenet, 64, 12.0, compiled=True),
+    SpeedCase("lenet", lenet, 1, None, DIGITS, iterations=240),
+    SpeedCase("lenet", lenet, 64, 8.0, DIGITS),
+    SpeedCase("lenet, 5 local steps", lenet, 32, 6.0, steps=5, iterations=24),
+    SpeedCase("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 1, None, iterations=24),
+    SpeedCase("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 8, 14.0, iterations=24),
+    SpeedCase("convnet of width 64", convnet, 1, None, iterations=12),
+    SpeedCase("convnet of width 64", convnet, 4, 1.15, iterations=12),
+    SpeedCase("resnet20-4", partial(resnet20, width=4), 1, None, iterations=12),
+    SpeedCase("resnet20-4", partial(resnet20, width=4), 4, 1.15, iterations=12),
 )
 
 
 class CompiledOnce(GradientMatching):
     """Keeps the step compiled for its first wave, for later runs on the very same wave: compiling is no part of iterations."""
 
-    def _step(self, problems: Problems, places: Places) -> Step:
+    def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
         if "_kept" not in vars(self):
-            object.__setattr__(self, "_kept", super()._step(problems, places))
+            object.__setattr__(self, "_kept", super()._step(problems, limiter))
         kept: Step = vars(self)["_kept"]
         return kept
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class ImageProblem:
     """K observations of an untrained network, one image each, what an attack on them needs, and the truth."""
 
     model: nn.Module
@@ -123,7 +123,7 @@ class Problem:
                 self.model(self.known.normalise(self.truth.flatten(0, 1)))
 
 
-def problem(source: str, size: int, seed: int = 0, make: Make = lenet, steps: int = 1) -> Problem:
+def problem(source: str, size: int, seed: int = 0, make: Make = lenet, steps: int = 1) -> ImageProblem:
     """The first `size` problems of a source of images, labels given to both sides."""
     if source == DIGITS:
         dataset = mnist5k()
@@ -140,10 +140,10 @@ def problem(source: str, size: int, seed: int = 0, make: Make = lenet, steps: in
     known = Knowledge(model, chain(local_sgd(RATE, steps)), shape, 10, 1, centre, spread, labels=y[:, None])
     seen = [Observation(1, k, params, known.forward(params, Batch(x[[k]], y[[k]]), None)) for k in range(size)]
     streams: list[Stream] = [partial(generator, seed, "benchmark", k) for k in range(size)]
-    return Problem(model, Wave.stack(seen), known, streams, x[:, None], steps)
+    return ImageProblem(model, Wave.stack(seen), known, streams, x[:, None], steps)
 
 
-def engine(progress: Progress, cells: Sequence[Cell] = CELLS, repetitions: int = 3) -> Report:
+def engine(progress: Progress, cells: Sequence[SpeedCase] = CELLS, repetitions: int = 3) -> BenchmarkReport:
     """Milliseconds of one iteration of one problem, by the engine and by the published loop, in one run for each cell."""
     rows: list[dict[str, object]] = []
     figures: list[Figure] = []
@@ -163,10 +163,10 @@ def engine(progress: Progress, cells: Sequence[Cell] = CELLS, repetitions: int =
         attack=f"inverting_gradients(tv={TV})", networks="untrained, BatchNorm in eval mode", threads=1, seed=0,
         repetitions=repetitions, clock="CPU seconds, medians of interleaved repetitions",
     )  # fmt: skip
-    return Report(tuple(figures), settings, tuple(rows))
+    return BenchmarkReport(tuple(figures), settings, tuple(rows))
 
 
-def _compare(cell: Cell, repetitions: int) -> tuple[dict[str, object], list[Figure]]:
+def _compare(cell: SpeedCase, repetitions: int) -> tuple[dict[str, object], list[Figure]]:
     posed = replace(problem(cell.source, cell.size, make=cell.make, steps=cell.steps), compiled=cell.compiled)
     n, started = cell.iterations, time.monotonic()
     posed.engine(2)  # the second step is the one that is compiled
@@ -198,5 +198,5 @@ def _compare(cell: Cell, repetitions: int) -> tuple[dict[str, object], list[Figu
     ]
 
 
-def _named(cell: Cell) -> str:
+def _named(cell: SpeedCase) -> str:
     return f"{cell.name}, {cell.source}, K = {cell.size}" + (", compiled" if cell.compiled else "")

@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 
 from fedgauge.client.components import Table
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious import Tap
-from fedgauge.server.strategy.validator import Intake
-from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report, one_thread
+from fedgauge.server.strategy.curious import UpdateRecorder
+from fedgauge.server.strategy.validator import RoundReplies
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 from fedgauge.simulations.run.in_memory import InMemory, flower
 from fedgauge.simulations.run.simulate import new_run
 
@@ -24,19 +24,19 @@ LENET: Table = {"use": "lenet"}
 
 
 @dataclass
-class TimedTap(Tap):
+class TimedTap(UpdateRecorder):
     """The real tap, with a clock for CPU seconds and one for the wall's."""
 
     spent: list[tuple[float, float]] = field(default_factory=list)
 
-    def __call__(self, intake: Intake) -> None:
+    def __call__(self, intake: RoundReplies) -> None:
         cpu, wall = time.process_time(), time.perf_counter()
         super().__call__(intake)
         self.spent.append((time.process_time() - cpu, time.perf_counter() - wall))
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class InterceptCase:
     """A federation whose interception is measured: steps local steps over batches of `batch` images."""
 
     name: str
@@ -60,18 +60,22 @@ class Case:
         )
 
 
-SMALL = Case("4 clients, lenet, one step of 1 image", 4, LENET, 1, 1)
-EPOCH = Case("10 clients, 11.1 M parameters, one epoch of 10 steps of 30 images", 10, WIDE, 30, 10)
+SMALL = InterceptCase("4 clients, lenet, one step of 1 image", 4, LENET, 1, 1)
+EPOCH = InterceptCase("10 clients, 11.1 M parameters, one epoch of 10 steps of 30 images", 10, WIDE, 30, 10)
 LARGE = (
     EPOCH,
-    Case("10 clients, 11.1 M parameters, one step of 64 images", 10, WIDE, 64, 1),
-    Case("10 clients, 11.1 M parameters, one step of 1 image", 10, WIDE, 1, 1),
+    InterceptCase("10 clients, 11.1 M parameters, one step of 64 images", 10, WIDE, 64, 1),
+    InterceptCase("10 clients, 11.1 M parameters, one step of 1 image", 10, WIDE, 1, 1),
 )
 
 
 def intercept(
-    progress: Progress, small: Case = SMALL, large: Sequence[Case] = LARGE, rounds: int = 30, large_rounds: int = 5
-) -> Report:
+    progress: Progress,
+    small: InterceptCase = SMALL,
+    large: Sequence[InterceptCase] = LARGE,
+    rounds: int = 30,
+    large_rounds: int = 5,
+) -> BenchmarkReport:
     """The tap's milliseconds a round for small updates, its part of a round for large ones."""
     repeat = {small: rounds, **dict.fromkeys(large, large_rounds)}
     with TemporaryDirectory(prefix="fedgauge-") as folder, one_thread(), flower():
@@ -94,11 +98,11 @@ def intercept(
         round="messages, every client's local training, door, FedAvg; without transport, start-up and evaluation",
         tap="one safetensors file a client and one of the weights, digests, one SQLite transaction; the disk's page cache",
     )  # fmt: skip
-    return Report(tuple(figures), settings)
+    return BenchmarkReport(tuple(figures), settings)
 
 
 @dataclass(frozen=True)
-class Spent:
+class RoundSeconds:
     """Seconds of one round: of the tap, and of everything else."""
 
     tap_cpu: float
@@ -107,10 +111,12 @@ class Spent:
     wall: float
 
 
-def _measure(repeat: Mapping[Case, int], folder: Path, progress: Progress) -> dict[Case, list[Spent]]:
+def _measure(
+    repeat: Mapping[InterceptCase, int], folder: Path, progress: Progress
+) -> dict[InterceptCase, list[RoundSeconds]]:
     """Each case's rounds, in turns; a first round of each is not counted: it loads the data."""
     federations = {case: _start(case, folder / str(i)) for i, case in enumerate(repeat)}
-    spent: dict[Case, list[Spent]] = {case: [] for case in repeat}
+    spent: dict[InterceptCase, list[RoundSeconds]] = {case: [] for case in repeat}
     done, total = 0, sum(n + 1 for n in repeat.values())
     for round in range(1, max(repeat.values()) + 2):
         for case, (federation, tap) in federations.items():
@@ -122,12 +128,12 @@ def _measure(repeat: Mapping[Case, int], folder: Path, progress: Progress) -> di
             tap_cpu, tap_wall = tap.spent[-1]
             tap.tape.forget(round, range(case.clients))  # gigabytes otherwise
             if round > 1:
-                spent[case].append(Spent(tap_cpu, tap_wall, cpu - tap_cpu, wall - tap_wall))
+                spent[case].append(RoundSeconds(tap_cpu, tap_wall, cpu - tap_cpu, wall - tap_wall))
             progress(done := done + 1, total)
     return spent
 
 
-def _start(case: Case, folder: Path) -> tuple[InMemory, TimedTap]:
+def _start(case: InterceptCase, folder: Path) -> tuple[InMemory, TimedTap]:
     scenario = case.scenario()
     run = new_run(scenario, "intercept", folder)
     tap = TimedTap(run.ledger(), run.tape(), scenario.plan)

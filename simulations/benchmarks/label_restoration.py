@@ -15,7 +15,7 @@ from fedgauge.client.update import Chain, Params, Update, chain, gradient, local
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
-from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report, one_thread
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 RATE = 0.1
 SEED = 1  # the thresholds of attacks/labels.py were chosen on the batches of seed 0
@@ -33,7 +33,7 @@ UNDEFENDED = "undefended"
 Seen = tuple[Update, Params, Knowledge, list[int]]
 
 
-def labels(progress: Progress, batches: int = 100, sizes: Sequence[int] = (2, 4, 8)) -> Report:
+def labels(progress: Progress, batches: int = 100, sizes: Sequence[int] = (2, 4, 8)) -> BenchmarkReport:
     """Batches whose labels `auto` restores exactly, and beside it what each method restores; a new network a batch; sizes >= 2."""
     dataset = mnist5k()
     cells = [(net, name, size) for net in NETS for name in _chains(sizes[0]) for size in sizes]
@@ -49,7 +49,7 @@ def labels(progress: Progress, batches: int = 100, sizes: Sequence[int] = (2, 4,
         chains={name: str(_chains(sizes[0])[name].links) for name in _chains(sizes[0])},
         knowledge="honest server; chain, rate and normalisation known; no auxiliary images",
     )  # fmt: skip
-    return Report(tuple(figures), settings)
+    return BenchmarkReport(tuple(figures), settings)
 
 
 def _chains(size: int) -> Mapping[str, Chain]:

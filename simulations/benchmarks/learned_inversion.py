@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.learned.learning_to_invert import Pupil, learning_to_invert
+from fedgauge.attacks.learned.learning_to_invert import Trainer, learning_to_invert
 from fedgauge.attacks.learned.shadow_updates import Simulator
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.models.vision import detached_params, lenet
@@ -19,8 +19,8 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, chain, gradient, local_sgd
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report, interleaved, one_thread
-from fedgauge.simulations.run import in_memory as inmemory
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
+from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.simulate import new_run
 
 SHAPE = (3, 32, 32)
@@ -36,7 +36,7 @@ def learning(
     repetitions: int = 5,
     rounds: int = 8,
     steps: int = 600,
-) -> Report:
+) -> BenchmarkReport:
     """Gradient generation against a loop over images, training against the matrix products alone, warm starts over rounds."""
     done, total = 0, 2 * 2 * (repetitions + 1) + 2 * rounds
 
@@ -58,7 +58,7 @@ def learning(
         inverter=f"hidden 256, batch 64, rate 1e-3, at most {steps} steps; warm: at most a quarter of them",
         threads=1, seed=0, repetitions=repetitions, clock="CPU seconds, medians of interleaved repetitions",
     )  # fmt: skip
-    return Report(tuple(figures), settings)
+    return BenchmarkReport(tuple(figures), settings)
 
 
 def _generation(images: int, repetitions: int, progress: Progress) -> Figure:
@@ -84,13 +84,13 @@ def _generation(images: int, repetitions: int, progress: Progress) -> Figure:
 def _training(hidden: int, batch: int, repetitions: int, progress: Progress) -> Figure:
     attack = learning_to_invert(hidden=hidden, batch=batch)
     columns, outputs = sum(p.numel() for p in lenet(SHAPE, 10).parameters()), SHAPE[0] * SHAPE[1] * SHAPE[2]
-    pupil = Pupil(attack.network(columns, outputs, 0), attack.rate, attack.patience, 10**9)
+    trainer = Trainer(attack.network(columns, outputs, 0), attack.rate, attack.patience, 10**9)
     rng = generator("learning", "rows")
     rows, truth = torch.randn(batch, columns, generator=rng), torch.rand(batch, 1, outputs, generator=rng)
     square = torch.randn(SQUARE, SQUARE, generator=rng)
-    works = {"step": lambda: pupil.learn(rows, truth), "product": lambda: square @ square}
+    works = {"step": lambda: trainer.train_step(rows, truth), "product": lambda: square @ square}
     spent = {k: median(t) for k, t in interleaved(works, repetitions, progress).items()}
-    weights = [p.numel() for p in pupil.network.parameters() if p.dim() == 2]
+    weights = [p.numel() for p in trainer.network.parameters() if p.dim() == 2]
     # forward, by the weights, and by the inputs of all layers but the first
     rates = {
         "step": 2 * batch * (3 * sum(weights) - weights[0]) / spent["step"],
@@ -116,7 +116,7 @@ def _federation(rounds: int, steps: int, progress: Progress) -> list[Figure]:
     known = auditor.knowledge(PlannedAttack.from_table(TABLE, "[[attack]]"))
     with TemporaryDirectory(prefix="fedgauge-") as folder:
         run = new_run(scenario, "learning", Path(folder))
-        inmemory.train(run)
+        in_memory.train(run)
         warm, anew = _over_rounds(run, attack, known, rounds, steps, progress)
     errors = [a.objective / b.objective for a, b in zip(warm[1:], anew[1:], strict=True)]
     most = max(a.iterations / b.iterations for a, b in zip(warm[1:], anew[1:], strict=True))

@@ -18,9 +18,9 @@ from fedgauge.client.rng import generator
 from fedgauge.server.app import build_strategy
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious import CuriousStrategy, Tap
-from fedgauge.simulations.benchmarks.memory_growth import MB, Memory, own_memory
-from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report
+from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
+from fedgauge.simulations.benchmarks.memory_growth import MB, MemoryUse, own_memory
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 from fedgauge.simulations.run.simulate import new_run
 
@@ -45,7 +45,7 @@ def synthetic(params: dict[str, Tensor], client: int, round: int) -> dict[str, T
     return {k: 1e-3 * torch.randn(t.shape, generator=rng) for k, t in params.items()}
 
 
-def load(progress: Progress, clients: int = 50, rounds: int = 20, hidden: int = 250) -> Report:
+def load(progress: Progress, clients: int = 50, rounds: int = 20, hidden: int = 250) -> BenchmarkReport:
     """Replies lost, memory after the second round and the last, seconds a round."""
     with TemporaryDirectory(prefix="fedgauge-load-") as scratch:
         scenario = _scenario(clients, rounds, hidden)
@@ -70,17 +70,19 @@ def load(progress: Progress, clients: int = 50, rounds: int = 20, hidden: int = 
         Figure("growth of resident memory", grown, "MiB", at_most=bytes_a_round, note=words),
         Figure("a round", seconds / rounds, "s"),
     )
-    return Report(figures, dict(clients=clients, rounds=rounds, model=f"mlp, {hidden} hidden", replies="synthetic"))
+    return BenchmarkReport(
+        figures, dict(clients=clients, rounds=rounds, model=f"mlp, {hidden} hidden", replies="synthetic")
+    )
 
 
-def serve(run: Run) -> tuple[list[Memory], float]:
+def serve(run: Run) -> tuple[list[MemoryUse], float]:
     """All rounds of a run in this process: its memory after each, and the seconds of all."""
     torch.set_num_threads(1)
     scenario, seen = run.scenario(), []
     params, buffers = scenario.federation.initial()
     grid = Synthetic(scenario.protocol)
     with flower(), run.ledger() as ledger:
-        tap = Tap(ledger, run.tape(), scenario.plan)
+        tap = UpdateRecorder(ledger, run.tape(), scenario.plan)
         strategy = CuriousStrategy(
             build_strategy(scenario.strategy, scenario.protocol.clients), tap, buffers, 0, grid.clients
         )

@@ -20,18 +20,18 @@ from fedgauge.server.pool.executors import LocalExecutor, serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious import Tap
-from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report
+from fedgauge.server.strategy.curious import UpdateRecorder
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.in_memory import InMemory, flower
-from fedgauge.simulations.run.launch import Training
+from fedgauge.simulations.run.launch import TrainingProcess
 from fedgauge.simulations.run.simulate import new_run
 
 MB = 2**20
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """A process's resident memory after some rounds, and its peak so far, in MiB."""
 
     rounds: int
@@ -39,14 +39,14 @@ class Memory:
     peak: float
 
 
-def own_memory(rounds: int) -> Memory:
+def own_memory(rounds: int) -> MemoryUse:
     """This process's memory; what it freed is given back first, or the allocator's slack would be counted."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return memory_of(os.getpid(), rounds)
 
 
-def memory(progress: Progress, clients: int = 100, rounds: int = 3, iterations: int = 5) -> Report:
+def memory(progress: Progress, clients: int = 100, rounds: int = 3, iterations: int = 5) -> BenchmarkReport:
     """Resident and peak memory after each round, of training and of the audit, in this process's children."""
     with TemporaryDirectory(prefix="fedgauge-") as folder:
         scenario, run = _run(Path(folder), clients, rounds, iterations)
@@ -55,10 +55,12 @@ def memory(progress: Progress, clients: int = 100, rounds: int = 3, iterations: 
         attacked = _in_a_process(audit, run)
         progress(2, 2)
         figures = _complete(run) + _figures("strategy and tap", trained, run) + _figures("audit", attacked, run)
-    return Report(tuple(figures), _settings(clients, rounds, iterations, "in memory; real client app, door, tap"))
+    return BenchmarkReport(
+        tuple(figures), _settings(clients, rounds, iterations, "in memory; real client app, door, tap")
+    )
 
 
-def memory_of_flower(progress: Progress, clients: int = 100, rounds: int = 10, iterations: int = 5) -> Report:
+def memory_of_flower(progress: Progress, clients: int = 100, rounds: int = 10, iterations: int = 5) -> BenchmarkReport:
     """The same through Flower: memory of the ServerApp's process as rounds end.
 
     Looked at from outside, where the allocator's slack counts (some 10 MiB to and fro): hence more rounds.
@@ -69,24 +71,24 @@ def memory_of_flower(progress: Progress, clients: int = 100, rounds: int = 10, i
         attacked = _in_a_process(audit, run)
         progress(rounds + 1, rounds + 1)
         figures = _complete(run) + _figures("ServerApp's process", trained, run) + _figures("audit", attacked, run)
-    return Report(tuple(figures), _settings(clients, rounds, iterations, "flwr run, 2 clients at a time"))
+    return BenchmarkReport(tuple(figures), _settings(clients, rounds, iterations, "flwr run, 2 clients at a time"))
 
 
-def train(run: Run) -> list[Memory]:
+def train(run: Run) -> list[MemoryUse]:
     """Train a run's scenario in this process; its memory after each round."""
     torch.set_num_threads(1)
     scenario, seen = run.scenario(), []
     with flower(), run.ledger() as ledger:
-        federation = InMemory(scenario, Tap(ledger, run.tape(), scenario.plan))
+        federation = InMemory(scenario, UpdateRecorder(ledger, run.tape(), scenario.plan))
         for round in range(1, scenario.protocol.rounds + 1):
             federation.advance(round)
             seen.append(own_memory(round))
     return seen
 
 
-def audit(run: Run) -> list[Memory]:
+def audit(run: Run) -> list[MemoryUse]:
     """Attack a run in this process; its memory as each round's last job is done."""
-    seen: list[Memory] = []
+    seen: list[MemoryUse] = []
     with run.ledger() as ledger:
         jobs = ledger.progress().total // run.scenario().protocol.rounds
 
@@ -100,18 +102,18 @@ def audit(run: Run) -> list[Memory]:
     return seen
 
 
-def memory_of(pid: int, rounds: int) -> Memory:
+def memory_of(pid: int, rounds: int) -> MemoryUse:
     """A process's VmRSS and VmHWM (Linux)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     values = {key: int(value.split()[0]) / 1024 for key, _, value in (x.partition(":") for x in lines) if "kB" in value}
-    return Memory(rounds, values["VmRSS"], values["VmHWM"])
+    return MemoryUse(rounds, values["VmRSS"], values["VmHWM"])
 
 
-def _watch(run: Run, scenario: Scenario, progress: Callable[[int], None]) -> list[Memory]:
+def _watch(run: Run, scenario: Scenario, progress: Callable[[int], None]) -> list[MemoryUse]:
     """Train through Flower; the ServerApp's memory each time the ledger has another round."""
-    seen: list[Memory] = []
+    seen: list[MemoryUse] = []
     server = 0
-    with run.ledger() as ledger, Training(run, scenario) as training:
+    with run.ledger() as ledger, TrainingProcess(run, scenario) as training:
         while not training.finished():
             done = _rounds(ledger)
             if done > (seen[-1].rounds if seen else 0):
@@ -148,7 +150,7 @@ def _run(folder: Path, clients: int, rounds: int, iterations: int) -> tuple[Scen
     return scenario, new_run(scenario, "memory", folder)
 
 
-def _in_a_process(work: Callable[[Run], list[Memory]], run: Run) -> list[Memory]:
+def _in_a_process(work: Callable[[Run], list[MemoryUse]], run: Run) -> list[MemoryUse]:
     # spawned, not forked: a fork's peak is its parent's
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(work, run).result()
@@ -165,7 +167,7 @@ def _complete(run: Run) -> list[Figure]:
     ]
 
 
-def _figures(name: str, seen: list[Memory], run: Run) -> list[Figure]:
+def _figures(name: str, seen: list[MemoryUse], run: Run) -> list[Figure]:
     first, last = seen[0], seen[-1]
     figures = [
         Figure(f"{name}: {kind} after round {m.rounds}", getattr(m, kind), "MiB")

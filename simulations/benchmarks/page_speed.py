@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedgauge.attacks.grading.audit import Row
-from fedgauge.server.store.ledger import Seen
+from fedgauge.attacks.grading.audit import ScoreRecord
+from fedgauge.server.store.ledger import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
 from fedgauge.simulations.reports.report import write_report
 from fedgauge.simulations.reports.screenshots import watching
 
@@ -36,7 +36,7 @@ VIEWS = {
 }
 
 
-def page(progress: Progress, rounds: int = 200, clients: int = 50, news: int = 5) -> Report:
+def page(progress: Progress, rounds: int = 200, clients: int = 50, news: int = 5) -> BenchmarkReport:
     """First view, further views, memory, latency of news, and the size of the report."""
     with TemporaryDirectory(prefix="fedgauge-page-") as scratch:
         run = _large(Path(scratch) / "large", rounds, clients, progress)
@@ -55,7 +55,7 @@ def page(progress: Progress, rounds: int = 200, clients: int = 50, news: int = 5
         images=rounds * clients * 2,
         seed=0,
     )
-    return Report(tuple(figures), settings)
+    return BenchmarkReport(tuple(figures), settings)
 
 
 def _scenario(rounds: int, clients: int) -> Scenario:
@@ -81,7 +81,7 @@ def _large(folder: Path, rounds: int, clients: int, progress: Progress) -> Run:
         ledger.add_attacks(plan, {p.name: "card" for p in plan.attacks})
         ledger.record_round(0, 0.1, 2.3, 1.0, 0.0)
         for r in range(1, rounds + 1):
-            seen = [Seen(c, "accepted", "", 1, f"digest {r} {c}") for c in range(clients)]
+            seen = [Participation(c, "accepted", "", 1, f"digest {r} {c}") for c in range(clients)]
             ledger.record_intake(r, seen, plan)
             ledger.record_round(r, 0.1 + 0.8 * r / rounds, 1.0, 1.0, 0.0)
             while (lease := ledger.lease()) is not None:
@@ -95,9 +95,11 @@ def _large(folder: Path, rounds: int, clients: int, progress: Progress) -> Run:
     return run
 
 
-def _rows(round: int, client: int, attack: str, rng: np.random.Generator) -> list[Row]:
+def _rows(round: int, client: int, attack: str, rng: np.random.Generator) -> list[ScoreRecord]:
     draw = float(rng.random())
-    return [Row(round, client, attack, 0, m, scale * (0.5 + draw), "converged", 0.1) for m, scale in METRICS.items()]
+    return [
+        ScoreRecord(round, client, attack, 0, m, scale * (0.5 + draw), "converged", 0.1) for m, scale in METRICS.items()
+    ]
 
 
 def _served(run: Run, news: int) -> Iterator[Figure]:

@@ -17,14 +17,16 @@ from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, chain, local_sgd
-from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report, one_thread
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 RATE = 0.1
 SEED = 0
 TV = 0.1
 
 
-def quality(progress: Progress, images: int = 8, iterations: int = 500, labels: int = 64, inputs: int = 16) -> Report:
+def quality(
+    progress: Progress, images: int = 8, iterations: int = 500, labels: int = 64, inputs: int = 16
+) -> BenchmarkReport:
     """Mean PSNR of Inverting Gradients, label accuracy of iDLG, PSNR of the analytic attack; one example an update."""
     dataset = cifar10() if _local_cifar10() else mnist5k()
     nets: dict[str, Callable[..., nn.Module]] = {
@@ -48,7 +50,7 @@ def quality(progress: Progress, images: int = 8, iterations: int = 500, labels: 
         images=images, iterations=iterations, labels=labels, inputs=inputs, batch_size=1,
         knowledge="honest server, labels restored, chain and normalisation known",
     )  # fmt: skip
-    return Report(tuple(figures), settings)
+    return BenchmarkReport(tuple(figures), settings)
 
 
 def _inverting_gradients(dataset: Dataset, images: int, iterations: int) -> list[Figure]:

@@ -41,7 +41,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchmarkReport:
     """A benchmark's figures, and how they were measured: n, seeds, budgets; rows: the same as plain records, where it has any."""
 
     figures: tuple[Figure, ...]

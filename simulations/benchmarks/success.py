@@ -13,13 +13,13 @@ from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, chain, local_sgd
-from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report, one_thread
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 EVALUATIONS = 300 * 20  # of the published loops: 300 steps of L-BFGS, each of up to 20 evaluations
 SUCCESS = 1e-3  # mean squared error, as the papers' images look
 
 
-def success(progress: Progress, digits: int = 64, colours: int = 6, evaluations: int = EVALUATIONS) -> Report:
+def success(progress: Progress, digits: int = 64, colours: int = 6, evaluations: int = EVALUATIONS) -> BenchmarkReport:
     """Success rates of DLG and iDLG on LeNet, one image an update."""
     works = [(mnist5k(), digits, attack) for attack in (idlg(), dlg())]
     if _local_cifar100():
@@ -36,7 +36,7 @@ def success(progress: Progress, digits: int = 64, colours: int = 6, evaluations:
         network="lenet, untrained", images="first test images, one an update", success=f"MSE < {SUCCESS:g}", seed=0,
         evaluations=f"at most {evaluations}, restarts included", published_loops="75 % (MNIST), 75-100 % (CIFAR-100)",
     )  # fmt: skip
-    return Report(tuple(figures), settings)
+    return BenchmarkReport(tuple(figures), settings)
 
 
 def _measured(dataset: Dataset, count: int, attack: GradientMatching, evaluations: int) -> list[Figure]:

@@ -11,13 +11,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Sentences, Wave
-from fedgauge.attacks.text.distance import Guess, Kind, Matcher
+from fedgauge.attacks.text.distance import Kind, Matcher, SentenceGuess
 from fedgauge.client.models.language import LanguageModel, encoder
 from fedgauge.client.models.tokenizer import load_tokenizer
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, chain, gradient, local_sgd
-from fedgauge.simulations.benchmarks.reporting import Figure, Progress, Report, interleaved, one_thread
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
 
 MINILM = "minilm"
 CANDIDATE, STEP = "a candidate, scored among others", "a cosine step, among other sentences"
@@ -26,7 +26,7 @@ L1 = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class SentenceProblem:
     """Sentences of random words, all of one length, their updates by a model whose word embeddings are frozen, and guesses.
 
     Args:
@@ -64,22 +64,22 @@ class Problem:
         known = Knowledge(self.model, chain(local_sgd(1.0)), (self.length,), 2, 1, (), (), text=Sentences())
         return Matcher(self.wave, known, kind, L1)
 
-    def guess(self, count: int, owners: Tensor) -> Guess:
+    def guess(self, count: int, owners: Tensor) -> SentenceGuess:
         """So many random guesses at some of the sentences."""
         rng, size = generator("text benchmark", "guess"), (count, 1, self.length, self.model.width)
         x = 0.05 * torch.randn(size, generator=rng)
-        return Guess(x, self.labels[owners][:, None], torch.ones(size[:3], dtype=torch.bool), owners)
+        return SentenceGuess(x, self.labels[owners][:, None], torch.ones(size[:3], dtype=torch.bool), owners)
 
     @cached_property
-    def together(self) -> Guess:
+    def together(self) -> SentenceGuess:
         return self.guess(self.sentences, torch.arange(self.sentences))
 
     @cached_property
-    def proposed(self) -> Guess:
+    def proposed(self) -> SentenceGuess:
         return self.guess(self.candidates, torch.zeros(self.candidates, dtype=torch.int64))
 
 
-class Plain:
+class PlainLoop:
     """The published loop: one sentence after the other, all gradients formed, their distances tensor by tensor.
 
     Keys' biases are left out of it, too: their cosine is that of rounding, and no two ways to compute it agree.
@@ -88,7 +88,7 @@ class Plain:
         kind: cosine, or l2_l1.
     """
 
-    def __init__(self, problem: Problem, kind: Kind) -> None:
+    def __init__(self, problem: SentenceProblem, kind: Kind) -> None:
         self.model, self.params, self.kind = problem.model, problem.params, kind
         self.leaves = {k: problem.params[k].clone().requires_grad_() for k in problem.matcher(kind).names}
         self.seen = {k: -problem.wave.update[k] for k in self.leaves}
@@ -106,12 +106,12 @@ class Plain:
         ]
         return torch.stack(terms).mean()
 
-    def values(self, guess: Guess) -> Tensor:
+    def values(self, guess: SentenceGuess) -> Tensor:
         """Distances (P,)."""
         rows = zip(guess.x, guess.y, guess.owners.tolist(), strict=True)
         return torch.stack([self.distance(x, y, k, slopes=False).detach() for x, y, k in rows])
 
-    def slopes(self, guess: Guess) -> Tensor:
+    def slopes(self, guess: SentenceGuess) -> Tensor:
         """By the embeddings (P, 1, L, width)."""
         found = []
         for x, y, k in zip(guess.x, guess.y, guess.owners.tolist(), strict=True):
@@ -127,7 +127,7 @@ def text(
     sentences: int = 16,
     candidates: int = 64,
     repetitions: int = 5,
-) -> Report:
+) -> BenchmarkReport:
     """The costs in CPU milliseconds, ours and the plain loop's in turns; on MiniLM-L6 where no other model is given."""
     settings: dict[str, object] = dict(
         sentences=f"{length} tokens, words at random, word embeddings frozen, float32, one update each",
@@ -139,11 +139,11 @@ def text(
         try:
             model = minilm(length)
         except ValueError as error:
-            return Report((Figure(CANDIDATE, None, "ms", note=str(error)),), settings)
+            return BenchmarkReport((Figure(CANDIDATE, None, "ms", note=str(error)),), settings)
     with one_thread():
-        problem = Problem(model, length, sentences, candidates)
-        matcher, plain = problem.matcher("cosine"), Plain(problem, "cosine")
-        tag, plain_tag = problem.matcher("l2_l1"), Plain(problem, "l2_l1")
+        problem = SentenceProblem(model, length, sentences, candidates)
+        matcher, plain = problem.matcher("cosine"), PlainLoop(problem, "cosine")
+        tag, plain_tag = problem.matcher("l2_l1"), PlainLoop(problem, "l2_l1")
         proposed, together = problem.proposed, problem.together
         few, fewer = _first(proposed, 8), _first(together, 4)
         works: Mapping[str, tuple[int, Callable[[], object]]] = {
@@ -156,7 +156,7 @@ def text(
         }
         spent = interleaved({name: work for name, (_, work) in works.items()}, repetitions, progress)
     each = {name: 1000 * median(times) / works[name][0] for name, times in spent.items()}
-    return Report(
+    return BenchmarkReport(
         (
             *_figures(CANDIDATE, each["candidate"], each["plain candidate"], 25.0, 3.5),
             *_figures(STEP, each["step"], each["plain step"], 45.0, 5.0),
@@ -174,8 +174,8 @@ def minilm(length: int) -> LanguageModel:
         return encoder((length,), words, "classification", 2, MINILM, freeze=("words",))
 
 
-def _first(guess: Guess, count: int) -> Guess:
-    return Guess(*(t[:count] for t in guess))
+def _first(guess: SentenceGuess, count: int) -> SentenceGuess:
+    return SentenceGuess(*(t[:count] for t in guess))
 
 
 def _figures(

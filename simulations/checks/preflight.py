@@ -25,10 +25,10 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Summed, trained_on, transparent
-from fedgauge.defenses.accounting import account
+from fedgauge.client.update import Batch, GroupMean, is_identity, trained_on
+from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.format import decibel, percent
+from fedgauge.server.views.formatting import decibel, percent
 
 STAND_INS = 8  # clients, with batches of auxiliary images
 EXACT = 60.0  # dB, from which on an image counts as read off
@@ -39,7 +39,7 @@ _STYLES: Mapping[Severity, str] = {"leaks": "bold red", "weak": "yellow", "note"
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerExposure:
     """One layer's part in the update.
 
     Args:
@@ -55,7 +55,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Finding:
+class PreflightFinding:
     """One thing that was found: how bad it is, what it is, and what to change (empty: nothing)."""
 
     severity: Severity
@@ -67,8 +67,8 @@ class Finding:
 class Preflight:
     """All that was found of a scenario."""
 
-    layers: tuple[Layer, ...]
-    findings: tuple[Finding, ...]
+    layers: tuple[LayerExposure, ...]
+    findings: tuple[PreflightFinding, ...]
 
     def to_json(self) -> str:
         """One object."""
@@ -101,7 +101,7 @@ class _Probe:
 
     def _observation(self, k: int, batch: Batch) -> Observation:
         bare = self.fed.gradient
-        seen = Summed(self.members)(self.fed.chain(bare))
+        seen = GroupMean(self.members)(self.fed.chain(bare))
         return Observation(1, k, self.params, seen(self.params, batch, self._draws(k)), self.buffers)
 
     def _draws(self, k: int) -> torch.Generator:
@@ -109,13 +109,13 @@ class _Probe:
 
     # ----------------------------------------------------------------------------------------------------- layers
 
-    def layers(self) -> Iterator[Layer]:
+    def layers(self) -> Iterator[LayerExposure]:
         """Every layer with parameters of its own, in the order of the forward pass."""
         for name, (module, given) in self._inputs().items():
             names = [f"{name}.{n}" if name else n for n, _ in module.named_parameters(recurse=False)]
             entries = sum(self.params[n].numel() for n in names)
             visible = sum(int(self.wave.update[n].count_nonzero()) for n in names) // STAND_INS
-            yield Layer(name, type(module).__name__, entries, visible, given.numel())
+            yield LayerExposure(name, type(module).__name__, entries, visible, given.numel())
 
     def _inputs(self) -> dict[str, tuple[nn.Module, Tensor]]:
         found: dict[str, tuple[nn.Module, Tensor]] = {}
@@ -142,7 +142,7 @@ class _Probe:
 
     # --------------------------------------------------------------------------------------------------- findings
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[PreflightFinding]:
         """The worst first."""
         own = self._words() if self.text else (*self._structure(), self._analytic())
         found = [f for f in (*own, self._labels(), *self._chain()) if f is not None]
@@ -153,15 +153,15 @@ class _Probe:
         """Whether the examples are sentences."""
         return isinstance(self.fed.model, LanguageModel)
 
-    def _words(self) -> Iterator[Finding]:
+    def _words(self) -> Iterator[PreflightFinding]:
         """What the rows of the word embeddings' gradient tell."""
         assert isinstance(self.fed.model, LanguageModel)
         parts = self.fed.model.parts
         seen = self.wave.update.get(parts.word)
         if seen is None:
-            yield Finding("note", "the word embeddings are frozen, so no row of their gradient names a word")
+            yield PreflightFinding("note", "the word embeddings are frozen, so no row of their gradient names a word")
         elif parts.tied:
-            yield Finding(
+            yield PreflightFinding(
                 "note", "the head's rows are the word embeddings: each has a gradient, whether its word occurs or not"
             )
         else:
@@ -170,37 +170,39 @@ class _Probe:
             right = sum(found == said for found, said in zip(rows, words, strict=True))
             change = '[model] freeze = ["words"], or noise after local_sgd'
             told = "are the sentences' words"
-            yield Finding(
+            yield PreflightFinding(
                 "leaks" if right else "note",
                 f"the rows of the word embeddings' update that are not zero {told} for {right} of {len(rows)} stand-ins",
                 change if right else "",
             )
 
-    def _structure(self) -> Iterator[Finding]:
+    def _structure(self) -> Iterator[PreflightFinding]:
         pixels = self.size * math.prod(self.fed.shards.dataset.shape)
         visible = sum(int(t.count_nonzero()) for t in self.wave.update.values()) // STAND_INS
         told = f"{visible:,} entries of an update are not zero, for {pixels:,} unknown pixels of {_examples(self.size)}"
         if visible >= pixels:
             change = "larger batches and more noise, rather than dropping entries: many more would have to go"
-            yield Finding("weak", f"{told}: enough to determine them, wherever nothing random hides them", change)
+            yield PreflightFinding(
+                "weak", f"{told}: enough to determine them, wherever nothing random hides them", change
+            )
         else:
-            yield Finding("note", f"{told}: too few to determine them without a prior, which images have")
+            yield PreflightFinding("note", f"{told}: too few to determine them without a prior, which images have")
         for name, module in self.fed.model.named_modules():
             if isinstance(module, nn.Embedding):
-                yield Finding(
+                yield PreflightFinding(
                     "leaks",
                     f"layer {name!r} is an embedding: the rows of its gradient that are not zero name the tokens",
                     "freeze it (freeze)",
                 )
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-                yield Finding(
+                yield PreflightFinding(
                     "leaks",
                     f"BatchNorm in train mode ({name!r} and others): means and variances of the batch are uploaded as they are",
                     '[model] mode = "eval", or norm = "group"',
                 )
                 break
         if self.size > 1 and (share := self._held_by_a_neuron()) > 0:
-            yield Finding(
+            yield PreflightFinding(
                 "leaks",
                 f"{percent(share)} of the stand-ins' examples are read off a row of the first fully connected layer's gradient: "
                 "they are the only ones that excite its neuron",
@@ -231,7 +233,7 @@ class _Probe:
         made = [trained_on(self.fed.chain, bare, self.params, b, self._draws(k)) for k, b in enumerate(self.batches)]
         return [batch if changed is None else changed for batch, changed in zip(self.batches, made, strict=True)]
 
-    def _analytic(self) -> Finding | None:
+    def _analytic(self) -> PreflightFinding | None:
         planned = PlannedAttack("analytic", {"use": "analytic"})
         known = self.auditor.knowledge(planned, self.members)
         streams = [self.auditor.stream(planned, 1, k) for k in range(STAND_INS)]  # stand-ins are no clients: no audit
@@ -243,15 +245,17 @@ class _Probe:
         mean = sum(min(v, PSNR_CAP) for v in values) / len(values)
         read = sum(v > EXACT for v in values)
         if read:
-            return Finding(
+            return PreflightFinding(
                 "leaks",
                 f"the first fully connected layer's gradient holds the image: read off {read} of {len(values)} stand-ins "
                 "without any search (analytic)",
                 "more examples an update, a convolution before the first fully connected layer, or noise after it",
             )
-        return Finding("note", f"analytic inversion of the first layer gets {decibel(mean)} dB through this chain")
+        return PreflightFinding(
+            "note", f"analytic inversion of the first layer gets {decibel(mean)} dB through this chain"
+        )
 
-    def _labels(self) -> Finding | None:
+    def _labels(self) -> PreflightFinding | None:
         from fedgauge.attacks.labels import restore
 
         if self.fed.shards.dataset.y.dim() > 1:  # they are the sentences
@@ -260,33 +264,33 @@ class _Probe:
         try:
             restored = restore(self.wave, known)
         except ValueError as error:
-            return Finding("note", f"labels cannot be restored: {error}")
+            return PreflightFinding("note", f"labels cannot be restored: {error}")
         right = [label_accuracy(b.y, y) for b, y in zip(self.batches, restored, strict=True)]
         share = sum(right) / len(right)
         chance = 1 / self.fed.shards.dataset.classes
         words = f"labels: {percent(share)} of the stand-ins' are read off the classifier's gradient (chance: {percent(chance)})"
-        return Finding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
+        return PreflightFinding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
 
-    def _chain(self) -> Iterator[Finding]:
+    def _chain(self) -> Iterator[PreflightFinding]:
         local = self.fed.chain.local
         if local.steps > 1:
-            yield Finding(
+            yield PreflightFinding(
                 "note",
                 f"{local.steps} local steps at rate {local.rate:g}: attacks unroll them at {local.steps} times the cost, "
                 "or match one gradient between their ends (surrogate); steps alone do not hide",
             )
         if _is_bare(self.fed):
-            yield Finding("leaks", "the chain has no defense: what is uploaded is local training's own result",
+            yield PreflightFinding("leaks", "the chain has no defense: what is uploaded is local training's own result",
                           "see README's table of defenses; clipping each example and noise (dp_sgd) certify "
                           "something")  # fmt: skip
         if not self.text:
             yield self._limit()
         yield self._epsilon()
 
-    def _limit(self) -> Finding:
+    def _limit(self) -> PreflightFinding:
         floor = self._mean_image()
         if known_noise(self.fed.as_seen(self.fed.chain, self.members)) is None:
-            return Finding(
+            return PreflightFinding(
                 "weak",
                 "no limit: the chain adds no noise of a known density, so nothing but the cost of a search stands before "
                 f"an attacker; guessing the mean image gets {decibel(floor)} dB",
@@ -296,29 +300,29 @@ class _Probe:
         try:
             mse = bayes_limit(known, self.params, self.auditor.prior, generator(self.auditor.seed, "preflight"))
         except ValueError as error:
-            return Finding("note", f"no limit: {error}")
+            return PreflightFinding("note", f"no limit: {error}")
         limit = -10 * math.log10(mse)
         words = (
             f"Bayes limit under a Gaussian prior fitted to auxiliary images: {decibel(limit)} dB in one round, on average; "
             f"guessing the mean image gets {decibel(floor)} dB"
         )
         if limit < floor + 3:
-            return Finding("holds", words)
-        return Finding("weak", f"{words}: there is room for a leak", "more noise, or larger batches")
+            return PreflightFinding("holds", words)
+        return PreflightFinding("weak", f"{words}: there is room for a leak", "more noise, or larger batches")
 
     def _mean_image(self) -> float:
         """Mean PSNR of the mean auxiliary image over auxiliary images."""
         x = self.auditor.auxiliary.x
         return float(psnr_of(x[:TESTED], x.mean(0, keepdim=True).expand_as(x[:TESTED])).clamp_max(PSNR_CAP).mean())
 
-    def _epsilon(self) -> Finding:
+    def _epsilon(self) -> PreflightFinding:
         rounds = {client: self.fed.protocol.rounds for client in range(self.fed.protocol.clients)}
-        found = account(self.fed, rounds, self.scenario.privacy.delta)
+        found = privacy_statement(self.fed, rounds, self.scenario.privacy.delta)
         if found.record is None:
-            return Finding("note", found.words)
+            return PreflightFinding("note", found.words)
         strong = found.record <= STRONG
         change = "" if strong else "more noise, fewer rounds, larger shards"
-        return Finding(
+        return PreflightFinding(
             "holds" if strong else "weak", f"if every client takes part in every round: {found.words}", change
         )
 
@@ -337,7 +341,7 @@ def _fed(batch: Batch, pad: int) -> Tensor:
 def _is_bare(fed: Federation) -> bool:
     """Whether local training is all that there is."""
     protected = fed.protocol.model.get("defense") or fed.protocol.secure_sum
-    return not protected and all(link is fed.chain.local or transparent(link) for link in fed.chain.links)
+    return not protected and all(link is fed.chain.local or is_identity(link) for link in fed.chain.links)
 
 
 def show(found: Preflight, console: Console) -> None:

@@ -21,18 +21,18 @@ from fedgauge.attacks.plan import AttackPlan, describe
 from fedgauge.client import components, registry
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.grading import NOT_ALLOWED
-from fedgauge.client.deployment.owner import Owner
+from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.files import replacing
 from fedgauge.client.local_data import data_folder
 from fedgauge.server.store.ledger import Ledger, LedgerError
-from fedgauge.server.store.run import Busy, Run
+from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.scenario import Scenario, apply_setting
 from fedgauge.server.store.tape import TapeError
-from fedgauge.server.views.analysis import Line, Scores, best_so_far, is_attack, round_table
+from fedgauge.server.views.analysis import RoundLeak, Scores, best_so_far, is_attack, round_table
 from fedgauge.server.views.reading import state_of, tables_of
-from fedgauge.server.views.server_attacks import misdeeds
-from fedgauge.simulations.cli import deploy_commands as deploy_cli
-from fedgauge.simulations.live import json_log as events
+from fedgauge.server.views.server_attacks import server_attack_effects
+from fedgauge.simulations.cli import deploy_commands
+from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.progress import guarded, participation
 from fedgauge.simulations.live.view import Log
 from fedgauge.simulations.live.views import view_of
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         data_folder()  # one that is named and is not there is told before anything begins
         with _own_packages(options):
             return command(options)
-    except (SpecError, LedgerError, TapeError, Busy) as error:
+    except (SpecError, LedgerError, TapeError, RunBusy) as error:
         print(f"fedgauge: {error}", file=sys.stderr)
         return MISTAKE
     except KeyboardInterrupt:
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         except (TrainingFailed, AuditFailed) as error:
             print(f"fedgauge: {error}", file=sys.stderr)
             if options.log == "json":
-                events.emit("error", words=str(error))
+                json_log.emit("error", words=str(error))
             status = FAILED
     if status and not folder.model.exists():
         print(f"fedgauge: the training can go on: fedgauge run --resume {folder.folder}", file=sys.stderr)
@@ -277,19 +277,19 @@ def reproduce(options: argparse.Namespace) -> int:
     from fedgauge.simulations.experiments import reproduce as reproduction
     from fedgauge.simulations.experiments.paper_tables import load, restrict
 
-    sheet = restrict(load(options.name), options.n, options.budget, options.cells, options.attacks)
+    paper_table = restrict(load(options.name), options.n, options.budget, options.cells, options.attacks)
     started, rows = time.monotonic(), []
-    with reproduction.Teller(sheet.name, Console(stderr=True)) as tell:
-        for row in reproduction.reproduce(sheet, tell):
+    with reproduction.ProgressReporter(paper_table.name, Console(stderr=True)) as tell:
+        for row in reproduction.reproduce(paper_table, tell):
             rows.append(row)
             if options.json:
                 print(row.to_json(), flush=True)
             if options.output is not None:  # after every row: an interruption loses none
-                kept = reproduction.record(sheet, rows, time.monotonic() - started)
+                kept = reproduction.record(paper_table, rows, time.monotonic() - started)
                 with replacing(options.output) as file:
                     file.write((json.dumps(kept, indent=1, allow_nan=False) + "\n").encode())
     if not options.json:
-        reproduction.show(sheet, rows, Console() if sys.stdout.isatty() else Console(width=180))
+        reproduction.show(paper_table, rows, Console() if sys.stdout.isatty() else Console(width=180))
     if options.output is not None:
         print(f"kept in {options.output}", file=sys.stderr)
     return 0
@@ -370,7 +370,7 @@ def prune(options: argparse.Namespace) -> int:
             continue
         try:
             deleted = delete(run, days, time.time())
-        except Busy as error:
+        except RunBusy as error:
             print(f"{run.name}: kept, as it is at work: {error}")
             continue
         print(
@@ -417,7 +417,7 @@ def doctor(options: argparse.Namespace) -> int:
             raise SpecError(
                 f"{options.scenario}: a client's owner decides by the file alone: leave out --set and --allow"
             )
-        findings = check_owner(Owner.load(options.scenario))
+        findings = check_owner(OwnerConfig.load(options.scenario))
     else:
         findings = check(Scenario.load(options.scenario, options.set))
     for f in findings:
@@ -447,7 +447,7 @@ def _tell_end(run: Run, log: Log) -> None:
         report = write_report(run)
         with run.ledger() as ledger:
             state = state_of(run, ledger)
-        events.finish(run, state, report)
+        json_log.finish(run, state, report)
         return
     if log == "quiet":
         _tell_errors(run)
@@ -489,7 +489,9 @@ def _tell(run: Run) -> None:
         if "replay_detail" in meta:
             style = "yellow" if meta["replay"] != "ok" else None
             console.print(f"replay check: {meta['replay_detail']}", style=style, markup=False, highlight=False)
-        for name, words in (misdeeds(run.scenario(), scores, ledger) if tables_of(run).get("malice") else {}).items():
+        for name, words in (
+            server_attack_effects(run.scenario(), scores, ledger) if tables_of(run).get("server_attack") else {}
+        ).items():
             console.print(f"malicious server, {name}: {words}", markup=False, highlight=False, soft_wrap=True)
         for words in filter(None, (_lacking(ledger), _graded(ledger))):
             console.print(words, markup=False, highlight=False, soft_wrap=True)
@@ -552,7 +554,7 @@ def _mismatched(run: Run) -> bool:
         return ledger.meta().get("replay") == "mismatch"
 
 
-def _cells(line: Line) -> list[str]:
+def _cells(line: RoundLeak) -> list[str]:
     def number(value: float | None, form: str) -> str:
         return "" if value is None or value != value else format(value, form)
 
@@ -647,7 +649,7 @@ class _Commands:
 def _logged(added: argparse.ArgumentParser) -> None:
     words = "auto: a live picture in a terminal, else lines; quiet: errors and results alone; json: an event a line"
     added.add_argument("--log", choices=get_args(Log), default="auto", help=words)
-    added.set_defaults(command=events.with_errors(added.get_default("command")))
+    added.set_defaults(command=json_log.with_errors(added.get_default("command")))
 
 
 def _settable(added: argparse.ArgumentParser) -> None:
@@ -752,7 +754,7 @@ def _of_pages(commands: _Commands) -> None:
 
 
 def _of_deployments(commands: _Commands) -> None:
-    deploy_cli.add_actions(commands.add(deploy, with_run=False), lambda ended: _tell_end(ended.run, ended.log))
+    deploy_commands.add_actions(commands.add(deploy, with_run=False), lambda ended: _tell_end(ended.run, ended.log))
     commands.add(client_report, with_run=False).add_argument(
         "file", type=Path, metavar="CLIENT.toml", help="the owner's file"
     )

@@ -22,7 +22,7 @@ from fedgauge.server.store.ledger import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy.pki import alternative_names, write_authority, write_node_key, write_secret
-from fedgauge.simulations.deploy.services import Place, supernode
+from fedgauge.simulations.deploy.services import Addresses, supernode
 from fedgauge.simulations.run.simulate import check_deployable, create_run
 
 DEMO = Path(__file__).parents[1] / "deployment.toml"
@@ -225,13 +225,13 @@ def container(client: int) -> Mapping[str, Any]:
     """A SuperNode's service as docker-compose.yml has those of its first clients."""
     return {
         **HARDENED,
-        "command": list(supernode(Place(), client)),
+        "command": list(supernode(Addresses(), client)),
         "restart": "unless-stopped",
         "depends_on": {"register": {"condition": "service_completed_successfully"}},
         "networks": ["federation"],
         "volumes": ["./tls/ca.crt:/deployment/tls/ca.crt:ro", f"./clients/{client}:/deployment/clients/{client}"],
         "secrets": [{"source": f"client-{client}", "target": f"/deployment/keys/client-{client}"}],
-        "healthcheck": {"test": ["CMD", "python", "-c", health(Place().port(client))], **_PATIENT},
+        "healthcheck": {"test": ["CMD", "python", "-c", health(Addresses().port(client))], **_PATIENT},
     }
 
 

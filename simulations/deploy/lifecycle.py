@@ -16,11 +16,11 @@ from pathlib import Path
 from rich.console import Console
 
 from fedgauge.server.store.ledger import EMPTY, Ledger
-from fedgauge.server.store.run import Busy, NotResumable, Run
+from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy.folder import Deployment, state_of_training
-from fedgauge.simulations.deploy.supervisor import FACTS, Local
-from fedgauge.simulations.live.progress import Observed, absences, participation
+from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
+from fedgauge.simulations.live.progress import ObservationRow, absences, participation
 from fedgauge.simulations.live.view import Log, View
 from fedgauge.simulations.live.views import view_of
 from fedgauge.simulations.run import launch, processes
@@ -157,7 +157,7 @@ def up(
         if resumed:
             _check_resumable(deployment, run)
         with (
-            Local(deployment, run.name, scenario.audit.executor == "ray") as local,
+            LocalDeployment(deployment, run.name, scenario.audit.executor == "ray") as local,
             run.ledger() as ledger,
             view_of(run, ledger, scenario, console, log).shown() as view,
         ):
@@ -167,7 +167,7 @@ def up(
             _start_all(local, run, interrupt)
             if interrupt.asked and "start" not in local.children:
                 return run, INTERRUPTED
-            view.say(f"fedgauge: watch it at {local.place.dashboard_address} (its token: secrets/dashboard)")
+            view.say(f"fedgauge: watch it at {local.addresses.dashboard_address} (its token: secrets/dashboard)")
             ended = _follow(local, view, interrupt)
             view.say("fedgauge: the services are being ended")
             return run, ended
@@ -180,11 +180,11 @@ def _check_resumable(deployment: Deployment, run: Run) -> None:
     except NotResumable as error:
         command = f"fedgauge deploy up {shlex.quote(str(deployment.folder))} --local --new"
         raise NotResumable(f"{error}. Begin another run with: {command}") from error
-    except Busy:  # what a killed start has left ends within a minute: `start` asks again, once all is up
+    except RunBusy:  # what a killed start has left ends within a minute: `start` asks again, once all is up
         return
 
 
-def _start_all(local: Local, run: Run, interrupt: Interrupt) -> None:
+def _start_all(local: LocalDeployment, run: Run, interrupt: Interrupt) -> None:
     local.listen()
     local.finish("register")
     after = [name for name in local.services if name not in ("superlink", "register", "attack")]
@@ -197,50 +197,50 @@ def _start_all(local: Local, run: Run, interrupt: Interrupt) -> None:
         local.begin("attack")
 
 
-def _follow(local: Local, view: View, interrupt: Interrupt) -> int:
+def _follow(local: LocalDeployment, view: View, interrupt: Interrupt) -> int:
     """Look after the services until the run has ended; its exit status."""
-    told, lacking = False, Absences(view)
+    told, lacking = False, AbsenceReporter(view)
     while (status := local.status("start")) is None:
-        if view.note and view.standing.rounds:
+        if view.note and view.run_progress.rounds:
             view.note = ""
         view.update()
         lacking.tell()
         if not interrupt.asked:
-            local.look()
+            local.poll()
         elif not told:
             told = True
             local.children["start"].send_signal(signal.SIGTERM)
         time.sleep(POLL)
     lacking.tell()
-    view.standing.coming = False
+    view.run_progress.coming = False
     _park(local, view, interrupt)
     if interrupt.asked:
         return INTERRUPTED
     if status:
-        raise TrainingFailed(_why(local, view.standing.ledger, status))
-    _check_attacked(local, view.standing.ledger)
+        raise TrainingFailed(_why(local, view.run_progress.ledger, status))
+    _check_attacked(local, view.run_progress.ledger)
     return 0
 
 
-def _check_attacked(local: Local, ledger: Ledger) -> None:
+def _check_attacked(local: LocalDeployment, ledger: Ledger) -> None:
     """TrainingFailed where attacks are left that nothing but a dead service kept from being done."""
     progress = ledger.progress()
     if (left := progress.queued + progress.leased) and ledger.meta().get("replay") != "mismatch":
-        words = f"{left} attacks were not done; fedgauge audit {local.deployment.folder / 'runs' / local.place.run}"
+        words = f"{left} attacks were not done; fedgauge audit {local.deployment.folder / 'runs' / local.addresses.run}"
         raise TrainingFailed(local.blame("attack", words))
 
 
-class Absences:
+class AbsenceReporter:
     """Tells of each round from now on who gave no update."""
 
     def __init__(self, view: View) -> None:
         self.view = view
-        self.ledger = view.standing.ledger
+        self.ledger = view.run_progress.ledger
         self.round = max((o["round"] for o in self.ledger.observations()), default=0)
 
     def tell(self) -> None:
         """Tell what is new."""
-        by_round: dict[int, list[Observed]] = {}
+        by_round: dict[int, list[ObservationRow]] = {}
         for seen in self.ledger.observations_since(self.round + 1):
             by_round.setdefault(seen["round"], []).append(seen)
         for round, all_of_it in sorted(by_round.items()):
@@ -249,7 +249,7 @@ class Absences:
             self.round = round
 
 
-def _why(local: Local, ledger: Ledger, status: int) -> str:
+def _why(local: LocalDeployment, ledger: Ledger, status: int) -> str:
     """Why a run failed: nobody took part, the SuperLink died, or what `start` says."""
     if ledger.meta().get("state") == "failed" and (why := ledger.meta().get(EMPTY)):
         return why
@@ -258,12 +258,12 @@ def _why(local: Local, ledger: Ledger, status: int) -> str:
     return local.blame("start", f"exit status {status}")
 
 
-def _park(local: Local, view: View, interrupt: Interrupt) -> None:
+def _park(local: LocalDeployment, view: View, interrupt: Interrupt) -> None:
     """Wait for the attack service: it ends when the queue is empty; after an interrupt with what is in flight."""
     told = False
     while "attack" in local.children and local.status("attack") is None:
         if not interrupt.asked:
-            local.look()
+            local.poll()
         elif not told:
             told = True
             local.children["attack"].send_signal(signal.SIGTERM)

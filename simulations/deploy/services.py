@@ -10,7 +10,7 @@ Restart = Literal["no", "on-failure", "unless-stopped"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Addresses:
     """Where a deployment's processes run, as far as their commands say it; the default is inside the containers.
 
     Args:
@@ -30,7 +30,7 @@ class Place:
     ports: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def local(cls, folder: str, run: str, clients: int) -> "Place":
+    def local(cls, folder: str, run: str, clients: int) -> "Addresses":
         """This machine's loopback address, with ports that are free."""
         here = "127.0.0.1"
         ports = {client: free_port() for client in range(clients)}
@@ -66,76 +66,81 @@ class Service:
     answers: int | None = None
 
 
-def services(place: Place, clients: int) -> dict[str, Service]:
+def services(addresses: Addresses, clients: int) -> dict[str, Service]:
     """Every service of a deployment by its name, each after those that it needs."""
     return {
-        "superlink": Service(superlink(place)),
-        "serverapp": Service(serverapp(place)),
-        "register": Service(_fedgauge("deploy", "register", place.folder, "--superlink", _at(place.superlink)), "no"),
-        **{f"supernode-{k}": Service(supernode(place, k), answers=place.port(k)) for k in range(clients)},
-        "ray-head": Service(ray_head(place), environment=ray_access(place)),
-        "ray-worker": Service(ray_worker(place), environment=ray_access(place)),
+        "superlink": Service(superlink(addresses)),
+        "serverapp": Service(serverapp(addresses)),
+        "register": Service(
+            _fedgauge("deploy", "register", addresses.folder, "--superlink", _at(addresses.superlink)), "no"
+        ),
+        **{f"supernode-{k}": Service(supernode(addresses, k), answers=addresses.port(k)) for k in range(clients)},
+        "ray-head": Service(ray_head(addresses), environment=ray_access(addresses)),
+        "ray-worker": Service(ray_worker(addresses), environment=ray_access(addresses)),
         "start": Service(
-            _fedgauge("deploy", "start", place.folder, "--superlink", _at(place.superlink), "--name", place.run), "no"
+            _fedgauge(
+                "deploy", "start", addresses.folder, "--superlink", _at(addresses.superlink), "--name", addresses.run
+            ),
+            "no",
         ),
         "attack": Service(
-            _fedgauge("audit", place.run_folder, "--follow"),
+            _fedgauge("audit", addresses.run_folder, "--follow"),
             "on-failure",
-            {"RAY_ADDRESS": _at(place.ray), **ray_access(place)},
+            {"RAY_ADDRESS": _at(addresses.ray), **ray_access(addresses)},
         ),
-        "dashboard": Service(dashboard(place)),
+        "dashboard": Service(dashboard(addresses)),
     }
 
 
-def superlink(place: Place) -> tuple[str, ...]:
+def superlink(addresses: Addresses) -> tuple[str, ...]:
     """The SuperLink: TLS, node authentication, and server apps only for who knows the secret.
 
     Its database is a file, so that it knows the registered nodes when it is started again.
     """
     certificates = (
         "--ssl-ca-certfile",
-        f"{place.folder}/tls/ca.crt",
+        f"{addresses.folder}/tls/ca.crt",
         "--ssl-certfile",
-        f"{place.folder}/tls/server.crt",
+        f"{addresses.folder}/tls/server.crt",
     )
     return (
         "flower-superlink",
-        *("--host", place.bind, "--port", str(place.superlink[1])),
-        *(*certificates, "--ssl-keyfile", f"{place.folder}/tls/server.key"),
+        *("--host", addresses.bind, "--port", str(addresses.superlink[1])),
+        *(*certificates, "--ssl-keyfile", f"{addresses.folder}/tls/server.key"),
         "--enable-supernode-auth",
-        *("--isolation", "process", "--superexec-auth-secret-file", f"{place.folder}/secrets/superexec"),
-        *("--database", f"{place.folder}/link/superlink.db"),
+        *("--isolation", "process", "--superexec-auth-secret-file", f"{addresses.folder}/secrets/superexec"),
+        *("--database", f"{addresses.folder}/link/superlink.db"),
     )
 
 
-def serverapp(place: Place) -> tuple[str, ...]:
+def serverapp(addresses: Addresses) -> tuple[str, ...]:
     """What runs the curious ServerApp, in a process apart from the SuperLink."""
     return (
         "flower-superexec",
-        *("--runtime-api-address", _at(place.superlink), "--root-certificates", f"{place.folder}/tls/ca.crt"),
-        *("--superexec-auth-secret-file", f"{place.folder}/secrets/superexec"),
+        *("--runtime-api-address", _at(addresses.superlink), "--root-certificates", f"{addresses.folder}/tls/ca.crt"),
+        *("--superexec-auth-secret-file", f"{addresses.folder}/secrets/superexec"),
     )
 
 
-def supernode(place: Place, client: int) -> tuple[str, ...]:
+def supernode(addresses: Addresses, client: int) -> tuple[str, ...]:
     """A client's SuperNode, known by its key, with its owner's file."""
     return (
         "flower-supernode",
-        *("--superlink", _at(place.superlink), "--root-certificates", f"{place.folder}/tls/ca.crt"),
-        *("--auth-supernode-private-key", f"{place.folder}/keys/client-{client}"),
-        *("--host", "127.0.0.1", "--port", str(place.port(client))),
-        *("--node-config", f'client="{place.folder}/clients/{client}/client.toml"'),
+        *("--superlink", _at(addresses.superlink), "--root-certificates", f"{addresses.folder}/tls/ca.crt"),
+        *("--auth-supernode-private-key", f"{addresses.folder}/keys/client-{client}"),
+        *("--host", "127.0.0.1", "--port", str(addresses.port(client))),
+        *("--node-config", f'client="{addresses.folder}/clients/{client}/client.toml"'),
     )
 
 
-def ray_head(place: Place) -> tuple[str, ...]:
+def ray_head(addresses: Addresses) -> tuple[str, ...]:
     """The head of the attack workers' cluster: it attacks nothing itself."""
     return (
         "ray",
         "start",
         "--head",
         "--port",
-        str(place.ray[1]),
+        str(addresses.ray[1]),
         "--num-cpus",
         "0",
         *_RAY,
@@ -143,22 +148,22 @@ def ray_head(place: Place) -> tuple[str, ...]:
     )
 
 
-def ray_worker(place: Place, gpus: int = 0) -> tuple[str, ...]:
+def ray_worker(addresses: Addresses, gpus: int = 0) -> tuple[str, ...]:
     """One attack worker, on one core, and on one GPU where there are any."""
     has = ("--num-gpus", str(gpus)) if gpus else ()
-    return ("ray", "start", "--address", _at(place.ray), "--num-cpus", "1", *has, *_RAY)
+    return ("ray", "start", "--address", _at(addresses.ray), "--num-cpus", "1", *has, *_RAY)
 
 
-def dashboard(place: Place) -> tuple[str, ...]:
+def dashboard(addresses: Addresses) -> tuple[str, ...]:
     """The page over all runs of the deployment; who has the token may look."""
-    token = f"{place.folder}/secrets/dashboard"
-    where = ("--host", place.bind, "--port", str(place.dashboard), "--token-file", token)
-    return _fedgauge("watch", f"{place.folder}/runs", *where)
+    token = f"{addresses.folder}/secrets/dashboard"
+    where = ("--host", addresses.bind, "--port", str(addresses.dashboard), "--token-file", token)
+    return _fedgauge("watch", f"{addresses.folder}/runs", *where)
 
 
-def ray_access(place: Place) -> dict[str, str]:
+def ray_access(addresses: Addresses) -> dict[str, str]:
     """What tells Ray to let nobody in without the token: a process of the cluster may run any code in all others."""
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{place.folder}/secrets/ray"}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{addresses.folder}/secrets/ray"}
 
 
 _RAY = ("--block", "--disable-usage-stats")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.services import Place, Service, services
+from fedgauge.simulations.deploy.services import Addresses, Service, services
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.launch import TrainingFailed
 
@@ -26,14 +26,14 @@ PAUSE = 3.0  # seconds before a service that died is started again
 MUTE = 60.0  # seconds after its start from which on a service that does not answer counts as failed
 
 
-class Local:
+class LocalDeployment:
     """All processes of a deployment, on this machine's loopback address: the commands are those of docker-compose.yml."""
 
     def __init__(self, deployment: Deployment, run: str, with_ray: bool) -> None:
         self.deployment = deployment
-        self.place = Place.local(str(deployment.folder.resolve()), run, deployment.clients)
+        self.addresses = Addresses.local(str(deployment.folder.resolve()), run, deployment.clients)
         ray = ("ray-head", "ray-worker")
-        table = services(self.place, deployment.clients)
+        table = services(self.addresses, deployment.clients)
         self.services = {k: s for k, s in table.items() if with_ray or k not in ray}
         self.with_ray = with_ray
         self.mark = uuid.uuid4().hex
@@ -44,7 +44,7 @@ class Local:
         self._again: dict[str, float] = {}
         self._listened: dict[str, float] = {}  # when each was last asked whether it answers, or is first to be
 
-    def __enter__(self) -> "Local":
+    def __enter__(self) -> "LocalDeployment":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,12 +79,12 @@ class Local:
         """Start the SuperLink and wait until it answers."""
         self.begin("superlink")
         deadline = time.monotonic() + launch.PATIENCE
-        while not processes.listens(self.place.superlink[1]):
+        while not processes.listens(self.addresses.superlink[1]):
             if self.children["superlink"].poll() is not None or time.monotonic() > deadline:
                 raise TrainingFailed(self.blame("superlink", "it did not start"))
             time.sleep(0.1)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Start again what has died, as containers are, and give up what dies again and again: the others go on.
 
         Raises:
@@ -141,8 +141,8 @@ class Local:
     def _write_facts(self) -> None:
         facts = {
             "mark": self.mark,
-            "run": self.place.run,
-            "dashboard": self.place.dashboard_address,
+            "run": self.addresses.run,
+            "dashboard": self.addresses.dashboard_address,
             "pids": {name: child.pid for name, child in self.children.items()},
         }
         write_bytes(self.deployment.folder / FACTS, json.dumps(facts, indent=1).encode())  # whole for whoever looks

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks.grading.canary import canary, cosines, empirical_epsilon, gaussian_epsilon, of_all_iterates
+from fedgauge.attacks.grading.canary import canary, combine_iterates, cosines, empirical_epsilon, gaussian_epsilon
 from fedgauge.client.protocol import Federation, Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
-from fedgauge.simulations.experiments.gaussian_world import NORMAL_95, Row
+from fedgauge.simulations.experiments.gaussian_world import NORMAL_95, WorldFigure
 
 DELTA = 1e-5
 DIMENSION = 2**16
@@ -25,7 +25,7 @@ ROUNDS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class MechanismCase:
     """A mechanism that sums clients' clipped parts and adds noise.
 
     Args:
@@ -53,7 +53,7 @@ class Case:
         final = cosines({"": torch.stack([r[""] for r in released]).sum(0)}, planted)
         looks = {"final model": final}
         if len(released) > 1:
-            looks["all iterates"] = of_all_iterates([cosines(one, planted) for one in released])
+            looks["all iterates"] = combine_iterates([cosines(one, planted) for one in released])
         return {
             (look, metric): empirical_epsilon(found, self.dimension, DELTA, equal)
             for look, found in looks.items()
@@ -61,13 +61,13 @@ class Case:
         }
 
 
-def cases(seed: int) -> Iterator[Case]:
+def cases(seed: int) -> Iterator[MechanismCase]:
     """Noise alone at several levels, several rounds of it, and rounds of a real federation under it."""
     nobody = torch.zeros(DIMENSION)
     for sigma in SIGMAS:
-        yield Case(f"sigma {sigma:g}", sigma, (nobody,))
-    yield Case(f"sigma 3, {ROUNDS} rounds", 3.0, (nobody,) * ROUNDS)
-    yield Case(f"sigma 3, {ROUNDS} rounds of 8 clients, mlp on MNIST", 3.0, tuple(training(seed)))
+        yield MechanismCase(f"sigma {sigma:g}", sigma, (nobody,))
+    yield MechanismCase(f"sigma 3, {ROUNDS} rounds", 3.0, (nobody,) * ROUNDS)
+    yield MechanismCase(f"sigma 3, {ROUNDS} rounds of 8 clients, mlp on MNIST", 3.0, tuple(training(seed)))
 
 
 def training(seed: int) -> Iterator[Tensor]:
@@ -86,7 +86,7 @@ def training(seed: int) -> Iterator[Tensor]:
         params = {k: t + total[k] / len(updates) for k, t in params.items()}
 
 
-def canary_world(n: int = 100, seed: int = 0, iterations: int = 128) -> list[Row]:
+def canary_world(n: int = 100, seed: int = 0, iterations: int = 128) -> list[WorldFigure]:
     """For each mechanism the true epsilon and the mean of n runs' estimates.
 
     Args:
@@ -98,5 +98,5 @@ def canary_world(n: int = 100, seed: int = 0, iterations: int = 128) -> list[Row
         for look, metric in runs[0]:
             found = torch.tensor([run[look, metric] for run in runs], dtype=torch.float64)
             mean, half = float(found.mean()), float(NORMAL_95 * found.std() / math.sqrt(n))
-            rows.append(Row(case.name, look, metric, case.epsilon, mean, mean - half, mean + half, n))
+            rows.append(WorldFigure(case.name, look, metric, case.epsilon, mean, mean - half, mean + half, n))
     return rows

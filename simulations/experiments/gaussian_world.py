@@ -32,7 +32,7 @@ NORMAL_95 = 1.959963984540054
 
 
 @dataclass(frozen=True)
-class Row:
+class WorldFigure:
     """One figure beside what it is compared with.
 
     Args:
@@ -53,7 +53,7 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class World:
+class GaussianWorld:
     """Inputs and a network.
 
     Args:
@@ -96,7 +96,7 @@ class World:
         return Wave(1, tuple(range(len(self.x))), self.params, seen)
 
 
-def squared_errors(attack: GradientMatching, world: World, links: Chain, seed: int, iterations: int) -> Tensor:
+def squared_errors(attack: GradientMatching, world: GaussianWorld, links: Chain, seed: int, iterations: int) -> Tensor:
     """(N,) mean squared errors in units of x; every attack starts from the prior's mean."""
     known = world.known(links)
     start = torch.full((len(world.x), 1, *known.shape), 0.5)
@@ -113,18 +113,18 @@ def squared_errors(attack: GradientMatching, world: World, links: Chain, seed: i
 # ------------------------------------------------------------------------------------------------- on the line
 
 
-def tanh_world(n: int, seed: int = 0) -> tuple[World, GaussianPrior]:
+def tanh_world(n: int, seed: int = 0) -> tuple[GaussianWorld, GaussianPrior]:
     """36 inputs of variance .051 round a half, five classes that do not depend on them, a network of 1,013 parameters."""
     size = 36
     rng = generator(seed, "gaussian world", "inputs")
     x = 0.5 + VARIANCE**0.5 * torch.randn(n, size, generator=rng, dtype=torch.float64)
     y = torch.randint(5, (n,), generator=rng)
-    world = World(_network(size, 24, 5, seed), x, y, shift=0.5)
+    world = GaussianWorld(_network(size, 24, 5, seed), x, y, shift=0.5)
     prior = GaussianPrior.of(torch.full((size,), 0.5), torch.eye(size) * VARIANCE * STD**2)  # of pixels
     return world, prior
 
 
-def mean_information(world: World) -> Tensor:
+def mean_information(world: GaussianWorld) -> Tensor:
     """E F (d, d) over the world's inputs, of pixels, under noise of deviation 1."""
     links = chain(noise.gaussian(1.0), local_sgd(1.0))
     found = known_noise(links)
@@ -137,7 +137,9 @@ def mean_information(world: World) -> Tensor:
     return total / len(world.x)
 
 
-def gaussian_world(n: int = 512, seed: int = 0, iterations: int = 400, ratios: Sequence[float] = RATIOS) -> list[Row]:
+def gaussian_world(
+    n: int = 512, seed: int = 0, iterations: int = 400, ratios: Sequence[float] = RATIOS
+) -> list[WorldFigure]:
     """For each noise the van Trees bound, and the mean squared error of the maximum-a-posteriori attack, in units of x.
 
     Args:
@@ -163,13 +165,13 @@ def gaussian_world(n: int = 512, seed: int = 0, iterations: int = 400, ratios: S
 # ------------------------------------------------------------------------------------------------- the true pair wins
 
 
-def fig4_world(n: int, seed: int = 0) -> World:
+def fig4_world(n: int, seed: int = 0) -> GaussianWorld:
     """20 unit Gaussian inputs, y = argmax(W x) over ten classes, a two-layer network with 20 hidden units."""
     size, classes = 20, 10
     rng = generator(seed, "gaussian world", "inputs")
     w = torch.randn(classes, size, generator=rng, dtype=torch.float64)
     x = torch.randn(n, size, generator=rng, dtype=torch.float64)
-    return World(_network(size, 20, classes, seed), x, (x @ w.T).argmax(1))
+    return GaussianWorld(_network(size, 20, classes, seed), x, (x @ w.T).argmax(1))
 
 
 def fig4_attacks() -> dict[tuple[str, str], GradientMatching]:
@@ -199,7 +201,7 @@ def fig4_errors(n: int, seed: int = 0, iterations: int = 400) -> dict[tuple[str,
     }
 
 
-def bayes_fig4(n: int = 512, seed: int = 0, iterations: int = 400) -> list[Row]:
+def bayes_fig4(n: int = 512, seed: int = 0, iterations: int = 400) -> list[WorldFigure]:
     """For each prior and conditional the mean Euclidean distance of its reconstructions from the true inputs."""
     found = fig4_errors(n, seed, iterations)
     return [_row(f"{p} prior", f"{c} conditional", "distance", None, errors) for (p, c), errors in found.items()]
@@ -211,6 +213,6 @@ def _network(size: int, hidden: int, classes: int, seed: int) -> nn.Module:
         return mlp((1, 1, size), classes, hidden=(hidden,), activation="tanh").double()
 
 
-def _row(cell: str, attack: str, metric: str, reference: float | None, errors: Tensor) -> Row:
+def _row(cell: str, attack: str, metric: str, reference: float | None, errors: Tensor) -> WorldFigure:
     mean, half = float(errors.mean()), NORMAL_95 * float(errors.std()) / len(errors) ** 0.5
-    return Row(cell, attack, metric, reference, mean, mean - half, mean + half, len(errors))
+    return WorldFigure(cell, attack, metric, reference, mean, mean - half, mean + half, len(errors))

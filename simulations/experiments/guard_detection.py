@@ -9,22 +9,22 @@ from dataclasses import dataclass, replace
 
 from torch import Generator, Tensor
 
-from fedgauge.attacks.malicious.server_attack import MALICE, Malice
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.attacks.malicious.targeting import knowledge
 from fedgauge.client.components import Table, build
-from fedgauge.client.inspection import Bench, Findings, Watch, fingerprint, inspect, probe_of
+from fedgauge.client.inspection import DetectorResults, InspectionPolicy, ProbeSet, fingerprint, inspect, probe_examples
 from fedgauge.client.protocol import Federation, Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, average
 from fedgauge.server.views.analysis import Rate
-from fedgauge.simulations.experiments.gaussian_world import Row
+from fedgauge.simulations.experiments.gaussian_world import WorldFigure
 
 CLIENTS = 4
 FALSE_ALARMS = 0.01  # of honest rounds, at most
 
 
 @dataclass(frozen=True)
-class Setting:
+class GuardSetting:
     """A network on data, and how it is trained locally.
 
     Args:
@@ -50,25 +50,25 @@ class Setting:
         data = {"use": self.data, "batch_size": self.batch_size, **skew}
         model = {"use": self.model, **self.arguments}
         if dishonest is not None:
-            model["dishonest"] = [dishonest]
+            model["architectures"] = [dishonest]
         return Federation(Protocol(seed, 1, CLIENTS, data, model, (local,)))
 
 
-def _ways(data: str, model: str, rate: float, **arguments: object) -> tuple[Setting, ...]:
+def _ways(data: str, model: str, rate: float, **arguments: object) -> tuple[GuardSetting, ...]:
     """FedSGD with one example and with eight, FedAvg with uneven labels."""
-    one = Setting(data, model, arguments, 1, rate)
+    one = GuardSetting(data, model, arguments, 1, rate)
     return one, replace(one, batch_size=8), replace(one, batch_size=16, rate=rate / 2, steps=4, each=4, alpha=0.5)
 
 
-NETWORKS: Mapping[str, tuple[Setting, ...]] = {
+NETWORKS: Mapping[str, tuple[GuardSetting, ...]] = {
     "lenet, MNIST": _ways("mnist5k", "lenet", 0.1),
     "mlp, MNIST": _ways("mnist5k", "mlp", 0.1, hidden=[256]),
     "convnet 16, CIFAR-10": _ways("cifar10", "convnet", 0.05, width=16),
 }
-OTHERS: Mapping[str, tuple[Setting, ...]] = {  # for what needs a network of its own kind
+OTHERS: Mapping[str, tuple[GuardSetting, ...]] = {  # for what needs a network of its own kind
     "lenet without strides, MNIST": _ways("mnist5k", "lenet", 0.1, stride=1),
 }
-TUNING: Mapping[str, tuple[Setting, ...]] = {
+TUNING: Mapping[str, tuple[GuardSetting, ...]] = {
     "lenet, CIFAR-10": _ways("cifar10", "lenet", 1.0),
     "mlp of tanh, CIFAR-10": _ways("cifar10", "mlp", 0.1, hidden=[64], activation="tanh"),
     "mlp of two layers, MNIST": _ways("mnist5k", "mlp", 0.2, hidden=[128, 64]),
@@ -78,7 +78,7 @@ TUNING: Mapping[str, tuple[Setting, ...]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Moment:
+class InspectedRound:
     """What one client meets in one round.
 
     Args:
@@ -91,40 +91,40 @@ class Moment:
     params: Params
     previous: Params | None
 
-    def findings(self, params: Params | None = None, agreed: str = "") -> Findings:
+    def findings(self, params: Params | None = None, agreed: str = "") -> DetectorResults:
         """Of the weights that came, or of others in their place."""
         given = self.params if params is None else params
-        return inspect(self.bench, given, self.previous, agreed=agreed, rng=self.rng)
+        return inspect(self.probes, given, self.previous, agreed=agreed, rng=self.rng)
 
     @property
-    def bench(self) -> Bench:
+    def probes(self) -> ProbeSet:
         """What the client tries weights on."""
         fed = self.federation
-        probe = probe_of(fed.shards, self.client, fed.shards.rows_at(self.client, self.round))
-        return Bench(fed.model, probe, fed.loss, fed.shards.dataset.normalise)
+        probe = probe_examples(fed.shards, self.client, fed.shards.rows_at(self.client, self.round))
+        return ProbeSet(fed.model, probe, fed.loss, fed.shards.dataset.normalise)
 
     @property
     def rng(self) -> Generator:
         """The inspection's."""
         return generator(self.federation.protocol.seed, "inspection", self.client, self.round)
 
-    def crafted(self, malice: Malice) -> Params:
+    def crafted(self, server_attack: ServerAttack) -> Params:
         """What a dishonest server sends in their place; ValueError where the network does not have what it needs."""
         rng = generator(self.federation.protocol.seed, "malice", self.client, self.round)
-        return malice.craft(self.params, knowledge(self.federation), rng)
+        return server_attack.craft(self.params, knowledge(self.federation), rng)
 
 
-def honest(fed: Federation, rounds: int) -> Iterator[Moment]:
+def honest(fed: Federation, rounds: int) -> Iterator[InspectedRound]:
     """Rounds of an honest federation as one of its clients meets them, another one in each."""
     params, buffers = fed.initial()
     previous: Params | None = None
     for round in range(1, rounds + 1):
-        yield Moment(fed, round % CLIENTS, round, params, previous)
+        yield InspectedRound(fed, round % CLIENTS, round, params, previous)
         mean = average([fed.own_update(params, buffers, c, round) for c in range(CLIENTS)], [1] * CLIENTS)
         previous, params = params, {k: t + mean[k] for k, t in params.items()}
 
 
-def inspected_rounds(settings: Sequence[Setting], n: int, seed: int) -> list[Findings]:
+def inspected_rounds(settings: Sequence[GuardSetting], n: int, seed: int) -> list[DetectorResults]:
     """What inspection finds in n honest rounds, spread over the settings."""
     shares = [n // len(settings) + (i < n % len(settings)) for i in range(len(settings))]
     return [
@@ -141,7 +141,7 @@ ARGUMENTS: Mapping[str, Table] = {"feature_fishing": {"target": 0}}  # where it 
 
 
 @dataclass(frozen=True, eq=False)
-class Attempt:
+class AttackTrial:
     """One malice in one round of one client.
 
     Args:
@@ -150,42 +150,47 @@ class Attempt:
     """
 
     first: bool
-    agreed: Findings
-    alone: Findings
+    agreed: DetectorResults
+    alone: DetectorResults
 
 
-def attempts(malice: Malice, setting: Setting, rounds: int, seed: int) -> list[Attempt]:
+def attempts(server_attack: ServerAttack, setting: GuardSetting, rounds: int, seed: int) -> list[AttackTrial]:
     """A malice in each of the first rounds; none where the network does not have what it needs."""
     normal = fingerprint(setting.federation(seed).model)
-    moments = honest(setting.federation(seed, malice.architecture), rounds)
+    moments = honest(setting.federation(seed, server_attack.architecture), rounds)
     first = next(moments)
     try:
-        params = first.crafted(malice)
+        params = first.crafted(server_attack)
     except ValueError:  # a malice's word that the network lacks what it needs: it says so at once, or has a defect
         return []
-    met = itertools.chain([(first, params)], ((moment, moment.crafted(malice)) for moment in moments))
-    return [Attempt(m.previous is None, m.findings(sent, normal), m.findings(sent)) for m, sent in met]
+    met = itertools.chain([(first, params)], ((moment, moment.crafted(server_attack)) for moment in moments))
+    return [AttackTrial(m.previous is None, m.findings(sent, normal), m.findings(sent)) for m, sent in met]
 
 
-def patient(malice: Malice, setting: Setting, rounds: int, seed: int) -> list[Findings]:
+def persistent_attacks(
+    server_attack: ServerAttack, setting: GuardSetting, rounds: int, seed: int
+) -> list[DetectorResults]:
     """A malice that one client meets in every round from its first on, so that it remembers crafted weights; none as above."""
-    watch, memory = Watch("log", fingerprint(setting.federation(seed).model)), dict[str, Tensor]()
-    found: list[Findings] = []
-    for met in honest(setting.federation(seed, malice.architecture), rounds):
+    inspection_policy, memory = (
+        InspectionPolicy("log", fingerprint(setting.federation(seed).model)),
+        dict[str, Tensor](),
+    )
+    found: list[DetectorResults] = []
+    for met in honest(setting.federation(seed, server_attack.architecture), rounds):
         moment = replace(met, client=0)
         try:
-            params = moment.crafted(malice)
+            params = moment.crafted(server_attack)
         except ValueError:
             if found:
                 raise
             return []
-        found.append(watch.findings(moment.bench, params, moment.round, memory, moment.rng))
+        found.append(inspection_policy.findings(moment.probes, params, moment.round, memory, moment.rng))
     return found
 
 
 def patient_world(
-    n: int = 1, seed: int = 0, iterations: int = 6, networks: Mapping[str, Sequence[Setting]] = NETWORKS
-) -> list[Row]:
+    n: int = 1, seed: int = 0, iterations: int = 6, networks: Mapping[str, Sequence[GuardSetting]] = NETWORKS
+) -> list[WorldFigure]:
     """How often every malice there is gets detected by a client who never met honest weights.
 
     Args:
@@ -193,19 +198,23 @@ def patient_world(
         iterations: rounds, the first among them.
     """
     rows = []
-    for use in MALICE.names():
+    for use in SERVER_ATTACK.names():
         for name, settings in {**networks, **OTHERS}.items():
             middle = len(settings) // 2
             chosen = [settings[(middle + i) % len(settings)] for i in range(min(n, len(settings)))]
-            found = [f for i, setting in enumerate(chosen) for f in patient(_named(use), setting, iterations, seed + i)]
+            found = [
+                f
+                for i, setting in enumerate(chosen)
+                for f in persistent_attacks(_named(use), setting, iterations, seed + i)
+            ]
             if found:
                 rows.append(_rate(name, use, "detected", [bool(f.alarms) for f in found]))
     return rows
 
 
 def guard_world(
-    n: int = 200, seed: int = 0, iterations: int = 6, networks: Mapping[str, Sequence[Setting]] = NETWORKS
-) -> list[Row]:
+    n: int = 200, seed: int = 0, iterations: int = 6, networks: Mapping[str, Sequence[GuardSetting]] = NETWORKS
+) -> list[WorldFigure]:
     """False alarms in n honest rounds of each network, and how often every malice there is gets detected.
 
     `detected` is from a client's second round on; `detected_first` in its first; `detected_by_weights` by a client that does
@@ -220,37 +229,39 @@ def guard_world(
         every += alarms
         rows.append(_rate(name, "none", "false_alarms", alarms, FALSE_ALARMS))
     rows.append(_rate("all networks", "none", "false_alarms", every, FALSE_ALARMS))
-    for use in MALICE.names():
+    for use in SERVER_ATTACK.names():
         rows += _of_malice(use, {**networks, **OTHERS}, max(iterations, 2), seed)
     return rows
 
 
-def _of_malice(use: str, networks: Mapping[str, Sequence[Setting]], rounds: int, seed: int) -> list[Row]:
-    malice = _named(use)
+def _of_malice(use: str, networks: Mapping[str, Sequence[GuardSetting]], rounds: int, seed: int) -> list[WorldFigure]:
+    server_attack = _named(use)
     short, rows = use, []
     for name, settings in networks.items():
-        made = attempts(malice, settings[len(settings) // 2], rounds, seed)
+        made = attempts(server_attack, settings[len(settings) // 2], rounds, seed)
         later = [a for a in made if not a.first]
         if not made:
             continue
         rows.append(_rate(name, short, "detected", [bool(a.agreed.alarms) for a in later], 1.0))
         rows.append(_rate(name, short, "detected_first", [bool(a.agreed.alarms) for a in made if a.first]))
-        if malice.architecture is not None:
+        if server_attack.architecture is not None:
             rows.append(_rate(name, short, "detected_by_weights", [bool(a.alone.alarms) for a in made]))
         levels = [a.agreed.suspicion for a in later]
         mean = sum(levels) / len(levels)
-        rows.append(Row(name, short, "suspicion", 1.0, mean, min(levels), max(levels), len(levels)))
+        rows.append(WorldFigure(name, short, "suspicion", 1.0, mean, min(levels), max(levels), len(levels)))
     if not rows:
         raise RuntimeError(f"{use} applies to none of {', '.join(networks)}: add a network that has what it needs")
     return rows
 
 
-def _named(use: str) -> Malice:
-    found: Malice = build({"use": use, **ARGUMENTS.get(use, {})}, "malice", MALICE)
+def _named(use: str) -> ServerAttack:
+    found: ServerAttack = build({"use": use, **ARGUMENTS.get(use, {})}, "server_attack", SERVER_ATTACK)
     return found
 
 
-def _rate(cell: str, malice: str, metric: str, hits: Sequence[bool], reference: float | None = None) -> Row:
+def _rate(
+    cell: str, server_attack: str, metric: str, hits: Sequence[bool], reference: float | None = None
+) -> WorldFigure:
     rate = Rate(sum(hits), len(hits))
     assert rate.fraction is not None
-    return Row(cell, malice, metric, reference, rate.fraction, *rate.interval, rate.n)
+    return WorldFigure(cell, server_attack, metric, reference, rate.fraction, *rate.interval, rate.n)

@@ -14,17 +14,17 @@ from fedgauge.attacks import plan
 from fedgauge.attacks.base import Attack, Budget
 from fedgauge.attacks.grading.text_metrics import ROUGE, SPECIAL
 from fedgauge.attacks.learned.auxiliary import Auxiliary
-from fedgauge.attacks.malicious.server_attack import MALICE, Malice
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.attacks.matching.feedback_blending import FeedbackBlending
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
-from fedgauge.client.components import Kind, SpecError, Table, build, call, check_arguments, conform, resolve
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.corpora import Longer
 from fedgauge.client.models.tokenizer import Task
 from fedgauge.client.protocol import TRANSFORM
 from fedgauge.client.update import Link, per_example
 
 # as a scenario names them, and attacks with one part exchanged
-ATTACK = Kind("an attack", (*plan.ATTACK.groups, "fedgauge.ablations"), Attack)
+ATTACK = ComponentKind("an attack", (*plan.ATTACK.groups, "fedgauge.ablations"), Attack)
 PAPERS = Path(__file__).parents[1] / "papers"
 
 OFFERED = ("model", "shape", "classes", "batch_size", "normalise")  # to the links that ask for them
@@ -73,7 +73,7 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Training:
+class Pretraining:
     """How a network was trained before it is attacked: Adam, from the seed's initial weights, on training images.
 
     Args:
@@ -90,7 +90,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Trial:
+class AttackSpec:
     """One attack on a cell.
 
     Args:
@@ -140,7 +140,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Setting:
     """One network under one chain, met by some attacks.
 
     Args:
@@ -165,13 +165,13 @@ class Cell:
     images: Images
     model: Table
     chain: tuple[Table, ...]
-    trials: tuple[Trial, ...]
+    trials: tuple[AttackSpec, ...]
     weights: str = ""
-    train: Training | None = None
+    train: Pretraining | None = None
     heavy: bool = False
     clients: int = 1
     auxiliary: int = 200
-    malice: Table | None = None
+    server_attack: Table | None = None
     rounds: int = 1
     members: int = 1
     alone: bool = False
@@ -182,16 +182,16 @@ class Cell:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
-    def build_malice(self) -> Malice | None:
+    def build_server_attack(self) -> ServerAttack | None:
         """The malice itself; SpecError says what is wrong with its table."""
-        if self.malice is None:
+        if self.server_attack is None:
             return None
-        found: Malice = build(self.malice, f"cell {self.name}: malice", MALICE)
+        found: ServerAttack = build(self.server_attack, f"cell {self.name}: malice", SERVER_ATTACK)
         return found
 
 
 @dataclass(frozen=True)
-class World:
+class WorldSpec:
     """A sheet that needs no images.
 
     Args:
@@ -207,15 +207,15 @@ class World:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class PaperTable:
     """A published table: cells that are attacked, or a world."""
 
     name: str
     title: str
     note: str
     seed: int
-    cells: tuple[Cell, ...] = ()
-    world: World | None = None
+    cells: tuple[Setting, ...] = ()
+    world: WorldSpec | None = None
 
 
 def names() -> list[str]:
@@ -223,7 +223,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in PAPERS.glob("*/*.toml"))
 
 
-def load(name: str) -> Sheet:
+def load(name: str) -> PaperTable:
     """A sheet by its name; SpecError when there is none, or a mistake in it."""
     if name not in names():
         raise SpecError(f"there is nothing called {name!r} to reproduce; there are {', '.join(names())}")
@@ -234,21 +234,21 @@ def load(name: str) -> Sheet:
         raise SpecError(f"{path.name}: {error}") from error
 
 
-def parse(name: str, tables: Mapping[str, Any]) -> Sheet:
+def parse(name: str, tables: Mapping[str, Any]) -> PaperTable:
     """A sheet from parsed TOML; where a cell says nothing of n, wave, data, model, chain ... it has the sheet's."""
     shared = {"n", "clients", "wave", "data", "model", "chain", "weights", "train", "auxiliary"}
-    shared |= {"malice", "rounds", "members", "alone", "faintest"}
+    shared |= {"server_attack", "rounds", "members", "alone", "faintest"}
     _refuse(tables, {"title", "note", "seed", "cell", "world"} | shared, "the sheet")
-    head = {key: conform(tables.get(key, ""), str, key) for key in ("title", "note")}
-    seed = conform(tables.get("seed", 0), int, "seed")
+    head = {key: coerce(tables.get(key, ""), str, key) for key in ("title", "note")}
+    seed = coerce(tables.get("seed", 0), int, "seed")
     cells = []
-    for i, table in enumerate(conform(tables.get("cell", []), list, "cell"), 1):
+    for i, table in enumerate(coerce(tables.get("cell", []), list, "cell"), 1):
         _refuse(table, {"name", "attack", "heavy"} | shared, f"[[cell]] #{i}")
         cells.append(_cell({k: v for k, v in tables.items() if k in shared} | table, f"[[cell]] #{i}"))
-    world = _options(World, tables["world"], "[world]") if "world" in tables else None
+    world = _options(WorldSpec, tables["world"], "[world]") if "world" in tables else None
     if (world is None) == (not cells):
         raise SpecError("a sheet has either [[cell]]s or a [world]")
-    return Sheet(name, **head, seed=seed, cells=tuple(cells), world=world)
+    return PaperTable(name, **head, seed=seed, cells=tuple(cells), world=world)
 
 
 def _refuse(table: Mapping[str, Any], allowed: set[str], where: str) -> None:
@@ -256,49 +256,49 @@ def _refuse(table: Mapping[str, Any], allowed: set[str], where: str) -> None:
         raise SpecError(f"{where} has no key {unknown[0]!r} (it has: {', '.join(sorted(allowed))})")
 
 
-def _cell(table: Mapping[str, Any], where: str) -> Cell:
-    name = conform(table.get("name"), str, f"{where}: name")
+def _cell(table: Mapping[str, Any], where: str) -> Setting:
+    name = coerce(table.get("name"), str, f"{where}: name")
     trials = [_trial(t, f"{where} {name}, attack #{j}") for j, t in enumerate(table.get("attack", []), 1)]
     if not trials:
         raise SpecError(f"{where} {name}: no [[cell.attack]]")
     for trial in trials:
         if trial.against and trial.against not in {t.name for t in trials}:
             raise SpecError(f"{where} {name}: against = {trial.against!r} is none of its attacks")
-    chain = tuple(conform(table.get("chain", []), list, f"{where}: chain"))
+    chain = tuple(coerce(table.get("chain", []), list, f"{where}: chain"))
     for j, link in enumerate(chain, 1):
         _check_link(link, f"{where}, chain #{j}")
     training = table.get("train")
     made = dict(
         name=name,
-        n=conform(table.get("n"), int, f"{where}: n"),
-        wave=conform(table.get("wave", 64), int, f"{where}: wave"),
+        n=coerce(table.get("n"), int, f"{where}: n"),
+        wave=coerce(table.get("wave", 64), int, f"{where}: wave"),
         images=_options(Images, table.get("data"), f"{where}: data"),
-        model=conform(table.get("model"), dict, f"{where}: model"),
+        model=coerce(table.get("model"), dict, f"{where}: model"),
         chain=chain,
         trials=tuple(trials),
-        weights=conform(table.get("weights", ""), str, f"{where}: weights"),
-        train=None if training is None else _options(Training, training, f"{where}: train"),
-        clients=conform(table.get("clients", 1), int, f"{where}: clients"),
-        heavy=conform(table.get("heavy", False), bool, f"{where}: heavy"),
-        malice=conform(table.get("malice"), dict | None, f"{where}: malice"),
-        **{key: conform(table.get(key, 1), int, f"{where}: {key}") for key in ("rounds", "members")},
-        **{key: conform(table.get(key, False), bool, f"{where}: {key}") for key in ("alone", "faintest")},
-        auxiliary=conform(table.get("auxiliary", 200), int, f"{where}: auxiliary"),
+        weights=coerce(table.get("weights", ""), str, f"{where}: weights"),
+        train=None if training is None else _options(Pretraining, training, f"{where}: train"),
+        clients=coerce(table.get("clients", 1), int, f"{where}: clients"),
+        heavy=coerce(table.get("heavy", False), bool, f"{where}: heavy"),
+        server_attack=coerce(table.get("server_attack"), dict | None, f"{where}: malice"),
+        **{key: coerce(table.get(key, 1), int, f"{where}: {key}") for key in ("rounds", "members")},
+        **{key: coerce(table.get(key, False), bool, f"{where}: {key}") for key in ("alone", "faintest")},
+        auxiliary=coerce(table.get("auxiliary", 200), int, f"{where}: auxiliary"),
     )
-    cell: Cell = call(Cell, made, where)
-    cell.build_malice()
+    cell: Setting = call(Setting, made, where)
+    cell.build_server_attack()
     return cell
 
 
 def _options(kind: Any, table: Any, where: str) -> Any:
-    return call(kind, check_arguments(kind, conform(table, dict, where), where), where)
+    return call(kind, check_arguments(kind, coerce(table, dict, where), where), where)
 
 
-def _trial(table: Mapping[str, Any], where: str) -> Trial:
-    own = {f.name for f in fields(Trial)} - {"table", "budget"}
+def _trial(table: Mapping[str, Any], where: str) -> AttackSpec:
+    own = {f.name for f in fields(AttackSpec)} - {"table", "budget"}
     spent = {f.name for f in fields(Budget)}
     arguments = {k: v for k, v in table.items() if k in own}
-    paper = {k: conform(v, float, f"{where}: paper {k}") for k, v in arguments.pop("paper", {}).items()}
+    paper = {k: coerce(v, float, f"{where}: paper {k}") for k, v in arguments.pop("paper", {}).items()}
     blend = arguments.pop("blend", None)
     chosen = arguments.pop("auxiliary", None)
     made = {
@@ -306,10 +306,10 @@ def _trial(table: Mapping[str, Any], where: str) -> Trial:
         "budget": _options(Budget, {k: v for k, v in table.items() if k in spent}, where),
         "paper": paper,
     }
-    checked = check_arguments(Trial, arguments, where, made)
-    checked["blend"] = None if blend is None else conform(blend, dict, f"{where}: blend")
-    checked["auxiliary"] = None if chosen is None else conform(chosen, dict, f"{where}: auxiliary")
-    trial: Trial = call(Trial, checked, where)
+    checked = check_arguments(AttackSpec, arguments, where, made)
+    checked["blend"] = None if blend is None else coerce(blend, dict, f"{where}: blend")
+    checked["auxiliary"] = None if chosen is None else coerce(chosen, dict, f"{where}: auxiliary")
+    trial: AttackSpec = call(AttackSpec, checked, where)
     if unknown := [m for m in trial.metrics if m not in METRICS]:
         raise SpecError(f"{where}: metrics are of {', '.join(METRICS)}, got {unknown[0]!r}")
     try:
@@ -320,7 +320,9 @@ def _trial(table: Mapping[str, Any], where: str) -> Trial:
     return trial
 
 
-def restrict(sheet: Sheet, n: int | None, budget: int | None, cells: str | None, attacks: str | None = None) -> Sheet:
+def restrict(
+    paper_table: PaperTable, n: int | None, budget: int | None, cells: str | None, attacks: str | None = None
+) -> PaperTable:
     """A sheet with another n, other iterations, or only cells and attacks whose names match (a part, or with * and ?).
 
     Without a pattern: all cells but the heavy ones, and all attacks. What a chosen attack is measured against comes along.
@@ -328,28 +330,31 @@ def restrict(sheet: Sheet, n: int | None, budget: int | None, cells: str | None,
     for option, value in (("--n", n), ("--budget", budget)):
         if value is not None and value < 1:
             raise SpecError(f"{option} must be at least 1, got {value}")
-    if sheet.world is not None:
+    if paper_table.world is not None:
         if attacks is not None:
-            raise SpecError(f"--attacks: {sheet.name} compares no attacks; choose with --cells")
+            raise SpecError(f"--attacks: {paper_table.name} compares no attacks; choose with --cells")
         world = replace(
-            sheet.world, n=n or sheet.world.n, iterations=budget or sheet.world.iterations, only=cells or "*"
+            paper_table.world,
+            n=n or paper_table.world.n,
+            iterations=budget or paper_table.world.iterations,
+            only=cells or "*",
         )
-        return replace(sheet, world=world)
-    chosen = [c for c in sheet.cells if (not c.heavy if cells is None else matches(c.name, cells))]
+        return replace(paper_table, world=world)
+    chosen = [c for c in paper_table.cells if (not c.heavy if cells is None else matches(c.name, cells))]
     if not chosen:
-        known = ", ".join(c.name for c in sheet.cells)
+        known = ", ".join(c.name for c in paper_table.cells)
         if cells is None:
             raise SpecError(
-                f"every cell of {sheet.name} takes hours: choose with --cells among {known}; --cells '*': all"
+                f"every cell of {paper_table.name} takes hours: choose with --cells among {known}; --cells '*': all"
             )
-        raise SpecError(f"no cell of {sheet.name} matches {cells!r}; it has: {known}")
+        raise SpecError(f"no cell of {paper_table.name} matches {cells!r}; it has: {known}")
 
-    def spend(trial: Trial) -> Trial:
+    def spend(trial: AttackSpec) -> AttackSpec:
         if budget is None:
             return trial
         return replace(trial, budget=replace(trial.budget, iterations=budget))
 
-    def kept(cell: Cell) -> list[Trial]:
+    def kept(cell: Setting) -> list[AttackSpec]:
         names = {t.name for t in cell.trials if attacks is None or matches(t.name, attacks)}
         names |= {t.against for t in cell.trials if t.name in names}
         return [t for t in cell.trials if t.name in names]
@@ -357,8 +362,8 @@ def restrict(sheet: Sheet, n: int | None, budget: int | None, cells: str | None,
     changed = [replace(c, n=n or c.n, trials=tuple(spend(t) for t in trials)) for c in chosen if (trials := kept(c))]
     if not changed:
         known = ", ".join(dict.fromkeys(t.name for c in chosen for t in c.trials))
-        raise SpecError(f"no attack of {sheet.name} matches {attacks!r}; it has: {known}")
-    return replace(sheet, cells=tuple(changed))
+        raise SpecError(f"no attack of {paper_table.name} matches {attacks!r}; it has: {known}")
+    return replace(paper_table, cells=tuple(changed))
 
 
 def build_link(table: Table, where: str, offered: Mapping[str, Any]) -> Link | per_example:
@@ -373,8 +378,8 @@ def build_link(table: Table, where: str, offered: Mapping[str, Any]) -> Link | p
 
 
 def _link(table: Table, where: str) -> tuple[Table, bool]:
-    arguments = dict(conform(table, dict, where))
-    return arguments, conform(arguments.pop("each", False), bool, f"{where}: each")
+    arguments = dict(coerce(table, dict, where))
+    return arguments, coerce(arguments.pop("each", False), bool, f"{where}: each")
 
 
 def _check_link(table: Table, where: str) -> None:

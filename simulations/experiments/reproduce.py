@@ -31,13 +31,13 @@ from fedgauge.simulations.experiments.guard_detection import guard_world, patien
 from fedgauge.simulations.experiments.paper_tables import (
     IMAGE_METRICS,
     TEXT_METRICS,
-    Cell,
-    Sheet,
-    Trial,
-    World,
+    AttackSpec,
+    PaperTable,
+    Setting,
+    WorldSpec,
     matches,
 )
-from fedgauge.simulations.experiments.setups import Scene, stage
+from fedgauge.simulations.experiments.setups import Setup, build_setup
 from fedgauge.simulations.run.environment import environment
 
 PILOT = 3  # iterations from which an attack's duration is estimated
@@ -56,14 +56,14 @@ WORLDS = {
 }
 UNTIMED = ("guard_world", "patient_world", "canary_world")  # what does not grow with n there is most of it
 
-Say = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
 # --------------------------------------------------------------------------------------------------------- the attacks
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class AttackOutcome:
     """One attack's result on every update, what was spent, and what is scored without reading any.
 
     Args:
@@ -97,8 +97,8 @@ class Outcome:
 
 
 def attack(
-    trial: Trial, scene: Scene, seed: int, wave: int, done: Callable[[int], None] = lambda count: None
-) -> Outcome:
+    trial: AttackSpec, setup: Setup, seed: int, wave: int, done: Callable[[int], None] = lambda count: None
+) -> AttackOutcome:
     """Attack every update of a scene, then grade; a failed attack is counted, and graded as a grey image or as no words.
 
     Args:
@@ -106,84 +106,84 @@ def attack(
     """
     started = time.perf_counter()
     found: list[Reconstruction] = []
-    for part in _waves(scene, wave):
-        found += _reconstruct(trial, trial.budget, scene, seed, part)
+    for part in _waves(setup, wave):
+        found += _reconstruct(trial, trial.budget, setup, seed, part)
         done(part.stop)
     seconds = time.perf_counter() - started
     failed = [r for r in found if r.x is None or not bool(torch.isfinite(r.x).all())]
-    return Outcome(
-        scores=_scores(scene, found, scene.truth),
+    return AttackOutcome(
+        scores=_scores(setup, found, setup.truth),
         iterations=torch.tensor([r.iterations for r in found], dtype=torch.float64),
         failed=len(failed),
         seconds=seconds,
-        floor=_floor(scene) if scene.words is None else _random_words(trial, scene, seed),
-        augmented=_scores(scene, found, scene.changed)["psnr"]
-        if scene.changed is not None and scene.words is None
+        floor=_floor(setup) if setup.words is None else _random_words(trial, setup, seed),
+        augmented=_scores(setup, found, setup.changed)["psnr"]
+        if setup.changed is not None and setup.words is None
         else None,
         reasons=tuple(sorted({r.reason for r in failed} - {""})),
-        isolated=scene.isolated,
+        isolated=setup.isolated,
     )
 
 
-def _waves(scene: Scene, most: int) -> Iterator[slice]:
+def _waves(setup: Setup, most: int) -> Iterator[slice]:
     """Parts of the updates, of at most so many; those that a dishonest server sent other weights for are apart."""
-    first, seen = 0, scene.observations
+    first, seen = 0, setup.observations
     for i in range(1, len(seen) + 1):
         if i == len(seen) or i - first == most or seen[i].params is not seen[first].params:
             yield slice(first, i)
             first = i
 
 
-def _scores(scene: Scene, found: Sequence[Reconstruction], truth: Sequence[Batch]) -> dict[str, Tensor]:
+def _scores(setup: Setup, found: Sequence[Reconstruction], truth: Sequence[Batch]) -> dict[str, Tensor]:
     """Each measure (n, B)."""
-    if scene.words is None:
+    if setup.words is None:
         graded = [_grade(r, t) for r, t in zip(found, truth, strict=True)]
     else:
-        graded = [_read(r, t, scene.words) for r, t in zip(found, truth, strict=True)]
+        graded = [_read(r, t, setup.words) for r, t in zip(found, truth, strict=True)]
     return {name: torch.stack([g[name] for g in graded]) for name in graded[0]}
 
 
-def _random_words(trial: Trial, scene: Scene, seed: int) -> dict[str, float]:
+def _random_words(trial: AttackSpec, setup: Setup, seed: int) -> dict[str, float]:
     """What random words score that know of the sentences what the attack does."""
-    wave, known, _ = _met(trial, scene, seed, slice(None))
+    wave, known, _ = _met(trial, setup, seed, slice(None))
     draws = []
     for draw in range(RANDOM):
         streams: list[Stream] = [partial(generator, seed, "floor", draw, k) for k in range(len(wave))]
-        draws.append(_scores(scene, random_words().reconstruct(wave, known, Budget(1), streams), scene.truth))
+        draws.append(_scores(setup, random_words().reconstruct(wave, known, Budget(1), streams), setup.truth))
     return {name: float(torch.stack([scores[name] for scores in draws]).mean()) for name in draws[0]}
 
 
-def _floor(scene: Scene) -> dict[str, float]:
+def _floor(setup: Setup) -> dict[str, float]:
     """What is scored without any update: by the mean of the public images."""
-    assert scene.known.auxiliary is not None
-    mean = scene.known.auxiliary.x.mean(0)
-    graded = [(psnr(t.x, mean.expand_as(t.x)), mse(t.x, mean.expand_as(t.x))) for t in scene.truth]
+    assert setup.known.auxiliary is not None
+    mean = setup.known.auxiliary.x.mean(0)
+    graded = [(psnr(t.x, mean.expand_as(t.x)), mse(t.x, mean.expand_as(t.x))) for t in setup.truth]
     return {
         "psnr": float(torch.cat([g[0] for g in graded]).mean()),
         "mse": float(torch.cat([g[1] for g in graded]).mean()),
     }
 
 
-def _reconstruct(trial: Trial, budget: Budget, scene: Scene, seed: int, part: slice) -> list[Reconstruction]:
+def _reconstruct(trial: AttackSpec, budget: Budget, setup: Setup, seed: int, part: slice) -> list[Reconstruction]:
     made = trial.build()
     if isinstance(made, FeedbackBlending):
-        parts = [slice(i, i + scene.clients) for i in range(0, len(scene.observations[part]), scene.clients)]
-        waves, known, streams = zip(*(_met(trial, scene, seed, p) for p in parts), strict=True)
+        parts = [slice(i, i + setup.clients) for i in range(0, len(setup.observations[part]), setup.clients)]
+        waves, known, streams = zip(*(_met(trial, setup, seed, p) for p in parts), strict=True)
         return [r for results in made.sequence(waves, known, budget, lambda place: streams[place]) for r in results]
-    wave, threat, randomness = _met(trial, scene, seed, part)
+    wave, threat, randomness = _met(trial, setup, seed, part)
     return made.reconstruct(wave, threat, budget, randomness)
 
 
-def _met(trial: Trial, scene: Scene, seed: int, part: slice) -> tuple[Wave, Knowledge, list[Stream]]:
+def _met(trial: AttackSpec, setup: Setup, seed: int, part: slice) -> tuple[Wave, Knowledge, list[Stream]]:
     """What an attack meets in a part of the updates: them, its threat model, its randomness."""
-    observations = scene.observations[part]
+    observations = setup.observations[part]
     # attacks of one cell share their starts: what differs between them is then not the draw
     streams: list[Stream] = [partial(generator, seed, "attack", o.client) for o in observations]
-    known = scene.known if trial.defense == "known" else replace(scene.known, chain=Chain((scene.known.chain.local,)))
+    known = setup.known if trial.defense == "known" else replace(setup.known, chain=Chain((setup.known.chain.local,)))
     if trial.auxiliary is not None and known.auxiliary is not None:
         rng = generator(seed, "auxiliary", repr(sorted(trial.auxiliary.items())))
         known = replace(known, auxiliary=trial.images().of(known.auxiliary, known.classes, rng))
-    truth = scene.truth[part]
+    truth = setup.truth[part]
     if trial.labels == "given":
         known = replace(known, labels=torch.stack([t.y for t in truth]))
     if trial.lengths == "given" and isinstance(known.model, LanguageModel):
@@ -219,22 +219,22 @@ def _grade(found: Reconstruction, truth: Batch) -> dict[str, Tensor]:
     return {"psnr": psnr(truth.x, x).clamp(max=PSNR_CAP), "mse": mse(truth.x, x)}
 
 
-def check(cell: Cell, scene: Scene) -> None:
+def check(cell: Setting, setup: Setup) -> None:
     """SpecError where an attack of a cell is to be told, or measured by, what its data do not have."""
-    here, other = (IMAGE_METRICS, "sentences") if scene.words is None else (TEXT_METRICS, "images")
+    here, other = (IMAGE_METRICS, "sentences") if setup.words is None else (TEXT_METRICS, "images")
     for trial in cell.trials:
         where = f"cell {cell.name}, attack {trial.name}"
         if wrong := [m for m in trial.metrics if m not in here]:
             raise SpecError(
                 f"{where}: {wrong[0]} is a metric of {other}; those of {cell.images.use} are {', '.join(here)}"
             )
-        if trial.lengths == "given" and scene.words is None:
+        if trial.lengths == "given" and setup.words is None:
             raise SpecError(f'{where}: lengths = "given" is of sentences, and {cell.images.use} holds images')
-        if trial.labels == "given" and scene.truth[0].y.dim() > 1:
+        if trial.labels == "given" and setup.truth[0].y.dim() > 1:
             raise SpecError(f'{where}: labels = "given" would hand over the sentences: say labels = "restored"')
 
 
-def estimate(trial: Trial, scene: Scene, seed: int, wave: int) -> float:
+def estimate(trial: AttackSpec, setup: Setup, seed: int, wave: int) -> float:
     """Seconds that an attack will take, from a few iterations on its first wave, without what is prepared once for all."""
     if trial.budget.iterations <= 2 * PILOT:
         return 0.0
@@ -246,9 +246,9 @@ def estimate(trial: Trial, scene: Scene, seed: int, wave: int) -> float:
     # the first prepares what the others find: a language model, simulated updates; no budget twice, as training is kept
     for iterations in (1, 2, 2 + pilot):
         started = time.perf_counter()
-        _reconstruct(trial, replace(trial.budget, iterations=iterations), scene, seed, next(_waves(scene, wave)))
+        _reconstruct(trial, replace(trial.budget, iterations=iterations), setup, seed, next(_waves(setup, wave)))
         seconds.append(time.perf_counter() - started)
-    waves = len(list(_waves(scene, wave)))
+    waves = len(list(_waves(setup, wave)))
     each = max(seconds[2] - seconds[1], 0.0) / pilot
     return waves * (seconds[1] + each * (trial.budget.iterations - 2))
 
@@ -257,7 +257,7 @@ def estimate(trial: Trial, scene: Scene, seed: int, wave: int) -> float:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedFigure:
     """One figure beside the paper's.
 
     Args:
@@ -290,7 +290,7 @@ class Row:
 
 
 Interval = tuple[float | None, float | None, float | None]  # value, low, high
-Measure = Callable[[Outcome, Outcome | None], Interval]
+Measure = Callable[[AttackOutcome, AttackOutcome | None], Interval]
 
 
 def _mean(values: Tensor) -> Interval:
@@ -300,54 +300,54 @@ def _mean(values: Tensor) -> Interval:
     return float(flat.mean()), *(interval or (None, None))
 
 
-def _succeeded(outcome: Outcome) -> Tensor:
+def _succeeded(outcome: AttackOutcome) -> Tensor:
     """(n,) whether every image of an update was recovered."""
     return (outcome.mse < SUCCESS).all(1)
 
 
-def _augmented(outcome: Outcome, _: Outcome | None) -> Interval:
+def _augmented(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     return (None, None, None) if outcome.augmented is None else _mean(outcome.augmented)
 
 
-def _success(outcome: Outcome, _: Outcome | None) -> Interval:
+def _success(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     right = _succeeded(outcome)
     rate = Rate(int(right.sum()), len(right))
     return rate.fraction, *rate.interval
 
 
-def _exact(outcome: Outcome, _: Outcome | None) -> Interval:
+def _exact(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """Updates all of whose images were recovered verbatim: to 60 dB and more."""
     right = (outcome.psnr >= PSNR_CAP).all(1)
     rate = Rate(int(right.sum()), len(right))
     return rate.fraction, *rate.interval
 
 
-def _isolated(outcome: Outcome, _: Outcome | None) -> Interval:
+def _isolated(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """The example that a malice isolates, in its one-to-one pair: the others' places are not looked at."""
     if outcome.isolated is None:
         return None, None, None
     return _mean(outcome.psnr.gather(1, torch.tensor(outcome.isolated)[:, None]))
 
 
-def _verbatim(outcome: Outcome, _: Outcome | None) -> Interval:
+def _verbatim(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """Images, one by one, that were recovered verbatim."""
     return _mean((outcome.psnr >= PSNR_CAP).double())
 
 
-def _iterations(outcome: Outcome, _: Outcome | None) -> Interval:
+def _iterations(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """Mean iterations of the attacks that succeeded."""
     right = _succeeded(outcome)
     return _mean(outcome.iterations[right][:, None]) if bool(right.any()) else (None, None, None)
 
 
-def _success_gain(outcome: Outcome, against: Outcome | None) -> Interval:
+def _success_gain(outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:
     """Successes more than the other attack's, in percent of them."""
     assert against is not None
     ours, theirs = (_succeeded(o).double().numpy() for o in (outcome, against))
     return _paired(lambda w: 100 * ((w @ ours) / (w @ theirs) - 1), len(ours))
 
 
-def _iterations_saved(outcome: Outcome, against: Outcome | None) -> Interval:
+def _iterations_saved(outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:
     """Iterations to success less than the other attack's, in percent of them."""
     assert against is not None
     (ours, right), (theirs, others) = (
@@ -399,7 +399,9 @@ UNITS = {
 UNITS |= dict.fromkeys(TEXT_METRICS, "%")
 
 
-def figures(cell: Cell, trial: Trial, outcome: Outcome, others: Mapping[str, Outcome], note: str) -> list[Row]:
+def figures(
+    cell: Setting, trial: AttackSpec, outcome: AttackOutcome, others: Mapping[str, AttackOutcome], note: str
+) -> list[ComparedFigure]:
     """The rows of one attack on one cell."""
     failed = ""
     if outcome.failed:
@@ -409,7 +411,7 @@ def figures(cell: Cell, trial: Trial, outcome: Outcome, others: Mapping[str, Out
     rows = []
     for metric in trial.metrics:
         here, low, high = MEASURES[metric](outcome, others.get(trial.against))
-        row = Row(cell.name, trial.name, metric, trial.paper.get(metric), here, low, high, outcome.examples)
+        row = ComparedFigure(cell.name, trial.name, metric, trial.paper.get(metric), here, low, high, outcome.examples)
         rows.append(
             replace(
                 row,
@@ -423,7 +425,7 @@ def figures(cell: Cell, trial: Trial, outcome: Outcome, others: Mapping[str, Out
     return rows
 
 
-def _budget(trial: Trial, cell: Cell) -> str:
+def _budget(trial: AttackSpec, cell: Setting) -> str:
     """Ours in words, and what the paper spent where it is more or less."""
     ours = {
         "n": cell.n * (1 if cell.alone else cell.members * cell.images.batch_size),
@@ -441,29 +443,29 @@ def _budget(trial: Trial, cell: Cell) -> str:
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-def reproduce(sheet: Sheet, say: Say) -> Iterator[Row]:
+def reproduce(paper_table: PaperTable, say: ReportProgress) -> Iterator[ComparedFigure]:
     """The figures of a sheet, as they come; every cell is staged before the first attack."""
-    if sheet.world is not None:
-        yield from _figures_of_world(sheet.world, sheet.seed, say)
+    if paper_table.world is not None:
+        yield from _figures_of_world(paper_table.world, paper_table.seed, say)
         return
-    jobs = [(cell, trial) for cell in sheet.cells for trial in cell.trials]
+    jobs = [(cell, trial) for cell in paper_table.cells for trial in cell.trials]
     scenes, expected = {}, []
-    for i, cell in enumerate(sheet.cells, 1):
-        say(f"preparing {cell.name}, {i} of {len(sheet.cells)} cells")
-        scenes[cell.name] = stage(cell, sheet.seed)
+    for i, cell in enumerate(paper_table.cells, 1):
+        say(f"preparing {cell.name}, {i} of {len(paper_table.cells)} cells")
+        scenes[cell.name] = build_setup(cell, paper_table.seed)
         check(cell, scenes[cell.name])
-        expected += [estimate(trial, scenes[cell.name], sheet.seed, cell.wave) for trial in cell.trials]
-    outcomes: dict[str, dict[str, Outcome]] = {}
+        expected += [estimate(trial, scenes[cell.name], paper_table.seed, cell.wave) for trial in cell.trials]
+    outcomes: dict[str, dict[str, AttackOutcome]] = {}
     for i, (cell, trial) in enumerate(jobs):
-        job, scene = f"{i + 1} of {len(jobs)}: {cell.name}, {trial.name}", scenes[cell.name]
+        job, setup = f"{i + 1} of {len(jobs)}: {cell.name}, {trial.name}", scenes[cell.name]
         say(f"{job}; about {sum(expected[i:]):.0f} s left")
         of_cell = outcomes.setdefault(cell.name, {})
-        after = _teller(say, job, len(scene.observations), sum(expected[i + 1 :]))
-        of_cell[trial.name] = attack(trial, scene, sheet.seed, cell.wave, after)
+        after = _teller(say, job, len(setup.observations), sum(expected[i + 1 :]))
+        of_cell[trial.name] = attack(trial, setup, paper_table.seed, cell.wave, after)
         yield from figures(cell, trial, of_cell[trial.name], of_cell, scenes[cell.name].note)
 
 
-def _teller(say: Say, job: str, updates: int, later: float) -> Callable[[int], None]:
+def _teller(say: ReportProgress, job: str, updates: int, later: float) -> Callable[[int], None]:
     """Says every SILENCE seconds how far an attack is, and what it will take at the pace that it has."""
     started = told = time.perf_counter()
 
@@ -477,7 +479,7 @@ def _teller(say: Say, job: str, updates: int, later: float) -> Callable[[int], N
     return done
 
 
-def _figures_of_world(world: World, seed: int, say: Say) -> list[Row]:
+def _figures_of_world(world: WorldSpec, seed: int, say: ReportProgress) -> list[ComparedFigure]:
     compute = WORLDS[world.name]
     seconds = []
     for few in () if world.name in UNTIMED else (8, 40):
@@ -491,16 +493,16 @@ def _figures_of_world(world: World, seed: int, say: Say) -> list[Row]:
     if not found:
         raise SpecError(f"no cell of {world.name} matches {world.only!r}")
     spent, budget = round(time.perf_counter() - started, 1), f"n {world.n}, iterations at most {world.iterations}"
-    return [Row(**asdict(row), budget=budget, seconds=spent) for row in found]
+    return [ComparedFigure(**asdict(row), budget=budget, seconds=spent) for row in found]
 
 
-def record(sheet: Sheet, rows: Sequence[Row], seconds: float) -> dict[str, Any]:
+def record(paper_table: PaperTable, rows: Sequence[ComparedFigure], seconds: float) -> dict[str, Any]:
     """A reproduction as it is kept: rows, seed, what differs from the paper, machine, versions, date."""
     return {
-        "name": sheet.name,
-        "title": sheet.title,
-        "note": sheet.note,
-        "seed": sheet.seed,
+        "name": paper_table.name,
+        "title": paper_table.title,
+        "note": paper_table.note,
+        "seed": paper_table.seed,
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "seconds": round(seconds, 1),
         "rows": [asdict(row) for row in rows],
@@ -508,20 +510,20 @@ def record(sheet: Sheet, rows: Sequence[Row], seconds: float) -> dict[str, Any]:
     }
 
 
-def show(sheet: Sheet, rows: Sequence[Row], console: Console) -> None:
+def show(paper_table: PaperTable, rows: Sequence[ComparedFigure], console: Console) -> None:
     """Print a reproduction as a table, and what differs from the paper."""
-    reference = "paper" if sheet.world is None else "bound"
+    reference = "paper" if paper_table.world is None else "bound"
     floor = "random words" if any(row.metric in TEXT_METRICS for row in rows) else "mean image"
     heads = ("cell", "attack", "metric", reference, "here", "95 % interval", "n", floor, "budget", "remarks")
-    table = Table(*heads, title=sheet.title)
+    table = Table(*heads, title=paper_table.title)
     for row in rows:
         table.add_row(*_words(row))
     console.print(table)
-    if sheet.note:
-        console.print(sheet.note.strip(), markup=False, highlight=False)
+    if paper_table.note:
+        console.print(paper_table.note.strip(), markup=False, highlight=False)
 
 
-def _words(row: Row) -> list[str]:
+def _words(row: ComparedFigure) -> list[str]:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.4g}"
 
@@ -533,7 +535,7 @@ def _words(row: Row) -> list[str]:
     return [row.cell, row.attack, metric, paper, number(row.here), interval, str(row.n), floor, row.budget, row.note]
 
 
-class Teller:
+class ProgressReporter:
     """Says on stderr what is being done: one live line in a terminal, else a line for each step."""
 
     def __init__(self, name: str, console: Console) -> None:
@@ -541,7 +543,7 @@ class Teller:
         self.console = console
         self._status = console.status(f"{name}: starting")
 
-    def __enter__(self) -> "Teller":
+    def __enter__(self) -> "ProgressReporter":
         if self.console.is_terminal:
             self._status.start()
         return self

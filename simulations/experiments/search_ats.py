@@ -47,7 +47,7 @@ class Scored:
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class PolicyScorer:
     """What policies are scored on.
 
     Args:
@@ -153,7 +153,9 @@ def candidates(count: int, rng: Generator) -> list[Policy]:
     return list(found)
 
 
-def search(trial: Trial, policies: Sequence[Policy], threshold: float = THRESHOLD, seed: int = 0) -> list[Scored]:
+def search(
+    trial: PolicyScorer, policies: Sequence[Policy], threshold: float = THRESHOLD, seed: int = 0
+) -> list[Scored]:
     """The policies with at least the threshold's accuracy score, the most private first."""
     scored = [trial.score(policy, seed) for policy in policies]
     return sorted((s for s in scored if s.accuracy >= threshold), key=lambda s: s.privacy)
@@ -176,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the undefended images' scores, the published policies' and the best found."""
     options = _parser().parse_args(arguments)
     try:
-        trial = Trial(Scenario.load(options.scenario).federation, tuple(options.images))
+        trial = PolicyScorer(Scenario.load(options.scenario).federation, tuple(options.images))
         policies = candidates(options.candidates, generator(options.seed, "candidates"))
         with one_thread():
             bare = trial.score((), options.seed)

@@ -15,7 +15,7 @@ from fedgauge.client.components import SpecError, build, call
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.local_data import data_folder
-from fedgauge.client.models.losses import hits, next_token
+from fedgauge.client.models.losses import next_token, per_example_accuracy
 from fedgauge.client.models.tokenizer import Tokenizer
 from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
 from fedgauge.client.protocol import DATASET, build_model
@@ -23,12 +23,12 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import (
     Batch,
     Chain,
+    GroupMean,
     Loss,
-    OnUpdate,
     Params,
-    Summed,
     Transform,
     UpdateFn,
+    UpdateTransform,
     average,
     gradient,
     local_sgd,
@@ -36,13 +36,13 @@ from fedgauge.client.update import (
     per_example,
     trained_on,
 )
-from fedgauge.simulations.experiments.paper_tables import OFFERED, Cell, Images, build_link
+from fedgauge.simulations.experiments.paper_tables import OFFERED, Images, Setting, build_link
 
 AUXILIARY = 200  # training images that no network is trained on
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
+class Setup:
     """What a server sees of a cell's clients, what it knows, and the truth, which only grading reads.
 
     With several clients their updates come in turns: 0, 1, 2, 0, 1, 2 ... Where the chain changes the examples, `changed` has
@@ -61,7 +61,7 @@ class Scene:
     )
 
 
-def stage(cell: Cell, seed: int) -> Scene:
+def build_setup(cell: Setting, seed: int) -> Setup:
     """Compute the updates of a cell's n clients; SpecError where data or weights are missing."""
     dataset = _dataset(cell)
     together = cell.members * cell.images.batch_size
@@ -70,7 +70,7 @@ def stage(cell: Cell, seed: int) -> Scene:
     chain = Chain(_links(cell, dataset, model, cell.images.batch_size))
     known = Knowledge(
         model=model,
-        chain=chain if cell.members == 1 else Chain((*chain.links, Summed(cell.members))),
+        chain=chain if cell.members == 1 else Chain((*chain.links, GroupMean(cell.members))),
         shape=dataset.shape,
         classes=dataset.classes,
         batch_size=together,
@@ -90,21 +90,21 @@ def stage(cell: Cell, seed: int) -> Scene:
         truth = tuple(Batch(b.x[i : i + 1], b.y[i : i + 1]) for b, i in zip(truth, isolated, strict=True))
         isolated = (0,) * cell.n
         known = replace(known, chain=chain, batch_size=1)
-        clients = replace(clients, cell=replace(cell, malice=None, rounds=1, members=1))
+        clients = replace(clients, cell=replace(cell, server_attack=None, rounds=1, members=1))
     seen = clients.observed(truth)
     params = clients.honest
     made = [trained_on(chain, bare, params, batch, generator(seed, "client", k, 1)) for k, batch in enumerate(truth)]
     changed = tuple(batch for batch in made if batch is not None)
     turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)  # nobody may have an image more
     words = dataset.tokenizer if isinstance(dataset, Text) else None
-    return Scene(seen, truth, known, note, turns, changed or None, words, isolated)
+    return Setup(seen, truth, known, note, turns, changed or None, words, isolated)
 
 
 @dataclass(frozen=True, eq=False)
 class _Clients:
     """A cell's clients, and what its server sends them."""
 
-    cell: Cell
+    cell: Setting
     client: UpdateFn
     known: Knowledge
     honest: Params
@@ -136,14 +136,14 @@ class _Clients:
 
     def _observed(self, k: int, batch: Batch) -> Observation:
         """What the server sees at last of its k-th client, or group of clients."""
-        cell, malice, buffers = self.cell, self.cell.build_malice(), floating_buffers(self.known.model)
+        cell, server_attack, buffers = self.cell, self.cell.build_server_attack(), floating_buffers(self.known.model)
         parts = [Batch(*part) for part in zip(batch.x.chunk(cell.members), batch.y.chunk(cell.members), strict=True)]
         seen: list[Observation] = []
         for round in range(1, cell.rounds + 1):
             sent = self.honest
-            if malice is not None:
+            if server_attack is not None:
                 arguments = {"known": self.known, "rng": generator(self.seed, "malice", k, round), "seen": seen}
-                sent = call(malice.craft, {"sent": self.honest, **arguments}, f"cell {cell.name}: malice")
+                sent = call(server_attack.craft, {"sent": self.honest, **arguments}, f"cell {cell.name}: malice")
             told = [sent] if cell.members == 1 else [self.honest, *[sent] * (cell.members - 1)]
             updates = [
                 _detached(self.client(params, part, generator(self.seed, "client", k * cell.members + i, round)))
@@ -167,7 +167,7 @@ def _detached(update: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k: t.detach() for k, t in update.items()}
 
 
-def _auxiliary(dataset: Dataset, cell: Cell, candidates: Sequence[Batch]) -> Batch:
+def _auxiliary(dataset: Dataset, cell: Setting, candidates: Sequence[Batch]) -> Batch:
     """Public images: the last of the training images; SpecError where some of them are attacked, or there are too few."""
     first, images = len(dataset.y) - cell.auxiliary, cell.images
     if first < 0:
@@ -184,7 +184,7 @@ def _auxiliary(dataset: Dataset, cell: Cell, candidates: Sequence[Batch]) -> Bat
     return public
 
 
-def _dataset(cell: Cell) -> Dataset:
+def _dataset(cell: Setting) -> Dataset:
     dataset = _read(tuple(cell.images.table.items()), f"cell {cell.name}: data")
     if isinstance(dataset, Text):
         if cell.images.mean or cell.images.std:
@@ -230,11 +230,11 @@ def choose(dataset: Dataset, images: Images, n: int) -> tuple[Batch, ...]:
 # -------------------------------------------------------------------------------------------------------- the networks
 
 
-def _network(cell: Cell, dataset: Dataset, seed: int) -> tuple[nn.Module, str]:
+def _network(cell: Setting, dataset: Dataset, seed: int) -> tuple[nn.Module, str]:
     """The cell's network in eval mode, and what is to be said of its training."""
-    table, malice = cell.model, cell.build_malice()
-    if malice is not None and malice.architecture is not None:
-        table = {**table, "dishonest": [malice.architecture]}
+    table, server_attack = cell.model, cell.build_server_attack()
+    if server_attack is not None and server_attack.architecture is not None:
+        table = {**table, "architectures": [server_attack.architecture]}
     model = build_model(table, f"cell {cell.name}: model", dataset.offered, seed).eval()
     if cell.weights:
         where = f"cell {cell.name}: weights"
@@ -261,7 +261,7 @@ def _trained(key: str, train: Callable[[], dict[str, Tensor]]) -> dict[str, Tens
     return _STATES[key]
 
 
-def _train(model: nn.Module, cell: Cell, dataset: Dataset, seed: int) -> dict[str, Tensor]:
+def _train(model: nn.Module, cell: Setting, dataset: Dataset, seed: int) -> dict[str, Tensor]:
     training = cell.train
     assert training is not None
     bare = gradient(model, _loss(dataset), dataset.normalise)
@@ -280,13 +280,13 @@ def _train(model: nn.Module, cell: Cell, dataset: Dataset, seed: int) -> dict[st
     return {**model.state_dict(), **{k: p.detach() for k, p in params.items()}}
 
 
-def _links(cell: Cell, dataset: Dataset, model: nn.Module, batch_size: int) -> tuple[Transform, ...]:
+def _links(cell: Setting, dataset: Dataset, model: nn.Module, batch_size: int) -> tuple[Transform, ...]:
     values = (model, dataset.shape, dataset.classes, batch_size, dataset.normalise)
     offered = dict(zip(OFFERED, values, strict=True))
     return tuple(build_link(table, f"cell {cell.name}: chain #{i}", offered) for i, table in enumerate(cell.chain, 1))
 
 
-def _defended(bare: UpdateFn, model: nn.Module, cell: Cell, dataset: Dataset, batch_size: int) -> UpdateFn:
+def _defended(bare: UpdateFn, model: nn.Module, cell: Setting, dataset: Dataset, batch_size: int) -> UpdateFn:
     """The gradient of a batch behind the cell's defenses, without its local training.
 
     A defense of updates acts on each example's gradient, as those of single examples that are attacked.
@@ -294,10 +294,10 @@ def _defended(bare: UpdateFn, model: nn.Module, cell: Cell, dataset: Dataset, ba
     links = _links(cell, dataset, model, batch_size)
     before = links[: next(i for i, link in enumerate(links) if isinstance(link, local_sgd))]
     whole = Chain(before)
-    return per_example(whole)(bare) if all(isinstance(link, OnUpdate) for link in before) else whole(bare)
+    return per_example(whole)(bare) if all(isinstance(link, UpdateTransform) for link in before) else whole(bare)
 
 
 def _accuracy(model: nn.Module, dataset: Dataset, count: int = 2000) -> float:
     test = batch_of(dataset.x_test, dataset.y_test, torch.arange(min(count, len(dataset.y_test))))
     with torch.no_grad():
-        return float(hits(model(dataset.normalise(test.x)), test.y).mean())
+        return float(per_example_accuracy(model(dataset.normalise(test.x)), test.y).mean())

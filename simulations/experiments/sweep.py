@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from fedgauge.attacks.grading.image_metrics import AUGMENTED
-from fedgauge.client.components import SpecError, Table, conform
+from fedgauge.client.components import SpecError, Table, coerce
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_bytes
@@ -46,7 +46,7 @@ _MERGED = ("data", "model", "strategy", "secure_sum", "audit", "privacy")
 
 
 @dataclass(frozen=True)
-class Cell:
+class SweepCell:
     """One run of the grid: a defense and a seed; promise: what the defense is said to do, for the tables."""
 
     defense: str
@@ -61,7 +61,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """One cell of the matrix: what an attack got out of a defense with one seed, and what the defense cost.
 
     Args:
@@ -98,7 +98,7 @@ class Sweep:
 
     name: str
     text: str
-    cells: tuple[Cell, ...]
+    cells: tuple[SweepCell, ...]
 
     @classmethod
     def load(cls, path: Path) -> "Sweep":
@@ -116,19 +116,19 @@ class Sweep:
             raise SpecError(f"{path}: {error}") from error
 
 
-def _cells(tables: Table) -> list[Cell]:
+def _cells(tables: Table) -> list[SweepCell]:
     if unknown := sorted(tables.keys() - set(_TOP)):
         hint = "; this looks like a scenario: fedgauge run" if "chain" in tables else ""
         raise SpecError(f"unknown key {unknown[0]!r} (a sweep has: {', '.join(_TOP)}){hint}")
-    shared = conform(tables.get("scenario", {}), dict, "[scenario]")
+    shared = coerce(tables.get("scenario", {}), dict, "[scenario]")
     for key in ("chain", "attack", "seed"):
         if key in shared:
             raise SpecError(
                 f"[scenario]: {key} is what the sweep varies: it belongs into [[defense]], [[attack]], seeds"
             )
-    seeds = conform(tables.get("seeds", [0]), Sequence[int], "seeds")
-    defenses = [conform(d, dict, f"[[defense]] #{i}") for i, d in enumerate(_list(tables, "defense"), 1)]
-    attacks = [conform(a, dict, f"[[attack]] #{i}") for i, a in enumerate(_list(tables, "attack"), 1)]
+    seeds = coerce(tables.get("seeds", [0]), Sequence[int], "seeds")
+    defenses = [coerce(d, dict, f"[[defense]] #{i}") for i, d in enumerate(_list(tables, "defense"), 1)]
+    attacks = [coerce(a, dict, f"[[attack]] #{i}") for i, a in enumerate(_list(tables, "attack"), 1)]
     if not defenses or not attacks or not seeds:
         raise SpecError(
             "a sweep needs at least one [[defense]], one [[attack]] and one seed (see simulations/defenses.toml)"
@@ -138,14 +138,14 @@ def _cells(tables: Table) -> list[Cell]:
     for i, defense in enumerate(defenses, 1):
         if lacking := [key for key in _NEEDED if not defense.get(key)]:
             raise SpecError(f"[[defense]] #{i} needs {lacking[0]!r}")
-    names = [conform(d["name"], str, f"[[defense]] #{i}: name") for i, d in enumerate(defenses, 1)]
+    names = [coerce(d["name"], str, f"[[defense]] #{i}: name") for i, d in enumerate(defenses, 1)]
     _check_targets(attacks, names)
     cells = [
-        Cell(
+        SweepCell(
             name,
             seed,
             _scenario(shared, defense, name, attacks, seed, f"[[defense]] #{i} ({name})"),
-            conform(defense.get("promise", ""), str, f"[[defense]] #{i} ({name}): promise"),
+            coerce(defense.get("promise", ""), str, f"[[defense]] #{i} ({name}): promise"),
         )
         for i, (name, defense) in enumerate(zip(names, defenses, strict=True), 1)
         for seed in seeds
@@ -159,12 +159,12 @@ def _cells(tables: Table) -> list[Cell]:
 def _list(tables: Table, key: str) -> list[Any]:
     if isinstance(tables.get(key), Mapping):
         raise SpecError(f"[{key}] is a list of tables: write [[{key}]]")
-    return list(conform(tables.get(key, []), list, f"[[{key}]]"))
+    return list(coerce(tables.get(key, []), list, f"[[{key}]]"))
 
 
 def _check_targets(attacks: Sequence[Table], names: Sequence[str]) -> None:
     for i, attack in enumerate(attacks, 1):
-        against = conform(attack.get("defenses", names), Sequence[str], f"[[attack]] #{i}: defenses")
+        against = coerce(attack.get("defenses", names), Sequence[str], f"[[attack]] #{i}: defenses")
         if not against:
             raise SpecError(
                 f"[[attack]] #{i}: defenses names none; leave the attack out, or the key: it then meets all"
@@ -180,9 +180,9 @@ def _scenario(shared: Table, defense: Table, name: str, attacks: Sequence[Table]
         raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join((*_OWN, *_MERGED))})")
     merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in shared.items()}
     for key in (k for k in _MERGED if k in defense):
-        merged[key] = {**merged.get(key, {}), **conform(defense[key], dict, f"{where}: {key}")}
+        merged[key] = {**merged.get(key, {}), **coerce(defense[key], dict, f"{where}: {key}")}
     met = [{k: v for k, v in a.items() if k != "defenses"} for a in attacks if name in a.get("defenses", [name])]
-    tables = {**merged, "seed": seed, "chain": conform(defense.get("chain"), list, f"{where}: chain"), "attack": met}
+    tables = {**merged, "seed": seed, "chain": coerce(defense.get("chain"), list, f"{where}: chain"), "attack": met}
     try:
         Scenario.from_tables(tables)
     except SpecError as error:
@@ -193,10 +193,10 @@ def _scenario(shared: Table, defense: Table, name: str, attacks: Sequence[Table]
 # ------------------------------------------------------------------------------------------------------------ the runs
 
 
-class _Work:
+class _CellProcess:
     """One cell's process, with everything it started."""
 
-    def __init__(self, cell: Cell, run: Run) -> None:
+    def __init__(self, cell: SweepCell, run: Run) -> None:
         self.cell, self.run = cell, run
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
@@ -214,7 +214,9 @@ class _Work:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def sweep(found: Sweep, folder: Path, parallel: int, interrupt: Interrupt, tell: Callable[[str], None]) -> list[Row]:
+def sweep(
+    found: Sweep, folder: Path, parallel: int, interrupt: Interrupt, tell: Callable[[str], None]
+) -> list[SweepRow]:
     """Run what is left of a sweep, `parallel` cells at a time; rows of all cells that have ended.
 
     sweep.csv, sweep.json and sweep.md in the folder are written again after every cell.
@@ -229,14 +231,14 @@ def sweep(found: Sweep, folder: Path, parallel: int, interrupt: Interrupt, tell:
         tell(f"{done} of {len(found.cells)} cells were done before")
     elif waiting:
         tell(f"{len(waiting)} cells, {min(parallel, len(waiting))} at a time")
-    at_work: list[_Work] = []
+    at_work: list[_CellProcess] = []
     failures: dict[str, str] = {}
     started, ended = time.monotonic(), 0
     try:
         while (waiting and not interrupt.asked) or at_work:
             while waiting and len(at_work) < parallel and not interrupt.asked:
                 cell = waiting.pop(0)
-                at_work.append(_Work(cell, _prepared(cell, folder)))
+                at_work.append(_CellProcess(cell, _prepared(cell, folder)))
             for work in [w for w in at_work if w.child.poll() is not None]:
                 at_work.remove(work)
                 work.close()
@@ -277,7 +279,7 @@ def _claim(found: Sweep, folder: Path) -> None:
     write_bytes(kept, found.text.encode())
 
 
-def _prepared(cell: Cell, folder: Path) -> Run:
+def _prepared(cell: SweepCell, folder: Path) -> Run:
     """The cell's run: as it stands where its training is done, else a fresh one."""
     path = folder / cell.folder
     if path.exists():
@@ -301,7 +303,7 @@ def _is_done(path: Path) -> bool:
 # ------------------------------------------------------------------------------------------------------------ the rows
 
 
-def rows(found: Sweep, folder: Path, failures: Mapping[str, str] | None = None) -> list[Row]:
+def rows(found: Sweep, folder: Path, failures: Mapping[str, str] | None = None) -> list[SweepRow]:
     """A row for each cell of the grid that has ended, in the order of the file: a number, or why there is none."""
     result = []
     for cell in found.cells:
@@ -314,17 +316,17 @@ def rows(found: Sweep, folder: Path, failures: Mapping[str, str] | None = None) 
     return result
 
 
-def _attacks(cell: Cell) -> list[str]:
+def _attacks(cell: SweepCell) -> list[str]:
     return [str(a.get("name", str(a["use"]).split(":")[-1])) for a in cell.tables["attack"]]
 
 
-def _without(cell: Cell, attack: str, reason: str) -> Row:
-    nothing: dict[str, Any] = {f.name: None for f in fields(Row)}
-    return Row(**{**nothing, "defense": cell.defense, "attack": attack, "seed": cell.seed, "n": 0, "failed": 0,
+def _without(cell: SweepCell, attack: str, reason: str) -> SweepRow:
+    nothing: dict[str, Any] = {f.name: None for f in fields(SweepRow)}
+    return SweepRow(**{**nothing, "defense": cell.defense, "attack": attack, "seed": cell.seed, "n": 0, "failed": 0,
                   "reason": reason, "run": cell.folder})  # fmt: skip
 
 
-def _row(cell: Cell, attack: str, reading: Reading) -> Row:
+def _row(cell: SweepCell, attack: str, reading: Reading) -> SweepRow:
     pooled, changed = reading.pooled("psnr"), reading.pooled("psnr" + AUGMENTED)
     leak, last = pooled.get(attack), max(reading.rounds, default=None)
     floors = [found.mean for name, found in pooled.items() if analysis.is_baseline(name) and found.mean is not None]
@@ -336,7 +338,7 @@ def _row(cell: Cell, attack: str, reading: Reading) -> Row:
     observations = reading.ledger.observations()
     if not any(o["status"] == "accepted" for o in observations):
         reasons += dict.fromkeys(f"no update was accepted: {o['reason']}" for o in observations[:1])
-    return Row(
+    return SweepRow(
         defense=cell.defense,
         attack=attack,
         seed=cell.seed,
@@ -356,10 +358,10 @@ def _row(cell: Cell, attack: str, reading: Reading) -> Row:
     )
 
 
-def write_rows(folder: Path, found: Sequence[Row], of: Sweep) -> None:
+def write_rows(folder: Path, found: Sequence[SweepRow], of: Sweep) -> None:
     """sweep.csv, sweep.json and sweep.md, each whole or not at all."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(Row)])
+    writer = csv.DictWriter(text, [f.name for f in fields(SweepRow)])
     writer.writeheader()
     writer.writerows(asdict(row) for row in found)
     write_bytes(folder / "sweep.csv", text.getvalue().encode())
@@ -368,7 +370,7 @@ def write_rows(folder: Path, found: Sequence[Row], of: Sweep) -> None:
     write_bytes(folder / "sweep.md", ("\n".join(summary(found, promises)) + "\n").encode())
 
 
-def summary(found: Sequence[Row], promises: Mapping[str, str]) -> list[str]:
+def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]:
     """A Markdown table with a line for each defense: its strongest attack here, and its cost beside the first defense's accuracy.
 
     Args:
@@ -400,7 +402,7 @@ def summary(found: Sequence[Row], promises: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _strongest(own: Sequence[Row]) -> tuple[str, str]:
+def _strongest(own: Sequence[SweepRow]) -> tuple[str, str]:
     """One defense's strongest attack, and its leak in words."""
 
     def leak(attack: str) -> float | None:
@@ -419,12 +421,12 @@ def _strongest(own: Sequence[Row]) -> tuple[str, str]:
     return f"`{best}`", words + ("" if augmented is None else f"; {augmented:.1f} to what was trained on")
 
 
-def _accuracy(own: Sequence[Row]) -> float | None:
+def _accuracy(own: Sequence[SweepRow]) -> float | None:
     """Of one defense, a seed once."""
     return _mean([r.accuracy for r in {r.seed: r for r in own}.values()])
 
 
-def matrix(found: Sequence[Row]) -> Grid:
+def matrix(found: Sequence[SweepRow]) -> Grid:
     """Defenses against attacks: mean PSNR over the seeds, with accuracy beside; a dash where there is no number."""
     attacks = list(dict.fromkeys(row.attack for row in found))
     grid = Grid("defense", "accuracy", *attacks, "baseline", "limit", "epsilon", box=None)

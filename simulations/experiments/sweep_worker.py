@@ -7,7 +7,7 @@ import torch
 
 from fedgauge.server.pool.executors import LocalExecutor, serve
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.run import in_memory as inmemory
+from fedgauge.simulations.run import in_memory
 
 
 def work(run: Run) -> None:
@@ -17,7 +17,7 @@ def work(run: Run) -> None:
         if ledger.meta().get("state") != "trained":
             with run.lock("training"):
                 ledger.set_meta(state="training")
-                inmemory.train(run)
+                in_memory.train(run)
                 ledger.set_meta(state="trained")
     serve(run, LocalExecutor())
     with run.ledger() as ledger:

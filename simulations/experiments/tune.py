@@ -16,9 +16,9 @@ import numpy as np
 from fedgauge.client.components import SpecError, Table
 from fedgauge.client.rng import seed_of
 from fedgauge.simulations.benchmarks.reporting import one_thread
-from fedgauge.simulations.experiments.paper_tables import Cell, Sheet, Trial, load, restrict
+from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting, load, restrict
 from fedgauge.simulations.experiments.reproduce import attack
-from fedgauge.simulations.experiments.setups import Scene, stage
+from fedgauge.simulations.experiments.setups import Setup, build_setup
 
 AWAY = 500  # images between those that a sheet may report by default and those that it is tuned on
 
@@ -70,14 +70,14 @@ def space(table: Table) -> Mapping[str, Range]:
     return SPACES.get(str(table.get("conditional", str(table["use"]))), {})
 
 
-def away(cell: Cell, n: int) -> Cell:
+def on_tuning_images(cell: Setting, n: int) -> Setting:
     """The cell on images that it does not report."""
     if cell.n * cell.images.batch_size > AWAY:
         raise SpecError(f"cell {cell.name} reports more than {AWAY} images, which would reach the tuning images")
     return replace(cell, n=n, images=replace(cell.images, first=cell.images.first + AWAY))
 
 
-def candidates(trial: Trial, trials: int, seed: int, cell: str) -> Iterator[dict[str, float]]:
+def candidates(trial: AttackSpec, trials: int, seed: int, cell: str) -> Iterator[dict[str, float]]:
     """Random settings, at the same places of their ranges for all attacks of a cell, so that luck favours none."""
     searched = space(trial.table)
     for i in range(trials):
@@ -85,17 +85,17 @@ def candidates(trial: Trial, trials: int, seed: int, cell: str) -> Iterator[dict
         yield {name: bounds.draw(draws[name]) for name, bounds in searched.items()}
 
 
-def tune(sheet: Sheet, n: int, trials: int) -> Iterator[Tuned]:
+def tune(paper_table: PaperTable, n: int, trials: int) -> Iterator[Tuned]:
     """For every attack with something to search, the candidate of the highest mean PSNR."""
-    for cell in sheet.cells:
-        elsewhere = away(cell, n)
-        scene = stage(elsewhere, sheet.seed)
+    for cell in paper_table.cells:
+        elsewhere = on_tuning_images(cell, n)
+        setup = build_setup(elsewhere, paper_table.seed)
         for trial in elsewhere.trials:
             if space(trial.table):
-                yield _best(elsewhere, trial, scene, sheet.seed, trials)
+                yield _best(elsewhere, trial, setup, paper_table.seed, trials)
 
 
-def _best(cell: Cell, trial: Trial, scene: Scene, seed: int, trials: int) -> Tuned:
+def _best(cell: Setting, trial: AttackSpec, setup: Setup, seed: int, trials: int) -> Tuned:
     import optuna  # a developer's tool, which nothing that users run needs
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -110,7 +110,7 @@ def _best(cell: Cell, trial: Trial, scene: Scene, seed: int, trials: int) -> Tun
         settings = {name: float(f"{asked.suggest_float(name, r.low, r.high, log=r.log):.3g}") for name, r in searched}
         asked.set_user_attr("settings", settings)
         tried = replace(trial, table={**trial.table, **settings})
-        return float(attack(tried, scene, seed, cell.wave).psnr.mean())
+        return float(attack(tried, setup, seed, cell.wave).psnr.mean())
 
     study.optimize(score, n_trials=trials)
     found: dict[str, float] = study.best_trial.user_attrs["settings"]
@@ -126,9 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=16, help="of every attack (default: 16)")
     options = parser.parse_args(arguments)
     try:
-        sheet = restrict(load(options.name), None, None, options.cells)
+        paper_table = restrict(load(options.name), None, None, options.cells)
         with one_thread():
-            for tuned in tune(sheet, options.n, options.trials):
+            for tuned in tune(paper_table, options.n, options.trials):
                 print(tuned.to_json(), flush=True)
     except SpecError as error:
         print(f"tune: {error}", file=sys.stderr)

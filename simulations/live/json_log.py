@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.analysis import Leak, Scores, attack_order, kind, leakage, verdict
-from fedgauge.simulations.live.progress import Cell, Standing
+from fedgauge.simulations.live.progress import AttackProgress, RunProgress
 from fedgauge.simulations.live.view import View
 
 Command = Callable[[Namespace], int]
@@ -46,22 +46,22 @@ def with_errors(command: Command) -> Command:
 class Events(View):
     """started, then round, scores, progress and replay as they come."""
 
-    def __init__(self, standing: Standing, run: Run) -> None:
-        super().__init__(standing)
+    def __init__(self, run_progress: RunProgress, run: Run) -> None:
+        super().__init__(run_progress)
         self.run = run
         self._told: dict[object, object] = {}
 
     @contextmanager
     def shown(self) -> Iterator[View]:
-        protocol = self.standing.scenario.protocol
+        protocol = self.run_progress.scenario.protocol
         emit(
             "started",
             run=self.run.name,
             folder=str(self.run.folder),
             clients=protocol.clients,
             rounds=protocol.rounds,
-            attacks=self.standing.attacks,
-            beyond_rounds=list(self.standing.scenario.left_out),
+            attacks=self.run_progress.attacks,
+            beyond_rounds=list(self.run_progress.scenario.left_out),
         )
         yield self
         self._tell(force=True)
@@ -70,8 +70,8 @@ class Events(View):
         self._tell()
 
     def _tell(self, force: bool = False) -> None:
-        s = self.standing
-        if not s.look(force):
+        s = self.run_progress
+        if not s.refresh(force):
             return
         for number, row in sorted(s.rounds.items()):
             self._once(number, "round", _round(number, row))
@@ -113,7 +113,7 @@ def _round(round: int, row: Mapping[str, float | None]) -> dict[str, object]:
     return {"round": round, **{k: _finite(row[k]) for k in ("accuracy", "loss", "seconds")}}
 
 
-def _scores(attack: str, round: int, cell: Cell, metric: str) -> dict[str, object]:
+def _scores(attack: str, round: int, cell: AttackProgress, metric: str) -> dict[str, object]:
     best = None if cell.best is None else cell.best.psnr
     facts = {"n": cell.n, "failed": cell.failed, "complete": cell.complete}
     return {"round": round, **_measured(metric, attack, cell.mean, best), **facts}

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
-from fedgauge.client.inspection import alarmed
+from fedgauge.client.inspection import is_alarm
 from fedgauge.server.store.ledger import Ledger, Progress, ScoreRow
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.analysis import OF_IMAGES, is_attack, is_baseline, measure_of
-from fedgauge.server.views.overview import still_to_come
+from fedgauge.server.views.overview import jobs_of_remaining_rounds
 from fedgauge.server.views.server_attacks import first_alarm, shortened
 
 EVERY = 1.0  # seconds between looks at the ledger
@@ -23,7 +23,7 @@ Clock = Callable[[], float]  # seconds since whenever
 
 
 @dataclass(frozen=True)
-class Hit:
+class BestExample:
     """A reconstructed example and its PSNR (of text, ROUGE-1), raw."""
 
     client: int
@@ -32,7 +32,7 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Cell:
+class AttackProgress:
     """What one attack has brought back in one round so far.
 
     Args:
@@ -45,19 +45,21 @@ class Cell:
     n: int
     failed: int
     mean: float | None
-    best: Hit | None
+    best: BestExample | None
     complete: bool
 
     @classmethod
-    def of(cls, values: Mapping[tuple[int, int], float | None], complete: bool, cap: float = OF_IMAGES.cap) -> "Cell":
+    def of(
+        cls, values: Mapping[tuple[int, int], float | None], complete: bool, cap: float = OF_IMAGES.cap
+    ) -> "AttackProgress":
         """Of the run's measure by client and example."""
-        hits = [Hit(client, example, v) for (client, example), v in sorted(values.items()) if v is not None]
+        hits = [BestExample(client, example, v) for (client, example), v in sorted(values.items()) if v is not None]
         mean = sum(min(h.psnr, cap) for h in hits) / len(hits) if hits else None
         best = max(hits, key=lambda h: h.psnr, default=None)
         return cls(len(hits), len(values) - len(hits), mean, best, complete)
 
 
-class Standing:
+class RunProgress:
     """How a run stands, as of the last look.
 
     Args:
@@ -83,11 +85,11 @@ class Standing:
         self.training = self.coming = training
         self.attacks = [row["name"] for row in ledger.attacks()]
         self.rounds: dict[int, Mapping[str, float | None]] = {}
-        self.cells: dict[tuple[str, int], Cell] = {}
+        self.cells: dict[tuple[str, int], AttackProgress] = {}
         self.fresh: list[tuple[str, int]] = []
         self.progress = Progress()
         self.busy = 0
-        self.best: tuple[str, int, Hit] | None = None
+        self.best: tuple[str, int, BestExample] | None = None
         self.replay, self.replay_detail = "", ""
         self._newest = 0  # round that has jobs
         self._values: dict[tuple[str, int], dict[tuple[int, int], float | None]] = {}
@@ -100,7 +102,7 @@ class Standing:
         self._worked = 0.0  # seconds since then in which there were jobs to do
         self._seen: tuple[float, bool] | None = None  # when the ledger was last read, and whether there were then
 
-    def look(self, force: bool = False) -> bool:
+    def refresh(self, force: bool = False) -> bool:
         """Read what is new, at most once a second unless forced; whether there was anything."""
         now = self._clock()
         if not force and now - self._looked < EVERY:
@@ -126,7 +128,7 @@ class Standing:
         self._finished = finished
         self.fresh = []
         for attack, round in sorted(touched, key=lambda key: (key[1], not is_attack(key[0]), key[0])):
-            cell = Cell.of(self._values[attack, round], not waiting[_own(attack), round], self.measure.cap)
+            cell = AttackProgress.of(self._values[attack, round], not waiting[_own(attack), round], self.measure.cap)
             if cell != self.cells.get((attack, round)):
                 self.cells[attack, round] = cell
                 self.fresh.append((attack, round))
@@ -213,7 +215,7 @@ class Standing:
         """Jobs in all, as far as the plan tells: those of rounds not yet trained too, every client taking part."""
         if not self.coming or not self.scenario.audit.curious:
             return self.progress.total
-        return self.progress.total + still_to_come(self.scenario, max(self.round, self._newest))
+        return self.progress.total + jobs_of_remaining_rounds(self.scenario, max(self.round, self._newest))
 
     @property
     def _over(self) -> int:
@@ -253,14 +255,14 @@ def _own(attack: str) -> str:
 # ------------------------------------------------------------------------------------------------------- who took part
 
 
-class Observed(Protocol):
+class ObservationRow(Protocol):
     """A row of the ledger's observations."""
 
     def __getitem__(self, column: str, /) -> Any:
         """A column's value."""
 
 
-def absences(round: int, seen: Sequence[Observed]) -> str:
+def absences(round: int, seen: Sequence[ObservationRow]) -> str:
     """How many of a round's clients gave an update, and why each of the others did not; empty where all did.
 
     Args:
@@ -274,7 +276,7 @@ def absences(round: int, seen: Sequence[Observed]) -> str:
     return "; ".join([f"round {round}: {len(seen) - len(lacking)} of {len(seen)} clients", *told, *more])
 
 
-def participation(seen: Sequence[Observed]) -> str:
+def participation(seen: Sequence[ObservationRow]) -> str:
     """How many updates came in of all that were hoped for, and why the others did not, commonest first; empty where all did."""
     reasons = Counter((o["client"], o["status"], o["reason"]) for o in seen if o["status"] != "accepted")
     if not reasons:
@@ -287,9 +289,9 @@ def participation(seen: Sequence[Observed]) -> str:
     return "; ".join([f"{len(seen) - reasons.total()} of {len(seen)} updates came in", *told, *more])
 
 
-def guarded(seen: Sequence[Observed]) -> str:
+def guarded(seen: Sequence[ObservationRow]) -> str:
     """In how many rounds of a simulation guards alarmed or withheld an update, and the first such; empty where none did."""
-    told = [o for o in seen if alarmed(o["reason"])]
+    told = [o for o in seen if is_alarm(o["reason"])]
     if not told:
         return ""
     rounds = len({o["round"] for o in told})

@@ -16,9 +16,9 @@ from fedgauge.client.data import corpora
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 from fedgauge.server.views.analysis import is_attack, is_limit
-from fedgauge.server.views.gallery import marked, pieces
+from fedgauge.server.views.gallery import marked, token_strings
 from fedgauge.simulations.live import thumbnails
-from fedgauge.simulations.live.progress import Clock, Hit, Standing
+from fedgauge.simulations.live.progress import BestExample, Clock, RunProgress
 from fedgauge.simulations.live.view import View
 
 DRAWN_EVERY = 1.0  # seconds between pictures of which only the clock has changed
@@ -98,7 +98,7 @@ def in_unit(value: float, unit: str = "dB") -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class DisplayRow:
     """One line: a label, a drawing and words; without a drawing, the words have its room."""
 
     label: str
@@ -116,11 +116,11 @@ class Row:
         return Text.assemble(label, "  ", drawn, "  ", glyphs.fit(self.words, max(0, rest - drawing - 2), self.style))
 
 
-class Picture(View):
+class LiveDisplay(View):
     """A live picture: as many lines for as many attacks, whatever happens."""
 
-    def __init__(self, standing: Standing, run: Run, console: Console, clock: Clock = time.monotonic) -> None:
-        super().__init__(standing)
+    def __init__(self, run_progress: RunProgress, run: Run, console: Console, clock: Clock = time.monotonic) -> None:
+        super().__init__(run_progress)
         self.run = run
         self.console = console
         self._clock = clock
@@ -130,7 +130,7 @@ class Picture(View):
 
     @contextmanager
     def shown(self) -> Iterator[View]:
-        self.standing.look(force=True)
+        self.run_progress.refresh(force=True)
         # drawn by `update` alone: a thread that draws four times a second would take its time from the training
         with Live(self, console=self.console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
             self._live = live
@@ -138,7 +138,7 @@ class Picture(View):
         self._live = None
 
     def update(self) -> None:
-        news, now = self.standing.look(), self._clock()
+        news, now = self.run_progress.refresh(), self._clock()
         stale = self._drawn is None or now - self._drawn[0] >= DRAWN_EVERY or self._drawn[1] != self.note
         if self._live is not None and (news or stale):
             self._drawn = (now, self.note)
@@ -173,65 +173,67 @@ class Picture(View):
         room = height - len(above) - len(below)
         if len(attacks) > room:
             shown = max(0, room - 1)
-            attacks = [*attacks[:shown], Row("", None, f"and {len(attacks) - shown} more attacks", "dim")]
+            attacks = [*attacks[:shown], DisplayRow("", None, f"and {len(attacks) - shown} more attacks", "dim")]
         return [row.line(width, drawing, glyphs) for row in [*above, *attacks, *below]][: max(1, height)]
 
-    def _training(self, drawing: int, glyphs: Glyphs) -> list[Row]:
-        s = self.standing
+    def _training(self, drawing: int, glyphs: Glyphs) -> list[DisplayRow]:
+        s = self.run_progress
         last = s.scenario.protocol.rounds
         curve = s.accuracy
         told = f"{curve[min(curve)]:.1%} first, {curve[max(curve)]:.1%} now" if curve else ""
-        rounds = Row("rounds", bar(s.round, last, drawing, glyphs), f"{s.round} of {last}")
-        accuracy = Row("accuracy", sparkline(curve, last, drawing, 0, 1, glyphs.levels), told, "cyan")
+        rounds = DisplayRow("rounds", bar(s.round, last, drawing, glyphs), f"{s.round} of {last}")
+        accuracy = DisplayRow("accuracy", sparkline(curve, last, drawing, 0, 1, glyphs.levels), told, "cyan")
         return [rounds, accuracy] if s.training else [accuracy]
 
-    def _leakage(self, drawing: int, glyphs: Glyphs) -> tuple[list[Row], list[Row]]:
+    def _leakage(self, drawing: int, glyphs: Glyphs) -> tuple[list[DisplayRow], list[DisplayRow]]:
         """A row for each attack; then for each limit and for the best baseline, on the same scale."""
-        s = self.standing
+        s = self.run_progress
         names = [a for a in s.attacks if is_attack(a)]
         limits = [a for a in s.attacks if is_limit(a)]
         curves = {a: s.psnr(a) for a in [*names, *limits]} | {"": s.floor()}
         values = [v for curve in curves.values() for v in curve.values()]
         low, high = min(values, default=0.0), max(values, default=0.0)
 
-        def row(key: str, label: str, style: str, worst: float | None = None) -> Row:
+        def row(key: str, label: str, style: str, worst: float | None = None) -> DisplayRow:
             curve = curves[key]
             unit = s.measure.unit
             told = f"{curve[max(curve)]:.1f} {unit} now" if curve else ""
             told += "" if worst is None else f", worst case {in_unit(worst, unit)}"
             drawn = sparkline(curve, s.scenario.protocol.rounds, drawing, low, high, glyphs.levels)
-            return Row(label, drawn, told, style)
+            return DisplayRow(label, drawn, told, style)
 
         attacks = [row(a, a, "yellow", s.worst_case(a)) for a in names]
         return attacks, [*(row(a, a, "dim") for a in limits), row("", "best baseline", "dim")] if names else []
 
-    def _service(self, drawing: int, glyphs: Glyphs) -> list[Row]:
-        s = self.standing
+    def _service(self, drawing: int, glyphs: Glyphs) -> list[DisplayRow]:
+        s = self.run_progress
         jobs, left, pace = s.progress, s.seconds_left(), s.pace()
         over = jobs.done + jobs.failed
         told = [] if left is None else [f"about {duration(left)} left"]
         told += [] if pace is None else [f"{60 * pace:.0f} jobs/min"]
         return [
-            Row("jobs", bar(over, s.expected, drawing, glyphs), f"{jobs.done}/{s.expected} done, {jobs.failed} failed"),
-            Row(
+            DisplayRow(
+                "jobs", bar(over, s.expected, drawing, glyphs), f"{jobs.done}/{s.expected} done, {jobs.failed} failed"
+            ),
+            DisplayRow(
                 "workers",
                 bar(s.busy, s.slots, min(s.slots, drawing), glyphs),
                 f"{s.busy} of {s.slots} at work, {jobs.queued} queued",
             ),
-            Row("time", f"{duration(s.elapsed())} elapsed", ", ".join(told)),
-            Row("replay check", None, s.replay_detail, "yellow" if s.replay == "mismatch" else ""),
-            Row("", None, self.note, "dim"),
+            DisplayRow("time", f"{duration(s.elapsed())} elapsed", ", ".join(told)),
+            DisplayRow("replay check", None, s.replay_detail, "yellow" if s.replay == "mismatch" else ""),
+            DisplayRow("", None, self.note, "dim"),
         ]
 
     # ------------------------------------------------------------------------------------------------------ thumbnails
 
     def _art(self, glyphs: Glyphs) -> list[Text]:
         """Truth and reconstruction side by side with their words; as many lines and columns from the first moment on."""
-        if not any(map(is_attack, self.standing.attacks)):
+        if not any(map(is_attack, self.run_progress.attacks)):
             return []
-        dataset, best = self.standing.scenario.federation.shards.dataset, self.standing.best
+        dataset, best = self.run_progress.scenario.federation.shards.dataset, self.run_progress.best
         if isinstance(dataset, corpora.Text):
-            told = ["no reconstruction yet", ""] if best is None else caption(*best, self.standing.measure.unit)
+            told = ["no reconstruction yet", ""] if best is None else caption(*best, self.run_progress.measure.unit)
             return [*self._sentences(dataset, glyphs), *(glyphs.fit(words, CAPTION) for words in told)]
         _, h, w = dataset.shape
         pixels = thumbnails.size(h, w)
@@ -251,7 +253,7 @@ class Picture(View):
         shown, found = [Text(), Text()], self._images()
         if found:
             truth = found[0] if len(found) == 2 else None
-            known = [] if truth is None else pieces(truth, data)
+            known = [] if truth is None else token_strings(truth, data)
             guess = [glyphs.fit(w, len(w), MARKS[mark]) for w, mark in marked(found[-1], truth, data)]
             shown = [Text(" ".join(known)), Text(" ").join(guess)]
         lines = [Text("truth"), shown[0], Text("reconstruction"), shown[1]]
@@ -264,7 +266,7 @@ class Picture(View):
 
         A deployment's truth is not here: its place stays empty.
         """
-        key = (self.standing.best, glyphs.blocks)
+        key = (self.run_progress.best, glyphs.blocks)
         if self._kept[0] != key:
             draw = thumbnails.half_blocks if glyphs.blocks else thumbnails.gray_ramp
             tiles = [draw(image) for image in self._images()]
@@ -272,19 +274,19 @@ class Picture(View):
         return self._kept[1]
 
     def _images(self) -> list[Tensor]:
-        if self.standing.best is None:
+        if self.run_progress.best is None:
             return []
-        attack, round, hit = self.standing.best
+        attack, round, hit = self.run_progress.best
         try:
             found = self.run.read_reconstruction(round, hit.client, attack)["x"][hit.example]
         except TapeError:
             return []
-        if self.standing.ledger.deployed:
+        if self.run_progress.ledger.deployed:
             return [found]
-        return [self.standing.scenario.federation.batch_at(hit.client, round).x[hit.example], found]
+        return [self.run_progress.scenario.federation.batch_at(hit.client, round).x[hit.example], found]
 
 
-def caption(attack: str, round: int, hit: Hit, unit: str = "dB") -> list[str]:
+def caption(attack: str, round: int, hit: BestExample, unit: str = "dB") -> list[str]:
     """A reconstruction in words, on two lines."""
     return [attack, f"round {round}, client {hit.client}, example {hit.example}: {in_unit(hit.psnr, unit)}"]
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from fedgauge.server.views.analysis import is_attack
-from fedgauge.simulations.live.progress import Clock, Standing
+from fedgauge.simulations.live.progress import Clock, RunProgress
 
 Log = Literal["auto", "quiet", "json"]  # how a command tells what it does
 
@@ -21,8 +21,8 @@ class View:
         note: what is waited for, in words.
     """
 
-    def __init__(self, standing: Standing) -> None:
-        self.standing = standing
+    def __init__(self, run_progress: RunProgress) -> None:
+        self.run_progress = run_progress
         self.note = ""
 
     @contextmanager
@@ -32,7 +32,7 @@ class View:
 
     def update(self) -> None:
         """Show how the run stands now."""
-        self.standing.look()
+        self.run_progress.refresh()
 
     def say(self, words: str) -> None:
         """Tell the user something beside the view."""
@@ -41,8 +41,8 @@ class View:
 class Lines(View):
     """A plain line every few seconds, where something has changed."""
 
-    def __init__(self, standing: Standing, clock: Clock = time.monotonic) -> None:
-        super().__init__(standing)
+    def __init__(self, run_progress: RunProgress, clock: Clock = time.monotonic) -> None:
+        super().__init__(run_progress)
         self._clock = clock
         self._printed: float | None = None
         self._last = ""
@@ -60,15 +60,15 @@ class Lines(View):
         print(words, file=sys.stderr, flush=True)
 
     def _print(self, force: bool = False) -> None:
-        self.standing.look(force)
+        self.run_progress.refresh(force)
         self._printed = self._clock()
-        line = "; ".join([words(self.standing), *([self.note] if self.note else [])])
+        line = "; ".join([words(self.run_progress), *([self.note] if self.note else [])])
         if line != self._last:
             self._last = line
-            self.say(f"[{self.standing.elapsed():5.0f} s] {line}")
+            self.say(f"[{self.run_progress.elapsed():5.0f} s] {line}")
 
 
-def words(s: Standing) -> str:
+def words(s: RunProgress) -> str:
     """How a run stands, on one line."""
     parts = [f"round {s.round}/{s.scenario.protocol.rounds}"] if s.training else []
     if s.training and s.accuracy:

@@ -12,7 +12,7 @@ from fedgauge.server.views.analysis import Rate, is_baseline
 
 
 @dataclass(frozen=True)
-class Mechanism:
+class GaussianMechanism:
     """What normal noise does for one example of an update.
 
     Args:
@@ -24,16 +24,16 @@ class Mechanism:
     releases: int
 
 
-def gaussian_mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> Mechanism | None:
+def gaussian_mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> GaussianMechanism | None:
     """Clipping, then normal noise, as a Gaussian mechanism; None of another chain (`fedgauge.defenses.accounting` reads it)."""
     try:
         found = accounting.mechanism(chain, batch_size, model)
     except accounting.NoGuarantee:
         return None
-    return Mechanism(found.record, found.uses) if found.noise == "normal" else None
+    return GaussianMechanism(found.record, found.uses) if found.noise == "normal" else None
 
 
-def certified(curve: Mapping[str, Sequence[Rate]], mechanism: Mechanism, rounds: int = 1) -> list[float] | None:
+def certified(curve: Mapping[str, Sequence[Rate]], mechanism: GaussianMechanism, rounds: int = 1) -> list[float] | None:
     """The success rates of THRESHOLDS that no attack exceeds (ReRo), from a success curve's baselines; None without any.
 
     The prior's success is the best baseline's, at the upper end of its interval: what was never seen may yet happen.

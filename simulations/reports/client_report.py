@@ -12,15 +12,22 @@ from rich.table import Table
 
 from fedgauge.attacks.plan import describe
 from fedgauge.client.components import SpecError
-from fedgauge.client.deployment.owner import Damaged, Own, Owner, Refused, State, Terms
-from fedgauge.defenses.accounting import Account, account
+from fedgauge.client.deployment.owner import (
+    ClientFolder,
+    DamagedState,
+    DeployedClient,
+    OwnerConfig,
+    RequestRefused,
+    ServerTerms,
+)
+from fedgauge.defenses.accounting import PrivacyStatement, privacy_statement
 from fedgauge.server.views.analysis import is_attack
 
 MOST_REASONS = 10
 
 
 @dataclass
-class Round:
+class ClientRound:
     """One round of one of the server's runs, as the client's log has it.
 
     Args:
@@ -32,13 +39,13 @@ class Round:
     run: int
     round: int
     outcome: str = ""
-    told: dict[str, float] = field(default_factory=dict)
+    reported: dict[str, float] = field(default_factory=dict)
     exact: dict[str, float] = field(default_factory=dict)
     refused: int = 0
 
 
 @dataclass(frozen=True)
-class Report:
+class ClientReport:
     """A client's log, added up.
 
     Args:
@@ -46,40 +53,40 @@ class Report:
         privacy: what the updates that were sent have spent; None where the client never met a server.
     """
 
-    owner: Owner
-    rounds: Sequence[Round]
+    owner: OwnerConfig
+    rounds: Sequence[ClientRound]
     reasons: Mapping[str, int]
-    privacy: Account | None
+    privacy: PrivacyStatement | None
 
     @property
-    def worst(self) -> tuple[float, str, Round] | None:
+    def worst(self) -> tuple[float, str, ClientRound] | None:
         """PSNR, attack and round of the best reconstruction that was graded; None before the first; no baseline."""
         found = [(v, name, r) for r in self.rounds for name, v in r.exact.items() if is_attack(name)]
         return max(found, key=lambda each: each[0], default=None)
 
 
-def read(path: Path) -> Report:
+def read(path: Path) -> ClientReport:
     """The report of an owner's file; SpecError where the file or the log cannot be read."""
-    owner = Owner.load(path)
-    rounds: dict[tuple[int, int], Round] = {}
+    owner = OwnerConfig.load(path)
+    rounds: dict[tuple[int, int], ClientRound] = {}
     reasons: Counter[str] = Counter()
     sent = 0
-    for event in _events(State(owner.state).log):
+    for event in _events(ClientFolder(owner.state).log):
         sent += event["event"] == "sent"
         if "round" in event:
-            at = rounds.setdefault((event["run"], event["round"]), Round(event["run"], event["round"]))
+            at = rounds.setdefault((event["run"], event["round"]), ClientRound(event["run"], event["round"]))
             _note(at, event)
         if event["event"] in ("withheld", "refused", "failed"):
             said = event.get("cause") or event.get("reason")
             reasons[f"{event['event']}: {said}"] += 1
-    return Report(owner, [rounds[key] for key in sorted(rounds)], reasons, _privacy(owner, sent))
+    return ClientReport(owner, [rounds[key] for key in sorted(rounds)], reasons, _privacy(owner, sent))
 
 
-def _note(at: Round, event: Mapping[str, Any]) -> None:
+def _note(at: ClientRound, event: Mapping[str, Any]) -> None:
     if event["event"] in ("sent", "withheld"):
         at.outcome = event["event"]
     if event["event"] == "graded":
-        at.told |= {name: max(values) for name, values in event["told"].items() if values}
+        at.reported |= {name: max(values) for name, values in event["told"].items() if values}
         at.exact |= {name: max(values) for name, values in event["exact"].items() if values}
         at.refused += len(event["refused"])
 
@@ -99,19 +106,19 @@ def _events(log: Path) -> Iterator[dict[str, Any]]:
         yield event
 
 
-def _privacy(owner: Owner, sent: int) -> Account | None:
+def _privacy(owner: OwnerConfig, sent: int) -> PrivacyStatement | None:
     """What was spent, by the chain that is really applied."""
-    protocol = State(owner.state).protocol()
+    protocol = ClientFolder(owner.state).protocol()
     if protocol is None:
         return None
     try:
-        own = Own.of(owner, Terms.parse(protocol))
-    except (Refused, Damaged) as error:
+        own = DeployedClient.of(owner, ServerTerms.parse(protocol))
+    except (RequestRefused, DamagedState) as error:
         raise SpecError(f"{owner.state}: the last protocol cannot be used: {error}") from error
-    return account(own, {owner.client: sent}, secret=owner.sampling == "secret")
+    return privacy_statement(own, {owner.client: sent}, secret=owner.sampling == "secret")
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: ClientReport, console: Console) -> None:
     """The report in a terminal, or as plain text where there is none."""
 
     def say(words: str) -> None:
@@ -135,23 +142,25 @@ def show(report: Report, console: Console) -> None:
         say(f"{words} ({times} x)")
     if report.worst is not None:
         value, attack, at = report.worst
-        told = f"the server was told {at.told[attack]:g}" if attack in at.told else "the server was not told"
-        say(f"worst leak: {value:.2f} dB PSNR ({attack}, round {at.round}; {told})")
+        reported = (
+            f"the server was told {at.reported[attack]:g}" if attack in at.reported else "the server was not told"
+        )
+        say(f"worst leak: {value:.2f} dB PSNR ({attack}, round {at.round}; {reported})")
     elif report.rounds:
         say("worst leak: not known, as nothing was graded; that is no sign of safety")
     if report.privacy is not None:
         say(f"differential privacy, by this file's chain: {report.privacy.words}.{_beside(report.rounds)}")
 
 
-def _beside(rounds: Sequence[Round]) -> str:
+def _beside(rounds: Sequence[ClientRound]) -> str:
     """What an epsilon of updates does not count."""
-    answers, withheld = sum(len(r.told) for r in rounds), sum(r.outcome == "withheld" for r in rounds)
+    answers, withheld = sum(len(r.reported) for r in rounds), sum(r.outcome == "withheld" for r in rounds)
     parts = [f"{answers} scores" if answers else "", f"{withheld} updates held back" if withheld else ""]
     said = " and ".join(filter(None, parts))
     return f" Of the updates alone: {said}, which the examples decided, are not in it." if said else ""
 
 
-def _guard(owner: Owner) -> str:
+def _guard(owner: OwnerConfig) -> str:
     guard = owner.guard
     if guard is None:
         return "none"
@@ -163,15 +172,15 @@ def _guard(owner: Owner) -> str:
     return "holds back " + ", or ".join(parts)
 
 
-def _table(rounds: Sequence[Round]) -> Table:
+def _table(rounds: Sequence[ClientRound]) -> Table:
     table = Table(
         "run", "round", "update", "answered", "refused", "best attack", "PSNR told (dB)", "exact (dB)", box=None
     )
     numbers: dict[int, int] = defaultdict(lambda: len(numbers) + 1)  # Flower's own are random and long
     for r in rounds:
         best = max((name for name in r.exact if is_attack(name)), key=lambda name: r.exact[name], default="")
-        told = f"{r.told[best]:g}" if best in r.told else ""
+        reported = f"{r.reported[best]:g}" if best in r.reported else ""
         exact = f"{r.exact[best]:.2f}" if best else ""
-        cells = [numbers[r.run], r.round, r.outcome, len(r.told), r.refused]
-        table.add_row(*map(str, cells), best, told, exact)
+        cells = [numbers[r.run], r.round, r.outcome, len(r.reported), r.refused]
+        table.add_row(*map(str, cells), best, reported, exact)
     return table

@@ -22,10 +22,10 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.views import analysis
 from fedgauge.server.views.analysis import Leak, Scores
-from fedgauge.server.views.format import RATES
+from fedgauge.server.views.formatting import RATES
 from fedgauge.server.views.gallery import Card, Gallery
 from fedgauge.server.views.reading import Reading
-from fedgauge.simulations.reports.sampling import Choice, choice
+from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -130,7 +130,7 @@ def write_tensorboard(run: Run, folder: Path) -> str:
     except ImportError as error:
         raise SpecError('TensorBoard is not installed; install it with: pip install "fedgauge[tensorboard]"') from error
     with _replacing_folder(folder.resolve(), run.name) as place, run.ledger() as ledger:
-        scores, clock = Scores.read(ledger), Clock(run, ledger)
+        scores, clock = Scores.read(ledger), RoundTimes(run, ledger)
         with SummaryWriter(place / TRAINING) as writer:
             writer.add_text("scenario", f"```\n{(run.folder / 'scenario.toml').read_text()}\n```", 0, clock(0))
             _write_rounds(writer, ledger, clock)
@@ -143,7 +143,7 @@ def write_tensorboard(run: Run, folder: Path) -> str:
                 _write_leakage(writer, [k for k in leaks if k.attack == attack], clock)
         with closing(Reading(run)) as reading, reading.now():
             gallery = Gallery(reading)
-            shown = choice(gallery)
+            shown = sample_examples(gallery)
             words, cards = _choice(shown), shown.cards(gallery)
         if shown.shown:
             with SummaryWriter(place / GALLERY) as writer:
@@ -152,7 +152,7 @@ def write_tensorboard(run: Run, folder: Path) -> str:
     return words
 
 
-class Clock:
+class RoundTimes:
     """When a round ended, in seconds since 1970: the ledger keeps how long each took, the scenario's file when the run began."""
 
     def __init__(self, run: Run, ledger: Ledger) -> None:
@@ -166,13 +166,13 @@ class Clock:
         return self.ends.get(round, self.now)  # a round under attack may not have ended yet
 
 
-def _write_rounds(writer: "SummaryWriter", ledger: Ledger, clock: Clock) -> None:
+def _write_rounds(writer: "SummaryWriter", ledger: Ledger, clock: RoundTimes) -> None:
     for row in ledger.rounds():
         for name in ("accuracy", "loss"):
             _add(writer, f"test/{name}", row[name], row["round"], clock)
 
 
-def _write_leakage(writer: "SummaryWriter", leaks: Sequence[Leak], clock: Clock) -> None:
+def _write_leakage(writer: "SummaryWriter", leaks: Sequence[Leak], clock: RoundTimes) -> None:
     for leak in leaks:
         if leak.round is None or leak.mean is None or leak.best is None:
             continue
@@ -184,13 +184,13 @@ def _write_leakage(writer: "SummaryWriter", leaks: Sequence[Leak], clock: Clock)
             _add(writer, f"{leak.metric}/worst_case", worst, leak.round, clock)
 
 
-def _add(writer: "SummaryWriter", tag: str, value: float | None, round: int, clock: Clock) -> None:
+def _add(writer: "SummaryWriter", tag: str, value: float | None, round: int, clock: RoundTimes) -> None:
     if value is not None and math.isfinite(value):  # a training that diverged has a loss that is not
         writer.add_scalar(tag, value, round, clock(round))
 
 
 def _write_pictures(
-    writer: "SummaryWriter", cards: Mapping[int, Sequence[Card]], attacks: Sequence[str], clock: Clock
+    writer: "SummaryWriter", cards: Mapping[int, Sequence[Card]], attacks: Sequence[str], clock: RoundTimes
 ) -> None:
     order = " | ".join(["truth", *attacks])
     for round, found in cards.items():
@@ -235,7 +235,7 @@ def pixels(uri: str) -> NDArray[np.uint8]:
     return found[:, :, None] if found.ndim == 2 else found
 
 
-def _choice(shown: Choice) -> str:
+def _choice(shown: ExampleSample) -> str:
     """Which examples are pictured, in words."""
     if not shown.shown:
         return "pictures: none, as nothing has been reconstructed yet"

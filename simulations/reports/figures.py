@@ -28,13 +28,13 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import analysis
 from fedgauge.server.views.analysis import Leak, Rate, Scores
 from fedgauge.server.views.compare import distinct
-from fedgauge.server.views.format import LABELS, RATES
+from fedgauge.server.views.formatting import LABELS, RATES
 from fedgauge.server.views.gallery import Card, Gallery
 from fedgauge.server.views.overview import LIMIT
 from fedgauge.server.views.reading import Reading
-from fedgauge.simulations.reports.certificates import Mechanism, certified, gaussian_mechanism
+from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
 from fedgauge.simulations.reports.export import pixels
-from fedgauge.simulations.reports.sampling import choice
+from fedgauge.simulations.reports.sampling import sample_examples
 
 WIDTH = 3.3  # inches: a column of most two-column papers
 TALL = 2.1  # inches: axes with their labels, without the legend
@@ -85,7 +85,7 @@ STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Drawing:
+class PaperFigure:
     """A figure, its file's name without ending, and what the file says of itself."""
 
     name: str
@@ -94,7 +94,7 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class Look:
+class LineStyle:
     """How a name in the scores is drawn."""
 
     color: str
@@ -114,7 +114,7 @@ def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[s
     Returns the paths, and what is not drawn, in sentences. One run's files lie in the folder itself, several runs' in a
     folder each.
     """
-    subjects = [_Subject.read(run) for run in dict.fromkeys(Run(run.folder.resolve()) for run in runs)]
+    subjects = [_RunFigures.read(run) for run in dict.fromkeys(Run(run.folder.resolve()) for run in runs)]
     places = [folder] if len(subjects) == 1 else [folder / name for name in distinct(s.run.name for s in subjects)]
     paths, missing = [], []
     with matplotlib.rc_context():  # what is changed inside is undone at its end
@@ -134,7 +134,7 @@ def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[s
     return paths, missing
 
 
-def _save(drawing: Drawing, folder: Path) -> list[Path]:
+def _save(drawing: PaperFigure, folder: Path) -> list[Path]:
     paths = []
     # no date and no program: equal ledgers give equal bytes
     told = {"Title": drawing.name, "Description": drawing.about}
@@ -151,13 +151,13 @@ def _save(drawing: Drawing, folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Subject:
+class _RunFigures:
     """One run as far as figures show it."""
 
     run: Run
     scores: Scores
     order: Sequence[str]
-    looks: Mapping[str, Look]
+    line_styles: Mapping[str, LineStyle]
     leaks: Mapping[str, Sequence[Leak]]  # by metric
     curve: Mapping[str, Sequence[Rate]]
     accuracy: Mapping[int, float]
@@ -166,7 +166,7 @@ class _Subject:
     knowledge: str
 
     @classmethod
-    def read(cls, run: Run) -> "_Subject":
+    def read(cls, run: Run) -> "_RunFigures":
         with run.ledger() as ledger:
             scores = Scores.read(ledger)
             planned = [row["name"] for row in ledger.attacks()]
@@ -177,7 +177,7 @@ class _Subject:
                 run=run,
                 scores=scores,
                 order=order,
-                looks=looks(order),
+                line_styles=line_styles(order),
                 leaks={m: analysis.leakage(scores, m) for m in analysis.known_metrics(scores)},
                 curve=curve,
                 accuracy={r["round"]: r["accuracy"] for r in ledger.rounds() if r["accuracy"] is not None},
@@ -192,7 +192,7 @@ class _Subject:
         return [a for a in self.order if analysis.is_attack(a)]
 
 
-def _mechanism(run: Run) -> Mechanism | None:
+def _mechanism(run: Run) -> GaussianMechanism | None:
     """Of the run's chain; None where its data is not on this machine."""
     try:
         federation = run.scenario().federation
@@ -205,7 +205,7 @@ def _strip(run: Run) -> list[Card]:
     """The cards of the strip of pictures or sentences: those whose truth is on this machine."""
     with closing(Reading(run)) as reading, reading.now():
         gallery = Gallery(reading)
-        found = choice(gallery, ROOM).cards(gallery)
+        found = sample_examples(gallery, ROOM).cards(gallery)
     return [
         card for cards in found.values() for card in cards if card.truth is not None or card.truth_words is not None
     ]
@@ -217,39 +217,39 @@ def _knowledge(ledger: Ledger) -> str:
     return ". ".join(f"{row['name']}: {row['knowledge']}" for row in real)
 
 
-def looks(order: Sequence[str]) -> dict[str, Look]:
+def line_styles(order: Sequence[str]) -> dict[str, LineStyle]:
     """Attacks in colours with a marker each, baselines grey and dashed, limits purple in long dashes."""
     found, attacks, baselines = {}, count(), count()
     for name in order:
         match analysis.kind(name):
             case "attack":
                 i = next(attacks)
-                found[name] = Look(COLOURS[i % len(COLOURS)], "-", MARKERS[i % len(MARKERS)], 1.3)
+                found[name] = LineStyle(COLOURS[i % len(COLOURS)], "-", MARKERS[i % len(MARKERS)], 1.3)
             case "limit":
-                found[name] = Look(PURPLE, LONG_DASH, "_", 1.3)
+                found[name] = LineStyle(PURPLE, LONG_DASH, "_", 1.3)
             case "baseline":
-                found[name] = Look(MUTED, DASHES[next(baselines) % len(DASHES)], "_", 0.9)
+                found[name] = LineStyle(MUTED, DASHES[next(baselines) % len(DASHES)], "_", 0.9)
     return found
 
 
-def _drawings(subject: _Subject) -> Iterator[Drawing]:
+def _drawings(subject: _RunFigures) -> Iterator[PaperFigure]:
     about = f"{subject.run.name}. {subject.knowledge}"
     for metric, leaks in subject.leaks.items():
-        yield Drawing(f"leakage-{metric}", _leakage(subject, metric, leaks), about)
+        yield PaperFigure(f"leakage-{metric}", _leakage(subject, metric, leaks), about)
     if subject.curve:
-        yield Drawing("success", _success(subject), about)
+        yield PaperFigure("success", _success(subject), about)
     worst, measure = worst_psnr(subject.scores), subject.scores.measure
     if worst:
-        yield Drawing("clients", _clients(worst, f"worst {measure.name} ({measure.unit})"), about)
+        yield PaperFigure("clients", _clients(worst, f"worst {measure.name} ({measure.unit})"), about)
     if subject.cards:
-        yield Drawing("gallery", _gallery(subject), about)
+        yield PaperFigure("gallery", _gallery(subject), about)
 
 
 # ----------------------------------------------------------------------------------------------- leakage over rounds
 
 
 @dataclass(frozen=True)
-class Spot:
+class LeakPoint:
     """What is drawn of a Leak: its mean, an attack's worst case (an exact hit at the cap; a rate has none), 95 % interval."""
 
     attack: str
@@ -265,9 +265,11 @@ class Spot:
         return analysis.kind(self.attack)
 
 
-def _spots(leaks: Sequence[Leak]) -> list[Spot]:
+def _spots(leaks: Sequence[Leak]) -> list[LeakPoint]:
     """Of the Leaks that have a value."""
-    return [Spot(k.attack, k.round or 0, k.mean, _worst(k), _band(k), k.clusters) for k in leaks if k.mean is not None]
+    return [
+        LeakPoint(k.attack, k.round or 0, k.mean, _worst(k), _band(k), k.clusters) for k in leaks if k.mean is not None
+    ]
 
 
 def _worst(leak: Leak) -> float | None:
@@ -282,7 +284,7 @@ def _band(leak: Leak) -> tuple[float, float] | None:
     return None if leak.low is None or leak.high is None else (leak.low, leak.high)
 
 
-def _leakage(subject: _Subject, metric: str, leaks: Sequence[Leak]) -> Figure:
+def _leakage(subject: _RunFigures, metric: str, leaks: Sequence[Leak]) -> Figure:
     spots = _spots([leak for leak in leaks if leak.round is not None])
     by_attack = {a: own for a in subject.order if (own := [s for s in spots if s.attack == a])}
     attacks = [a for a in by_attack if analysis.is_attack(a)]
@@ -290,7 +292,7 @@ def _leakage(subject: _Subject, metric: str, leaks: Sequence[Leak]) -> Figure:
     last = max(1, *subject.accuracy, *(spot.round for spot in spots))
     handles: list[Artist] = []
     for attack, found in by_attack.items():
-        look = subject.looks[attack]
+        look = subject.line_styles[attack]
         if len(found) > 1:
             handles.append(_over_rounds(axes, found, look))
         elif attack in attacks:  # beside each other: error bars would hide one another
@@ -316,7 +318,7 @@ def _leakage(subject: _Subject, metric: str, leaks: Sequence[Leak]) -> Figure:
     return figure
 
 
-def _over_rounds(axes: Axes, spots: Sequence[Spot], look: Look) -> Artist:
+def _over_rounds(axes: Axes, spots: Sequence[LeakPoint], look: LineStyle) -> Artist:
     """Means of one name; an attack's with their 95 % band, and its worst case dotted."""
     attack, often = spots[0].kind == "attack", max(1, len(spots) // 10)
     bands = [(spot.round, spot.band) for spot in spots if spot.band]
@@ -333,7 +335,7 @@ def _over_rounds(axes: Axes, spots: Sequence[Spot], look: Look) -> Artist:
     return line
 
 
-def _beside(axes: Axes, spot: Spot, look: Look, shift: float) -> Artist:
+def _beside(axes: Axes, spot: LeakPoint, look: LineStyle, shift: float) -> Artist:
     """The mean of one attack in its only round, with its 95 % interval and its worst case."""
     point: dict[str, Any] = {"color": look.color, "ls": "", "marker": look.marker}
     x = spot.round + shift
@@ -345,14 +347,14 @@ def _beside(axes: Axes, spot: Spot, look: Look, shift: float) -> Artist:
     return line
 
 
-def _level(axes: Axes, spot: Spot, look: Look, half: float) -> Artist:
+def _level(axes: Axes, spot: LeakPoint, look: LineStyle, half: float) -> Artist:
     """The mean of a baseline or a limit in its only round, as a piece of a line: its dashes name it."""
     x = [spot.round - half, spot.round + half]
     (line,) = axes.plot(x, [spot.mean] * 2, **look.line, label=_named(spot.attack))
     return line
 
 
-def _interval(metric: str, spots: Sequence[Spot], sample: Artist) -> list[Artist]:
+def _interval(metric: str, spots: Sequence[LeakPoint], sample: Artist) -> list[Artist]:
     """The interval's entry in a legend, with what it stands on where that is little."""
     clusters = [spot.clusters for spot in spots if spot.band]
     if not clusters:
@@ -387,11 +389,11 @@ def _accuracy(axes: Axes, accuracy: Mapping[int, float]) -> list[Artist]:
 # ---------------------------------------------------------------------------------------------------- success, clients
 
 
-def _success(subject: _Subject) -> Figure:
+def _success(subject: _RunFigures) -> Figure:
     figure, axes = _canvas()
     handles: list[Artist] = []
     for attack, rates in subject.curve.items():
-        look = subject.looks[attack]
+        look = subject.line_styles[attack]
         part = [rate.fraction or 0.0 for rate in rates]
         if analysis.is_attack(attack):
             low, high = zip(*(rate.interval for rate in rates), strict=True)
@@ -469,7 +471,7 @@ def _name_cells(axis: Axis, names: Sequence[int], most: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ gallery
 
 
-def _sentences(subject: _Subject) -> Figure:
+def _sentences(subject: _RunFigures) -> Figure:
     """The truth over what each attack made of it, its words marked: right, misplaced (underlined) or wrong (grey)."""
     lines: list[tuple[str, Sequence[tuple[str, str]]]] = []
     for card in subject.cards[:ROOM]:
@@ -492,7 +494,7 @@ def _sentences(subject: _Subject) -> Figure:
     return figure
 
 
-def _gallery(subject: _Subject) -> Figure:
+def _gallery(subject: _RunFigures) -> Figure:
     """The truth over each attack's reconstruction, the PSNR below."""
     if subject.scores.measure == analysis.OF_TEXT:
         return _sentences(subject)
@@ -546,12 +548,12 @@ def _text(figure: Figure, x: float, y: float, words: str, **how: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Point:
+class TradeoffPoint:
     """One attack on one run: its leakage over all rounds, and the accuracy that the run ended with."""
 
     run: int
     accuracy: float
-    spot: Spot
+    spot: LeakPoint
 
     @property
     def leakage(self) -> float:
@@ -559,40 +561,40 @@ class Point:
         return self.spot.mean
 
 
-def strongest(points: Sequence[Point], higher_leaks: bool) -> list[Point]:
+def strongest(points: Sequence[TradeoffPoint], higher_leaks: bool) -> list[TradeoffPoint]:
     """One point a run: what it leaks is what its strongest attack shows."""
     sign = 1 if higher_leaks else -1
-    found: dict[int, Point] = {}
+    found: dict[int, TradeoffPoint] = {}
     for point in points:
         if point.run not in found or sign * point.leakage > sign * found[point.run].leakage:
             found[point.run] = point
     return list(found.values())
 
 
-def pareto(points: Sequence[Point], higher_leaks: bool) -> list[Point]:
+def pareto(points: Sequence[TradeoffPoint], higher_leaks: bool) -> list[TradeoffPoint]:
     """The runs that none beats in accuracy and leakage at once, by accuracy."""
     sign = 1 if higher_leaks else -1
-    front: list[Point] = []
+    front: list[TradeoffPoint] = []
     for point in sorted(strongest(points, higher_leaks), key=lambda p: (-p.accuracy, sign * p.leakage)):
         if not front or sign * point.leakage < sign * front[-1].leakage:
             front.append(point)
     return front[::-1]
 
 
-def _comparison(subjects: Sequence[_Subject]) -> list[Drawing]:
+def _comparison(subjects: Sequence[_RunFigures]) -> list[PaperFigure]:
     metrics = [m for m in HIGHER_IS_BETTER if sum(m in s.leaks for s in subjects) > 1]
     about = ". ".join(f"{i}: {s.run.name}. {s.knowledge}" for i, s in enumerate(subjects, 1))
     drawings = []
     for metric in metrics:
         points = _points(subjects, metric)
         if len({p.run for p in points}) > 1:
-            drawings.append(Drawing(f"utility-{metric}", _utility(subjects, metric, points), about))
+            drawings.append(PaperFigure(f"utility-{metric}", _utility(subjects, metric, points), about))
     return drawings
 
 
-def _points(subjects: Sequence[_Subject], metric: str) -> list[Point]:
+def _points(subjects: Sequence[_RunFigures], metric: str) -> list[TradeoffPoint]:
     return [
-        Point(run, subject.accuracy[max(subject.accuracy)], spot)
+        TradeoffPoint(run, subject.accuracy[max(subject.accuracy)], spot)
         for run, subject in enumerate(subjects)
         if subject.accuracy
         for spot in _pooled(subject, metric)
@@ -600,11 +602,11 @@ def _points(subjects: Sequence[_Subject], metric: str) -> list[Point]:
     ]
 
 
-def _pooled(subject: _Subject, metric: str) -> list[Spot]:
+def _pooled(subject: _RunFigures, metric: str) -> list[LeakPoint]:
     return _spots([leak for leak in subject.leaks.get(metric, ()) if leak.round is None])
 
 
-def _utility(subjects: Sequence[_Subject], metric: str, points: Sequence[Point]) -> Figure:
+def _utility(subjects: Sequence[_RunFigures], metric: str, points: Sequence[TradeoffPoint]) -> Figure:
     """Accuracy at the end against leakage; the grey mark is the run's best baseline, what exceeds it is leakage.
 
     Colours are runs and markers attacks; a run's number stands at its strongest attack.
@@ -657,7 +659,7 @@ def _utility(subjects: Sequence[_Subject], metric: str, points: Sequence[Point])
     return figure
 
 
-def _floor(subject: _Subject, metric: str) -> float | None:
+def _floor(subject: _RunFigures, metric: str) -> float | None:
     """The mean of the baseline that guesses best."""
     means = [spot.mean for spot in _pooled(subject, metric) if spot.kind == "baseline"]
     return (max(means) if HIGHER_IS_BETTER[metric] else min(means)) if means else None

@@ -18,11 +18,11 @@ from fedgauge.server.views import analysis, overview
 from fedgauge.server.views.analysis import Leak, Rate
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.format import decibel, facts, number, percent, rounded
+from fedgauge.server.views.formatting import decibel, number, percent, rounded, scenario_line
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading
-from fedgauge.simulations.reports.certificates import Mechanism, certified, gaussian_mechanism
-from fedgauge.simulations.reports.sampling import Choice, choice
+from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
+from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
 STATIC = Path(dashboard.__file__).parent / "static"  # the live page's script and style, which are the report's too
 OWN_COLUMNS = (analysis.OF_IMAGES.metric, analysis.OF_TEXT.metric, "identified", "label_accuracy")
@@ -81,14 +81,14 @@ def _content(reading: Reading) -> dict[str, Any]:
     ledger, scores = reading.ledger, reading.scores
     gallery, reasons = Gallery(reading), ledger.reasons()
     curve = analysis.success_curve(scores, ledger) if len(scores) else {}
-    certificate, shown = _certificate(reading, curve), choice(gallery)
+    certificate, shown = _certificate(reading, curve), sample_examples(gallery)
     known = overview.knowledge(reading)
     return {
         "name": reading.run.name,
-        "facts": facts(reading.tables),
+        "facts": scenario_line(reading.tables),
         "verdict": analysis.verdict(scores, ledger),
         "notices": overview.notices(reading),
-        "misdeeds": overview.misdeeds(reading),
+        "misdeeds": overview.server_attack_effects(reading),
         "limit": overview.limit(reading),
         "privacy": overview.privacy(reading),
         "certificate": certificate,
@@ -114,7 +114,9 @@ def _content(reading: Reading) -> dict[str, Any]:
     }
 
 
-def _data(reading: Reading, gallery: Gallery, shown: Choice, certificate: "Certificate | None") -> dict[str, Any]:
+def _data(
+    reading: Reading, gallery: Gallery, shown: ExampleSample, certificate: "Certificate | None"
+) -> dict[str, Any]:
     """What the page's script draws: the live page's views of the run, with the chosen cards of its gallery all at once."""
     cards = [card for found in shown.cards(gallery).values() for card in found]
     return {
@@ -148,7 +150,7 @@ class Certificate:
         rounds: in the run.
     """
 
-    mechanism: Mechanism
+    mechanism: GaussianMechanism
     series: Mapping[str, Any]
     at: int
     once: float
@@ -174,8 +176,8 @@ def _certificate(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> Certi
     return Certificate(mechanism, series, AT, once[at], always[at], rounds)
 
 
-def _by_round(lines: Sequence[analysis.Line]) -> list[list[analysis.Line]]:
-    rounds: dict[int, list[analysis.Line]] = {}
+def _by_round(lines: Sequence[analysis.RoundLeak]) -> list[list[analysis.RoundLeak]]:
+    rounds: dict[int, list[analysis.RoundLeak]] = {}
     for line in lines:
         rounds.setdefault(line.round, []).append(line)
     return list(rounds.values())

@@ -17,7 +17,7 @@ Key = tuple[int, int]  # (client, example)
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExampleSample:
     """Which examples of which rounds are shown, and why each; attacked: how many examples each attacked round has."""
 
     keys: Mapping[int, Mapping[Key, str]]
@@ -46,21 +46,21 @@ class Choice:
         }
 
 
-def choice(gallery: Gallery, room: int | None = None) -> Choice:
+def sample_examples(gallery: Gallery, room: int | None = None) -> ExampleSample:
     """Which examples of a gallery to show: about `room` of them, or as many as BYTES hold."""
     strengths: dict[int, dict[Key, float]] = {}
     attacked = gallery.attacked()
     for (round, client, example), strength in zip(attacked, attacked.strength.tolist(), strict=True):
         strengths.setdefault(round, {})[client, example] = strength
-    keys = choose(strengths, room or max(1, BYTES // _card_bytes(gallery)))
-    return Choice(keys, {round: len(found) for round, found in strengths.items()})
+    keys = sample_keys(strengths, room or max(1, BYTES // _card_bytes(gallery)))
+    return ExampleSample(keys, {round: len(found) for round, found in strengths.items()})
 
 
 def _card_bytes(gallery: Gallery) -> int:
     return CARD_BYTES + (1 + len(gallery.attacks)) * (gallery.picture_bytes + IMAGE_BYTES)
 
 
-def choose(strengths: Mapping[int, Mapping[Key, float]], room: int) -> dict[int, dict[Key, str]]:
+def sample_keys(strengths: Mapping[int, Mapping[Key, float]], room: int) -> dict[int, dict[Key, str]]:
     """Which examples of which rounds to show, and why: all where there is room for them.
 
     Else, of each round, the example that leaked most, the one that hid best, and a random sample that depends on nothing

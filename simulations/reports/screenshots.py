@@ -20,8 +20,8 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.files import replacing
 from fedgauge.server.store.ledger import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.live.progress import Standing
-from fedgauge.simulations.live.terminal import Picture
+from fedgauge.simulations.live.progress import RunProgress
+from fedgauge.simulations.live.terminal import LiveDisplay
 from fedgauge.simulations.reports.pdf import find_browser
 
 PICTURES = Path(__file__).parents[1] / "pictures"
@@ -62,13 +62,13 @@ def photograph(run: Run, folder: Path) -> Iterator[Path]:
 def terminal(run: Run, folder: Path) -> Path:
     """An SVG of what the terminal shows at the end of a run."""
     with run.ledger() as ledger:
-        standing = Standing(ledger, run.scenario(), training=True)
-        standing.look(force=True)
+        run_progress = RunProgress(ledger, run.scenario(), training=True)
+        run_progress.refresh(force=True)
         kept = StringIO()
         console = Console(
             record=True, force_terminal=True, color_system="truecolor", file=kept, width=COLUMNS, height=LINES
         )
-        console.print(Picture(standing, run, console))
+        console.print(LiveDisplay(run_progress, run, console))
         drawn = re.sub(
             r"@font-face \{.*?\}", "", console.export_svg(title="fedgauge run"), flags=re.DOTALL
         )  # they lie elsewhere

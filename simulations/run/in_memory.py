@@ -15,7 +15,7 @@ from fedgauge.client.protocol import Protocol
 from fedgauge.server.app import build_strategy, federate
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious import CuriousStrategy, Tap
+from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
 
 
 class MemoryGrid(Grid):
@@ -80,7 +80,7 @@ def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:
 class InMemory:
     """A scenario's federation, trained round by round: the real clients, door, tap and strategy."""
 
-    def __init__(self, scenario: Scenario, tap: Tap) -> None:
+    def __init__(self, scenario: Scenario, tap: UpdateRecorder) -> None:
         params, buffers = scenario.federation.initial()
         self._grid = MemoryGrid(scenario.protocol)
         inner = build_strategy(scenario.strategy, scenario.protocol.clients)

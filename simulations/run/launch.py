@@ -60,7 +60,7 @@ class AuditFailed(Exception):
     """The attack service died again and again; the message says where its log is and shows its end."""
 
 
-class Training:
+class TrainingProcess:
     """One federation in training: started on entry, ended with everything it started on exit."""
 
     def __init__(self, run: Run, scenario: Scenario) -> None:
@@ -71,7 +71,7 @@ class Training:
         self._children: list[subprocess.Popen[bytes]] = []
         self._submission: Submission | None = None
 
-    def __enter__(self) -> "Training":
+    def __enter__(self) -> "TrainingProcess":
         try:
             self._start()
         except BaseException:

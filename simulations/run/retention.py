@@ -28,7 +28,7 @@ def prune(run: Run, days: float, now: float) -> int:
             return 0
         with run.ledger() as ledger:
             for round in {o["round"] for o in ledger.observations() if o["digest"]}:
-                ledger.forgotten(round)
+                ledger.mark_deleted(round)
             ledger.set_meta(pruned="yes")
         for path in found:
             path.unlink(missing_ok=True)

@@ -18,13 +18,13 @@ from fedgauge.attacks.grading.audit import NO_TRUTH, card
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import DEPLOYMENT, Ledger
-from fedgauge.server.store.run import Busy, NotResumable, Run
+from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.simulations.live.view import Log, View
 from fedgauge.simulations.live.views import view_of
 from fedgauge.simulations.run.environment import environment, package
-from fedgauge.simulations.run.launch import AuditFailed, AuditService, Training, TrainingFailed
+from fedgauge.simulations.run.launch import AuditFailed, AuditService, TrainingFailed, TrainingProcess
 
 POLL = 0.3  # seconds between looks at the run
 INTERRUPTED = 130  # the exit status of a command that was asked to stop, by the shells' convention
@@ -96,10 +96,12 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         NotResumable: it is complete, of the other mode, another version trained it, or its checkpoint does not let it.
         Busy: somebody still trains it.
     """
-    from fedgauge.server.store.checkpoint import begin  # imports Flower, which an audit does without
+    from fedgauge.server.store.checkpoint import starting_point  # imports Flower, which an audit does without
 
     if (server := run.holder("server")) is not None:
-        raise Busy(f"{run.folder}: process {server} still trains it; one whose driver was killed ends within a minute")
+        raise RunBusy(
+            f"{run.folder}: process {server} still trains it; one whose driver was killed ends within a minute"
+        )
     with run.lock("training"), run.ledger() as ledger:
         _same_mode(run, ledger, mode)
         scenario = run.scenario()
@@ -108,7 +110,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
             left = f"; {waiting} attacks wait: fedgauge audit {run.folder}" if waiting else ""
             raise NotResumable(f"{run.folder} is complete: its {scenario.protocol.rounds} rounds are trained{left}")
         _same_versions(run)
-        begin(run, ledger, scenario)
+        starting_point(run, ledger, scenario)
     return scenario
 
 
@@ -172,28 +174,28 @@ def simulate(run: Run, scenario: Scenario, console: Console, interrupt: Interrup
     with (
         run.ledger() as ledger,
         view_of(run, ledger, scenario, console, log).shown() as view,
-        closing(_Keeper(run, view, interrupt)) as keeper,
+        closing(AuditSupervisor(run, view, interrupt)) as supervisor,
     ):
         try:
             with run.lock("training"):  # the service follows for as long as this is held
                 if scenario.audit.curious:
-                    keeper.start()
-                _train(run, ledger, scenario, keeper, interrupt)
+                    supervisor.start()
+                _train(run, ledger, scenario, supervisor, interrupt)
         except TrainingFailed:
-            keeper.drain()
+            supervisor.drain()
             raise
-        keeper.drain()
-        keeper.verify()
+        supervisor.drain()
+        supervisor.verify()
 
 
-def _train(run: Run, ledger: Ledger, scenario: Scenario, keeper: "_Keeper", interrupt: Interrupt) -> None:
-    keeper.view.note = "waiting for Flower to load its server, its simulation engine and the clients"
+def _train(run: Run, ledger: Ledger, scenario: Scenario, supervisor: "AuditSupervisor", interrupt: Interrupt) -> None:
+    supervisor.view.note = "waiting for Flower to load its server, its simulation engine and the clients"
     ledger.set_meta(state="training")
     state = "failed"
     try:
-        with Training(run, scenario) as training:
+        with TrainingProcess(run, scenario) as training:
             while not training.finished() and not interrupt.asked:
-                keeper.look()
+                supervisor.poll()
                 time.sleep(POLL)
             if not interrupt.asked:
                 training.verify()
@@ -205,11 +207,11 @@ def _train(run: Run, ledger: Ledger, scenario: Scenario, keeper: "_Keeper", inte
         interrupt.asked = True
         raise
     finally:
-        keeper.view.standing.coming = False
+        supervisor.view.run_progress.coming = False
         ledger.set_meta(state="interrupted" if interrupt.asked and state == "failed" else state)
 
 
-class _Keeper:
+class AuditSupervisor:
     """Looks after the attack service: shows how it stands, starts it again when it dies, ends it."""
 
     def __init__(self, run: Run, view: View, interrupt: Interrupt) -> None:
@@ -223,9 +225,9 @@ class _Keeper:
         """Start the attack service."""
         self.service = AuditService(self.run)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Update the view, bring a dead service back; whether the service works."""
-        if self.view.note and self.view.standing.rounds:
+        if self.view.note and self.view.run_progress.rounds:
             self.view.note = ""
         self.view.update()
         return self._at_work()
@@ -233,10 +235,10 @@ class _Keeper:
     def drain(self) -> None:
         """Wait for the service to finish the queue, or after an interrupt what is in flight."""
         parked = False
-        while self.look():
+        while self.poll():
             if self.interrupt.asked and not parked and self.service is not None:
                 parked = True
-                if self.view.standing.ledger.progress().leased:
+                if self.view.run_progress.ledger.progress().leased:
                     self.view.say("fedgauge: attacks in flight are finished first (Ctrl-C again: at once)")
                 self.service.park()
             time.sleep(POLL)

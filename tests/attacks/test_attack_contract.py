@@ -14,11 +14,11 @@ from torch import Tensor
 from fedgauge.attacks.base import (
     Attack,
     Budget,
+    ClientState,
     Knowledge,
-    Memory,
     Observation,
     Reconstruction,
-    Remembering,
+    StatefulAttack,
     Stream,
     Wave,
 )
@@ -72,7 +72,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
 }
 STATUSES = {"converged", "out_of_budget", "diverged", "not_applicable"}
 every = pytest.mark.parametrize("name", ATTACKS)
-with_memory = pytest.mark.parametrize("name", [n for n, make in ATTACKS.items() if isinstance(make(), Remembering)])
+with_memory = pytest.mark.parametrize("name", [n for n, make in ATTACKS.items() if isinstance(make(), StatefulAttack)])
 SEARCHES = (
     "fedgauge.attacks.matching.gradient_matching:",
     "fedgauge.attacks.matching.feedback_blending:",
@@ -129,7 +129,7 @@ def test_an_attack_is_a_frozen_value(name: str) -> None:
     assert attack == ATTACKS[name]()
     with pytest.raises(dataclasses.FrozenInstanceError):
         attack.anything = 1  # type: ignore[attr-defined]
-    assert type(attack).__mro__[1] in (Attack, Remembering), "one level under Attack, or under Attack with memory"
+    assert type(attack).__mro__[1] in (Attack, StatefulAttack), "one level under Attack, or under Attack with memory"
 
 
 @every
@@ -251,13 +251,13 @@ def test_an_attack_meets_every_kind_of_client(
 # --------------------------------------------------------------------------------------------------------- with memory
 
 
-def equal(a: Memory, b: Memory) -> bool:
+def equal(a: ClientState, b: ClientState) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
-def remembering(name: str) -> Remembering:
+def remembering(name: str) -> StatefulAttack:
     attack = ATTACKS[name]()
-    assert isinstance(attack, Remembering)
+    assert isinstance(attack, StatefulAttack)
     return attack
 
 
@@ -302,5 +302,5 @@ def test_an_attack_is_handed_no_truth() -> None:
     for name in ATTACKS:
         asked = inspect.signature(ATTACKS[name]().reconstruct).parameters
         assert list(asked) == ["wave", "known", "budget", "streams"]
-        if isinstance(attack := ATTACKS[name](), Remembering):
+        if isinstance(attack := ATTACKS[name](), StatefulAttack):
             assert list(inspect.signature(attack.advance).parameters) == [*asked, "memories"]

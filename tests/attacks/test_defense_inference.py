@@ -236,8 +236,8 @@ def test_noise_shows_in_the_rank_and_its_spread_is_read(world: World, sigma: flo
         found = world.inferred(world.updates(world.local, noise))
         assert found.kind == "noise"
         assert found.parameters["sigma"] == pytest.approx(sigma, rel=0.1)
-        assert found.chain.conditional is not None
-        assert found.chain.conditional.sigma == found.parameters["sigma"]
+        assert found.chain.update_distribution is not None
+        assert found.chain.update_distribution.sigma == found.parameters["sigma"]
 
 
 def test_noise_that_no_layer_can_show_is_not_denied(digits: Dataset) -> None:
@@ -255,11 +255,11 @@ def test_the_inferred_chain_is_the_attackers_form_of_the_true_one(world: World, 
     expected, got = (c.mean(bare)(params, world.batches[0], None) for c in (true, found))
     for k, t in expected.items():
         assert torch.allclose(got[k], t, rtol=0.2, atol=0), k
-    assert true.conditional is not None
-    assert found.conditional is not None
+    assert true.update_distribution is not None
+    assert found.update_distribution is not None
     for name in ("sparse", "signed", "noisy"):
-        assert getattr(found.conditional, name) == getattr(true.conditional, name)
-    assert found.conditional.shrink == pytest.approx(true.conditional.shrink, rel=0.2)
+        assert getattr(found.update_distribution, name) == getattr(true.update_distribution, name)
+    assert found.update_distribution.shrink == pytest.approx(true.update_distribution.shrink, rel=0.2)
 
 
 def test_updates_that_say_nothing(world: World) -> None:

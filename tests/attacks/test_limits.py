@@ -33,7 +33,17 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Conditional, Params, Update, chain, gradient, local_sgd, per_example
+from fedgauge.client.update import (
+    Batch,
+    Chain,
+    Params,
+    Update,
+    UpdateDistribution,
+    chain,
+    gradient,
+    local_sgd,
+    per_example,
+)
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian, identity, laplace
@@ -70,7 +80,9 @@ def world() -> tuple[Tensor, GaussianPrior]:
 
 
 def of_linear(a: Tensor, sigma: float) -> Tensor:
-    return fisher(linear, {"a": a}, pixels(torch.zeros(5).double()), precision(Conditional(sigma=sigma)), chunk=2)
+    return fisher(
+        linear, {"a": a}, pixels(torch.zeros(5).double()), precision(UpdateDistribution(sigma=sigma)), chunk=2
+    )
 
 
 # ---------------------------------------------------------------------------------------------- where the answer is known
@@ -78,7 +90,7 @@ def of_linear(a: Tensor, sigma: float) -> Tensor:
 
 def test_one_number_on_paper() -> None:
     prior = GaussianPrior.of(torch.zeros(1), torch.full((1, 1), 0.5))
-    weigh = precision(Conditional(sigma=2.0))
+    weigh = precision(UpdateDistribution(sigma=2.0))
     information = fisher(lambda p, b, r: {"w": 3 * b.x.flatten()}, {}, pixels(torch.ones(1).double()), weigh)
     assert information.item() == pytest.approx(9 / 4)
     assert local_estimate(information, prior) == pytest.approx(1 / (9 / 4 + 2))
@@ -173,7 +185,7 @@ def test_the_trace_form_is_below_the_bound_and_more_blocks_come_nearer(world: tu
 def test_probes_find_the_traces(axes: int, world: tuple[Tensor, GaussianPrior]) -> None:
     a, prior = world
     prior = replace(prior, axes=prior.axes[-axes:], variances=prior.variances[-axes:], rest=0.05)
-    weigh, x = precision(Conditional(sigma=0.5)), pixels(torch.zeros(5).double())
+    weigh, x = precision(UpdateDistribution(sigma=0.5)), pixels(torch.zeros(5).double())
     blocks = prior.blocks(2)
     found = block_traces(linear, {"a": a}, x, weigh, blocks, seeded("probe"), probes=10_000)
     information = a.T @ a / 0.25
@@ -193,7 +205,7 @@ def test_a_batchs_trace_is_the_sum_over_its_examples(world: tuple[Tensor, Gaussi
         return {"w": torch.cat([batch.x[0].flatten() @ params["a"].T, 2 * batch.x[1].flatten() @ params["a"].T])}
 
     batch = Batch(torch.zeros(2, 1, 1, 5).double(), torch.zeros(2, dtype=torch.int64))
-    weigh, blocks = precision(Conditional(sigma=1.0)), prior.blocks(1)
+    weigh, blocks = precision(UpdateDistribution(sigma=1.0)), prior.blocks(1)
     found = block_traces(summed, {"a": a}, batch, weigh, blocks, seeded("batch"), probes=5000)
     total = 5 * float((a.T @ a).trace())
     assert found.item() == pytest.approx(total, rel=0.05)
@@ -224,15 +236,15 @@ def test_forward_mode_agrees_with_autograds_jacobian() -> None:
     torch.testing.assert_close(fisher(forward, params, batch, precision(noise), chunk=5), expected, rtol=1e-8, atol=0)
 
 
-def weight(value: float, noise: Conditional) -> float:
+def weight(value: float, noise: UpdateDistribution) -> float:
     return float(precision(noise)({"w": torch.tensor([value], dtype=torch.float64)})["w"])
 
 
 @pytest.mark.parametrize(("noise", "law"), [
-    (Conditional(sigma=0.7), scipy.stats.norm(scale=0.7)),
-    (Conditional(scale=0.7), scipy.stats.laplace(scale=0.7)),
+    (UpdateDistribution(sigma=0.7), scipy.stats.norm(scale=0.7)),
+    (UpdateDistribution(scale=0.7), scipy.stats.laplace(scale=0.7)),
 ])  # fmt: skip
-def test_information_is_the_integral_of_the_squared_score(noise: Conditional, law: Any) -> None:
+def test_information_is_the_integral_of_the_squared_score(noise: UpdateDistribution, law: Any) -> None:
     def squared_score(x: float) -> float:
         step = 1e-5
         return float(((law.logpdf(x + step) - law.logpdf(x - step)) / (2 * step)) ** 2 * law.pdf(x))
@@ -243,17 +255,17 @@ def test_information_is_the_integral_of_the_squared_score(noise: Conditional, la
 
 
 @pytest.mark.parametrize(("noise", "law"), [
-    (Conditional(sigma=0.7, signed=True), scipy.stats.norm(scale=0.7)),
-    (Conditional(scale=0.7, signed=True), scipy.stats.laplace(scale=0.7)),
+    (UpdateDistribution(sigma=0.7, signed=True), scipy.stats.norm(scale=0.7)),
+    (UpdateDistribution(scale=0.7, signed=True), scipy.stats.laplace(scale=0.7)),
 ])  # fmt: skip
 @pytest.mark.parametrize("value", [-2.0, -0.3, 0.0, 0.5, 3.0])
-def test_a_sign_is_a_coin_whose_chance_is_known(noise: Conditional, law: Any, value: float) -> None:
+def test_a_sign_is_a_coin_whose_chance_is_known(noise: UpdateDistribution, law: Any, value: float) -> None:
     coin = law.pdf(value) ** 2 / (law.cdf(value) * law.sf(value))
     assert weight(value, noise) == pytest.approx(coin)
 
 
 def test_a_sign_at_zero_keeps_two_thirds_and_far_away_nothing() -> None:
-    noise = Conditional(sigma=2.0, signed=True)
+    noise = UpdateDistribution(sigma=2.0, signed=True)
     assert weight(0.0, noise) == pytest.approx(2 / math.pi / 4)
     assert weight(100.0, noise) == 0.0, "no NaN where both tails underflow"
     assert weight(30.0, noise) == pytest.approx(float(scipy.stats.norm.pdf(15) / 4 * 15), rel=0.01), "Mills' ratio"
@@ -261,7 +273,7 @@ def test_a_sign_at_zero_keeps_two_thirds_and_far_away_nothing() -> None:
 
 @given(st.floats(-50, 50), st.floats(0.01, 100), st.booleans())
 def test_a_sign_never_tells_more_than_the_value(value: float, width: float, is_normal: bool) -> None:
-    noise = Conditional(sigma=width) if is_normal else Conditional(scale=width)
+    noise = UpdateDistribution(sigma=width) if is_normal else UpdateDistribution(scale=width)
     signed = weight(value, replace(noise, signed=True))
     assert 0 <= signed <= weight(value, noise) * (1 + 1e-9)
 
@@ -269,7 +281,7 @@ def test_a_sign_never_tells_more_than_the_value(value: float, width: float, is_n
 def test_a_masks_rows_are_deleted_and_unknown_masks_averaged(world: tuple[Tensor, GaussianPrior]) -> None:
     a, _ = world
     keep, sigma = 0.3, 0.5
-    noise = Conditional(sigma=sigma, sparse=True, shrink=keep)
+    noise = UpdateDistribution(sigma=sigma, sparse=True, shrink=keep)
     x = pixels(torch.zeros(5).double())
 
     def shrunk(params: Params, batch: Batch, rng: Generator | None) -> Update:
@@ -297,12 +309,12 @@ def test_a_known_mask_needs_no_average() -> None:
     seen = links(gradient(model))(params, batch, seeded("client"))
     alone = fisher(forward, params, batch, precision(found[1], seen))
     torch.testing.assert_close(fisher(forward, params, batch, precision(found[1])), alone)
-    whole = fisher(chain(local_sgd(1.0))(gradient(model)), params, batch, precision(Conditional(sigma=0.1)))
+    whole = fisher(chain(local_sgd(1.0))(gradient(model)), params, batch, precision(UpdateDistribution(sigma=0.1)))
     assert 0 < float(alone.trace()) < float(whole.trace())
 
 
 def test_precision_is_of_one_known_density() -> None:
-    for unknown in (Conditional(), Conditional(sparse=True), Conditional(sigma=1.0, scale=1.0)):
+    for unknown in (UpdateDistribution(), UpdateDistribution(sparse=True), UpdateDistribution(sigma=1.0, scale=1.0)):
         with pytest.raises(ValueError, match="noise of one known density"):
             precision(unknown)
 
@@ -313,17 +325,17 @@ SGD = local_sgd(0.1)
 
 
 @pytest.mark.parametrize(("links", "kept", "noise"), [
-    (chain(gaussian(0.5), SGD), 2, Conditional(sigma=0.05)),
-    (chain(SGD, laplace(0.5)), 2, Conditional(scale=0.5)),
-    (chain(per_example(clip(1.0)), gaussian(0.5), SGD), 3, Conditional(sigma=0.05)),
-    (chain(gaussian(0.5), local_sgd(0.1, steps=4)), 2, Conditional(sigma=0.1)),
-    (chain(gaussian(0.5), SGD, mask(0.25)), 3, Conditional(sigma=0.05, sparse=True, shrink=0.25)),
-    (chain(gaussian(0.5), SGD, mask(0.25, seed=1)), 3, Conditional(sigma=0.05, sparse=True)),
-    (chain(gaussian(0.5), sign(), SGD), 1, Conditional(sigma=0.5, signed=True)),
-    (chain(gaussian(0.5), SGD, sign()), 2, Conditional(sigma=0.05, signed=True)),
-    (chain(gaussian(0.5), SGD, identity()), 3, Conditional(sigma=0.05)),
+    (chain(gaussian(0.5), SGD), 2, UpdateDistribution(sigma=0.05)),
+    (chain(SGD, laplace(0.5)), 2, UpdateDistribution(scale=0.5)),
+    (chain(per_example(clip(1.0)), gaussian(0.5), SGD), 3, UpdateDistribution(sigma=0.05)),
+    (chain(gaussian(0.5), local_sgd(0.1, steps=4)), 2, UpdateDistribution(sigma=0.1)),
+    (chain(gaussian(0.5), SGD, mask(0.25)), 3, UpdateDistribution(sigma=0.05, sparse=True, shrink=0.25)),
+    (chain(gaussian(0.5), SGD, mask(0.25, seed=1)), 3, UpdateDistribution(sigma=0.05, sparse=True)),
+    (chain(gaussian(0.5), sign(), SGD), 1, UpdateDistribution(sigma=0.5, signed=True)),
+    (chain(gaussian(0.5), SGD, sign()), 2, UpdateDistribution(sigma=0.05, signed=True)),
+    (chain(gaussian(0.5), SGD, identity()), 3, UpdateDistribution(sigma=0.05)),
 ])  # fmt: skip
-def test_chains_with_a_limit(links: Chain, kept: int, noise: Conditional) -> None:
+def test_chains_with_a_limit(links: Chain, kept: int, noise: UpdateDistribution) -> None:
     found = known_noise(links)
     assert found is not None
     assert found[0] == Chain(links.links[:kept])

@@ -168,7 +168,7 @@ def test_every_attack_can_be_planned_by_its_name_alone() -> None:
 
 def test_an_attack_with_memory_says_so() -> None:
     found = AttackPlan.from_tables([IG, FB, {**FB, "attack": IDLG, "name": "b"}], {}, 10, 4, limits=LIMITS)
-    assert [p.name for p in found.attacks if p.remembers] == ["feedback_blending", "b"]
+    assert [p.name for p in found.attacks if p.is_stateful] == ["feedback_blending", "b"]
     assert PlannedAttack.from_json(found.attacks[2].to_json()) == found.attacks[2]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import Kind, SpecError, build, check_arguments, conform, resolve
+from fedgauge.client.components import ComponentKind, SpecError, build, check_arguments, coerce, resolve
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import DATASET, MODEL, TRANSFORM
 from fedgauge.defenses.clip import clip
@@ -38,7 +38,7 @@ def test_every_component_is_found() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_what_is_offered_can_be_resolved(kind: Kind) -> None:
+def test_what_is_offered_can_be_resolved(kind: ComponentKind) -> None:
     for name in kind.names():
         assert resolve({"use": name}, "here", kind).__name__ == name.split(":")[1]
 
@@ -73,11 +73,11 @@ def test_what_is_offered_can_be_resolved(kind: Kind) -> None:
         ("model", "fedgauge.client.models.vision:Shape", "is not a model"),
         ("model", "fedgauge.client.models.vision:", "is not a model"),
         ("transform", "fedgauge.client.update:Link", "is not a link of a chain"),
-        ("transform", "fedgauge.client.update:OnUpdate", "is not a link of a chain"),
+        ("transform", "fedgauge.client.update:UpdateTransform", "is not a link of a chain"),
         ("transform", "per_example", "is not a link of a chain"),
         ("transform", "chain", "is not a link of a chain"),
         ("transform", "clip.apply", "is not a link of a chain"),
-        ("transform", "fedgauge.defenses.mask:OnUpdate", "is not a link of a chain"),
+        ("transform", "fedgauge.defenses.mask:UpdateTransform", "is not a link of a chain"),
         ("attack", "fedgauge.attacks.base:Attack", "is not an attack"),
         ("attack", "psnr", "is not an attack"),
         (
@@ -181,7 +181,7 @@ def test_a_callable_that_takes_anything_is_checked_by_its_named_arguments() -> N
     ],
 )
 def test_values_that_fit(value: Any, hint: Any, result: Any) -> None:
-    found = conform(value, hint, "here")
+    found = coerce(value, hint, "here")
     assert found == result
     assert type(found) is type(result)
 
@@ -209,7 +209,7 @@ def test_values_that_fit(value: Any, hint: Any, result: Any) -> None:
 )
 def test_values_that_do_not_fit(value: Any, hint: Any, message: str) -> None:
     with pytest.raises(SpecError) as told:
-        conform(value, hint, "here")
+        coerce(value, hint, "here")
     assert str(told.value).startswith("here")
     assert message in str(told.value)
 
@@ -225,7 +225,7 @@ HINTS = [int, float, str, bool, dict, int | None, Sequence[int], tuple[float, ..
 @given(value=JSON, hint=st.sampled_from(HINTS))
 def test_any_value_fits_or_is_told(value: Any, hint: Any) -> None:
     try:
-        found = conform(value, hint, "here")
+        found = coerce(value, hint, "here")
     except SpecError as error:
         message = str(error)
     else:
@@ -242,7 +242,7 @@ def test_a_value_that_the_component_refuses_names_the_table() -> None:
     def picky(a: int) -> int:
         raise ValueError(f"a must be even, got {a}")
 
-    kind = Kind("a picky thing", (picky.__module__,), int)
+    kind = ComponentKind("a picky thing", (picky.__module__,), int)
     assert kind.admits(picky, picky.__module__)
     from fedgauge.client.components import call
 

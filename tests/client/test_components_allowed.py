@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedgauge.client import components
-from fedgauge.client.components import SpecError, allowed, allowing, build, located, resolve
+from fedgauge.client.components import SpecError, allowed, allowing, build, resolve, with_absolute_paths
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import DATASET, MODEL, TRANSFORM, Federation, Protocol
 
@@ -221,11 +221,11 @@ def test_a_folder_of_the_users_takes_no_name_away_from_anybody(own: Path) -> Non
 def test_paths_start_from_where_fedgauge_is_called(own: Path) -> None:
     table = {"use": "mynets:stored", "path": "data/x", "size": 4, "batch_size": 2}
     with allowing(["mynets"], [own]):
-        assert located(table, DATASET, own) == {**table, "path": str(own / "data/x")}
-        assert located({**table, "path": "/a/b"}, DATASET, own)["path"] == "/a/b"
-    assert located(table, DATASET, own) == table, "what cannot be resolved is told where it is built"
+        assert with_absolute_paths(table, DATASET, own) == {**table, "path": str(own / "data/x")}
+        assert with_absolute_paths({**table, "path": "/a/b"}, DATASET, own)["path"] == "/a/b"
+    assert with_absolute_paths(table, DATASET, own) == table, "what cannot be resolved is told where it is built"
     ours = {"use": "npz", "path": "x.npz"}
-    assert located(ours, DATASET, own)["path"] == str(own / "x.npz")
+    assert with_absolute_paths(ours, DATASET, own)["path"] == str(own / "x.npz")
 
 
 def test_a_federation_of_a_users_parts_travels_as_json(own: Path) -> None:

@@ -19,7 +19,7 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import Generator, Tensor
 
 from fedgauge.client.mods import Mod, as_mod
-from fedgauge.client.update import Batch, Link, OnUpdate, Params, Update, UpdateFn, chain, local_sgd, per_example
+from fedgauge.client.update import Batch, Link, Params, Update, UpdateFn, UpdateTransform, chain, local_sgd, per_example
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.sign import sign
@@ -67,7 +67,7 @@ def tensors(message: Message) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class tell(OnUpdate):
+class tell(UpdateTransform):
     """Leaves an update alone and tells what it saw."""
 
     name: str

@@ -15,21 +15,21 @@ from torch.nn import functional as F
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import (
     Batch,
+    BatchTransform,
     Chain,
     Link,
-    Memory,
-    OnBatch,
-    OnUpdate,
     Params,
-    Randomised,
+    StatefulTransform,
+    StochasticLayer,
     Transform,
+    TransformState,
     Update,
     UpdateFn,
-    WithMemory,
+    UpdateTransform,
     chain,
     gradient,
     local_sgd,
-    mean_of,
+    noise_free,
     norm,
     per_example,
 )
@@ -147,7 +147,7 @@ def test_train_mode_batchnorm_can_be_differentiated_twice_under_vmap() -> None:
 
 
 @dataclass(frozen=True)
-class footprint(OnUpdate):
+class footprint(UpdateTransform):
     """Writes its name into a list when its turn comes."""
 
     name: str
@@ -190,12 +190,12 @@ def test_mean_of_takes_the_noise_out_of_every_nesting() -> None:
     noisy = chain(per_example(chain(clip(1.0), gaussian(1.0))), gaussian(1.0), local_sgd(0.1), gaussian(1.0))
     expected = chain(per_example(chain(clip(1.0), identity())), identity(), local_sgd(0.1), identity())
     assert noisy.mean == expected
-    assert mean_of(noisy) == expected
+    assert noise_free(noisy) == expected
 
     def anybodys(compute: UpdateFn) -> UpdateFn:
         return compute
 
-    assert mean_of(anybodys) is anybodys
+    assert noise_free(anybodys) is anybodys
 
 
 def test_a_link_is_abstract() -> None:
@@ -403,7 +403,7 @@ def test_a_chain_is_a_value() -> None:
 
 
 @dataclass(frozen=True)
-class _shifted(OnBatch):
+class _shifted(BatchTransform):
     """Every pixel moves by a draw of its own."""
 
     def transform(self, batch: Batch, rng: Generator | None) -> Batch:
@@ -426,7 +426,7 @@ def test_what_acts_on_the_batch_acts_before_the_gradient_and_in_each_local_step_
 
 
 @dataclass(frozen=True)
-class _delayed(WithMemory):
+class _delayed(StatefulTransform):
     """Sends what it kept of the round before, and keeps this one."""
 
     def initial(self, update: Update) -> Update:
@@ -439,7 +439,7 @@ class _delayed(WithMemory):
 def test_memory_lasts_from_round_to_round_and_each_link_has_its_own() -> None:
     model, rounds = network(), [examples(2, seed) for seed in range(3)]
     params = params_of(model)
-    whole, memory = chain(local_sgd(0.5), _delayed(), _delayed()), Memory()
+    whole, memory = chain(local_sgd(0.5), _delayed(), _delayed()), TransformState()
     sent = [whole.remembering(memory)(gradient(model))(params, batch, None) for batch in rounds]
     first = chain(local_sgd(0.5))(gradient(model))(params, rounds[0], None)
     assert all(not t.any() for round in sent[:2] for t in round.values()), "two links delay by two rounds"
@@ -447,7 +447,7 @@ def test_memory_lasts_from_round_to_round_and_each_link_has_its_own() -> None:
     assert all(not t.any() for t in whole(gradient(model))(params, rounds[0], None).values()), "unbound: a first round"
 
 
-class _Noisy(Randomised):
+class _Noisy(StochasticLayer):
     """Adds its draws, and their square to the loss."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -21,18 +21,26 @@ from fedgauge.client.update import (
     Batch,
     Chain,
     Link,
-    OnUpdate,
     Params,
+    StatefulTransform,
     Update,
     UpdateFn,
-    WithMemory,
+    UpdateTransform,
     chain,
     gradient,
     local_sgd,
     norm,
     per_example,
 )
-from fedgauge.defenses.accounting import Accountant, Mechanism, NoGuarantee, Spent, account, mechanism, spent
+from fedgauge.defenses.accounting import (
+    Accountant,
+    Mechanism,
+    NoGuarantee,
+    PrivacySpent,
+    mechanism,
+    privacy_statement,
+    spent,
+)
 from fedgauge.defenses.ats import ats
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.dp_sgd import dp_sgd
@@ -188,7 +196,7 @@ def test_epsilon_falls_with_noise_and_data_and_rises_with_rounds(
 def test_laplace_is_pure_where_the_update_is_small() -> None:
     """One entry, b = 2 C: a replaced client moves it by one scale, e^1 at most; ten rounds: e^10 at most."""
     one = accountant(chain(clip(1.0), laplace(2.0), SGD), entries=1)
-    assert one.spent(1, 750) == Spent(pytest.approx(1.0), pytest.approx(1.0))
+    assert one.spent(1, 750) == PrivacySpent(pytest.approx(1.0), pytest.approx(1.0))
     nine = accountant(chain(clip(1.0), laplace(6.0), SGD), entries=9)
     assert nine.spent(1, 750).client == pytest.approx(1.0), "the norm in l1 is sqrt(9) times that in l2"
 
@@ -246,7 +254,7 @@ def test_a_chain_is_read(links: Chain, expected: Mechanism) -> None:
     assert (found.record, found.client) == (pytest.approx(expected.record), pytest.approx(expected.client))
 
 
-class feedback(WithMemory):
+class feedback(StatefulTransform):
     """What is not sent is added next time."""
 
     def initial(self, update: Update) -> Update:
@@ -279,7 +287,7 @@ class again(Link):
         return twice
 
 
-class stretch(OnUpdate):
+class stretch(UpdateTransform):
     """An update made larger."""
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
@@ -368,7 +376,7 @@ def test_the_client_that_took_part_most_is_told(make_federation: Make) -> None:
     each = [Accountant.of(fed).spent(n, shard) for n, shard in zip((3, 11), shards, strict=True)]
     assert each[0].record < each[1].record
     assert spent(fed, {0: 3, 1: 11}) == each[1]
-    assert spent(fed, {0: 0, 1: 0}) == spent(fed, {}) == Spent(0.0, 0.0)
+    assert spent(fed, {0: 0, 1: 0}) == spent(fed, {}) == PrivacySpent(0.0, 0.0)
     assert spent(fed, {0: 3}, delta=1e-3).record < each[0].record
     with pytest.raises(ValueError, match="delta must be above 0 and below 1, got 0"):
         spent(fed, {0: 3}, delta=0)
@@ -405,6 +413,6 @@ def test_statistics_that_travel_without_noise_leave_no_epsilon(make_federation: 
 ])  # fmt: skip
 def test_it_is_told_in_words(make_federation: Make, links: Sequence[dict[str, Any]], words: str) -> None:
     fed = make_federation(data={"batch_size": 8}, model=MLP, chain=list(links))
-    found = account(fed, {0: 2, 1: 1})
+    found = privacy_statement(fed, {0: 2, 1: 1})
     assert (found.record is None) == (found.client is None) == (len(links) == 1)
     assert found.words.startswith(words.format(record=found.record, client=found.client) if found.record else words)

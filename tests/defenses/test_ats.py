@@ -16,8 +16,8 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError, build
 from fedgauge.client.protocol import TRANSFORM, Federation
-from fedgauge.client.update import Batch, Conditional, chain, local_sgd
-from fedgauge.defenses.ats import OPERATIONS, ats, crop_and_flip, magnitude, operate, through
+from fedgauge.client.update import Batch, UpdateDistribution, chain, local_sgd
+from fedgauge.defenses.ats import OPERATIONS, apply_operation, ats, crop_and_flip, magnitude, per_draw
 
 SHAPE = (3, 32, 32)
 Make = Callable[..., Federation]
@@ -87,7 +87,7 @@ def by_pil(number: int, image: Image.Image, plus: bool) -> Image.Image:
 def test_each_operation_is_pils_to_the_rounding_of_a_grey_value(number: int, channels: int) -> None:
     x = pictures(2, channels)
     for plus in (True, False):
-        ours = operate(number, x, torch.tensor([plus, plus]))
+        ours = apply_operation(number, x, torch.tensor([plus, plus]))
         for image, found in zip(x, ours, strict=True):
             values = (image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
             drawn = by_pil(number, Image.fromarray(values if channels == 3 else values[..., 0]), plus)
@@ -102,7 +102,7 @@ def test_a_move_is_of_whole_pixels_and_black_comes_in() -> None:
     x = pictures()
     # 150 / 331 of 32 pixels, times 2 / 9: 3.2, so 3; times 5 / 9: 8.06, so 8; times 1: 14.5016, so 15
     for number, pixels, dim in ((7, 3, -2), (21, 8, -1), (3, 15, -1)):
-        up = operate(number, x, torch.tensor([True, False]))
+        up = apply_operation(number, x, torch.tensor([True, False]))
         assert torch.equal(up[0].narrow(dim, 0, 32 - pixels), x[0].narrow(dim, pixels, 32 - pixels))
         assert up[0].narrow(dim, 32 - pixels, pixels).count_nonzero() == 0
         assert torch.equal(up[1].narrow(dim, pixels, 32 - pixels), x[1].narrow(dim, 0, 32 - pixels))
@@ -181,7 +181,7 @@ def test_every_image_gets_every_operation_in_order_with_signs_of_its_own() -> No
     for numbers, signs in link.draws:
         expected = one
         for number, plus in zip(numbers, signs, strict=True):
-            expected = operate(number, expected, torch.tensor([plus]))
+            expected = apply_operation(number, expected, torch.tensor([plus]))
         counts.append(int((found == expected).flatten(1).all(1).sum()))
     assert sum(counts) == 400
     assert min(counts) > 25  # 50 each expected, four standard errors
@@ -269,9 +269,9 @@ def test_after_local_training_images_are_made_once_a_round_and_before_it_in_ever
 
 
 def test_the_update_s_distribution_is_left_as_it_is() -> None:
-    noisy = Conditional(sigma=0.5, sparse=True)
-    assert ats("7", SHAPE).conditional(noisy) == noisy
-    assert ats("7", SHAPE, invert_through=0).mean.conditional(noisy) == noisy
+    noisy = UpdateDistribution(sigma=0.5, sparse=True)
+    assert ats("7", SHAPE).update_distribution(noisy) == noisy
+    assert ats("7", SHAPE, invert_through=0).mean.update_distribution(noisy) == noisy
 
 
 def test_the_attackers_form_leaves_the_images_or_inverts_through_one_draw() -> None:
@@ -284,14 +284,14 @@ def test_the_attackers_form_leaves_the_images_or_inverts_through_one_draw() -> N
         return {}
 
     x = pictures()
-    for form in (link, *through(link)):
+    for form in (link, *per_draw(link)):
         form.mean(watched)({}, Batch(x, torch.arange(2)), None)
     assert len(images) == 1 + len(link.draws) == 10
     assert torch.equal(images[0], x)
     for found, (numbers, signs) in zip(images[1:], link.draws, strict=True):
         expected = x
         for number, plus in zip(numbers, signs, strict=True):
-            expected = operate(number, expected, torch.tensor([plus, plus]))
+            expected = apply_operation(number, expected, torch.tensor([plus, plus]))
         assert torch.equal(found, expected)
 
 
@@ -301,7 +301,7 @@ def test_what_has_no_derivative_is_left_out_of_the_inversion() -> None:
     ats("9-11-15", SHAPE, invert_through=0).mean(lambda p, b, r: made.append(b.x) or {})(
         {}, Batch(x, torch.arange(2)), None
     )  # type: ignore[func-returns-value]  # an expression
-    assert torch.equal(made[0], operate(15, x, torch.tensor([True, True])))
+    assert torch.equal(made[0], apply_operation(15, x, torch.tensor([True, True])))
     assert float(torch.autograd.grad(made[0].sum(), x)[0].abs().max()) == pytest.approx(1.5)
 
 

@@ -16,16 +16,16 @@ from fedgauge.client.update import (
     Batch,
     Chain,
     Link,
-    OnUpdate,
     Params,
+    StatefulTransform,
     Transform,
     Update,
     UpdateFn,
-    WithMemory,
+    UpdateTransform,
     chain,
     gradient,
     local_sgd,
-    mean_of,
+    noise_free,
     per_example,
 )
 
@@ -102,9 +102,9 @@ def make(name: str) -> Link:
 
 
 every = pytest.mark.parametrize("name", VARIANTS)
-OF_UPDATES = [name for name in VARIANTS if isinstance(make(name), OnUpdate | WithMemory)]
+OF_UPDATES = [name for name in VARIANTS if isinstance(make(name), UpdateTransform | StatefulTransform)]
 of_updates = pytest.mark.parametrize("name", OF_UPDATES)
-ALONE = [name for name in VARIANTS if isinstance(make(name), OnUpdate)]
+ALONE = [name for name in VARIANTS if isinstance(make(name), UpdateTransform)]
 
 
 def test_every_defense_of_the_package_is_held_to_the_contract() -> None:
@@ -202,7 +202,7 @@ def test_defenses_of_the_update_compose_in_every_order_and_position(first: str, 
     def by_hand(*steps: Any) -> Update:
         update, rng = g, seeded(3)
         for step in steps:
-            update = step.apply(update, rng) if isinstance(step, OnUpdate) else moved(update)
+            update = step.apply(update, rng) if isinstance(step, UpdateTransform) else moved(update)
         return update
 
     for links in ((a, b, sgd), (a, sgd, b), (sgd, a, b)):
@@ -219,7 +219,7 @@ def makes_sense(composed: Chain) -> bool:
     except ValueError:
         return False
     local = composed.links.index(composed.local)
-    return not any(isinstance(link, WithMemory) for link in composed.links[:local])
+    return not any(isinstance(link, StatefulTransform) for link in composed.links[:local])
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_per_example_is_the_loop_over_examples(name: str) -> None:
 def places(link: Link) -> Sequence[Chain]:
     """Everywhere that a federation takes a defense."""
     anywhere = [(link, local_sgd(0.5, 2)), (local_sgd(0.5, 2), link)]
-    each = [(per_example(link), local_sgd(0.5, 2))] if isinstance(link, OnUpdate) else []
+    each = [(per_example(link), local_sgd(0.5, 2))] if isinstance(link, UpdateTransform) else []
     found = [c for c in map(Chain, [*each, *anywhere]) if makes_sense(c)]
     assert found, "no place for it in any chain"
     return found
@@ -291,7 +291,7 @@ def test_the_attackers_form_can_be_differentiated(name: str) -> None:
 @of_updates
 def test_the_attackers_form_is_the_average_of_the_clients(name: str) -> None:
     link, update = make(name), an_update()
-    expected = applied(mean_of(link), update, None)
+    expected = applied(noise_free(link), update, None)
     if name == "sign":  # its stand-in agrees on the sign and stays inside the true values
         defended = applied(link, update, None)
         assert all(torch.equal(expected[k].sign(), defended[k].sign()) for k in update)

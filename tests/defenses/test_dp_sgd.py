@@ -16,10 +16,10 @@ from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.protocol import Federation
 from fedgauge.client.update import (
     Batch,
-    Conditional,
     Params,
     Transform,
     Update,
+    UpdateDistribution,
     UpdateFn,
     chain,
     gradient,
@@ -116,7 +116,7 @@ def test_it_is_its_parts_to_the_bit() -> None:
 ], ids=repr)  # fmt: skip
 def test_likelihood_limit_and_accounting_take_it_for_clip_and_noise(after: tuple[Transform, ...]) -> None:
     one, two = chain(dp_sgd(0.3, 2.0, B), *after), chain(per_example(clip(0.3)), gaussian(2.0 * 0.3 / B), *after)
-    assert one.conditional == two.conditional
+    assert one.update_distribution == two.update_distribution
     assert mechanism(one, B) == mechanism(two, B)
     found, expected = known_noise(one), known_noise(two)
     assert (found is None) == (expected is None) == isinstance(after[-1], prune), "pruning's choice tells of the data"
@@ -126,9 +126,13 @@ def test_likelihood_limit_and_accounting_take_it_for_clip_and_noise(after: tuple
 
 
 def test_its_likelihood_on_paper() -> None:
-    assert chain(dp_sgd(0.3, 2.0, 6)).conditional == Conditional(sigma=pytest.approx(0.1))
-    assert chain(dp_sgd(0.3, 2.0, 6), local_sgd(0.5)).conditional == Conditional(sigma=pytest.approx(0.05))
-    assert dp_sgd(0.3, 2.0, 6).conditional(Conditional(sigma=1.0)) is None, "what it clips is noisy already"
+    assert chain(dp_sgd(0.3, 2.0, 6)).update_distribution == UpdateDistribution(sigma=pytest.approx(0.1))
+    assert chain(dp_sgd(0.3, 2.0, 6), local_sgd(0.5)).update_distribution == UpdateDistribution(
+        sigma=pytest.approx(0.05)
+    )
+    assert dp_sgd(0.3, 2.0, 6).update_distribution(UpdateDistribution(sigma=1.0)) is None, (
+        "what it clips is noisy already"
+    )
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

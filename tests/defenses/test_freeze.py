@@ -10,7 +10,7 @@ from torch import nn
 from fedgauge.client.components import SpecError
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.protocol import Federation
-from fedgauge.client.update import Conditional, Update, norm
+from fedgauge.client.update import Update, UpdateDistribution, norm
 from fedgauge.defenses.freeze import freeze
 
 Make = Callable[..., Federation]
@@ -66,8 +66,13 @@ def test_what_is_named_is_zero_and_the_rest_as_it_was(layers: list[str], zeros: 
 
 def test_noise_over_zeros_and_zeros_over_noise_keep_their_distribution() -> None:
     link = freeze(MODEL, ["0"])
-    for known in (Conditional(), Conditional(sigma=0.1), Conditional(scale=1.0, sparse=True), Conditional(signed=True)):
-        assert link.conditional(known) == known
+    for known in (
+        UpdateDistribution(),
+        UpdateDistribution(sigma=0.1),
+        UpdateDistribution(scale=1.0, sparse=True),
+        UpdateDistribution(signed=True),
+    ):
+        assert link.update_distribution(known) == known
 
 
 def test_a_layer_frozen_before_training_stays_in_every_local_step(make_federation: Make) -> None:

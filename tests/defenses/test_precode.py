@@ -20,7 +20,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.models.vision import detached_params, last_linear, lenet, mlp
 from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Randomised, Update, chain, gradient, local_sgd
+from fedgauge.client.update import Batch, StochasticLayer, Update, chain, gradient, local_sgd
 from fedgauge.defenses.precode import precode
 
 SGD = {"use": "local_sgd", "rate": 0.1}
@@ -36,8 +36,8 @@ def small(beta: float = 0.5) -> nn.Module:
     return precode(mlp((1, 2, 2), 3, hidden=[3], activation="sigmoid"), latent=2, beta=beta).double()
 
 
-def layer_of(model: nn.Module) -> Randomised:
-    (layer,) = (m for m in model.modules() if isinstance(m, Randomised))
+def layer_of(model: nn.Module) -> StochasticLayer:
+    (layer,) = (m for m in model.modules() if isinstance(m, StochasticLayer))
     return layer
 
 

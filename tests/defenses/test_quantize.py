@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor
 
-from fedgauge.client.update import Conditional
+from fedgauge.client.update import UpdateDistribution
 from fedgauge.defenses.quantize import quantize
 
 
@@ -106,5 +106,5 @@ def test_the_largest_entry_never_rounds_above_the_top_level(kind: Any) -> None:
 
 
 def test_no_density_is_claimed() -> None:
-    assert quantize(8).conditional(Conditional()) is None
-    assert quantize(8).conditional(Conditional(sigma=0.1)) is None
+    assert quantize(8).update_distribution(UpdateDistribution()) is None
+    assert quantize(8).update_distribution(UpdateDistribution(sigma=0.1)) is None

@@ -17,17 +17,17 @@ from fedgauge.defenses.secure_sum import (
     PRIME,
     SECRET,
     SHARE,
-    Member,
+    ClientSession,
     PairwiseMasking,
     Record,
-    Request,
-    Sum,
-    TooFew,
+    SecureSumResult,
+    TooFewSurvivors,
+    UnmaskRequest,
     Vector,
-    combine,
-    evaluate,
-    expand,
-    share,
+    evaluate_polynomial,
+    expand_seed,
+    shamir_combine,
+    shamir_share,
 )
 
 FIVE = PairwiseMasking(group=5, clip=1.0, threshold=3)
@@ -62,7 +62,9 @@ class Group:
         self.states[m], answer = self.terms.answer(self.states[m], question, lambda: self.held[m])
         return answer
 
-    def sum(self, lost: Mapping[str, set[int]] | None = None, tamper: Tamper = lambda step, answers: answers) -> Sum:
+    def sum(
+        self, lost: Mapping[str, set[int]] | None = None, tamper: Tamper = lambda step, answers: answers
+    ) -> SecureSumResult:
         """The whole conversation; the answers of some members to some questions never arrive."""
         size = len(next(iter(self.held.values()))[0])
         server = self.terms.rounds(list(self.held), size)
@@ -74,7 +76,7 @@ class Group:
                 self.told[step] = {m: self.answer(m, q) for m, q in questions.items() if m not in absent}
                 questions = server.send(tamper(step, dict(self.told[step])))
         except StopIteration as end:
-            found: Sum = end.value
+            found: SecureSumResult = end.value
             return found
         raise AssertionError("the server asks for more than four things")
 
@@ -85,7 +87,7 @@ def plain_sum(terms: PairwiseMasking, held: Mapping[int, tuple[Vector, int]], me
     return np.array([sum(column) for column in zip(*rows, strict=True)], dtype=object)
 
 
-def unmasked(group: Group, found: Sum) -> NDArray[Any]:
+def unmasked(group: Group, found: SecureSumResult) -> NDArray[Any]:
     """The integers behind a mean: the mean is so near to one level that they are told exactly."""
     levels = 2**group.terms.bits - 2
     scaled = (found.mean / group.terms.clip + 1) * levels / 2 * found.examples
@@ -97,10 +99,10 @@ def unmasked(group: Group, found: Sum) -> NDArray[Any]:
 
 def test_shares_on_paper() -> None:
     """The worked example of Wikipedia's article on Shamir's scheme: 1234 + 166 x + 94 x^2 modulo 1613."""
-    values = [evaluate([1234, 166, 94], x, prime=1613) for x in range(1, 7)]
+    values = [evaluate_polynomial([1234, 166, 94], x, prime=1613) for x in range(1, 7)]
     assert values == [1494, 329, 965, 176, 1188, 775]
     for chosen in itertools.combinations(range(1, 7), 3):
-        assert combine({x: values[x - 1] for x in chosen}, prime=1613) == 1234
+        assert shamir_combine({x: values[x - 1] for x in chosen}, prime=1613) == 1234
 
 
 @given(secret=st.integers(0, 2**256 - 1), count=st.integers(1, 9), data=st.data())
@@ -109,20 +111,20 @@ def test_any_threshold_of_the_shares_gives_the_secret_and_one_fewer_does_not(
     secret: int, count: int, data: Any
 ) -> None:
     threshold = data.draw(st.integers(1, count))
-    shares = dict(enumerate(share(secret, threshold, count), 1))
+    shares = dict(enumerate(shamir_share(secret, threshold, count), 1))
     chosen = data.draw(st.lists(st.sampled_from(sorted(shares)), min_size=threshold, unique=True))
-    assert combine({x: shares[x] for x in chosen}) == secret
+    assert shamir_combine({x: shares[x] for x in chosen}) == secret
     if threshold > 1:
-        assert combine({x: shares[x] for x in chosen[: threshold - 1]}) != secret
+        assert shamir_combine({x: shares[x] for x in chosen[: threshold - 1]}) != secret
 
 
 def test_fewer_shares_than_the_threshold_fit_every_secret() -> None:
     """Two shares of three: for each guess at the secret there is a third share that confirms it."""
-    shares = share(5, 3, 3)
+    shares = shamir_share(5, 3, 3)
     for guess in (0, 5, 2**256):
         # the line or parabola through (0, guess), (1, s1), (2, s2), at 3: guess - 3 s1 + 3 s2
         third = (guess - 3 * shares[0] + 3 * shares[1]) % PRIME
-        assert combine({1: shares[0], 2: shares[1], 3: third}) == guess
+        assert shamir_combine({1: shares[0], 2: shares[1], 3: third}) == guess
 
 
 def test_the_field_is_prime_and_holds_every_secret() -> None:
@@ -144,7 +146,7 @@ def test_masks_are_chacha20s_key_stream() -> None:
         "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f"
     )
     for kind in ("<u4", "<u8"):
-        found = expand(bytes(32), 128 // np.dtype(kind).itemsize, np.dtype(kind))
+        found = expand_seed(bytes(32), 128 // np.dtype(kind).itemsize, np.dtype(kind))
         assert found.tobytes() == stream
 
 
@@ -254,7 +256,7 @@ def test_clients_may_drop_out_one_after_the_other() -> None:
 @pytest.mark.parametrize("step", QUESTIONS)
 def test_below_the_threshold_there_is_no_sum(step: str) -> None:
     group = Group(FIVE, updates())
-    with pytest.raises(TooFew, match="2 clients are left, fewer than the threshold 3"):
+    with pytest.raises(TooFewSurvivors, match="2 clients are left, fewer than the threshold 3"):
         group.sum({step: {10, 12, 13}})
     assert "unmask" not in group.told or step == "unmask"
 
@@ -274,7 +276,7 @@ def test_whoever_drops_out_wherever_it_is_exact_or_refused(count: int, size: int
     group = Group(terms, held)
     early = lost["advertise"] | lost["share"] | lost["mask"]
     if len(held.keys() - early) < terms.least or len(held.keys() - early - lost["unmask"]) < terms.least:
-        with pytest.raises(TooFew):
+        with pytest.raises(TooFewSurvivors):
             group.sum(lost)
         return
     found = group.sum(lost)
@@ -351,8 +353,8 @@ def test_with_all_that_it_learns_a_survivor_stays_under_its_pairs_masks(terms: P
     group.sum()
     shares = {i: list(a["shares"]) for i, a in enumerate(group.told["unmask"].values(), 1)}  # type: ignore[arg-type]
     for n, m in enumerate(LONG, 1):
-        seed = combine({i: int.from_bytes(s[n - 1]) for i, s in shares.items()}).to_bytes(SECRET)
-        left = np.asarray(group.told["mask"][m]["masked"]) - expand(seed, 30_001, terms.dtype)
+        seed = shamir_combine({i: int.from_bytes(s[n - 1]) for i, s in shares.items()}).to_bytes(SECRET)
+        left = np.asarray(group.told["mask"][m]["masked"]) - expand_seed(seed, 30_001, terms.dtype)
         assert uniform(left), m
 
 
@@ -369,16 +371,18 @@ def test_a_vector_that_arrives_late_stays_under_its_own_mask(terms: PairwiseMask
 
     found = group.sum(tamper=lose)
     assert found.members == (10, 11, 13, 14)
-    member = Member.kept(group.states[12])
+    member = ClientSession.kept(group.states[12])
     assert member is not None
     assert member.step == "mask", "it was never asked to unmask"
     told = {
         i: [int.from_bytes(s) for s in a["shares"]]
         for i, a in zip((1, 2, 4, 5), group.told["unmask"].values(), strict=True)
     }  # type: ignore[union-attr,arg-type]
-    assert combine({i: s[-1] for i, s in told.items()}) == int.from_bytes(member.mask_key), "the server knows this one"
+    assert shamir_combine({i: s[-1] for i, s in told.items()}) == int.from_bytes(member.mask_key), (
+        "the server knows this one"
+    )
     masked = np.asarray(late[12]["masked"])
-    own = expand(member.seed, len(masked), terms.dtype)
+    own = expand_seed(member.seed, len(masked), terms.dtype)
     pairs = (masked - own - terms.quantise(*LONG[12])).astype(terms.dtype)
     assert uniform((masked - pairs).astype(terms.dtype)), "less its pairs' masks"
     assert not uniform((masked - pairs - own).astype(terms.dtype))
@@ -399,7 +403,7 @@ def test_every_session_has_masks_of_its_own() -> None:
 
 def test_the_server_asks_nobody_for_both_secrets_of_one() -> None:
     with pytest.raises(ValueError, match="both secrets of client 2 are asked for"):
-        Request((1, 2, 3), (2,))
+        UnmaskRequest((1, 2, 3), (2,))
     for step in QUESTIONS:
         for gone in range(10, 15):
             group = Group(FIVE, updates(size=2))
@@ -557,7 +561,7 @@ def test_a_client_trains_for_no_sum_of_few_and_not_with_shares_that_were_tampere
     def ask(**changes: Any) -> None:
         FIVE.answer(group.states[10], {**question, **changes}, lambda: trained.append(1) or group.held[10])  # type: ignore[func-returns-value]
 
-    with pytest.raises(TooFew, match="2 clients have sent shares, fewer than the threshold 3"):
+    with pytest.raises(TooFewSurvivors, match="2 clients have sent shares, fewer than the threshold 3"):
         ask(senders=[2], sealed=sealed[:1])
     with pytest.raises(ValueError, match="expected shares of others among clients 1..5, got them of"):
         ask(senders=[1, 2, 3, 4])
@@ -621,5 +625,5 @@ def test_a_group_is_of_different_members_and_not_larger_than_agreed(members: lis
 
 
 def test_too_few_members_are_refused_when_they_answer() -> None:
-    with pytest.raises(TooFew):
+    with pytest.raises(TooFewSurvivors):
         Group(FIVE, updates(2)).sum()

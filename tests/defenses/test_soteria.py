@@ -21,13 +21,13 @@ from fedgauge.client.protocol import Federation
 from fedgauge.client.update import (
     Batch,
     Chain,
-    Conditional,
     Params,
     Update,
+    UpdateDistribution,
     chain,
     gradient,
     local_sgd,
-    mean_of,
+    noise_free,
     per_example,
 )
 from fedgauge.defenses.clip import clip
@@ -195,10 +195,10 @@ LINKS: dict[str, Callable[[], Chain]] = {
 @pytest.mark.parametrize("name", LINKS)
 def test_what_is_hidden_stays_hidden_through_the_chain(name: str) -> None:
     links = LINKS[name]()
-    known = links.conditional
+    known = links.update_distribution
     assert known is not None
     assert known.hidden == links.hidden == HIDDEN
-    bare = Chain(tuple(link for link in links.links if link is not LAST)).conditional
+    bare = Chain(tuple(link for link in links.links if link is not LAST)).update_distribution
     assert replace(known, hidden=frozenset()) == bare, "all else is as without it"
 
 
@@ -210,7 +210,7 @@ def test_a_chain_without_a_known_density_still_says_what_is_hidden() -> None:
 @in_double
 @pytest.mark.parametrize("name", LINKS)
 def test_the_chains_likelihood_does_not_read_what_is_hidden(name: str) -> None:
-    distance = likelihood(LINKS[name]().conditional, 1)
+    distance = likelihood(LINKS[name]().update_distribution, 1)
     seen, expected = BARE(PARAMS, BATCH, None), BARE(PARAMS, Batch(BATCH.x.flip(0), BATCH.y), None)
     other = {k: torch.randn(t.shape, generator=seeded()) if k in HIDDEN else t for k, t in seen.items()}
     assert float(distance(seen, expected)) > 1e-3
@@ -222,8 +222,8 @@ def test_the_chains_likelihood_does_not_read_what_is_hidden(name: str) -> None:
 def test_the_attackers_form_is_the_undefended_client() -> None:
     expected = local_sgd(0.1, 2)(BARE)(PARAMS, BATCH, None)
     assert same(chain(LAST, local_sgd(0.1, 2)).mean(BARE)(PARAMS, BATCH, None), expected)
-    assert mean_of(LAST)(BARE) is BARE
-    assert Conditional(hidden=HIDDEN) == LAST.conditional(Conditional())
+    assert noise_free(LAST)(BARE) is BARE
+    assert UpdateDistribution(hidden=HIDDEN) == LAST.update_distribution(UpdateDistribution())
 
 
 def test_no_limit_is_claimed_where_what_falls_is_chosen_by_the_data() -> None:

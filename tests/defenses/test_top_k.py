@@ -22,10 +22,10 @@ from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.client.components import SpecError
 from fedgauge.client.protocol import Federation
-from fedgauge.client.update import Batch, Conditional, Memory, Update, chain, local_sgd
+from fedgauge.client.update import Batch, TransformState, Update, UpdateDistribution, chain, local_sgd
 from fedgauge.defenses.top_k import largest, top_k
 from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.ledger import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run.in_memory import train
@@ -101,7 +101,7 @@ def test_nothing_is_lost_with_error_feedback(keep: float, rounds: int, seed: int
 
 
 def test_without_error_feedback_nothing_is_remembered() -> None:
-    memory: Memory = {}
+    memory: TransformState = {}
     bare = iter([update(1.0, -4.0, 3.0, 0.0), update(1.0, 1.0, -1.5, 0.0)])
     client_fn = chain(local_sgd(1.0), top_k(0.25, error_feedback=False)).remembering(memory)(lambda *_: next(bare))
     batch = Batch(torch.zeros(1), torch.zeros(1))
@@ -117,8 +117,8 @@ def test_by_itself_it_is_a_client_in_its_first_round_whenever_it_is_called() -> 
 
 
 def test_zeros_tell_nothing_and_noise_stays() -> None:
-    assert top_k(0.5).conditional(Conditional(sigma=0.1)) == Conditional(sigma=0.1, sparse=True)
-    assert top_k(0.5).conditional(Conditional(signed=True)) is None
+    assert top_k(0.5).update_distribution(UpdateDistribution(sigma=0.1)) == UpdateDistribution(sigma=0.1, sparse=True)
+    assert top_k(0.5).update_distribution(UpdateDistribution(signed=True)) is None
 
 
 def test_it_belongs_after_local_training(make_federation: Callable[..., Federation]) -> None:
@@ -191,9 +191,9 @@ def copied(run: Run, scenario: Scenario, folder: Path, accepted: Callable[[int, 
                 if accepted(r, o.client):
                     sent = tape.write_round(r, o.params, o.buffers)
                     digest = f"{sent}:{tape.write_update(r, o.client, o.update)}"
-                    intake.append(Seen(o.client, "accepted", "", 2, digest))
+                    intake.append(Participation(o.client, "accepted", "", 2, digest))
                 else:
-                    intake.append(Seen(o.client, reply, "as the test wants it"))  # type: ignore[arg-type]  # of two statuses
+                    intake.append(Participation(o.client, reply, "as the test wants it"))  # type: ignore[arg-type]  # of two statuses
             ledger.record_intake(r, intake, None)
         ledger.set_meta(state="trained")
     return new

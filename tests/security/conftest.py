@@ -17,7 +17,7 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp.strategy import FedAvg
 from hypothesis import HealthCheck, settings
 
-from fedgauge.server.strategy.validator import Door, Intake
+from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 assert flwr.serverapp  # the import is the point
@@ -48,10 +48,12 @@ class Doorway:
     UPDATE = {k: 0.1 * torch.ones_like(t) for k, t in PARAMS.items()}
 
     def __init__(self, clients: int = 2) -> None:
-        self.intakes: list[Intake] = []
+        self.intakes: list[RoundReplies] = []
         grid = Nodes(clients)
-        self.door = Door(FedAvg(1.0, 0.0, 1, 0, clients), self.intakes.append, seed=1, clients=grid.clients)
-        sent = self.door.configure_train(1, ArrayRecord(self.PARAMS), ConfigRecord(), grid)
+        self.validator = UpdateValidator(
+            FedAvg(1.0, 0.0, 1, 0, clients), self.intakes.append, seed=1, clients=grid.clients
+        )
+        sent = self.validator.configure_train(1, ArrayRecord(self.PARAMS), ConfigRecord(), grid)
         self.asked = {grid.clients[m.metadata.dst_node_id]: self.travel(m) for m in sent}
 
     @staticmethod
@@ -67,7 +69,7 @@ class Doorway:
         return self.reply(client, RecordDict({"update": arrays, "metrics": MetricRecord({"num-examples": 2})}))
 
     def answer(self, *replies: Message) -> dict[str, torch.Tensor] | None:
-        arrays, _ = self.door.aggregate_train(1, replies)
+        arrays, _ = self.validator.aggregate_train(1, replies)
         return dict(arrays.to_torch_state_dict()) if arrays else None
 
 

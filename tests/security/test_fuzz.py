@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.checkpoint import Checkpoint
-from fedgauge.server.store.ledger import Ledger, LedgerError, Seen
+from fedgauge.server.store.ledger import Ledger, LedgerError, Participation
 from fedgauge.server.store.run import NotResumable
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, read_tensors, write_tensors
@@ -227,7 +227,7 @@ def tape_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     state = {"m_t": {"w": np.ones(3, np.float32)}, "momentum": [np.float64(2)], "eta": 0.1, "none": None}
-    Checkpoint(2, {"w": torch.ones(3)}, {}, state, (Seen(0, "accepted", "", 2, "a:b"),)).write(folder)
+    Checkpoint(2, {"w": torch.ones(3)}, {}, state, (Participation(0, "accepted", "", 2, "a:b"),)).write(folder)
     return folder
 
 
@@ -239,7 +239,7 @@ def ledger_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ledger.add_attacks(plan, {"dlg": "card"})
         ledger.set_meta(state="trained")
         for round in (1, 2):
-            ledger.record_intake(round, [Seen(c, "accepted", "", 2, f"{round}:{c}") for c in (0, 1)], plan)
+            ledger.record_intake(round, [Participation(c, "accepted", "", 2, f"{round}:{c}") for c in (0, 1)], plan)
             ledger.record_round(round, 0.5, 1.0, 0.1, 0.1)
         lease = ledger.lease()
         assert lease is not None

@@ -29,8 +29,8 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.curious import Tap
-from fedgauge.server.strategy.validator import Accepted, Intake
+from fedgauge.server.strategy.curious import UpdateRecorder
+from fedgauge.server.strategy.validator import AcceptedReply, RoundReplies
 
 Tables = dict[str, Any]
 Tamper = Callable[[int, list[Message]], list[Message]]  # (round, replies) -> the replies that arrive
@@ -145,14 +145,14 @@ def make_run(folder: Path, scenario: Scenario, rounds: int = 1, tape: bool = Tru
 def record_rounds(run: Run, ledger: Ledger, scenario: Scenario, federation: Federation, rounds: int) -> None:
     """Each round's updates from the federation's first weights, through the server's own tap."""
     params, buffers = federation.initial()
-    tap = Tap(ledger, run.tape(), scenario.plan, scenario.tape.keep)
+    tap = UpdateRecorder(ledger, run.tape(), scenario.plan, scenario.tape.keep)
     size = federation.shards.batch_size
     for round in range(1, rounds + 1):
         accepted = [
-            Accepted(c, federation.client_update(params, buffers, c, round), size, {})
+            AcceptedReply(c, federation.client_update(params, buffers, c, round), size, {})
             for c in range(scenario.protocol.clients)
         ]
-        tap(Intake(round, params, buffers, tuple(accepted), ()))
+        tap(RoundReplies(round, params, buffers, tuple(accepted), ()))
 
 
 class Kit:

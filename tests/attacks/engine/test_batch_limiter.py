@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
-from fedgauge.attacks.engine import batch_limiter as memory
-from fedgauge.attacks.engine.batch_limiter import Places, fitting, host_memory, peak
+from fedgauge.attacks.engine import batch_limiter
+from fedgauge.attacks.engine.batch_limiter import BatchLimiter, host_memory, largest_batch, peak_bytes
 from fedgauge.attacks.matching.gradient_matching import GradientMatching, grad_inversion, idlg, inverting_gradients
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.models.vision import detached_params, lenet
@@ -25,15 +25,15 @@ SHAPE, CLASSES, MEBI = (1, 8, 8), 4, 2**20
 
 def test_the_peak_of_a_piece_of_work_by_hand() -> None:
     x = torch.zeros(1000)
-    assert peak(lambda: (x + 1) + 2, CPU) == 2 * 4000, "two sums of a thousand numbers; x was there before"
-    assert peak(lambda: x.view(10, 100).t(), CPU) == 0, "views hold nothing of their own"
-    assert peak(lambda: [x + 1 for _ in range(5)], CPU) == 5 * 4000
+    assert peak_bytes(lambda: (x + 1) + 2, CPU) == 2 * 4000, "two sums of a thousand numbers; x was there before"
+    assert peak_bytes(lambda: x.view(10, 100).t(), CPU) == 0, "views hold nothing of their own"
+    assert peak_bytes(lambda: [x + 1 for _ in range(5)], CPU) == 5 * 4000
 
     def one_by_one() -> None:
         for _ in range(5):
             x + 1
 
-    assert peak(one_by_one, CPU) == 4000, "each is dropped before the next is made"
+    assert peak_bytes(one_by_one, CPU) == 4000, "each is dropped before the next is made"
 
 
 def test_the_peak_counts_what_the_graph_keeps_alive() -> None:
@@ -45,7 +45,7 @@ def test_the_peak_counts_what_the_graph_keeps_alive() -> None:
         torch.autograd.grad(c.sum(), a)
 
     # a, its two exponentials, the derivative by each; the sum and its derivative are single numbers
-    assert peak(twice_exponential, CPU) == 5 * 4000 + 2 * 4
+    assert peak_bytes(twice_exponential, CPU) == 5 * 4000 + 2 * 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read as Linux tells it")
@@ -76,7 +76,7 @@ before = highest()  # of this process alone; getrusage tells the greater of its 
 work(many)
 print(two * many // 2, highest() - before)
 """
-    root = Path(memory.__file__).parents[1]
+    root = Path(batch_limiter.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     predicted, taken = map(int, done.stdout.split())
     assert predicted > 200 * MEBI, "large against what else a process does"
@@ -137,14 +137,14 @@ def test_free_memory_is_what_system_and_groups_still_grant(
 def test_as_many_fit_as_half_the_free_memory_holds(
     available: int, held: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "free", lambda device: available)
+    monkeypatch.setattr(batch_limiter, "free", lambda device: available)
     seen: list[int] = []
 
     def work(count: int) -> Tensor:
         seen.append(count)
         return torch.zeros(count, 250) + 1  # 2,000 bytes for each problem: the zeros, and the sum
 
-    found = fitting(work, 50, CPU, held)
+    found = largest_batch(work, 50, CPU, held)
     assert seen == [2], "one dry pass"
     assert found == expected
 
@@ -153,20 +153,20 @@ def test_no_dry_pass_where_nothing_can_follow_from_it(monkeypatch: pytest.Monkey
     def forbidden(count: int) -> None:
         raise AssertionError("a dry pass")
 
-    assert fitting(forbidden, 2, CPU) == 2
-    monkeypatch.setattr(memory, "free", lambda device: None)
-    assert fitting(forbidden, 50, CPU) == 50
+    assert largest_batch(forbidden, 2, CPU) == 2
+    monkeypatch.setattr(batch_limiter, "free", lambda device: None)
+    assert largest_batch(forbidden, 50, CPU) == 50
 
 
 def test_where_two_do_not_fit_one_is_tried() -> None:
     def work(count: int) -> None:
         raise MemoryError("already two are too many")
 
-    assert fitting(work, 50, CPU) == 1
+    assert largest_batch(work, 50, CPU) == 1
 
 
 def test_places_are_halved_for_good() -> None:
-    places, tried = Places(8), []
+    places, tried = BatchLimiter(8), []
 
     def work(items: Tensor) -> list[int]:
         tried.append(len(items))
@@ -226,13 +226,13 @@ def test_a_wave_is_as_wide_as_memory_lets_it_be_and_finds_the_same(
     two: list[int] = []
 
     def measured(work: Callable[[], object], device: torch.device) -> int:
-        two.append(peak(work, device))
+        two.append(peak_bytes(work, device))
         return two[-1]
 
-    monkeypatch.setattr(memory, "peak", measured)
+    monkeypatch.setattr(batch_limiter, "peak", measured)
     attack.reconstruct(wave, known, Budget(1, restarts), streams(*range(5)))
-    held = attack.optimizer.remembered * 5 * restarts * 64 * 8
-    monkeypatch.setattr(memory, "free", lambda device: int((1.05 * two[0] + held) / memory.SHARE))
+    held = attack.optimizer.state_per_variable * 5 * restarts * 64 * 8
+    monkeypatch.setattr(batch_limiter, "free", lambda device: int((1.05 * two[0] + held) / batch_limiter.SHARE))
     seen = widths(monkeypatch)
     apart = attack.reconstruct(wave, known, Budget(24, restarts), streams(*range(5)))
     assert max(seen) == places, "the dry pass, and every evaluation"

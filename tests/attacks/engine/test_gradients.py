@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from fedgauge.attacks.engine import gradients as module
 from fedgauge.attacks.engine.gradients import (
     EXACT,
-    Factors,
+    FactoredGradient,
     Unsupported,
+    examples_are_independent,
     factored,
     flattened,
     gradients,
-    independent,
-    trained,
+    local_training_changes,
 )
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.update import Batch, Update, gradient, local_sgd
@@ -124,12 +124,12 @@ def test_they_are_plain_autograds_and_so_are_their_derivatives(
     for factors in (True, False):
         found = gradients(model, params, x, y, -0.1, factors)
         assert list(found) == list(params)
-        assert any(isinstance(t, Factors) for t in found.values()) == factors
+        assert any(isinstance(t, FactoredGradient) for t in found.values()) == factors
         ours = torch.zeros(())
         for k, t in found.items():
             formed = module._form(t, params[k].shape)
             torch.testing.assert_close(formed, torch.stack([-0.1 * g[k] for g in expected]), rtol=1e-9, atol=1e-12)
-            inner, square = t.products(weights[k]) if isinstance(t, Factors) else (t * weights[k], t.square())
+            inner, square = t.products(weights[k]) if isinstance(t, FactoredGradient) else (t * weights[k], t.square())
             ours = ours + inner.sum() / -0.1 + square.sum() / 0.01
         (found_by_x,) = torch.autograd.grad(ours, x)
         torch.testing.assert_close(found_by_x, by_x, rtol=1e-9, atol=1e-9 * float(by_x.abs().max()))
@@ -153,9 +153,9 @@ def test_local_steps_are_the_clients_and_so_are_their_derivatives(
     assert isinstance(total, Tensor)
     (by_x,) = torch.autograd.grad(total, x)
     for factors in (True, False):
-        found = trained(model, params, x, y, local, factors)
+        found = local_training_changes(model, params, x, y, local, factors)
         assert list(found) == list(params)
-        assert any(isinstance(t, Factors) for t in found.values()) == (factors and form == 1)
+        assert any(isinstance(t, FactoredGradient) for t in found.values()) == (factors and form == 1)
         formed = {k: module._form(t, params[k].shape) for k, t in found.items()}
         for k, t in formed.items():
             torch.testing.assert_close(t, torch.stack([e[k] for e in expected]), rtol=1e-9, atol=1e-11)
@@ -167,9 +167,11 @@ def test_local_steps_are_the_clients_and_so_are_their_derivatives(
 def test_local_steps_of_a_wide_convolution_are_refused() -> None:
     model = make("resnet20")
     x, y = torch.randn(2, 1, *SHAPE).requires_grad_(), torch.zeros(2, 1, dtype=torch.int64)
-    assert trained(model, detached_params(model), x, y, local_sgd(0.1), False), "one step has one copy of the weights"
+    assert local_training_changes(model, detached_params(model), x, y, local_sgd(0.1), False), (
+        "one step has one copy of the weights"
+    )
     with pytest.raises(Unsupported):
-        trained(model, detached_params(model), x, y, local_sgd(0.1, 2), False)
+        local_training_changes(model, detached_params(model), x, y, local_sgd(0.1, 2), False)
 
 
 @pytest.fixture
@@ -190,7 +192,7 @@ def test_nothing_of_an_iteration_waits_for_pythons_collector(name: str) -> None:
 
     def iterate() -> int:
         x = torch.randn(2, 1, *SHAPE).requires_grad_()
-        found = trained(model, params, x, y, local, False)
+        found = local_training_changes(model, params, x, y, local, False)
         parts = flattened({k: t for k, t in found.items() if isinstance(t, Tensor)})
         torch.autograd.grad(torch.stack([t.square().sum() for t in parts]).sum(), x)
         del x, found, parts
@@ -306,9 +308,9 @@ def test_what_is_not_known_is_refused_not_guessed(name: str) -> None:
 def test_a_model_that_mixes_examples_is_seen() -> None:
     x = torch.randn(3, 2, *SHAPE)
     plain = make("lenet")
-    assert independent(plain, detached_params(plain), x)
+    assert examples_are_independent(plain, detached_params(plain), x)
     mixing = nn.Sequential(nn.Flatten(), nn.Linear(432, CLASSES), Centre())
-    assert not independent(mixing, detached_params(mixing), x)
+    assert not examples_are_independent(mixing, detached_params(mixing), x)
 
 
 class Centre(nn.Module):
@@ -342,12 +344,12 @@ def test_factors_of_a_product_are_the_product(
     living = torch.rand(problems, 1, 30, generator=torch.Generator().manual_seed(seed)) >= dead
     signal *= 10 ** torch.tensor(scales[:rank])[:, None] * living
     input = input[:, :1].expand_as(input) if alike else input
-    matrices = Factors(signal, input).form()
+    matrices = FactoredGradient(signal, input).form()
     found = factored(matrices, rank)
     assert found is not None
     size = float(matrices.norm())
     assert float((found.form() - matrices).norm()) <= 2e-12 * size
-    other = Factors(*products(problems, others, seed + 1))
+    other = FactoredGradient(*products(problems, others, seed + 1))
     length = float(other.form().norm())
     leaves = [t.requires_grad_() for t in other]
     (by_factors, square), by_entries = other.products(found), (other.form() * matrices).flatten(1).sum(1)
@@ -388,8 +390,8 @@ def test_what_cannot_be_computed_with_is_left_as_it_is(value: float) -> None:
 
 def test_a_rank_that_saves_nothing_is_left_as_it_is() -> None:
     signal, input = products(1, 10)
-    assert factored(Factors(signal, input).form(), 10) is None
-    assert factored(Factors(signal[:, :9], input[:, :9]).form(), 9) is not None
+    assert factored(FactoredGradient(signal, input).form(), 10) is None
+    assert factored(FactoredGradient(signal[:, :9], input[:, :9]).form(), 9) is not None
 
 
 def test_flattening_keeps_every_entry() -> None:
@@ -418,5 +420,5 @@ def test_a_seen_kernel_of_few_positions_is_a_product(batch: int) -> None:
     rows = factored(kernel, 4 * batch)
     assert rows is not None
     torch.testing.assert_close(module._form(rows, kernel.shape[1:]), kernel)
-    other = Factors(*products(3, 4, out=32, wide=72))
+    other = FactoredGradient(*products(3, 4, out=32, wide=72))
     torch.testing.assert_close(other.products(rows), other.products(kernel))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave
-from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.distances import cosine
 from fedgauge.attacks.engine.optimizers import adam
-from fedgauge.attacks.engine.scheduler import LOOK, Clock, Standing, advance
+from fedgauge.attacks.engine.scheduler import CHECK_EVERY, Deadline, OptimizerState, advance
 from fedgauge.attacks.matching.gradient_matching import CUTS, GradientMatching, inverting_gradients
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
@@ -21,27 +21,27 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, chain, gradient, local_sgd
 
 SHAPE, CLASSES = (1, 8, 8), 4
-NEVER = Clock(0.0, None)
+NEVER = Deadline(0.0, None)
 
 
-def standing(count: int) -> Standing:
-    return Standing.at({"x": torch.zeros(count, 1)})
+def optimizer_state(count: int) -> OptimizerState:
+    return OptimizerState.at({"x": torch.zeros(count, 1)})
 
 
 # ---------------------------------------------------------------------------------------------------------- by itself
 
 
 def test_a_place_that_falls_free_goes_to_the_next_that_waits() -> None:
-    state, seen, ends = standing(5), [], {0: 20, 1: 100, 2: 5, 3: 100, 4: 100}
+    state, seen, ends = optimizer_state(5), [], {0: 20, 1: 100, 2: 5, 3: 100, 4: 100}
 
-    def stretch(part: Standing, rows: Tensor, length: int) -> int:
+    def stretch(part: OptimizerState, rows: Tensor, length: int) -> int:
         seen.append(rows.tolist())
         left = torch.tensor([ends[k] for k in rows.tolist()]) - part.spent
         part.finite.copy_(left > length)  # a problem is lost once it has gone so far
         part.variables["x"] += length
         return length
 
-    interrupted = advance(state, torch.arange(5)[:, None], 40, 0, Places(2), NEVER, stretch)
+    interrupted = advance(state, torch.arange(5)[:, None], 40, 0, BatchLimiter(2), NEVER, stretch)
     assert not interrupted.any()
     # 16 iterations to a look, and 8 to the end of 40; then to the nearest look or end of the two
     assert seen == [[0, 1], [0, 1], [1, 2], [2, 3], *[[3, 4]] * 4, [4]]
@@ -50,21 +50,21 @@ def test_a_place_that_falls_free_goes_to_the_next_that_waits() -> None:
 
 
 def test_a_unit_stays_until_all_of_it_has_ended() -> None:
-    state, seen = standing(4), []
+    state, seen = optimizer_state(4), []
 
-    def stretch(part: Standing, rows: Tensor, length: int) -> int:
+    def stretch(part: OptimizerState, rows: Tensor, length: int) -> int:
         seen.append(rows.tolist())
         part.finite.copy_(torch.tensor([k not in (0, 2, 3) for k in rows.tolist()]))
         return length
 
-    advance(state, torch.arange(4).view(2, 2), 2 * LOOK, 0, Places(2), NEVER, stretch)
+    advance(state, torch.arange(4).view(2, 2), 2 * CHECK_EVERY, 0, BatchLimiter(2), NEVER, stretch)
     assert seen == [[0, 1, 2, 3], [0, 1]]
 
 
 def test_what_memory_ends_is_done_again_by_fewer() -> None:
-    state, places, seen = standing(4), Places(4), []
+    state, limiter, seen = optimizer_state(4), BatchLimiter(4), []
 
-    def stretch(part: Standing, rows: Tensor, length: int) -> int:
+    def stretch(part: OptimizerState, rows: Tensor, length: int) -> int:
         part.variables["x"] += length
         part.finite.fill_(True)
         seen.append(rows.tolist())
@@ -72,12 +72,14 @@ def test_what_memory_ends_is_done_again_by_fewer() -> None:
             raise MemoryError("in the second stretch")
         return length
 
-    advance(state, torch.arange(4)[:, None], 2 * LOOK, 0, places, NEVER, stretch)
+    advance(state, torch.arange(4)[:, None], 2 * CHECK_EVERY, 0, limiter, NEVER, stretch)
     assert seen == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [2, 3]]
-    assert state.variables["x"].flatten().tolist() == [2 * LOOK] * 4, "the stretch that failed left nothing behind"
+    assert state.variables["x"].flatten().tolist() == [2 * CHECK_EVERY] * 4, (
+        "the stretch that failed left nothing behind"
+    )
 
 
-class Until(Clock):
+class Until(Deadline):
     """Over after so many questions."""
 
     def __init__(self, questions: int) -> None:
@@ -89,10 +91,10 @@ class Until(Clock):
         return self.left < 0
 
 
-def until(clock: Clock) -> Callable[[Standing, Tensor, int], int]:
+def until(clock: Deadline) -> Callable[[OptimizerState, Tensor, int], int]:
     """A stretch of steps that the clock may end."""
 
-    def stretch(part: Standing, rows: Tensor, length: int) -> int:
+    def stretch(part: OptimizerState, rows: Tensor, length: int) -> int:
         for done in range(length):
             if clock.over():
                 return done
@@ -109,27 +111,30 @@ def until(clock: Clock) -> Callable[[Standing, Tensor, int], int]:
 def test_the_clock_interrupts_those_that_have_not_ended(
     questions: int, spent: list[int], interrupted: list[bool]
 ) -> None:
-    state, clock = standing(3), Until(questions)
+    state, clock = optimizer_state(3), Until(questions)
     stretch = until(clock)
-    assert advance(state, torch.arange(3)[:, None], LOOK, 0, Places(1), clock, stretch).tolist() == interrupted
+    assert (
+        advance(state, torch.arange(3)[:, None], CHECK_EVERY, 0, BatchLimiter(1), clock, stretch).tolist()
+        == interrupted
+    )
     assert state.spent.tolist() == spent
 
 
 def test_time_that_ends_right_after_a_look_loses_nobody() -> None:
-    state, clock = standing(1), Until(1 + LOOK + 1)
+    state, clock = optimizer_state(1), Until(1 + CHECK_EVERY + 1)
     stretch = until(clock)
-    assert advance(state, torch.tensor([[0]]), 2 * LOOK, 0, Places(1), clock, stretch).tolist() == [True]
-    assert state.spent.tolist() == [LOOK]
+    assert advance(state, torch.tensor([[0]]), 2 * CHECK_EVERY, 0, BatchLimiter(1), clock, stretch).tolist() == [True]
+    assert state.spent.tolist() == [CHECK_EVERY]
 
 
 def test_a_stall_by_hand() -> None:
-    state = standing(2)
+    state = optimizer_state(2)
     for objectives in ([8.0, 8.0], [7.5, 7.0], [7.1, 6.9], [6.9, 5.0]):
-        state.judge(torch.tensor(objectives), 0.1, None)
+        state.record(torch.tensor(objectives), 0.1, None)
     # a tenth below 8 is 7.2: reached by 7.1 only after 7.5 was none; then 6.9 is none below 7.1. 8, 7 and 5 are each a fall
     assert state.since.tolist() == [1, 0]
     torch.testing.assert_close(state.lowest, torch.tensor([7.1, 5.0]))
-    state.judge(torch.tensor([1.0, 9.0]), 0.1, torch.tensor([False, True]))
+    state.record(torch.tensor([1.0, 9.0]), 0.1, torch.tensor([False, True]))
     assert state.since.tolist() == [1, 1], "an objective that cannot be compared is neither a fall nor a stall"
 
 
@@ -198,14 +203,14 @@ ATTACKS = {
 @pytest.mark.usefixtures("double")
 def test_a_problem_goes_its_own_way_whoever_advances_beside_it(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wave, known = scene(6, lost=(1,))
-    monkeypatch.setattr(GradientMatching, "_places", lambda *_: Places(2))
+    monkeypatch.setattr(GradientMatching, "_places", lambda *_: BatchLimiter(2))
     budget, order = Budget(90), [4, 1, 0, 5, 3, 2]
     alone = {k: run(ATTACKS[attack], wave, known, [k], budget)[0] for k in range(6)}
     spent = {k: found.iterations for k, found in alone.items()}
     assert alone[1].status == "diverged"
-    assert spent[1] == LOOK, "it is lost at the first look"
+    assert spent[1] == CHECK_EVERY, "it is lost at the first look"
     assert len(set(spent.values())) > 2, "problems end at different iterations, so that others join in between"
-    assert any(LOOK < n < 90 for n in spent.values())
+    assert any(CHECK_EVERY < n < 90 for n in spent.values())
     for k, found in enumerate(run(ATTACKS[attack], wave, known, range(6), budget)):
         if k != 1:
             same(found, alone[k])
@@ -224,11 +229,11 @@ def test_a_finished_problem_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) 
         return evaluate(self, variables, rows, *others)
 
     monkeypatch.setattr(Problems, "value_and_slopes", watched)
-    monkeypatch.setattr(GradientMatching, "_places", lambda *_: Places(3))
+    monkeypatch.setattr(GradientMatching, "_places", lambda *_: BatchLimiter(3))
     found = run(inverting_gradients(), wave, known, range(3), Budget(40))
     assert [f.status for f in found] == ["diverged", "converged", "diverged"]
-    assert [f.iterations for f in found] == [LOOK, 40, LOOK]
-    assert widths == [3] * LOOK + [1] * (40 - LOOK)
+    assert [f.iterations for f in found] == [CHECK_EVERY, 40, CHECK_EVERY]
+    assert widths == [3] * CHECK_EVERY + [1] * (40 - CHECK_EVERY)
 
 
 @pytest.mark.parametrize("anneal", [1.0, 0.1])
@@ -238,7 +243,7 @@ def test_a_stall_is_judged_where_objectives_can_be_compared(anneal: float) -> No
     attack = GradientMatching(cosine(), optimizer=adam(0.1, patience=5, tolerance=0.99), anneal=anneal)
     for found in run(attack, wave, known, range(2), Budget(200)):
         assert found.status == "converged"
-        expected = LOOK if anneal == 1 else -(-(100 + 5) // LOOK) * LOOK
+        expected = CHECK_EVERY if anneal == 1 else -(-(100 + 5) // CHECK_EVERY) * CHECK_EVERY
         assert found.iterations == expected
 
 

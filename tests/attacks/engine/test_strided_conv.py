@@ -11,7 +11,7 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedgauge.attacks.engine.strided_conv import CHANNELS, unstrided
+from fedgauge.attacks.engine.strided_conv import CHANNELS, without_stride
 
 
 @settings(max_examples=150)
@@ -41,7 +41,7 @@ def test_a_convolution_is_the_same_without_its_stride(
     weight = torch.randn(3, channels, *kernel, generator=rng, dtype=torch.float64)
     bias = torch.randn(3, generator=rng, dtype=torch.float64) if biased else None
     expected = F.conv2d(x, weight, bias, stride, padding, dilation)
-    with unstrided():
+    with without_stride():
         found = F.conv2d(x, weight, bias, stride, padding, dilation)
     assert found.shape == expected.shape
     assert torch.allclose(found, expected, atol=1e-12)
@@ -72,7 +72,7 @@ class Strides(TorchFunctionMode):
 )
 def test_only_few_channels_with_one_stride_are_rewritten(layer: nn.Conv2d, strides: list[tuple[int, int]]) -> None:
     x = torch.randn(1, layer.in_channels, 8, 8)
-    with Strides() as outer, unstrided():
+    with Strides() as outer, without_stride():
         layer(x)
     assert outer.seen == strides
 
@@ -80,7 +80,7 @@ def test_only_few_channels_with_one_stride_are_rewritten(layer: nn.Conv2d, strid
 def test_words_for_a_padding_are_left_alone() -> None:
     layer = nn.Conv2d(2, 3, 3, padding="same")
     x = torch.randn(1, 2, 6, 6)
-    with unstrided():
+    with without_stride():
         assert torch.equal(layer(x), layer(x))
 
 
@@ -102,7 +102,7 @@ def test_the_gradient_of_a_gradients_size_is_the_same() -> None:
         return found
 
     expected = gradient()
-    with unstrided():
+    with without_stride():
         found = gradient()
     assert expected.abs().max() > 0.1
     assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Trace, Wave
-from fedgauge.attacks.engine import batch_limiter as memory
+from fedgauge.attacks.engine import batch_limiter
 from fedgauge.attacks.engine.distances import squared
 from fedgauge.attacks.engine.optimizers import lbfgs
 from fedgauge.attacks.engine.trace import Tracer
@@ -160,7 +160,7 @@ def test_the_trace_is_that_of_the_restart_that_was_chosen(attack: GradientMatchi
 
 def test_a_new_draw_of_lbfgs_is_shown_once_it_is_lower() -> None:
     wave, known = scene(n=1)
-    attack = GradientMatching(squared(), (), lbfgs(plateau=0.9999, fit=1e-12), box=False)
+    attack = GradientMatching(squared(), (), lbfgs(plateau=0.9999, restart_above=1e-12), box=False)
     for found in attack.traced(30).reconstruct(wave, known, Budget(300), streams(0, 1)):
         trace = trace_of(found)
         assert 30 < int(trace.iteration[-1]) == found.iterations <= 300, "it ended and began again"
@@ -198,7 +198,7 @@ def test_a_wave_that_is_tried_again_in_halves_has_one_trace_each(monkeypatch: py
         return done
 
     monkeypatch.setattr(GradientMatching, "_advance", narrow)
-    assert memory._exhausted(MemoryError())
+    assert batch_limiter._exhausted(MemoryError())
     halved = inverting_gradients().traced(3).reconstruct(wave, known, Budget(6), streams(0, 1))
     for one, other in zip(whole, halved, strict=True):
         assert trace_of(one).iteration.tolist() == trace_of(other).iteration.tolist() == [0, 3, 6]

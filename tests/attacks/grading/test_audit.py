@@ -14,22 +14,22 @@ import torch
 from torch import Generator, Tensor
 
 import fedgauge.client.data.images
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Remembering, Wave
-from fedgauge.attacks.grading import image_metrics as metrics
-from fedgauge.attacks.grading.audit import NO_DERIVATIVE, WHOLE_BATCH, Auditor, Row, card, invert_own
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, StatefulAttack, Wave
+from fedgauge.attacks.grading import image_metrics
+from fedgauge.attacks.grading.audit import NO_DERIVATIVE, WHOLE_BATCH, Auditor, ScoreRecord, card, invert_own
 from fedgauge.attacks.malicious.carried_input import carried_input
 from fedgauge.attacks.malicious.fishing import class_fishing
 from fedgauge.attacks.malicious.imprint import imprint
 from fedgauge.attacks.malicious.optimised_features import optimised_features
 from fedgauge.attacks.malicious.separate_models import separate_models
-from fedgauge.attacks.malicious.server_attack import Malice
+from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.attacks.malicious.targeting import knowledge
 from fedgauge.attacks.malicious.trap_weights import trap_weights
 from fedgauge.attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
 from fedgauge.client.data.images import Shards
 from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, OnUpdate, Update
+from fedgauge.client.update import Batch, Update, UpdateTransform
 
 Make = Callable[..., Any]
 MLP = {"use": "mlp", "hidden": [16]}
@@ -40,7 +40,7 @@ def planned(use: str, **table: Any) -> PlannedAttack:
     return PlannedAttack.from_table({"iterations": 2, **table, "use": use}, "here")
 
 
-def rows_of(rows: tuple[Row, ...], attack: str, metric: str) -> list[float | None]:
+def rows_of(rows: tuple[ScoreRecord, ...], attack: str, metric: str) -> list[float | None]:
     found = sorted((row.example, row.value) for row in rows if (row.attack, row.metric) == (attack, metric))
     return [value for _, value in found]
 
@@ -67,8 +67,8 @@ def guarded(monkeypatch: pytest.MonkeyPatch, kind: type[Attack]) -> Iterator[lis
 
         return guarded
 
-    door = "advance" if issubclass(kind, Remembering) else "reconstruct"
-    original = getattr(kind, door)
+    entry = "advance" if issubclass(kind, StatefulAttack) else "reconstruct"
+    original = getattr(kind, entry)
 
     def attack(self: Attack, wave: Wave, known: Knowledge, *others: Any) -> Any:
         nonlocal attacking
@@ -81,7 +81,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch, kind: type[Attack]) -> Iterator[lis
             events.append("attack ends")
 
     with monkeypatch.context() as patched:
-        patched.setattr(kind, door, attack)
+        patched.setattr(kind, entry, attack)
         patched.setattr(Shards, "batch_at", guard(Shards.batch_at, "truth"))
         patched.setattr(Federation, "batch_at", guard(Federation.batch_at, "asked"))
         patched.setattr(fedgauge.client.data.images, "batch_of", guard(fedgauge.client.data.images.batch_of, "images"))
@@ -102,7 +102,7 @@ OF_IMAGES = [
     for use in ATTACK.names()
     if not use.startswith((TEXT_ATTACKS, "fedgauge.attacks.malicious.")) and not use.endswith(":random_words")
 ]
-DECODED: dict[str, Malice | None] = {  # by decoder, the malice whose answers it reads
+DECODED: dict[str, ServerAttack | None] = {  # by decoder, the malice whose answers it reads
     "read_carried": carried_input(),
     "lone_example": class_fishing(),
     "read_imprint": imprint(bins=8),
@@ -113,18 +113,20 @@ DECODED: dict[str, Malice | None] = {  # by decoder, the malice whose answers it
 }
 
 
-def bent(use: str, make_federation: Make) -> tuple[Federation, Wave]:
+def malicious_setup(use: str, make_federation: Make) -> tuple[Federation, Wave]:
     """A federation under a malice, and what its first client (or group of two) answers."""
-    malice = DECODED[use]
-    changes = [malice.architecture] if malice is not None and malice.architecture is not None else []
-    together = {"secure_sum": {"group": 2}, "clients": 2} if malice is None else {}
+    server_attack = DECODED[use]
+    changes = (
+        [server_attack.architecture] if server_attack is not None and server_attack.architecture is not None else []
+    )
+    together = {"secure_sum": {"group": 2}, "clients": 2} if server_attack is None else {}
     data = {"auxiliary": 200}  # optimised_features fits what is public
-    fed: Federation = make_federation(model={**MLP, "dishonest": changes}, data=data, **together)
+    fed: Federation = make_federation(model={**MLP, "architectures": changes}, data=data, **together)
     params, buffers = fed.initial()
-    if isinstance(malice, class_fishing):
-        malice = class_fishing(int(fed.batch_at(0, 1).y[0]))
-    if malice is not None:
-        params = malice.craft(params, knowledge(fed), generator("malice"))
+    if isinstance(server_attack, class_fishing):
+        server_attack = class_fishing(int(fed.batch_at(0, 1).y[0]))
+    if server_attack is not None:
+        params = server_attack.craft(params, knowledge(fed), generator("malice"))
     return fed, Wave.stack([Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)])
 
 
@@ -134,7 +136,7 @@ def test_every_decoder_is_held_to_the_truths_order_of_events() -> None:
 
 @pytest.mark.parametrize("use", DECODED)
 def test_no_decoder_touches_private_data(use: str, make_federation: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    fed, wave = bent(use, make_federation)
+    fed, wave = malicious_setup(use, make_federation)
     plan = planned(use)
     with guarded(monkeypatch, type(plan.build())) as events:
         (audited,) = Auditor(fed).audit(plan, wave)
@@ -269,8 +271,8 @@ def test_rows_are_the_metrics_of_the_paired_reconstruction(make_federation: Make
     for k, outcome in enumerate(Auditor(fed).audit(plan, observe(fed, (0, 1)))):
         truth, x = fed.batch_at(k, 1).x, outcome.reconstruction.x
         assert x is not None
-        assert metrics.match(truth, x).tolist() == [0, 1, 2], "the reconstruction stands in the truth's order"
-        for metric in (metrics.mse, metrics.psnr, metrics.ssim):
+        assert image_metrics.match(truth, x).tolist() == [0, 1, 2], "the reconstruction stands in the truth's order"
+        for metric in (image_metrics.mse, image_metrics.psnr, image_metrics.ssim):
             values = metric(truth, x).double().tolist()
             assert rows_of(outcome.rows, plan.name, metric.name) == pytest.approx(values)
         assert {row.metric for row in outcome.rows} == {"label_accuracy", "mse", "psnr", "ssim", "identified"}
@@ -329,7 +331,7 @@ def test_the_wrong_client_is_graded_against_the_others_truth(make_federation: Ma
         assert x is not None
         assert {row.client for row in wrong} == {others[k]}
         assert rows_of(tuple(wrong), "wrong_client(exact)", "mse") == pytest.approx(
-            metrics.mse(fed.batch_at(others[k], 1).x, x).tolist()
+            image_metrics.mse(fed.batch_at(others[k], 1).x, x).tolist()
         )
         assert rows_of(outcome.rows, "exact", "psnr")[0] > 100  # type: ignore[operator]
         assert rows_of(outcome.rows, "wrong_client(exact)", "psnr")[0] < 30  # type: ignore[operator]
@@ -462,7 +464,7 @@ def defense() -> Iterator[Callable[[Callable[[Tensor], Tensor]], dict[str, Any]]
 
     def add(entrywise: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         @dataclass(frozen=True)
-        class plugin(OnUpdate):
+        class plugin(UpdateTransform):
             def apply(self, update: Update, rng: Generator | None) -> Update:
                 return {k: entrywise(t) for k, t in update.items()}
 

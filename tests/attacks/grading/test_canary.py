@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from fedgauge.attacks.grading.canary import (
     canary,
+    combine_iterates,
     cosines,
     empirical_epsilon,
     gaussian_epsilon,
     normal_epsilon,
-    of_all_iterates,
 )
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Update, norm
@@ -76,7 +76,7 @@ def audited(sigma: float, rounds: int, run: int, count: int = 60) -> tuple[float
     total = {k: torch.stack([one[k] for one in planted]).sum(0) for k in LIKE}
     released = [gaussian(sigma).apply(total, rng) for _ in range(rounds)]
     final = {k: torch.stack([r[k] for r in released]).sum(0) for k in LIKE}
-    looks = (cosines(final, planted), of_all_iterates([cosines(r, planted) for r in released]))
+    looks = (cosines(final, planted), combine_iterates([cosines(r, planted) for r in released]))
     one, other = (empirical_epsilon(found, 6500, 1e-5, equal=True) for found in looks)
     return one, other
 

@@ -12,7 +12,7 @@ import torchvision
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedgauge.attacks.grading import image_metrics as metrics
+from fedgauge.attacks.grading import image_metrics as module
 from fedgauge.attacks.grading.image_metrics import BACKBONES, image_metrics, lpips_metric, lpips_weights
 from fedgauge.client.rng import generator
 
@@ -72,7 +72,7 @@ def test_building_a_backbone_draws_no_number(local_file: Find) -> None:
     weights(local_file, "alex")
     metric, state = lpips_metric("alex"), torch.get_rng_state()
     assert metric is not None
-    metrics._lpips_network.cache_clear()
+    module._lpips_network.cache_clear()
     metric(*pair())
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -92,7 +92,7 @@ def test_what_torchvision_has_downloaded_is_used(
     name = Path(torchvision.models.AlexNet_Weights.DEFAULT.url).name
     (tmp_path / "torch" / "hub" / "checkpoints").mkdir(parents=True)
     torch.save(whole, tmp_path / "torch" / "hub" / "checkpoints" / name)
-    metrics._downloaded.cache_clear()
+    module._downloaded.cache_clear()
     found = lpips_metric("alex")
     assert found is not None and found.name == "lpips_alex"
     assert lpips_metric("vgg") is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.grading.replay import TOLERANCE, Replay, replay
+from fedgauge.attacks.grading.replay import TOLERANCE, ReplayCheck, replay
 from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Update, gradient
@@ -45,7 +45,7 @@ def seen(
 def test_an_honest_update_is_replayed_exactly(changes: dict[str, Any], make_federation: Make) -> None:
     observation = seen(make_federation(**changes))
     told = replay(make_federation(**changes), observation)
-    assert told == Replay(2, 1, pytest.approx(1.0, abs=1e-6), 0.0, "exact to rounding")  # type: ignore[arg-type]
+    assert told == ReplayCheck(2, 1, pytest.approx(1.0, abs=1e-6), 0.0, "exact to rounding")  # type: ignore[arg-type]
     assert told.ok
 
 

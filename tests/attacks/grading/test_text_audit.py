@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Budget, Observation
-from fedgauge.attacks.grading.audit import Auditor, Row, card
+from fedgauge.attacks.grading.audit import Auditor, ScoreRecord, card
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.grading.text_metrics import text_metrics
@@ -141,7 +141,7 @@ def test_a_model_of_words_refuses_images(make_federation: Make) -> None:
 # ---------------------------------------------------------------------------------------------------------------- audit
 
 
-def rows_of(fed: Federation, observe: Any, planned: PlannedAttack, **more: Any) -> list[Row]:
+def rows_of(fed: Federation, observe: Any, planned: PlannedAttack, **more: Any) -> list[ScoreRecord]:
     (audited,) = Auditor(fed, **more).audit(planned, observe(fed))
     return list(audited.rows)
 

@@ -15,7 +15,14 @@ from torch.distributions import Normal
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.grading.image_metrics import mse
-from fedgauge.attacks.learned.generators import GENERATOR, check, convolutional, fully_connected, located, own
+from fedgauge.attacks.learned.generators import (
+    GENERATOR,
+    check,
+    convolutional,
+    fully_connected,
+    own,
+    with_absolute_paths,
+)
 from fedgauge.attacks.matching.gi_gip import gi_gip
 from fedgauge.attacks.matching.gradient_matching import bayes, dlg, inverting_gradients
 from fedgauge.attacks.matching.priors import generator_prior, total_variation
@@ -184,9 +191,9 @@ def test_what_a_table_says_wrong_is_told_before_a_file_is_read(here: Path) -> No
 def test_paths_inside_an_attacks_table_become_absolute(tmp_path: Path) -> None:
     inner = {"use": "m:x", "weights": "a.safetensors"}
     said = {"use": "n:y", "prior": {"generator": inner}, "iterations": 3}
-    found = located(said, tmp_path)
+    found = with_absolute_paths(said, tmp_path)
     assert found == {**said, "prior": {"generator": {**inner, "weights": str(tmp_path / "a.safetensors")}}}
-    assert located(found, Path("elsewhere")) == found
+    assert with_absolute_paths(found, Path("elsewhere")) == found
 
 
 def test_the_networks_that_have_a_name_make_every_shape() -> None:

@@ -12,23 +12,29 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.grading.audit import Auditor, card
 from fedgauge.attacks.grading.image_metrics import match, mse
-from fedgauge.attacks.learned import feature_hashing as hashing
-from fedgauge.attacks.learned import learning_to_invert
-from fedgauge.attacks.learned.auxiliary import Auxiliary, check_apart, cosine_matrix, pseudo_images
-from fedgauge.attacks.learned.cache import Shelf, digest
+from fedgauge.attacks.learned import feature_hashing, learning_to_invert
+from fedgauge.attacks.learned.auxiliary import Auxiliary, check_disjoint, cosine_matrix, pseudo_images
+from fedgauge.attacks.learned.cache import TensorCache, digest
 from fedgauge.attacks.learned.feature_hashing import Sketch
-from fedgauge.attacks.learned.learning_to_invert import Pupil, Training, pairing
-from fedgauge.attacks.learned.ridge import Rows, downhill, fit, principal, ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import School, Simulator, View, arranged, flat, stages
+from fedgauge.attacks.learned.learning_to_invert import ImageInverterTraining, Trainer, pairing
+from fedgauge.attacks.learned.ridge import RidgeInputs, fit, minimise_on_grid, principal, ridge_inversion
+from fedgauge.attacks.learned.shadow_updates import (
+    ShadowTrainer,
+    Simulator,
+    UpdateFeatures,
+    aligned_orders,
+    flat,
+    stages,
+)
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Summed, Update, chain, gradient, local_sgd, per_example
+from fedgauge.client.update import Batch, Chain, GroupMean, Update, chain, gradient, local_sgd, per_example
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
@@ -42,13 +48,13 @@ CHAINS = {
     "prune": chain(prune(0.1), local_sgd(1.0)),
     "sign of each": chain(per_example(sign()), local_sgd(1.0)),
     "clip of each, then sign": chain(per_example(clip(0.1)), local_sgd(1.0), sign()),
-    "sum of two": Chain((prune(0.2), local_sgd(1.0), Summed(2))),
+    "sum of two": Chain((prune(0.2), local_sgd(1.0), GroupMean(2))),
 }
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "shelf")
+def cache(tmp_path: Path) -> TensorCache:
+    return TensorCache(tmp_path / "shelf")
 
 
 def images(n: int, shape: tuple[int, int, int] = SHAPE, classes: int = 4) -> Batch:
@@ -101,7 +107,7 @@ def test_each_simulated_client_draws_its_own_noise(links: Chain) -> None:
 
 def test_a_sum_of_clients_averages_noise_out() -> None:
     model = small(mlp, hidden=[32])
-    links = Chain((local_sgd(1.0), gaussian(0.1), Summed(4, together=True)))
+    links = Chain((local_sgd(1.0), gaussian(0.1), GroupMean(4, together=True)))
     known, batch = known_of(model, links, 4), images(64)
     x, y = batch.x.view(16, 4, *SHAPE), batch.y.view(16, 4)
     drawn, mean = (
@@ -115,7 +121,7 @@ def test_the_own_label_s_row_comes_first() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
     weight = torch.arange(4.0)[:, None].expand(4, 64)
     update: Update = {"1.weight": weight.expand(2, 4, 64), "1.bias": torch.arange(4.0).expand(2, 4)}
-    rows = View().rows(known_of(model, CHAINS["bare"]), update, torch.tensor([[0, 2], [1, 3]]))
+    rows = UpdateFeatures().rows(known_of(model, CHAINS["bare"]), update, torch.tensor([[0, 2], [1, 3]]))
     assert rows[:, -4:].tolist() == [[0, 1, 2, 3], [2, 0, 1, 3], [1, 0, 2, 3], [3, 0, 1, 2]]
     assert rows[1, : 4 * 64 : 64].tolist() == [2, 0, 1, 3]
 
@@ -145,10 +151,10 @@ def test_signs_keep_inner_products_in_the_mean_and_plain_sums_do_not() -> None:
 
 
 def test_a_table_too_large_for_memory_is_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "free", lambda device: 8000)
-    hashing.check_room(10, 100, torch.device("cpu"))
+    monkeypatch.setattr(feature_hashing, "free", lambda device: 8000)
+    feature_hashing.check_memory(10, 100, torch.device("cpu"))
     with pytest.raises(ValueError, match="set buckets to at most 100$"):
-        hashing.check_room(10, 101, torch.device("cpu"))
+        feature_hashing.check_memory(10, 101, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"buckets must lie in 1\.\.99"):
         Sketch.draw(100, 100, True, generator("x"))
 
@@ -157,27 +163,27 @@ def test_a_table_too_large_for_memory_is_refused_with_what_fits(monkeypatch: pyt
 
 
 def test_the_shelf_forgets_what_was_not_read_for_longest(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, bound=1000)
+    cache = TensorCache(tmp_path, bound=1000)
     for name in ("a", "b"):
-        shelf.put(name, {"x": torch.zeros(80)})
+        cache.put(name, {"x": torch.zeros(80)})
     import os
 
     os.utime(tmp_path / "b.safetensors", (1, 1))
-    shelf.put("c", {"x": torch.ones(80)})
-    assert [shelf.read(name) is not None for name in "abc"] == [True, False, True]
-    shelf.put("d", {"x": torch.zeros(1000)})
-    assert shelf.read("d") is None
+    cache.put("c", {"x": torch.ones(80)})
+    assert [cache.read(name) is not None for name in "abc"] == [True, False, True]
+    cache.put("d", {"x": torch.zeros(1000)})
+    assert cache.read("d") is None
 
 
 def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    shelf.put("a", {"x": torch.zeros(80)})
+    cache = TensorCache(tmp_path)
+    cache.put("a", {"x": torch.zeros(80)})
     path = tmp_path / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.warns(UserWarning, match="is damaged"):
-        made = shelf.get("a", lambda: {"x": torch.ones(2)})
+        made = cache.get("a", lambda: {"x": torch.ones(2)})
     assert made["x"].tolist() == [1, 1]
-    assert shelf.get("a", lambda: {})["x"].tolist() == [1, 1]
+    assert cache.get("a", lambda: {})["x"].tolist() == [1, 1]
 
 
 def test_a_digest_tells_apart_what_differs() -> None:
@@ -195,7 +201,7 @@ def test_ridge_in_a_linear_world_reaches_the_error_that_paper_gives() -> None:
     rng = generator("world")
     x = 0.5 + 0.05 * torch.randn(4000, 6, generator=rng)
     seen = x + 0.1 * torch.randn(4000, 6, generator=rng)
-    found = fit(Rows(seen[:3000]), x[:3000], Rows(seen[3000:]), x[3000:], 0.0, 1, 1e-3)
+    found = fit(RidgeInputs(seen[:3000]), x[:3000], RidgeInputs(seen[3000:]), x[3000:], 0.0, 1, 1e-3)
     assert found.error == pytest.approx(0.002, rel=0.05)
 
 
@@ -203,7 +209,7 @@ def test_a_ridge_fitted_without_noise_is_the_best_for_noise_of_any_size() -> Non
     rng = generator("quiet")
     x = 0.5 + 0.05 * torch.randn(4000, 6, generator=rng)
     seen = x + 0.1 * torch.randn(4000, 6, generator=rng)
-    found = fit(Rows(x[:3000]), x[:3000], Rows(seen[3000:]), x[3000:], 0.0, 1, 1e-3)
+    found = fit(RidgeInputs(x[:3000]), x[:3000], RidgeInputs(seen[3000:]), x[3000:], 0.0, 1, 1e-3)
     assert found.error == pytest.approx(0.002, rel=0.05)
     # n sigma^2 of |x|^2, within the search's step
     assert 0.5 < found.regulariser / (3000 * 0.1**2 / (6 * 0.05**2)) < 2
@@ -221,7 +227,7 @@ def test_both_forms_of_a_ridge_are_one(bond: float, monkeypatch: pytest.MonkeyPa
     for primal in (True, False):
         # as many rows, of which most are zeros that no form sees, decide which form it is
         padded = x if primal else torch.cat([x, torch.zeros(80, 200)], 1)
-        rows = [Rows(padded[part], y[part]) for part in (slice(60), slice(60, 80))]
+        rows = [RidgeInputs(padded[part], y[part]) for part in (slice(60), slice(60, 80))]
         made = fit(rows[0], targets[:60], rows[1], targets[60:], bond, 3, 1.0)
         assert (made.rows is None) == primal
         found.append((made.regulariser, made(rows[1])))
@@ -234,7 +240,9 @@ def test_a_bond_learns_a_map_of_each_label_s_own() -> None:
     x, y = torch.rand(600, 1, generator=rng) - 0.5, torch.randint(2, (600,), generator=rng)
     targets = 0.5 + torch.where(y[:, None] == 0, x, -x)
     errors = [
-        fit(Rows(x[:500], y[:500]), targets[:500], Rows(x[500:], y[500:]), targets[500:], bond, 2, 1e-3).error
+        fit(
+            RidgeInputs(x[:500], y[:500]), targets[:500], RidgeInputs(x[500:], y[500:]), targets[500:], bond, 2, 1e-3
+        ).error
         for bond in (0.0, 10.0)
     ]
     assert errors[0] > 0.05
@@ -242,9 +250,11 @@ def test_a_bond_learns_a_map_of_each_label_s_own() -> None:
 
 
 def test_downhill_ends_where_the_error_is_least() -> None:
-    assert downhill(lambda r: (torch.tensor(r).log10() + 3).square().item(), 1.0) == pytest.approx(1e-3, rel=1e-6)
+    assert minimise_on_grid(lambda r: (torch.tensor(r).log10() + 3).square().item(), 1.0) == pytest.approx(
+        1e-3, rel=1e-6
+    )
     with pytest.raises(ValueError, match="not finite"):
-        downhill(lambda r: float("inf"), 1.0)
+        minimise_on_grid(lambda r: float("inf"), 1.0)
 
 
 def test_principal_directions_are_those_of_the_covariance() -> None:
@@ -311,9 +321,9 @@ def test_a_network_is_trained_once_for_all_waves_of_a_round_and_packing_changes_
     known, wave, _ = digits()
     attack = learning_to_invert.learning_to_invert(hidden=24, batch=32)
     together = attack.reconstruct(wave, known, Budget(30), STREAMS)
-    kept = sorted((Shelf.own().folder).glob("inverter-*.safetensors"))
+    kept = sorted((TensorCache.own().folder).glob("inverter-*.safetensors"))
     apart = [attack.reconstruct(wave.of([k]), known, Budget(30), STREAMS[k : k + 1])[0] for k in range(4)]
-    assert sorted((Shelf.own().folder).glob("inverter-*.safetensors")) == kept
+    assert sorted((TensorCache.own().folder).glob("inverter-*.safetensors")) == kept
     for a, b in zip(together, apart, strict=True):
         torch.testing.assert_close(a.x, b.x)
 
@@ -328,25 +338,25 @@ def test_a_killed_training_goes_on_from_its_checkpoint_to_the_same_end(
     known, wave, _ = digits(batch_size=2, links=chain(local_sgd(1.0), gaussian(0.01)))
     attack, learned = learning_to_invert.learning_to_invert(hidden=8, batch=16), []
 
-    def training(folder: str) -> Training:
-        school = School(known, wave.params, View(False), shelf=Shelf(tmp_path / folder))
-        return Training(attack, school, Budget(40), "")
+    def training(folder: str) -> ImageInverterTraining:
+        shadow = ShadowTrainer(known, wave.params, UpdateFeatures(False), cache=TensorCache(tmp_path / folder))
+        return ImageInverterTraining(attack, shadow, Budget(40), "")
 
-    whole = training("whole").inverter(Clock(0.0, None))
+    whole = training("whole").inverter(Deadline(0.0, None))
     monkeypatch.setattr(learning_to_invert, "SAVED", 0.0)
-    learn = Pupil.learn
+    train_step = Trainer.train_step
 
-    def dies(self: Pupil, rows: Tensor, truth: Tensor) -> None:
+    def dies(self: Trainer, rows: Tensor, truth: Tensor) -> None:
         if len(learned) == 17:
             raise Killed
         learned.append(self.step)
-        learn(self, rows, truth)
+        train_step(self, rows, truth)
 
-    monkeypatch.setattr(Pupil, "learn", dies)
+    monkeypatch.setattr(Trainer, "learn", dies)
     with pytest.raises(Killed):
-        training("killed").inverter(Clock(0.0, None))
+        training("killed").inverter(Deadline(0.0, None))
     learned.append(-1)
-    again = training("killed").inverter(Clock(0.0, None))
+    again = training("killed").inverter(Deadline(0.0, None))
     assert learned[17:20] == [-1, 17, 18]
     for a, b in zip(whole.network.parameters(), again.network.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -376,17 +386,19 @@ def test_training_that_runs_out_of_time_says_so() -> None:
     assert found.x is not None
 
 
-def test_the_held_out_error_is_of_images_that_nothing_was_learned_from(shelf: Shelf) -> None:
+def test_the_held_out_error_is_of_images_that_nothing_was_learned_from(cache: TensorCache) -> None:
     known, wave, _ = digits(batch_size=2)
-    school = School(known, wave.params, View(), passes=2, shelf=shelf)
-    learned, held = (set(school.lessons(part).groups.flatten().tolist()) for part in (False, True))
+    shadow = ShadowTrainer(known, wave.params, UpdateFeatures(), passes=2, cache=cache)
+    learned, held = (set(shadow.shadow_data(part).groups.flatten().tolist()) for part in (False, True))
     assert not learned & held
     assert len(learned) == 360 and len(held) == 40
     y = known.auxiliary.y if known.auxiliary is not None else torch.empty(0)
-    assert bool((y[school.groups(False)].diff(dim=1) >= 0).all())
+    assert bool((y[shadow.groups(False)].diff(dim=1) >= 0).all())
 
 
-def test_lessons_bear_the_labels_that_the_attacker_would_restore(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lessons_bear_the_labels_that_the_attacker_would_restore(
+    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Mistakes and all; an image stands where its own label does, as far as that is among them."""
     known, wave, _ = digits(batch_size=2)
     assert known.auxiliary is not None
@@ -396,21 +408,25 @@ def test_lessons_bear_the_labels_that_the_attacker_would_restore(shelf: Shelf, m
         return torch.tensor([[3, 0]]).expand(len(seen), 2)
 
     monkeypatch.setattr("fedgauge.attacks.labels.restore", restored)
-    lessons = School(known, wave.params, View(), shelf=shelf).lessons(False)
-    assert lessons.labels.unique(dim=0).tolist() == [[0, 3]]
-    own = y[lessons.groups]
+    shadow_data = ShadowTrainer(known, wave.params, UpdateFeatures(), cache=cache).shadow_data(False)
+    assert shadow_data.labels.unique(dim=0).tolist() == [[0, 3]]
+    own = y[shadow_data.groups]
     swapped = (own[:, 0] == 3) | (own[:, 1] == 0)
     assert int(((own == 0) | (own == 3)).any(1).sum()) > 20
-    assert not bool((swapped & (own != lessons.labels).all(1)).any()), "the one that has its label stands there"
-    given = School(replace(known, labels=torch.zeros(4, 2, dtype=torch.int64)), wave.params, View(), shelf=shelf)
-    assert torch.equal(given.lessons(False).labels, y[given.groups(False)]), "right ones where the clients' are given"
+    assert not bool((swapped & (own != shadow_data.labels).all(1)).any()), "the one that has its label stands there"
+    given = ShadowTrainer(
+        replace(known, labels=torch.zeros(4, 2, dtype=torch.int64)), wave.params, UpdateFeatures(), cache=cache
+    )
+    assert torch.equal(given.shadow_data(False).labels, y[given.groups(False)]), (
+        "right ones where the clients' are given"
+    )
 
 
 def test_arranged_images_stand_at_their_labels() -> None:
     groups = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
     y = torch.tensor([[1, 2, 5], [0, 0, 4], [1, 2, 3]])
     labels = torch.tensor([[1, 2, 5], [0, 4, 4], [2, 3, 7]])
-    found = arranged(groups, y, labels).tolist()
+    found = aligned_orders(groups, y, labels).tolist()
     assert found[0] == [10, 11, 12]
     assert (found[1][0] in (20, 21)) and 22 in found[1][1:]
     assert found[2] == [31, 32, 30]
@@ -439,7 +455,7 @@ def test_a_table_of_updates_too_large_for_memory_is_not_applicable_with_the_buck
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known, wave, _ = digits()
-    monkeypatch.setattr(hashing, "free", lambda device: 8 * 360 * 500)
+    monkeypatch.setattr(feature_hashing, "free", lambda device: 8 * 360 * 500)
     for make in (ridge_inversion(), learning_to_invert.learning_to_invert(hidden=8)):
         (found, *_) = make.reconstruct(wave, known, Budget(1), STREAMS)
         assert found.status == "not_applicable"
@@ -478,10 +494,10 @@ def test_settings_out_of_range_are_refused() -> None:
 
 def test_an_auxiliary_image_in_a_client_s_shard_is_refused_with_the_count(make_federation: Callable[..., Any]) -> None:
     shards = make_federation().shards
-    check_apart(shards)
+    check_disjoint(shards)
     both = replace(shards, auxiliary=torch.cat([shards.auxiliary, shards.indices[1][:3]]))
     with pytest.raises(ValueError, match=r"^3 of the .* auxiliary images are in client 1's shard"):
-        check_apart(both)
+        check_disjoint(both)
 
 
 def test_a_mixture_holds_the_share_that_it_says() -> None:

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.grading.image_metrics import match, mse
-from fedgauge.attacks.learned.cache import Shelf
+from fedgauge.attacks.learned.cache import TensorCache
 from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
-from fedgauge.attacks.learned.refinement import Misfit, Refined, White, _line
-from fedgauge.attacks.learned.ridge import Fitted, ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import School, Simulator, View
+from fedgauge.attacks.learned.refinement import Refinement, UpdateLikelihood, WhitenedPrior, _line
+from fedgauge.attacks.learned.ridge import FittedRidge, ridge_inversion
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Summed, chain, gradient, local_sgd, per_example
+from fedgauge.client.update import Batch, Chain, GroupMean, chain, gradient, local_sgd, per_example
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
@@ -59,7 +59,7 @@ def error_of(found: list[Any], truth: list[Tensor]) -> float:
 
 def test_white_coordinates_are_white_and_lead_back() -> None:
     x = torch.rand(4000, 1, 3, 3, generator=generator("w")) @ torch.rand(3, 3, generator=generator("m"))
-    white = White.of(x)
+    white = WhitenedPrior.of(x)
     z = white.coordinates(x.flatten(1))
     torch.testing.assert_close(white.images(z), x.flatten(1), atol=1e-4, rtol=0)
     covariance = torch.cov(z.T, correction=0)
@@ -75,7 +75,7 @@ def test_a_line_through_variances_tells_noise_from_what_grows() -> None:
 
 @pytest.mark.parametrize(
     "links",
-    [*CHAINS.values(), chain(per_example(sign()), local_sgd(1.0)), Chain((local_sgd(0.5), Summed(2))), chain(local_sgd(0.1, 2, 1))],
+    [*CHAINS.values(), chain(per_example(sign()), local_sgd(1.0)), Chain((local_sgd(0.5), GroupMean(2))), chain(local_sgd(0.1, 2, 1))],
     ids=[*CHAINS, "sign of each", "sum of two", "slices"],
 )  # fmt: skip
 def test_differentiable_updates_are_the_noise_free_ones_and_their_slopes_are_right(links: Chain) -> None:
@@ -91,7 +91,7 @@ def test_differentiable_updates_are_the_noise_free_ones_and_their_slopes_are_rig
     for k, t in found.items():
         torch.testing.assert_close(t.detach(), quiet[k])
     seen = {k: t + 0.01 for k, t in quiet.items()}
-    misfit = Misfit(known, params, {k: (1.0, 0.5) for k in params})
+    misfit = UpdateLikelihood(known, params, {k: (1.0, 0.5) for k in params})
     step = 1e-6 * torch.randn(x.shape, generator=generator("step"), dtype=torch.float64)
 
     def value(at: Tensor) -> Tensor:
@@ -131,9 +131,9 @@ def test_two_images_of_one_update_are_refined_together() -> None:
 
 def test_what_refinement_would_make_worse_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known, wave, _ = digits(CHAINS["bare"])
-    school = School(known, wave.params, View(), shelf=Shelf(tmp_path))
-    refined = Refined(Fitted(ridge_inversion(), school), 4)
-    monkeypatch.setattr(Refined, "descend", lambda self, seen, labels, start, trust, clock: (1 - start, 4))
+    shadow = ShadowTrainer(known, wave.params, UpdateFeatures(), cache=TensorCache(tmp_path))
+    refined = Refinement(FittedRidge(ridge_inversion(), shadow), 4)
+    monkeypatch.setattr(Refinement, "descend", lambda self, seen, labels, start, trust, clock: (1 - start, 4))
     assert refined.trust[0] == 0
     _, batches, start = refined.held
     assert refined.trust[1] == pytest.approx(float((start - batches.x.flatten(2)).square().mean()))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.grading.image_metrics import match, psnr
 from fedgauge.attacks.malicious.carried_input import (
-    Carried,
+    CarriedInputNetwork,
     carried,
     carried_input,
     identity_convolutions,
@@ -20,7 +20,7 @@ from fedgauge.attacks.malicious.carried_input import (
     reversible,
     reversible_blocks,
 )
-from fedgauge.attacks.malicious.server_attack import MALICE, Malice
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.client.components import build
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
@@ -53,7 +53,7 @@ def no_spare() -> nn.Module:
 
 
 # malice (of the classifier's zeros) and network
-WAYS: dict[str, tuple[Callable[[bool], Malice], Callable[[], nn.Module]]] = {
+WAYS: dict[str, tuple[Callable[[bool], ServerAttack], Callable[[], nn.Module]]] = {
     "identity": (lambda zero: identity_convolutions(zero), plain),
     "identity, tanh": (lambda zero: identity_convolutions(zero), lambda: deep(nn.Tanh)),
     "identity, relu": (lambda zero: identity_convolutions(zero), lambda: deep(nn.ReLU)),
@@ -78,8 +78,8 @@ def knowledge(model: nn.Module, size: int, links: Chain | None = None) -> Knowle
     return Knowledge(model, links or chain(local_sgd(0.1)), SHAPE, CLASSES, size, MEAN, STD)
 
 
-def craft(malice: Malice, known: Knowledge) -> Params:
-    return malice.craft(detached_params(known.model), known, torch.Generator().manual_seed(0))
+def craft(server_attack: ServerAttack, known: Knowledge) -> Params:
+    return server_attack.craft(detached_params(known.model), known, torch.Generator().manual_seed(0))
 
 
 def read(known: Knowledge, params: Params, update: Update) -> Reconstruction:
@@ -115,7 +115,7 @@ def test_two_images_of_one_pixel_on_paper() -> None:
 @every
 @pytest.mark.parametrize("zero", [False, True])
 def test_one_example_is_carried_to_the_bit(
-    make: Callable[[bool], Malice], network: Callable[[], nn.Module], zero: bool
+    make: Callable[[bool], ServerAttack], network: Callable[[], nn.Module], zero: bool
 ) -> None:
     torch.manual_seed(1)
     known = knowledge(network(), 1)
@@ -133,7 +133,7 @@ def test_one_example_is_carried_to_the_bit(
 @settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), labels=st.lists(st.integers(0, CLASSES - 1), min_size=2, max_size=5, unique=True))
 def test_distinct_labels_are_taken_apart_by_a_classifier_of_zeros(
-    make: Callable[[bool], Malice], network: Callable[[], nn.Module], seed: int, labels: list[int]
+    make: Callable[[bool], ServerAttack], network: Callable[[], nn.Module], seed: int, labels: list[int]
 ) -> None:
     torch.manual_seed(seed)
     known, batch = knowledge(network(), len(labels)), pictures(seed, labels)
@@ -156,7 +156,7 @@ def test_images_off_the_grid_are_proven_by_their_update() -> None:
 
 @every
 def test_of_one_label_twice_nothing_is_called_exact(
-    make: Callable[[bool], Malice], network: Callable[[], nn.Module]
+    make: Callable[[bool], ServerAttack], network: Callable[[], nn.Module]
 ) -> None:
     """Whatever the mean of what the classifier read gives back: other images that give the same update are not the client's."""
     torch.manual_seed(0)
@@ -218,7 +218,7 @@ def test_carried_leaves_the_given_network_alone() -> None:
     model = lenet(SHAPE, CLASSES)
     before = {k: t.clone() for k, t in model.state_dict().items()}
     made = carried(model, SHAPE, CLASSES)
-    assert isinstance(made, Carried) and isinstance(model.get_submodule("linear"), nn.Linear)
+    assert isinstance(made, CarriedInputNetwork) and isinstance(model.get_submodule("linear"), nn.Linear)
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
 
 
@@ -238,11 +238,11 @@ def test_reversible_blocks_are_reversed(seed: int, blocks: int, width: int) -> N
 
 
 def test_by_name_in_a_scenario() -> None:
-    malice = build({"use": "reversible_blocks", "blocks": 2}, "malice", MALICE)
-    assert malice.architecture == {"use": "reversible", "blocks": 2, "width": 16}
-    malice = build({"use": "carried_input"}, "malice", MALICE)
-    assert malice.architecture == {"use": "carried"}
-    assert build({"use": "identity_convolutions"}, "malice", MALICE).architecture is None
+    server_attack = build({"use": "reversible_blocks", "blocks": 2}, "server_attack", SERVER_ATTACK)
+    assert server_attack.architecture == {"use": "reversible", "blocks": 2, "width": 16}
+    server_attack = build({"use": "carried_input"}, "server_attack", SERVER_ATTACK)
+    assert server_attack.architecture == {"use": "carried"}
+    assert build({"use": "identity_convolutions"}, "server_attack", SERVER_ATTACK).architecture is None
 
 
 def few_channels() -> nn.Module:

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.malicious.fishing import class_fishing, feature_fishing, fished, lone_example
-from fedgauge.attacks.malicious.server_attack import Isolating, Malice
+from fedgauge.attacks.malicious.fishing import class_fishing, count_isolated, feature_fishing, lone_example
+from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack
 from fedgauge.attacks.matching.gradient_matching import dlg
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.client.models.vision import detached_params, last_linear, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Params, Summed, Update, chain, gradient, local_sgd, per_example
+from fedgauge.client.update import Batch, Chain, GroupMean, Params, Update, chain, gradient, local_sgd, per_example
 from fedgauge.defenses.clip import clip
 
 SHAPE, CLASSES, SIZE = (1, 5, 5), 6, 8
@@ -36,10 +36,10 @@ def answer(threat: Knowledge, params: Params, batch: Batch) -> Update:
     return {k: t.detach() for k, t in client(params, batch, generator("client")).items()}
 
 
-def meet(malice: Malice, threat: Knowledge, batch: Batch, rounds: int) -> list[Observation]:
+def meet(server_attack: ServerAttack, threat: Knowledge, batch: Batch, rounds: int) -> list[Observation]:
     honest, seen = detached_params(threat.model), list[Observation]()
     for round in range(1, rounds + 1):
-        params = malice.craft(honest, threat, generator("malice", round), seen)
+        params = server_attack.craft(honest, threat, generator("malice", round), seen)
         seen.append(Observation(round, 0, params, answer(threat, params, batch)))
     return seen
 
@@ -49,7 +49,7 @@ def test_a_fished_class_alone_has_a_gradient_and_its_bias_counts_the_examples(ti
     threat = known()
     batch = examples([2] * times + [0, 1, 3, 4, 5, 0, 1, 3][: SIZE - times])
     (seen,) = meet(class_fishing(target=2), threat, batch, 1)
-    assert fished(seen, threat) == pytest.approx(times, abs=1e-4)
+    assert count_isolated(seen, threat) == pytest.approx(times, abs=1e-4)
     mine = batch.y == 2
     names = [k for k in seen.update if not k.startswith(last_linear(threat.model))]
     if not times:
@@ -63,14 +63,14 @@ def test_a_fished_class_alone_has_a_gradient_and_its_bias_counts_the_examples(ti
 def test_classes_are_tried_in_turn_until_one_occurs_once() -> None:
     threat, batch = known(), examples([0, 0, 0, 3, 3, 3, 3, 1])
     seen = meet(class_fishing(), threat, batch, 5)
-    assert [round(fished(o, threat)) for o in seen] == [3, 1, 1, 1, 1]
+    assert [round(count_isolated(o, threat)) for o in seen] == [3, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_a_threshold_halved_round_by_round_leaves_one_example_of_a_class(seed: int) -> None:
     threat, batch = known(), examples([4] * SIZE, seed)
     seen = meet(feature_fishing(target=4), threat, batch, 25)
-    counts = [fished(o, threat) for o in seen]
+    counts = [count_isolated(o, threat) for o in seen]
     assert counts[-1] == pytest.approx(1, abs=2e-3)
     first = next(i for i, count in enumerate(counts) if abs(count - 1) < 1e-3)
     assert all(torch.equal(seen[first + 1].params[k], t) for k, t in seen[-1].params.items())  # kept, once found
@@ -110,7 +110,7 @@ def test_what_cannot_be_fished_is_refused_in_words() -> None:
     (seen,) = meet(class_fishing(target=1), threat, batch, 1)
     (found,) = lone_example().reconstruct(Wave.stack([seen]), threat, Budget(1), [partial(generator, "a")])
     assert found.reason == "no example of class 1 was fished"
-    local, group = local_sgd(0.1), Chain((clip(1.0), local_sgd(0.1), Summed(2)))
+    local, group = local_sgd(0.1), Chain((clip(1.0), local_sgd(0.1), GroupMean(2)))
     for links, words in (
         (chain(local_sgd(0.1, steps=2)), "the clients take 2 local steps"),
         (chain(replace(local, batch_size=2)), "the batch is trained on in parts"),
@@ -122,8 +122,8 @@ def test_what_cannot_be_fished_is_refused_in_words() -> None:
 
 def test_what_is_said_of_one_client_does_not_depend_on_who_else_is_in_the_wave() -> None:
     threat, streams = known(), [partial(generator, "a"), partial(generator, "b")]
-    malice = class_fishing(target=2)
-    (caught,), (spared,) = (meet(malice, threat, examples([label] + [0] * (SIZE - 1)), 1) for label in (2, 0))
+    server_attack = class_fishing(target=2)
+    (caught,), (spared,) = (meet(server_attack, threat, examples([label] + [0] * (SIZE - 1)), 1) for label in (2, 0))
     attack, budget = lone_example(), Budget(3)
     (alone,) = attack.reconstruct(Wave.stack([spared]), threat, budget, streams[:1])
     beside, other = attack.reconstruct(Wave.stack([spared, caught]), threat, budget, streams)
@@ -138,6 +138,6 @@ def test_the_attack_that_inverts_it_is_named_by_a_table_of_a_scenario() -> None:
     table = {"use": "dlg", "restarts": 2}
     for use in ("fishing:lone_example", "inconsistency:lone_target", "separate:separated"):
         made = PlannedAttack("a", {"use": f"fedgauge.attacks.malicious.{use}", "attack": {"use": "dlg"}}).build()
-        assert isinstance(made, Isolating) and made.inner == dlg()
+        assert isinstance(made, DelegatingAttack) and made.inner == dlg()
     with pytest.raises(SpecError, match="unknown argument|restarts"):
         PlannedAttack("a", {"use": "lone_example", "attack": table}).build()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.malicious.decoding import Rows, on_grid, snapped
+from fedgauge.attacks.malicious.decoding import LayerRows, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.imprint import Imprinted, imprint, imprint_block, read_imprint
-from fedgauge.attacks.malicious.server_attack import MALICE
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.client.components import build
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.protocol import build_model
@@ -132,7 +132,7 @@ def test_images_of_one_bin_are_told_as_their_mixture_and_not_as_exact() -> None:
     update = answer(known, params, batch)
     found = read(known, params, update)
     assert proven(found) == 0 and found.x is not None and found.x.shape == (2, *SHAPE)
-    (mixture,) = Rows.of(update, "query").differences().images(known).double()
+    (mixture,) = LayerRows.of(update, "query").differences().images(known).double()
     a, b = batch.x.double()
     share = float(((mixture - a) * (b - a)).sum() / (b - a).square().sum())
     assert torch.allclose(mixture, a + share * (b - a), atol=1e-4)
@@ -178,8 +178,8 @@ def test_sent_is_left_alone_and_the_rest_of_the_network_is_as_agreed() -> None:
 
 
 def test_by_name_in_a_scenario() -> None:
-    malice = build({"use": "imprint", "bins": 7}, "malice", MALICE)
-    assert malice.architecture == {"use": "imprint_block", "bins": 7}
+    server_attack = build({"use": "imprint", "bins": 7}, "server_attack", SERVER_ATTACK)
+    assert server_attack.architecture == {"use": "imprint_block", "bins": 7}
     plain = build_model({"use": "lenet"}, "[model]", {"shape": SHAPE, "classes": CLASSES}, 0)
     assert imprint_block(plain, SHAPE, 7).query.out_features == 7
 
@@ -222,6 +222,6 @@ def test_the_grid_knows_images_from_mixtures(seed: int, share: float) -> None:
     x = torch.randint(1, 255, (2, 3, 8, 8), generator=torch.Generator().manual_seed(seed)).double() / 255
     noise = 1e-4 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
     assert bool(on_grid(x).all()) and bool(on_grid(x + noise).all())
-    assert torch.equal(snapped(x + noise), x.float())
+    assert torch.equal(snap_to_grid(x + noise), x.float())
     assert not bool(on_grid(share * x[:1] + (1 - share) * x[1:]).any())
     assert not bool(on_grid(x + 1).any()), "out of range"

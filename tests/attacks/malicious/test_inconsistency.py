@@ -11,13 +11,13 @@ from fedgauge.attacks.grading.image_metrics import match, psnr
 from fedgauge.attacks.malicious.inconsistency import dead_layer, lone_target
 from fedgauge.client.models.vision import convnet, detached_params, last_linear, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Summed, average, chain, gradient, local_sgd
+from fedgauge.client.update import Batch, Chain, GroupMean, average, chain, gradient, local_sgd
 
 CLASSES, MEMBERS = 5, 4
 
 
 def knowledge(model: nn.Module, shape: tuple[int, int, int], members: int = MEMBERS) -> Knowledge:
-    links = Chain((local_sgd(0.1), Summed(members)))
+    links = Chain((local_sgd(0.1), GroupMean(members)))
     return Knowledge(model.eval(), links, shape, CLASSES, members, (0.4,) * shape[0], (0.3,) * shape[0])
 
 

@@ -12,8 +12,8 @@ from torch.func import functional_call
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.grading.image_metrics import psnr
-from fedgauge.attacks.malicious.separate_models import Separate, separate, separate_models, separated
-from fedgauge.attacks.malicious.server_attack import MALICE
+from fedgauge.attacks.malicious.separate_models import SeparateNetworks, separate, separate_models, separated
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.client.components import SpecError, build
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp
 from fedgauge.client.rng import generator
@@ -29,7 +29,7 @@ def examples(seed: int, n: int) -> Batch:
     return Batch(torch.rand(n, *SHAPE, generator=rng), torch.randint(CLASSES, (n,), generator=rng))
 
 
-def network(count: int, seed: int = 0) -> Separate:
+def network(count: int, seed: int = 0) -> SeparateNetworks:
     torch.manual_seed(seed)
     return separate(mlp(SHAPE, CLASSES, hidden=[12]), count)
 
@@ -151,11 +151,11 @@ def test_one_by_one_all_examples_really_meet_the_first_network() -> None:
 
 
 def test_the_architecture_is_all_there_is() -> None:
-    malice = build({"use": "separate_models", "count": 3}, "malice", MALICE)
-    assert malice.architecture == {"use": "separate", "count": 3}
+    server_attack = build({"use": "separate_models", "count": 3}, "server_attack", SERVER_ATTACK)
+    assert server_attack.architecture == {"use": "separate", "count": 3}
     known = knowledge(network(3), 3)
     sent = detached_params(known.model)
-    made = malice.craft(sent, known, torch.Generator())
+    made = server_attack.craft(sent, known, torch.Generator())
     assert made is not sent and all(torch.equal(made[k], t) for k, t in sent.items())
     x = examples(0, 3).x
     with torch.no_grad():

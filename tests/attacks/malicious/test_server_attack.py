@@ -9,7 +9,7 @@ import torch
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.malicious.label_flipping import label_flipping
-from fedgauge.attacks.malicious.server_attack import MALICE, Malice
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.components import build
 from fedgauge.client.models.vision import detached_params, last_linear
@@ -25,22 +25,22 @@ NETWORKS: tuple[dict[str, Any], ...] = (
     {"use": "lenet", "stride": 1},
 )
 DECODERS = [name for name in ATTACK.names() if name.startswith("fedgauge.attacks.malicious.")]
-every = pytest.mark.parametrize("name", MALICE.names())
+every = pytest.mark.parametrize("name", SERVER_ATTACK.names())
 
 
-def malice(name: str) -> Malice:
-    found: Malice = build({"use": name, **ARGUMENTS.get(name, {})}, "test", MALICE)
+def server_attack(name: str) -> ServerAttack:
+    found: ServerAttack = build({"use": name, **ARGUMENTS.get(name, {})}, "test", SERVER_ATTACK)
     return found
 
 
-def known(how: Malice | None = None) -> Knowledge:
+def known(how: ServerAttack | None = None) -> Knowledge:
     """Of the network that a malice makes of the first that it does not refuse."""
     offered = {"shape": SHAPE, "classes": CLASSES}
     public = Batch(torch.rand(60, *SHAPE, generator=generator("public")), torch.arange(60) % CLASSES)
     told: list[str] = []
     for table in NETWORKS:
         if how is not None and how.architecture is not None:
-            table = {**table, "dishonest": [how.architecture]}
+            table = {**table, "architectures": [how.architecture]}
         model = build_model(table, "test", offered, 0).eval()
         threat = Knowledge(model, chain(local_sgd(0.1)), SHAPE, CLASSES, SIZE, (0.4,) * 3, (0.3,) * 3, auxiliary=public)
         try:
@@ -54,7 +54,7 @@ def known(how: Malice | None = None) -> Knowledge:
 
 @every
 def test_a_malice_crafts_weights_of_the_same_form_and_leaves_the_honest_ones_alone(name: str) -> None:
-    how = malice(name)
+    how = server_attack(name)
     threat = known(how)
     sent = detached_params(threat.model)
     before = {k: t.clone() for k, t in sent.items()}
@@ -86,7 +86,7 @@ def test_a_decoder_says_why_an_honest_update_is_not_for_it(name: str) -> None:
 def test_flipping_moves_rows_and_changes_nothing_else() -> None:
     threat = known()
     sent, name = detached_params(threat.model), last_linear(threat.model)
-    craft: Callable[[Malice], Any] = lambda how: how.craft(sent, threat, generator("malice"))  # noqa: E731
+    craft: Callable[[ServerAttack], Any] = lambda how: how.craft(sent, threat, generator("malice"))  # noqa: E731
     swapped, moved = craft(label_flipping(classes=(1, 3))), craft(label_flipping())
     for part in ("weight", "bias"):
         key = f"{name}.{part}"

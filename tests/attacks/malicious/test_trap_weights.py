@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.malicious.server_attack import MALICE
-from fedgauge.attacks.malicious.trap_weights import SCALES, alone, read_rows, trap_weights
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
+from fedgauge.attacks.malicious.trap_weights import SCALES, activated_alone, read_rows, trap_weights
 from fedgauge.client.components import build
 from fedgauge.client.data.images import batch_of, cifar10
 from fedgauge.client.models.vision import detached_params, lenet, mlp
@@ -72,8 +72,8 @@ def test_half_of_every_row_is_negative_and_larger() -> None:
 
 def test_whoever_turns_on_a_row_by_himself_is_alone() -> None:
     rows = torch.tensor([[[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]], dtype=torch.bool)
-    assert alone(rows).tolist() == [[True, True, False]]
-    assert alone(rows[:, :, 1:2]).tolist() == [[False, False, False]]
+    assert activated_alone(rows).tolist() == [[True, True, False]]
+    assert activated_alone(rows[:, :, 1:2]).tolist() == [[False, False, False]]
 
 
 @settings(max_examples=25)
@@ -81,7 +81,7 @@ def test_whoever_turns_on_a_row_by_himself_is_alone() -> None:
 def test_proven_are_the_images_that_are_alone_in_a_row(seed: int, size: int, scale: float) -> None:
     known, batch = knowledge(size), examples(seed, size)
     params = crafted(known, scale, seed)
-    expected = int(alone(on(known, params, batch.x)[None]).sum())
+    expected = int(activated_alone(on(known, params, batch.x)[None]).sum())
     found = read(known, params, batch)
     if found.x is None:
         assert not on(known, params, batch.x).any()
@@ -111,7 +111,7 @@ def test_the_scale_is_the_one_by_which_most_public_images_are_alone() -> None:
 
     def share(params: Params) -> float:
         assert known.auxiliary is not None
-        return float(alone(on(known, params, known.auxiliary.x).view(-1, 8, ROWS)).float().mean())
+        return float(activated_alone(on(known, params, known.auxiliary.x).view(-1, 8, ROWS)).float().mean())
 
     tuned, others = share(params), [share(crafted(known, float(s))) for s in SCALES[::8]]
     assert tuned >= max(others)
@@ -134,8 +134,8 @@ def test_a_third_of_a_batch_of_twenty_photographs_and_hardly_any_without(local_d
 
 
 def test_by_name_in_a_scenario() -> None:
-    malice = build({"use": "trap_weights", "scale": 0.9}, "malice", MALICE)
-    assert malice == trap_weights(0.9) and malice.architecture is None
+    server_attack = build({"use": "trap_weights", "scale": 0.9}, "server_attack", SERVER_ATTACK)
+    assert server_attack == trap_weights(0.9) and server_attack.architecture is None
 
 
 WITHOUT_BIAS = nn.Sequential(nn.Flatten(), nn.Linear(108, 9, bias=False), nn.ReLU(), nn.Linear(9, CLASSES))

@@ -21,10 +21,10 @@ from fedgauge.client.models.vision import convbig, convsmall, detached_params, m
 from fedgauge.client.rng import generator
 from fedgauge.client.update import (
     Batch,
+    BatchTransform,
     Chain,
     Link,
-    OnBatch,
-    Randomised,
+    StochasticLayer,
     Transform,
     Update,
     UpdateFn,
@@ -222,7 +222,7 @@ def draws_of(model: nn.Module, links: Chain, batch: Batch, rng: Generator) -> Ma
     """What a client's bottleneck draws, step by step."""
     local = links.local
     size = min(local.batch_size or len(batch.x), len(batch.x))
-    (name,) = (n for n, m in model.named_modules() if isinstance(m, Randomised))
+    (name,) = (n for n, m in model.named_modules() if isinstance(m, StochasticLayer))
     return {name: torch.stack([torch.randn(size, 5, generator=rng) for _ in range(local.steps)])}
 
 
@@ -236,7 +236,7 @@ def test_given_its_noise_the_attackers_client_is_the_client(local: local_sgd) ->
         torch.testing.assert_close(update[k], t)
     mean = known.forward(wave.params, batch, None)
     assert not torch.allclose(mean["3.weight"], update["3.weight"], rtol=1e-2)
-    assert all(m.noise is None for m in model.modules() if isinstance(m, Randomised))
+    assert all(m.noise is None for m in model.modules() if isinstance(m, StochasticLayer))
 
 
 def problems_of(attack: GradientMatching, wave: Wave, known: Knowledge) -> Problems:
@@ -305,7 +305,7 @@ def test_noise_of_examples_that_are_trained_on_apart_is_refused_and_of_one_is_no
 
 
 @dataclass(frozen=True)
-class shaken(OnBatch):
+class shaken(BatchTransform):
     """Adds a random number to each image: random, with no noise-free form."""
 
     def transform(self, batch: Batch, rng: Generator | None) -> Batch:

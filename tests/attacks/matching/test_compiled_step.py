@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
-from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.distances import Distance, cosine, squared
 from fedgauge.attacks.engine.optimizers import adam, lbfgs
-from fedgauge.attacks.matching import compiled_step as compiled
-from fedgauge.attacks.matching.compiled_step import Compiled, missing
+from fedgauge.attacks.matching import compiled_step
+from fedgauge.attacks.matching.compiled_step import CompiledStep, missing
 from fedgauge.attacks.matching.gradient_matching import CUTS, GradientMatching, dlg, inverting_gradients
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
@@ -25,7 +25,7 @@ from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd
 
 CPU = torch.device("cpu")
 SHAPE, CLASSES = (1, 8, 8), 4
-ROOT = Path(compiled.__file__).parents[1]
+ROOT = Path(compiled_step.__file__).parents[1]
 needs_compiler = pytest.mark.skipif(missing(CPU) != "", reason=f"torch.compile needs {missing(CPU)}")
 
 
@@ -60,7 +60,7 @@ def test_the_compiled_step_is_the_plain_one_for_any_problems(case: str, monkeypa
     wave, known = scene(4, links)
     attack = GradientMatching(distance, (total_variation(0.01),))
     problems = Problems(attack, wave, known, known.labels, 1, torch.float32)
-    step = Compiled(problems, Places(3))
+    step = CompiledStep(problems, BatchLimiter(3))
     compilations: list[int] = []
     compile_it = torch.compile
 
@@ -72,9 +72,9 @@ def test_the_compiled_step_is_the_plain_one_for_any_problems(case: str, monkeypa
     rng = torch.Generator().manual_seed(5)
     for rows in ([0, 1, 2], [0, 1, 2], [3, 1, 0], [2, 3], [1]):  # fewer are filled up
         x = torch.randn(len(rows), 2, *SHAPE, generator=rng)
-        heat = torch.rand(len(rows), generator=rng)
-        value, slopes = step.value_and_slopes({"x": x}, torch.tensor(rows), heat)
-        expected, theirs = problems.value_and_slopes({"x": x}, torch.tensor(rows), heat)
+        likelihood_weight = torch.rand(len(rows), generator=rng)
+        value, slopes = step.value_and_slopes({"x": x}, torch.tensor(rows), likelihood_weight)
+        expected, theirs = problems.value_and_slopes({"x": x}, torch.tensor(rows), likelihood_weight)
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(slopes["x"], theirs["x"], rtol=1e-4, atol=1e-5 * float(theirs["x"].abs().max()))
     assert compilations == [1], "once for all of them"
@@ -133,15 +133,15 @@ def test_lbfgs_is_not_compiled() -> None:
 def test_padding_repeats_the_last_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     wave, known = scene(4)
     problems = Problems(GradientMatching(squared()), wave, known, known.labels, 1, torch.float32)
-    step = Compiled(problems, Places(4))
+    step = CompiledStep(problems, BatchLimiter(4))
     seen: list[list[int]] = []
 
     def full(
-        variables: dict[str, Tensor], rows: Tensor, heat: Tensor, nearby: Tensor
+        variables: dict[str, Tensor], rows: Tensor, likelihood_weight: Tensor, nearby: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         seen.append(rows.tolist())
-        assert [len(variables["x"]), len(heat), nearby.shape[1]] == [4, 4, 4]
-        return heat, variables
+        assert [len(variables["x"]), len(likelihood_weight), nearby.shape[1]] == [4, 4, 4]
+        return likelihood_weight, variables
 
     monkeypatch.setattr(step, "_full", full)
     x = torch.arange(2.0).view(2, 1, 1, 1, 1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedgauge.attacks.base import Budget, Knowledge, Memory, Observation, Reconstruction, Stream, Wave
-from fedgauge.attacks.engine.batch_limiter import Places
+from fedgauge.attacks.base import Budget, ClientState, Knowledge, Observation, Reconstruction, Stream, Wave
+from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.matching.feedback_blending import FeedbackBlending, feedback_blending
 from fedgauge.attacks.matching.gradient_matching import GradientMatching, dlg, idlg
@@ -154,7 +154,7 @@ def test_round_by_round_is_the_whole_sequence_bit_for_bit_and_writes_to_nothing(
     fit = sorted(r.objective for results in alone for r in results)[3]
     blending = FeedbackBlending(GradientMatching(optimizer=adam()), fit=fit)
     expected = run(blending, waves, known)
-    memories: list[Memory] = [blending.initial(), blending.initial()]
+    memories: list[ClientState] = [blending.initial(), blending.initial()]
     counts = []
     for place, wave in enumerate(waves):
         before = [{name: t.clone() for name, t in memory.items()} for memory in memories]
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_halved_and_nothing_is_lost(room: int) -> None:
         done.extend(items.tolist())
         return items.tolist()
 
-    found = Places(7).each(work, torch.arange(7))
+    found = BatchLimiter(7).each(work, torch.arange(7))
     assert [k for part in found for k in part] == done == list(range(7))
 
 
@@ -240,6 +240,6 @@ def test_other_errors_and_a_single_problem_too_large_are_told() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        Places(4).each(wrong, torch.arange(4))
+        BatchLimiter(4).each(wrong, torch.arange(4))
     with pytest.raises(MemoryError, match="a single problem does not fit"):
-        Places(4).each(large, torch.arange(4))
+        BatchLimiter(4).each(large, torch.arange(4))

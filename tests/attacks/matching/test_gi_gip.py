@@ -11,8 +11,8 @@ from torch import nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.grading.image_metrics import mse
-from fedgauge.attacks.learned.cache import Shelf
-from fedgauge.attacks.learned.generators import Decoder, Generators
+from fedgauge.attacks.learned.cache import TensorCache
+from fedgauge.attacks.learned.generators import Decoder, GeneratorTraining
 from fedgauge.attacks.matching.gi_gip import gi_gip
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
@@ -52,11 +52,11 @@ def world(auxiliary: torch.Tensor | None = None) -> tuple[Knowledge, Wave, torch
 def test_a_generator_makes_images_of_the_kind_that_it_was_trained_on(tmp_path: Path) -> None:
     known, _, _ = world()
     assert known.auxiliary is not None
-    shelf = Shelf(tmp_path)
-    decoder = Generators(latent=4, width=8, steps=400, rate=5e-3).decoder(known, shelf)
+    cache = TensorCache(tmp_path)
+    decoder = GeneratorTraining(latent=4, width=8, steps=400, rate=5e-3).decoder(known, cache)
     (kept,) = tmp_path.glob("generator-*.safetensors")
     written = kept.stat().st_mtime_ns
-    again = Generators(latent=4, width=8, steps=400, rate=5e-3).decoder(known, shelf)
+    again = GeneratorTraining(latent=4, width=8, steps=400, rate=5e-3).decoder(known, cache)
     assert kept.stat().st_size and all(map(torch.equal, decoder.state_dict().values(), again.state_dict().values()))
     assert len(list(tmp_path.glob("generator-*.safetensors"))) == 1 and written > 0
     made = decoder(torch.randn(200, 4, generator=generator("z")))

@@ -154,7 +154,7 @@ def test_objective_and_gradient_are_the_plain_loops(
     if general:
         monkeypatch.setattr(problems, "by_passes", lambda *_: None)
     else:
-        assert (problems.by_passes(links) is None) == plain["clipped"]
+        assert (problems.whole_batch_update(links) is None) == plain["clipped"]
     attack = GradientMatching(DISTANCES[distance], (total_variation(0.05),))
     z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))  # (K, R, B, C, H, W)
     gradients, objectives = evaluate(attack, z, wave, known)
@@ -183,7 +183,7 @@ CHAINS: dict[str, tuple[Chain, bool]] = {
 @pytest.mark.usefixtures("double")
 def test_every_chain_by_passes_is_the_same_by_vmap(links: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts, passes = CHAINS[links]
-    assert (problems.by_passes(parts) is not None) == passes
+    assert (problems.whole_batch_update(parts) is not None) == passes
     wave, known, _ = scene(clients=3, links=parts)
     attack = GradientMatching(cosine(), (total_variation(0.05),))
     z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
@@ -628,7 +628,7 @@ def test_engine_settings_without_sense_are_refused(arguments: dict[str, Any]) ->
 def test_lbfgs_starts_again_where_it_ends_without_a_fit() -> None:
     wave, known, _ = scene(clients=2, n=1)
     ends = GradientMatching(squared(), (), lbfgs(plateau=0.9999), box=False)
-    again = GradientMatching(squared(), (), lbfgs(plateau=0.9999, fit=1e-12), box=False)
+    again = GradientMatching(squared(), (), lbfgs(plateau=0.9999, restart_above=1e-12), box=False)
     first, more = (a.reconstruct(wave, known, Budget(300), streams(0, 1)) for a in (ends, again))
     for one, two in zip(first, more, strict=True):
         assert one.iterations < 40, "ten steps, and no more"

@@ -15,7 +15,7 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction
 from fedgauge.attacks.engine.distances import squared
 from fedgauge.attacks.grading.image_metrics import match, psnr
 from fedgauge.attacks.labels import assignments
-from fedgauge.attacks.matching import local_steps as local
+from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.gradient_matching import GradientMatching, federated_averaging, surrogate
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.models.vision import detached_params, mlp
@@ -100,7 +100,7 @@ def quality(found: list[Reconstruction], truth: list[Batch]) -> Tensor:
     ],
 )
 def test_epochs_are_counted(local_steps: local_sgd, batch_size: int, expected: int) -> None:
-    assert local.epochs(chain(local_steps), batch_size) == expected
+    assert local_steps.epochs(chain(local_steps), batch_size) == expected
 
 
 def test_the_tie_is_the_mean_over_pairs_of_epochs() -> None:
@@ -110,34 +110,34 @@ def test_the_tie_is_the_mean_over_pairs_of_epochs() -> None:
             epochs = x[k].view(3, 4, 4)
             g = epochs.mean(1) if aggregate == "mean" else epochs.max(1).values
             pairs = [float((a - b).square().mean()) for a in g for b in g]
-            assert float(local.tie(x, 3, aggregate)[k]) == pytest.approx(sum(pairs) / 9, rel=1e-12)
+            assert float(local_steps.aggregate_gap(x, 3, aggregate)[k]) == pytest.approx(sum(pairs) / 9, rel=1e-12)
 
 
 def test_the_tie_by_hand_and_that_no_order_changes_it() -> None:
     x = torch.tensor([1.0, 3.0, 0.0, 0.0]).view(
         1, 4, 1, 1, 1
     )  # two epochs of two single pixels: means 2 and 0, maxima 3 and 0
-    assert (float(local.tie(x, 2, "mean")), float(local.tie(x, 2, "max"))) == (2.0, 4.5)
+    assert (float(local_steps.aggregate_gap(x, 2, "mean")), float(local_steps.aggregate_gap(x, 2, "max"))) == (2.0, 4.5)
     one = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     for order in permutations(range(4)):
         copies = torch.cat([one, one[list(order)]])[None]
         for aggregate in ("mean", "max"):
-            assert float(local.tie(copies, 2, aggregate)) < 1e-12
+            assert float(local_steps.aggregate_gap(copies, 2, aggregate)) < 1e-12
 
 
 def test_copies_are_paired_by_distance_and_averaged() -> None:
     one = torch.randn(3, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     near = one[[2, 0, 1]] + 0.01
     x = torch.stack([torch.cat([one, near]), torch.cat([near, one])])
-    order = local.pairing(x, None, 2)
+    order = local_steps.pair_epochs(x, None, 2)
     assert order.tolist() == [[[0, 1, 2], [1, 2, 0]], [[0, 1, 2], [2, 0, 1]]]
-    torch.testing.assert_close(local.averaged(x, order)[0], one + 0.005)
+    torch.testing.assert_close(local_steps.averaged(x, order)[0], one + 0.005)
 
 
 def test_copies_of_different_labels_are_not_paired() -> None:
     x = torch.tensor([0.0, 9.0, 9.0, 0.0]).view(1, 4, 1, 1, 1)
-    assert local.pairing(x, None, 2)[0, 1].tolist() == [1, 0]
-    assert local.pairing(x, torch.tensor([[5, 7, 5, 7]]), 2)[0, 1].tolist() == [0, 1]
+    assert local_steps.pair_epochs(x, None, 2)[0, 1].tolist() == [1, 0]
+    assert local_steps.pair_epochs(x, torch.tensor([[5, 7, 5, 7]]), 2)[0, 1].tolist() == [0, 1]
 
 
 def test_assignments_of_every_epoch_by_hand() -> None:

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine import distances
 from fedgauge.attacks.engine.distances import (
-    ByProducts,
     Distance,
-    Products,
+    InnerProductDistance,
+    InnerProducts,
     absolute,
     cosine,
     gaussian_likelihood,
@@ -34,10 +34,10 @@ from fedgauge.attacks.engine.distances import (
     without,
     without_products,
 )
-from fedgauge.attacks.engine.optimizers import Evaluate, adam, by_count, lbfgs, minimise
+from fedgauge.attacks.engine.optimizers import Evaluate, adam, lbfgs, minimise, per_iteration_count
 from fedgauge.attacks.matching import priors
 from fedgauge.attacks.matching.priors import (
-    Explained,
+    LatentPrior,
     Prior,
     batch_statistics,
     gaussian,
@@ -199,8 +199,8 @@ def test_each_problem_steps_by_its_own_count(settings: adam) -> None:
 
 def test_what_each_count_makes_of_a_function() -> None:
     like = torch.zeros(3, 2, 2)
-    assert by_count(lambda n: n / 2, [4, 4, 4], like) == 2.0
-    found = by_count(lambda n: n / 2, [4, 0, 1], like)
+    assert per_iteration_count(lambda n: n / 2, [4, 4, 4], like) == 2.0
+    found = per_iteration_count(lambda n: n / 2, [4, 0, 1], like)
     assert isinstance(found, Tensor)
     torch.testing.assert_close(found, torch.tensor([2.0, 0.0, 0.5]).view(3, 1, 1))
 
@@ -358,12 +358,14 @@ def test_a_distance_means_the_same_under_vmap(name: str) -> None:
 @every
 def test_a_distance_by_products_is_the_distance(name: str) -> None:
     distance = DISTANCES[name]
-    if not isinstance(distance, ByProducts):
+    if not isinstance(distance, InnerProductDistance):
         return
     pairs = [(an_update(i), an_update(i + 10)) for i in range(3)]
     plain = torch.stack([distance(*pair) for pair in pairs])
     products = {
-        k: Products(*(torch.stack([(p[i][k] * p[j][k]).sum() for p in pairs]) for i, j in ((0, 1), (0, 0), (1, 1))))
+        k: InnerProducts(
+            *(torch.stack([(p[i][k] * p[j][k]).sum() for p in pairs]) for i, j in ((0, 1), (0, 0), (1, 1)))
+        )
         for k in pairs[0][0]
     }
     torch.testing.assert_close(distance.of(products), plain)
@@ -398,16 +400,18 @@ def test_the_chain_chooses_the_likelihood() -> None:
         signs("hinge"): chain(sgd, sign()),
     }
     for distance, links in chains.items():
-        assert likelihood(links.conditional, 1) == distance, links
-    assert likelihood(chain(sgd, sign()).conditional, 3) == signs("tanh")
-    assert likelihood(chain(gaussian_noise(0.2), clip(1.0), sgd).conditional, 1) == cosine(), "not known in closed form"
+        assert likelihood(links.update_distribution, 1) == distance, links
+    assert likelihood(chain(sgd, sign()).update_distribution, 3) == signs("tanh")
+    assert likelihood(chain(gaussian_noise(0.2), clip(1.0), sgd).update_distribution, 1) == cosine(), (
+        "not known in closed form"
+    )
 
 
 def test_noise_of_several_steps_adds_up_as_a_sum_of_draws_does() -> None:
     links = chain(gaussian_noise(0.3), local_sgd(0.1, steps=4))
     zero: Update = {"w": torch.zeros(20000)}
     seen = links(lambda params, batch, rng: zero)(zero, Batch(torch.zeros(1), torch.zeros(1)), generator(0))
-    known = links.conditional
+    known = links.update_distribution
     assert known is not None
     assert known.sigma == pytest.approx(0.1 * 0.3 * 2)
     assert float(seen["w"].std()) == pytest.approx(known.sigma, rel=0.02)
@@ -437,8 +441,8 @@ def knowledge() -> Knowledge:
 def test_a_prior_is_a_finite_scalar_with_a_derivative_and_the_same_under_vmap(name: str) -> None:
     known = knowledge()
     bound = PRIORS[name].bind(known, detached_params(known.model))
-    z = torch.randn(2, bound.numbers) if isinstance(bound, Explained) else None
-    energy = partial(bound.energy, z=z) if isinstance(bound, Explained) else bound
+    z = torch.randn(2, bound.numbers) if isinstance(bound, LatentPrior) else None
+    energy = partial(bound.energy, z=z) if isinstance(bound, LatentPrior) else bound
     x = torch.randn(3, 2, 1, 6, 6, generator=generator(0)).requires_grad_()
     values = torch.stack([energy(one) for one in x])
     (slopes,) = torch.autograd.grad(values.sum(), x)

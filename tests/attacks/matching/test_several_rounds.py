@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from fedgauge.attacks.base import Budget, Knowledge, Memory, Observation, Reconstruction, Wave
+from fedgauge.attacks.base import Budget, ClientState, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.matching.several_rounds import several_rounds
 from fedgauge.client.models.vision import detached_params, mlp
@@ -42,7 +42,7 @@ def rounds(known: Knowledge, records: Sequence[Batch]) -> list[Wave]:
 
 def follow(
     attack: several_rounds, known: Knowledge, waves: Sequence[Wave]
-) -> tuple[list[Reconstruction], list[Memory]]:
+) -> tuple[list[Reconstruction], list[ClientState]]:
     memories, found = [attack.initial()], []
     for wave in waves:
         (one,), memories = attack.advance(wave, known, Budget(300), [partial(generator, wave.round)], memories)

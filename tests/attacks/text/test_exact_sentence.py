@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
-from fedgauge.attacks.text.certificate import TOLERANCE, Trial, unprovable
+from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, why_unprovable
 from fedgauge.attacks.text.exact_sentence import _words, exact
 from fedgauge.client.data.corpora import Text, cola, phrases, targets
 from fedgauge.client.models.language import LanguageModel, encoder, tiny_bert, tiny_gpt2, transformer3
@@ -132,7 +132,7 @@ def test_word_rows_are_sums_of_position_rows_and_the_order_is_read_off(words: An
     rows = torch.eye(model.width)
     update[parts.position][0, :3] = rows[:3]
     update[parts.word][0, 9], update[parts.word][0, 7] = rows[0] + rows[2], rows[1]
-    assert _words(Trial(replace(wave, update=update), known, 0), model) == [9, 7, 9]
+    assert _words(GuessVerifier(replace(wave, update=update), known, 0), model) == [9, 7, 9]
 
 
 # ---------------------------------------------------------------------------------------------------------- certificate
@@ -144,7 +144,7 @@ def test_no_wrong_guess_is_proven(make: Maker, words: Any) -> None:
     model = make(words)
     (truth,) = alone(model, 1)
     wave, known = seen(model, [truth])
-    x, trial = truth.x, Trial(wave, known, 0)
+    x, trial = truth.x, GuessVerifier(wave, known, 0)
     assert trial.error(truth) < 1e-6
     last = int((x != model.pad).sum())
     swapped, exchanged, short = x.clone(), x.clone(), x.clone()
@@ -166,7 +166,7 @@ def test_a_sentence_of_which_the_model_is_sure_is_not_proven_by_the_others(words
     model = bert(words)
     truth = labelled(model, sentences(model, 2, "sure"), "sure")
     wave, known = seen(model, [truth])
-    assert Trial(wave, known, 0).verdict(truth, 1e-7).startswith("certified")
+    assert GuessVerifier(wave, known, 0).verdict(truth, 1e-7).startswith("certified")
     with torch.no_grad():  # logits so large that softmax is sure of the first sentence, and wrong of the second
         model.get_parameter(model.parts.head[0]).mul_(10000.0)
     sure = model(truth.x).detach().argmax(1)
@@ -174,7 +174,7 @@ def test_a_sentence_of_which_the_model_is_sure_is_not_proven_by_the_others(words
     wave, known = seen(model, [truth])
     other = truth.x.clone()
     other[0, 1] = next(w for w in range(20, 60) if w != int(other[0, 1]))
-    trial = Trial(wave, known, 0)
+    trial = GuessVerifier(wave, known, 0)
     guess = Batch(other, truth.y)
     assert trial.error(guess) < TOLERANCE, "the whole update hides it"
     assert trial.verdict(guess, trial.error(guess)).startswith("no certificate: a sentence adds so little")
@@ -184,12 +184,12 @@ def test_labels_are_read_off_the_head_or_tried(words: Any) -> None:
     model = bert(words)
     truth = labelled(model, sentences(model, 3, "batch"), "batch")
     wave, known = seen(model, [truth])
-    trial = Trial(wave, known, 0)
+    trial = GuessVerifier(wave, known, 0)
     batch, error = trial.judge(truth.x)
     assert torch.equal(batch.y, truth.y) and error < TOLERANCE
     assert trial.spent == 1, "the first reading is the right one"
     given = replace(known, labels=truth.y.sort().values[None])
-    assert torch.equal(Trial(wave, given, 0).judge(truth.x)[0].y, truth.y)
+    assert torch.equal(GuessVerifier(wave, given, 0).judge(truth.x)[0].y, truth.y)
 
 
 NOISY = (gaussian(1e-3), SGD)
@@ -208,7 +208,7 @@ def test_where_the_right_guess_gives_another_update_there_is_no_certificate(
     links: tuple[Transform, ...], words_of: str, words: Any
 ) -> None:
     model = bert(words)
-    assert words_of in unprovable(Chain(links))
+    assert words_of in why_unprovable(Chain(links))
     for found in read(*seen(model, alone(model, 3), links)):
         assert found.x is not None
         assert found.reason.startswith("no certificate") and words_of in found.reason
@@ -218,8 +218,8 @@ def test_where_the_right_guess_gives_another_update_there_is_no_certificate(
 def test_a_chain_without_chance_can_be_proven_through(links: tuple[Transform, ...], words: Any) -> None:
     model = bert(words)
     (truth,) = alone(model, 1)
-    assert unprovable(Chain(links)) == ""
-    assert Trial(*seen(model, [truth], links), 0).error(truth) < 1e-6
+    assert why_unprovable(Chain(links)) == ""
+    assert GuessVerifier(*seen(model, [truth], links), 0).error(truth) < 1e-6
 
 
 def test_words_that_stand_out_of_weak_noise_are_still_found(words: Any) -> None:

@@ -11,8 +11,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Sentences, Wave
-from fedgauge.attacks.engine.gradients import Factors, factored
-from fedgauge.attacks.text.distance import Guess, Kind, Matcher, Way
+from fedgauge.attacks.engine.gradients import FactoredGradient, factored
+from fedgauge.attacks.text.distance import Kind, Matcher, SentenceGuess, Way
 from fedgauge.attacks.text.ghost_products import gradients
 from fedgauge.client.models.language import LanguageModel, tiny_bert, tiny_gpt2, transformer3
 from fedgauge.client.models.losses import next_token
@@ -82,7 +82,7 @@ def seen_of(
     return Wave.stack(observations), known, batches
 
 
-def guess_of(model: LanguageModel, batches: list[Batch], owners: list[int]) -> Guess:
+def guess_of(model: LanguageModel, batches: list[Batch], owners: list[int]) -> SentenceGuess:
     """Random guesses at some of the batches, of the right lengths."""
     params, count = detached_params(model), len(owners)
     like = next(iter(params.values()))
@@ -94,20 +94,22 @@ def guess_of(model: LanguageModel, batches: list[Batch], owners: list[int]) -> G
     else:
         logits = torch.randn(*x.shape[:3], model.vocabulary, generator=rng, dtype=torch.float64)
         y = (logits.softmax(-1) * masks[..., None]).to(like)
-    return Guess(x.to(like), y, masks, torch.tensor(owners))
+    return SentenceGuess(x.to(like), y, masks, torch.tensor(owners))
 
 
-def true_guess(model: LanguageModel, batches: list[Batch]) -> Guess:
+def true_guess(model: LanguageModel, batches: list[Batch]) -> SentenceGuess:
     """The truth as a guess."""
     params, ids = detached_params(model), torch.stack([b.x for b in batches])
     masks = ids != model.pad
     y = torch.stack([b.y for b in batches])
     if model.task == "next_token":
         y = F.one_hot(ids, model.vocabulary).to(next(iter(params.values()))) * masks[..., None]
-    return Guess(model.embed(ids, params), y, masks, torch.arange(len(batches)))
+    return SentenceGuess(model.embed(ids, params), y, masks, torch.arange(len(batches)))
 
 
-def plain(model: LanguageModel, known: Knowledge, wave: Wave, guess: Guess, names: list[str], kind: Kind) -> Any:
+def plain(
+    model: LanguageModel, known: Knowledge, wave: Wave, guess: SentenceGuess, names: list[str], kind: Kind
+) -> Any:
     """Distances and slopes as the published code computes them: one by one, every gradient formed."""
     leaves = {n: wave.params[n].clone().requires_grad_() for n in names}
     values, slopes = [], []
@@ -183,7 +185,7 @@ def test_large_gradients_stay_products_on_both_sides(words: Tokenizer) -> None:
     guess, matcher = guess_of(model, batches, [0, 1]), Matcher(wave, known, "cosine")
     x = guess.x.requires_grad_()
     found = gradients(model, wave.params, x, guess.y, guess.mask, known.loss, matcher.names)
-    large = {name for name, part in found.items() if isinstance(part, Factors)}
+    large = {name for name, part in found.items() if isinstance(part, FactoredGradient)}
     inside = {n for n, p in wave.params.items() if p.dim() == 2 and "layer." in n}
     assert large >= inside and len(inside) == 2 * 6
     for name in inside:
@@ -209,7 +211,7 @@ def test_padding_says_nothing(make: Make, words: Tokenizer) -> None:
     length = int(whole.mask.sum())
     assert length < LENGTH
     y = whole.y if whole.y.dim() == 2 else whole.y[:, :, :length]
-    cut = Guess(whole.x[:, :, :length], y, whole.mask[:, :, :length], whole.owners)
+    cut = SentenceGuess(whole.x[:, :, :length], y, whole.mask[:, :, :length], whole.owners)
     matcher = Matcher(wave, known, "cosine")
     (values, slopes, _), (less, fewer, _) = matcher.value_and_slopes(whole), matcher.value_and_slopes(cut)
     assert torch.allclose(values, less, rtol=1e-9)
@@ -223,7 +225,7 @@ def test_guesses_of_many_are_those_of_one(words: Tokenizer) -> None:
     matcher, guess = Matcher(wave, known, "cosine"), guess_of(model, batches, [0] * 3 + [1] * 40)
     values, slopes, _ = matcher.value_and_slopes(guess)
     for i in (0, 2, 3, 42):
-        alone, by_x, _ = matcher.value_and_slopes(Guess(*(t[i : i + 1] for t in guess)))
+        alone, by_x, _ = matcher.value_and_slopes(SentenceGuess(*(t[i : i + 1] for t in guess)))
         assert torch.allclose(values[i], alone[0], rtol=1e-9)
         assert torch.allclose(slopes[i], by_x[0], rtol=1e-6, atol=1e-12)
 

@@ -14,14 +14,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Sentences, Wave
-from fedgauge.attacks.engine.scheduler import Clock
+from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.grading.text_metrics import rouge
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
-from fedgauge.attacks.text.lamp import dlg, lamp, tag
-from fedgauge.attacks.text.moves import placed, propose, shuffles
-from fedgauge.attacks.text.text_matching import Scene, TextMatching, _Search, _State, lengths_of, staircase
+from fedgauge.attacks.text.lamp import dlg_text, lamp, tag
+from fedgauge.attacks.text.moves import on_all_positions, propose, shuffles
+from fedgauge.attacks.text.text_matching import (
+    SentenceLayout,
+    TextMatching,
+    _BatchDescent,
+    _DescentState,
+    lengths_of,
+    staircase,
+)
 from fedgauge.client.data.corpora import Text, phrases
 from fedgauge.client.models.language import LanguageModel, tiny_bert, tiny_gpt2
 from fedgauge.client.models.losses import next_token
@@ -118,7 +125,7 @@ def test_moves_are_different_permutations_that_begin_with_none(n: int, count: in
 @given(st.lists(st.booleans(), min_size=1, max_size=14), st.integers(0, 2**31))
 def test_moves_never_touch_special_tokens(free: list[bool], seed: int) -> None:
     movable = torch.tensor(free).nonzero().flatten()
-    orders = placed(propose(len(movable), 40, torch.Generator().manual_seed(seed)), movable, len(free))
+    orders = on_all_positions(propose(len(movable), 40, torch.Generator().manual_seed(seed)), movable, len(free))
     assert (orders.sort(1).values == torch.arange(len(free))).all()
     fixed = (~torch.tensor(free)).nonzero().flatten()
     assert (orders[:, fixed] == fixed).all()
@@ -134,7 +141,7 @@ def test_every_kind_of_move_is_proposed() -> None:
 def test_adams_moments_go_with_the_words() -> None:
     x = torch.arange(12.0).view(1, 2, 6, 1)
     for moments in (True, False):
-        state = _State(x.clone(), None, [(x + 100, x + 200)])
+        state = _DescentState(x.clone(), None, [(x + 100, x + 200)])
         order = torch.tensor([0, 3, 2, 1, 4, 5])
         state.permuted(0, 1, order, moments)
         assert state.x.flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, 9, 8, 7, 10, 11]
@@ -178,12 +185,12 @@ def test_lengths_that_a_defense_hides_are_all_positions_unless_given(make: Calla
 
 def test_known_tokens_are_those_with_a_gradient(make: Callable[..., Seen]) -> None:
     wave, known, batches = make()
-    scene = Scene(dlg(known_tokens=True), wave, known, 2)
-    assert scene.allowed is not None
+    layout = SentenceLayout(dlg_text(known_tokens=True), wave, known, 2)
+    assert layout.allowed is not None
     for k, batch in enumerate(batches):
-        inside = scene.words[scene.allowed[2 * k]].tolist()
+        inside = layout.words[layout.allowed[2 * k]].tolist()
         assert sorted(inside) == sorted(set(batch.x.flatten().tolist()) - known.model.special)  # type: ignore[operator]
-    results = dlg(known_tokens=True).reconstruct(wave, known, Budget(3), streams(2))
+    results = dlg_text(known_tokens=True).reconstruct(wave, known, Budget(3), streams(2))
     for batch, found in zip(batches, results, strict=True):
         assert found.x is not None
         assert set(found.x.flatten().tolist()) <= set(batch.x.flatten().tolist())
@@ -213,14 +220,14 @@ def test_moves_put_words_in_order(make: Callable[..., Seen]) -> None:
     own = next(k for k, b in enumerate(batches) if len(b.x.unique()) == LENGTH)
     wave = wave.of([own])
     attack = lamp(lm_weight=0, draws=1, orders=1, discrete="end", period=1, candidates=200, rate=1e-9)
-    scene = Scene(attack, wave, known, 1)
+    layout = SentenceLayout(attack, wave, known, 1)
     truth = batches[own].x[0]
-    search = _Search(attack, scene, None, streams(1), Budget(4), Clock(0.0, None))
+    search = _BatchDescent(attack, layout, None, streams(1), Budget(4), Deadline(0.0, None))
     wrong = torch.cat([truth[:1], truth[1:-1].flip(0), truth[-1:]])
-    search.state.x.copy_(scene.table[wrong])
+    search.state.x.copy_(layout.table[wrong])
     with torch.no_grad():
         search.run()
-    tokens = scene.tokens(search.state.x, None)
+    tokens = layout.tokens(search.state.x, None)
     assert tokens[0, 0].tolist() == truth.tolist()
 
 
@@ -236,7 +243,7 @@ def test_moves_at_the_end_alone_count_in_what_is_answered_as_published_too(make:
 
 def test_the_restart_is_chosen_by_the_objective_and_equal_streams_give_equal_words(make: Callable[..., Seen]) -> None:
     wave, known, _ = make()
-    attack = dlg()
+    attack = dlg_text()
     many = attack.reconstruct(wave, known, Budget(4, restarts=3), streams(2))
     again = attack.reconstruct(wave, known, Budget(4, restarts=3), streams(2))
     one = attack.reconstruct(wave, known, Budget(4), streams(2))
@@ -258,7 +265,7 @@ CHAINS: dict[str, tuple[tuple[Transform, ...], int]] = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-@pytest.mark.parametrize("attack", [dlg(), tag(), SMALL(lm_weight=0)], ids=["dlg", "tag", "lamp"])
+@pytest.mark.parametrize("attack", [dlg_text(), tag(), SMALL(lm_weight=0)], ids=["dlg", "tag", "lamp"])
 def test_every_kind_of_client_is_met(name: str, attack: TextMatching, make: Callable[..., Seen]) -> None:
     links, batch_size = CHAINS[name]
     wave, known, _ = make(links=links, batch_size=batch_size, width=16, heads=2)
@@ -269,7 +276,7 @@ def test_every_kind_of_client_is_met(name: str, attack: TextMatching, make: Call
         assert math.isfinite(found.objective) and found.iterations == 3
 
 
-@pytest.mark.parametrize("attack", [dlg(), tag(), SMALL()], ids=["dlg", "tag", "lamp"])
+@pytest.mark.parametrize("attack", [dlg_text(), tag(), SMALL()], ids=["dlg", "tag", "lamp"])
 def test_next_words_are_found_beside_the_embeddings(attack: TextMatching, make: Callable[..., Seen]) -> None:
     wave, known, _ = make(task="next_token", batch_size=2)
     for found in attack.reconstruct(wave, known, Budget(4), streams(2)):
@@ -299,7 +306,7 @@ def test_a_missing_language_model_is_told_with_what_to_do(make: Callable[..., Se
     bare = replace(known, auxiliary=None)
     assert "trained on auxiliary text, and there is none" in reason_of(SMALL(), wave, bare)
     assert "cannot be loaded" in reason_of(SMALL(lm="gpt2-that-is-not-there"), wave, known)
-    for attack in (SMALL(lm_weight=0), SMALL(discrete="none"), dlg()):
+    for attack in (SMALL(lm_weight=0), SMALL(discrete="none"), dlg_text()):
         assert attack.reconstruct(wave, bare, Budget(1), streams(2))[0].status == "converged", "none is asked"
 
 
@@ -309,29 +316,29 @@ def test_known_tokens_are_refused_where_nothing_tells_them(make: Callable[..., S
     wave, known, _ = make(links=(gaussian(0.1), local_sgd(1.0)))
     assert "a defense hides which" in reason_of(tag(known_tokens=True), wave, known)
     wave, known, _ = make(task="next_token")
-    assert "needs untied rows" in reason_of(dlg(known_tokens=True), wave, known)
+    assert "needs untied rows" in reason_of(dlg_text(known_tokens=True), wave, known)
 
 
 def test_what_keeps_a_model_from_being_matched_is_told(make: Callable[..., Seen]) -> None:
     wave, known, _ = make()
     assert isinstance(known.model, LanguageModel)
     too_long = replace(known, shape=(known.model.positions + 1,))
-    assert "sentences of 129 tokens, and the model has 128 positions" in reason_of(dlg(), wave, too_long)
+    assert "sentences of 129 tokens, and the model has 128 positions" in reason_of(dlg_text(), wave, too_long)
     known.model.net.config._attn_implementation = "sdpa"  # type: ignore[union-attr]
-    assert "no second derivative" in reason_of(dlg(), wave, known)
+    assert "no second derivative" in reason_of(dlg_text(), wave, known)
     known.model.net.config._attn_implementation = "eager"  # type: ignore[union-attr]
     next(m for m in known.model.modules() if isinstance(m, torch.nn.Dropout)).p = 0.1
     known.model.train()
-    assert "dropout is left on" in reason_of(dlg(), wave, known)
+    assert "dropout is left on" in reason_of(dlg_text(), wave, known)
     images = replace(known, model=lenet((1, 28, 28), 10), text=None)
-    assert "the model reads images" in reason_of(dlg(), wave, images)
+    assert "the model reads images" in reason_of(dlg_text(), wave, images)
 
 
 @pytest.mark.parametrize("spoil", [torch.zeros_like, lambda t: t * torch.nan, lambda t: t * 1e30, lambda t: t * 1e-30])
 def test_garbage_gives_a_status(spoil: Callable[[Tensor], Tensor], make: Callable[..., Seen]) -> None:
     wave, known, _ = make(batch_size=2)
     spoilt = replace(wave, update={k: spoil(t) for k, t in wave.update.items()})
-    for attack in (dlg(), tag(), SMALL(lm_weight=0)):
+    for attack in (dlg_text(), tag(), SMALL(lm_weight=0)):
         for found in attack.reconstruct(spoilt, known, Budget(4), streams(2)):
             assert found.status in {"converged", "diverged", "not_applicable"}
             assert (found.x is None) == (found.status != "converged")
@@ -364,15 +371,15 @@ def test_recipes_are_found_and_carry_the_papers_weights() -> None:
     assert (cosine.draws, cosine.orders, cosine.period, cosine.candidates) == (500, 500, 75, 200)
     assert cosine.optimizer.rate_at(49, 2000) == 0.01
     assert cosine.optimizer.rate_at(1999, 2000) == pytest.approx(0.01 * 0.89**39)
-    assert (tag().kind, tag().l1, dlg().kind) == ("l2_l1", 0.01, "squared")
-    for recipe in (tag(), dlg()):
+    assert (tag().kind, tag().l1, dlg_text().kind) == ("l2_l1", 0.01, "squared")
+    for recipe in (tag(), dlg_text()):
         assert recipe.optimizer == staircase(0.1) and recipe.discrete == "none" and recipe.length == 0
         assert recipe.optimizer.rate_at(2499, 2500) == 0.1
 
 
 def test_as_published_and_put_right_are_apart(make: Callable[..., Seen]) -> None:
     wave, known, _ = make()
-    ours, theirs = Scene(SMALL(), wave, known, 1), Scene(SMALL(published=True), wave, known, 1)
+    ours, theirs = SentenceLayout(SMALL(), wave, known, 1), SentenceLayout(SMALL(published=True), wave, known, 1)
     assert isinstance(known.model, LanguageModel)
     assert set(theirs.matcher.names) - set(ours.matcher.names) == known.model.parts.key_biases
     assert set(theirs.words.tolist()) - set(ours.words.tolist()) == known.model.special

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks.learned.cache import Shelf
-from fedgauge.attacks.text.language_prior import OwnPrior, Prior, PublicPrior, Training, load_prior, surprise
+from fedgauge.attacks.learned.cache import TensorCache
+from fedgauge.attacks.text.language_prior import (
+    LanguageModelTraining,
+    LanguagePrior,
+    PretrainedPrior,
+    TrainedPrior,
+    load_prior,
+    nll,
+)
 from fedgauge.client.data.corpora import phrases
 from fedgauge.client.models.language import tiny_bert
 from fedgauge.client.models.tokenizer import Tokenizer, wordpiece
@@ -19,7 +26,7 @@ from fedgauge.client.models.tokenizer import Tokenizer, wordpiece
 transformers = pytest.importorskip("transformers", reason="the extra [text] is not installed")
 
 SENTENCES = ("the cat sat on the mat", "a dog barks", "the dog sat on a mat", "we sing")
-SMALL = Training(layers=1, width=16, heads=2, steps=60, batch=8)
+SMALL = LanguageModelTraining(layers=1, width=16, heads=2, steps=60, batch=8)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +40,11 @@ def text() -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def learned(text: Tensor, tmp_path_factory: pytest.TempPathFactory) -> OwnPrior:
+def learned(text: Tensor, tmp_path_factory: pytest.TempPathFactory) -> TrainedPrior:
     folder = tmp_path_factory.mktemp("shelf")
-    return OwnPrior(text, 0, 1500, Training(layers=1, width=32, heads=2, steps=200), Shelf(folder))
+    return TrainedPrior(
+        text, 0, 1500, LanguageModelTraining(layers=1, width=32, heads=2, steps=200), TensorCache(folder)
+    )
 
 
 def test_the_surprise_of_a_model_that_knows_nothing_is_the_logarithm_of_its_words() -> None:
@@ -43,25 +52,25 @@ def test_the_surprise_of_a_model_that_knows_nothing_is_the_logarithm_of_its_word
         torch.tensor([[3, 1, 4, 0], [2, 2, 0, 0]]),
         torch.tensor([[True] * 3 + [False], [True] * 2 + [False] * 2]),
     )
-    assert surprise(torch.zeros(2, 4, 7).log_softmax(-1), ids, seen).tolist() == pytest.approx([math.log(7)] * 2)
+    assert nll(torch.zeros(2, 4, 7).log_softmax(-1), ids, seen).tolist() == pytest.approx([math.log(7)] * 2)
     sure = 50 * F.one_hot(ids.roll(-1, 1), 7).float()
-    assert surprise(sure.log_softmax(-1), ids, seen).tolist() == pytest.approx([0, 0], abs=1e-6)
+    assert nll(sure.log_softmax(-1), ids, seen).tolist() == pytest.approx([0, 0], abs=1e-6)
 
 
 def test_what_follows_a_word_has_probabilities_that_sum_to_one(text: Tensor, tmp_path: Path) -> None:
     size = int(text.max()) + 50  # words that the text never has
-    prior = OwnPrior(text, 0, size, SMALL, Shelf(tmp_path))
+    prior = TrainedPrior(text, 0, size, SMALL, TensorCache(tmp_path))
     told = prior([[int(text[0, 1]), w] for w in range(size)])
     assert float((-told).exp().sum()) == pytest.approx(1.0, abs=1e-4)
 
 
-def test_it_learns_the_language_of_held_out_sentences(learned: OwnPrior) -> None:
-    before, after = learned.told
+def test_it_learns_the_language_of_held_out_sentences(learned: TrainedPrior) -> None:
+    before, after = learned.held_out_nll
     assert before == pytest.approx(math.log(1500), rel=0.2)
     assert after < before - 1.5
 
 
-def test_sentences_as_they_are_said_are_less_surprising_than_shuffled(learned: OwnPrior) -> None:
+def test_sentences_as_they_are_said_are_less_surprising_than_shuffled(learned: TrainedPrior) -> None:
     others = phrases(12).x[-100:]
     rng = torch.Generator().manual_seed(0)
     said = [row[row != 0].tolist() for row in others]
@@ -69,7 +78,7 @@ def test_sentences_as_they_are_said_are_less_surprising_than_shuffled(learned: O
     assert float((learned(shuffled) - learned(said)).median()) > 0.3
 
 
-def test_the_score_of_a_sentence_does_not_depend_on_those_beside_it(learned: OwnPrior) -> None:
+def test_the_score_of_a_sentence_does_not_depend_on_those_beside_it(learned: TrainedPrior) -> None:
     said = [(2, 10, 20, 3), (2, 30, 3), (2, 40, 50, 60, 70, 3)]
     together = learned.score(said)
     for sentence, value in zip(said, together, strict=True):
@@ -78,22 +87,22 @@ def test_the_score_of_a_sentence_does_not_depend_on_those_beside_it(learned: Own
 
 
 def test_it_is_trained_once(text: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = OwnPrior(text, 0, 1500, SMALL, Shelf(tmp_path))
+    first = TrainedPrior(text, 0, 1500, SMALL, TensorCache(tmp_path))
     state = torch.get_rng_state()
 
     def never(*_: object) -> Any:
         raise AssertionError("it was kept")
 
-    monkeypatch.setattr(OwnPrior, "_train", never)
-    again = OwnPrior(text, 0, 1500, SMALL, Shelf(tmp_path))
+    monkeypatch.setattr(TrainedPrior, "_train", never)
+    again = TrainedPrior(text, 0, 1500, SMALL, TensorCache(tmp_path))
     assert torch.equal(first([[2, 10, 11, 3]]), again([[2, 10, 11, 3]]))
-    assert first.told == again.told
+    assert first.held_out_nll == again.held_out_nll
     assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
     with pytest.raises(AssertionError, match="it was kept"):
-        OwnPrior(text[1:], 0, 1500, SMALL, Shelf(tmp_path))
+        TrainedPrior(text[1:], 0, 1500, SMALL, TensorCache(tmp_path))
 
 
-class Counting(Prior):
+class Counting(LanguagePrior):
     """As surprising as a sentence is long; it counts what it is asked."""
 
     def __init__(self) -> None:
@@ -138,7 +147,7 @@ def public(folder: Path, words: Tokenizer, positions: int = 16) -> Any:
 
 def test_a_public_model_with_the_victims_words_scores_its_own_loss(words: Tokenizer, tmp_path: Path) -> None:
     net = public(tmp_path, words)
-    prior = PublicPrior(tmp_path, words)
+    prior = PretrainedPrior(tmp_path, words)
     said = [words.encode(s) for s in SENTENCES]
     framed = [[2, *ids, 3] for ids in said]  # what frames a sentence is no language
     for ids, value in zip(said, prior(framed).tolist(), strict=True):
@@ -150,7 +159,7 @@ def test_a_public_model_with_words_of_its_own_reads_what_is_written(words: Token
     others = wordpiece(("the cats are singing on a mat we see",), 80)
     net = public(tmp_path, others)
     sentence = "the dog sat on a mat"
-    (value,) = PublicPrior(tmp_path, words)([[2, *words.encode(sentence), 3]]).tolist()
+    (value,) = PretrainedPrior(tmp_path, words)([[2, *words.encode(sentence), 3]]).tolist()
     whole = torch.tensor([others.encode(sentence)])
     assert value == pytest.approx(float(net(input_ids=whole, labels=whole).loss.detach()), rel=1e-4)
 
@@ -158,7 +167,7 @@ def test_a_public_model_with_words_of_its_own_reads_what_is_written(words: Token
 def test_a_public_model_reads_no_further_than_it_has_positions(words: Tokenizer, tmp_path: Path) -> None:
     net = public(tmp_path, words, positions=3)
     ids = words.encode(SENTENCES[0])
-    (value,) = PublicPrior(tmp_path, words)([ids]).tolist()
+    (value,) = PretrainedPrior(tmp_path, words)([ids]).tolist()
     whole = torch.tensor([ids[:3]])
     assert value == pytest.approx(float(net(input_ids=whole, labels=whole).loss.detach()), rel=1e-4)
 
@@ -168,7 +177,7 @@ def test_without_auxiliary_text_there_is_nothing_to_train_on(words: Tokenizer) -
     with pytest.raises(ValueError, match=r"there is none: set \[data\] auxiliary, name a public model"):
         load_prior("auxiliary", None, model, None, SMALL)
     with pytest.raises(ValueError, match="no word after another"):
-        OwnPrior(torch.tensor([[5, 0], [6, 0]]), 0, 10, SMALL)
+        TrainedPrior(torch.tensor([[5, 0], [6, 0]]), 0, 10, SMALL)
 
 
 def test_a_model_that_is_not_there_is_refused_without_asking_a_hub(
@@ -195,4 +204,4 @@ def test_a_model_that_is_not_there_is_refused_without_asking_a_hub(
 )
 def test_impossible_settings_are_refused(setting: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Training(**setting)
+        LanguageModelTraining(**setting)

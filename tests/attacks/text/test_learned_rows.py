@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.grading.text_metrics import token_accuracy
-from fedgauge.attacks.learned.shadow_updates import School, View
-from fedgauge.attacks.text.learned_rows import _Reader, _Training, learned_rows
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
+from fedgauge.attacks.text.learned_rows import _PositionTraining, _RowFeatures, learned_rows
 from fedgauge.client.data.corpora import Text, phrases
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.models.language import LanguageModel, tiny_bert, transformer3
@@ -103,7 +103,7 @@ def test_a_row_is_told_by_its_direction_and_by_its_size_beside_the_largest() -> 
     known, _ = threat()
     model = known.model
     assert isinstance(model, LanguageModel)
-    reader = _Reader(("table", "bias"))
+    reader = _RowFeatures(("table", "bias"))
     updates = {"table": torch.tensor([[[3.0, 4.0], [0.0, 0.0], [0.0, -0.5]]]), "bias": torch.tensor([[0.2, -2.0, 0.0]])}
     rows = reader.rows(updates)
     assert rows.shape == (1, 3, 6)
@@ -123,10 +123,10 @@ def test_each_place_of_a_lesson_names_a_candidate_that_is_its_word_and_copies_ar
     params = detached_params(known.model)
     model = known.model
     assert isinstance(model, LanguageModel)
-    school = School(known, params, View(False))
-    training = _Training(learned_rows(), school, _Reader.of(model, params), Budget(1))
+    shadow = ShadowTrainer(known, params, UpdateFeatures(False))
+    training = _PositionTraining(learned_rows(), shadow, _RowFeatures.of(model, params), Budget(1))
     rows, truth = training._lessons(True)
-    x = school.auxiliary.x[school.groups(True)[:, 0]]
+    x = shadow.auxiliary.x[shadow.groups(True)[:, 0]]
     assert truth.shape == x.shape
     for k in range(len(x)):
         for i, word in enumerate(x[k].tolist()):  # the first place where the word stands

@@ -16,14 +16,14 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.grading.text_metrics import token_accuracy
-from fedgauge.attacks.learned import shadow_updates as simulated
-from fedgauge.attacks.learned.shadow_updates import School, Simulator, View, flat
-from fedgauge.attacks.text import learning_to_invert_text as learning
+from fedgauge.attacks.learned import shadow_updates
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures, flat
+from fedgauge.attacks.text import learning_to_invert_text as module
 from fedgauge.attacks.text.learning_to_invert_text import (
-    Training,
-    learning_to_invert,
+    TextInverterTraining,
+    learning_to_invert_text,
     likeliest,
-    matched_surprise,
+    matched_nll,
     pseudo_sentences,
 )
 from fedgauge.client.data.corpora import Text, phrases
@@ -40,7 +40,7 @@ from fedgauge.defenses.sign import sign
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
 
 SGD = chain(local_sgd(1.0))
-SMALL = learning_to_invert(hidden=64, width=32, buckets=256, rate=3e-3, patience=100)
+SMALL = learning_to_invert_text(hidden=64, width=32, buckets=256, rate=3e-3, patience=100)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_simulated_updates_are_those_of_clients_that_hold_the_sentences(
         own = links(gradient(known.model, known.loss))(params, Batch(x[k], y[k]), None)
         for name in params:
             torch.testing.assert_close(whole[name][k], own[name].detach(), rtol=1e-4, atol=1e-6)
-    monkeypatch.setattr(simulated, "NUMBERS", 1)  # of a large model one client at once
+    monkeypatch.setattr(shadow_updates, "NUMBERS", 1)  # of a large model one client at once
     parts = list(Simulator(known, params).updates(x, y, generator(0)))
     assert [len(next(iter(part.values()))) for part in parts] == [1, 1, 1]
     for name in params:
@@ -120,12 +120,12 @@ def test_simulated_updates_are_those_of_clients_that_hold_the_sentences(
 
 def test_lessons_are_updates_in_buckets_as_numbers_not_as_words(said: Text) -> None:
     known = known_of(said, 40)
-    school = School(known, detached_params(known.model), View(False, 64, True))
-    lessons = school.lessons(True)
-    assert lessons.rows.dtype == torch.float32 and lessons.rows.shape == (4, 64)
-    x, y = (t[lessons.groups] for t in school.auxiliary)
-    updates = Simulator(known, school.params).updates(x, y, generator(0))
-    torch.testing.assert_close(lessons.rows, torch.cat([school.view.hashed(flat(u)) for u in updates]))
+    shadow = ShadowTrainer(known, detached_params(known.model), UpdateFeatures(False, 64, True))
+    shadow_data = shadow.shadow_data(True)
+    assert shadow_data.rows.dtype == torch.float32 and shadow_data.rows.shape == (4, 64)
+    x, y = (t[shadow_data.groups] for t in shadow.auxiliary)
+    updates = Simulator(known, shadow.params).updates(x, y, generator(0))
+    torch.testing.assert_close(shadow_data.rows, torch.cat([shadow.view.hashed(flat(u)) for u in updates]))
 
 
 def test_batches_of_classified_sentences_stand_by_their_labels_and_running_text_as_it_comes(
@@ -133,7 +133,7 @@ def test_batches_of_classified_sentences_stand_by_their_labels_and_running_text_
 ) -> None:
     for data in (said, running):
         known = known_of(data, 60, batch_size=3)
-        groups = School(known, detached_params(known.model), View(False, 64)).groups(False)
+        groups = ShadowTrainer(known, detached_params(known.model), UpdateFeatures(False, 64)).groups(False)
         assert groups.shape == (18, 3) and len(groups.unique()) == 54
         if data is said:
             labels = known.auxiliary.y[groups] if known.auxiliary is not None else groups
@@ -179,21 +179,21 @@ def test_the_loss_is_the_best_pairings(sentences: int, seed: int) -> None:
         )
         for n in range(3)
     ]
-    assert float(matched_surprise(logits, truth)) == pytest.approx(sum(best) / 3)
+    assert float(matched_nll(logits, truth)) == pytest.approx(sum(best) / 3)
 
 
 def test_rows_are_standardised_with_the_noise_that_is_drawn_anew(said: Text) -> None:
     """Each bucket sums its entries' noise: as many variances as it has entries."""
     sigma = 0.05
     known = known_of(said, 60, chain(gaussian(sigma), local_sgd(1.0)))
-    school = School(known, detached_params(known.model), View(False, 64, True))
-    training, lessons = Training(SMALL, school, Budget(1)), school.lessons(False, quiet=True)
-    (mean, plain), (same, noisy) = (training._statistics(lessons, s) for s in (0.0, sigma))
-    entries = school.view.noise(school.entries).square()
-    assert float(entries.sum()) == pytest.approx(school.entries)
-    torch.testing.assert_close(mean, lessons.rows.mean(0))
+    shadow = ShadowTrainer(known, detached_params(known.model), UpdateFeatures(False, 64, True))
+    training, shadow_data = TextInverterTraining(SMALL, shadow, Budget(1)), shadow.shadow_data(False, quiet=True)
+    (mean, plain), (same, noisy) = (training._statistics(shadow_data, s) for s in (0.0, sigma))
+    entries = shadow.view.noise(shadow.entries).square()
+    assert float(entries.sum()) == pytest.approx(shadow.entries)
+    torch.testing.assert_close(mean, shadow_data.rows.mean(0))
     assert torch.equal(mean, same)
-    torch.testing.assert_close(plain.square(), lessons.rows.var(0, correction=0))
+    torch.testing.assert_close(plain.square(), shadow_data.rows.var(0, correction=0))
     torch.testing.assert_close(noisy.square(), plain.square() + sigma**2 * entries)
 
 
@@ -298,7 +298,7 @@ def test_packing_changes_nothing_and_what_is_trained_is_kept(said: Text, monkeyp
     def refuse(*_: object) -> None:
         raise AssertionError("it is trained already")
 
-    monkeypatch.setattr(Training, "_train", refuse)
+    monkeypatch.setattr(TextInverterTraining, "_train", refuse)
     alone = [run(SMALL, wave.of([k]), known, 5)[0] for k in (2, 1, 0)]
     for a, b in zip(first, reversed(alone), strict=True):
         assert a.x is not None and b.x is not None and torch.equal(a.x, b.x)
@@ -333,7 +333,7 @@ def test_training_ends_where_held_out_sentences_become_no_likelier(said: Text) -
     ],
 )
 def test_what_it_needs_and_does_not_have_is_told(
-    change: Callable[[Knowledge], Knowledge], attack: learning_to_invert, reason: str, said: Text
+    change: Callable[[Knowledge], Knowledge], attack: learning_to_invert_text, reason: str, said: Text
 ) -> None:
     known = known_of(said, 40)
     wave, _ = seen_of(known, said)
@@ -353,4 +353,4 @@ def test_what_it_needs_and_does_not_have_is_told(
 )
 def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        learning.learning_to_invert(**arguments)
+        module.learning_to_invert_text(**arguments)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedgauge.client.components import SpecError
-from fedgauge.client.data import images as data
+from fedgauge.client.data import images
 from fedgauge.client.data.images import Dataset, Partition, Shards, split
 
 Make = Callable[..., Any]
@@ -22,7 +22,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def digits() -> Dataset:
-    return data.mnist5k()
+    return images.mnist5k()
 
 
 def toy(n: int = 400, classes: int = 5) -> Dataset:
@@ -59,7 +59,7 @@ def test_no_digit_is_in_both_parts(digits: Dataset) -> None:
 
 def test_mnist5k_is_mnist(digits: Dataset, local_file: Callable[[str], Path]) -> None:
     local_file("mnist")
-    whole = data.mnist()
+    whole = images.mnist()
     label_of = {
         t.numpy().tobytes(): int(y)
         for x, labels in ((whole.x, whole.y), (whole.x_test, whole.y_test))
@@ -71,7 +71,7 @@ def test_mnist5k_is_mnist(digits: Dataset, local_file: Callable[[str], Path]) ->
 
 def test_normalisation_gives_mnist_mean_zero_and_variance_one(local_file: Callable[[str], Path]) -> None:
     local_file("mnist")
-    mnist = data.mnist()
+    mnist = images.mnist()
     assert (mnist.x.shape, mnist.x_test.shape) == ((60_000, 1, 28, 28), (10_000, 1, 28, 28))
     assert mnist.y[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]  # the best known labels of the field
     z = mnist.normalise(mnist.x.float() / 255)
@@ -82,7 +82,7 @@ def test_normalisation_gives_mnist_mean_zero_and_variance_one(local_file: Callab
 @pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
 def test_local_cifar_is_read(local_file: Callable[[str], Path], name: str, classes: int) -> None:
     local_file(f"{name}-t*.npz")
-    cifar = getattr(data, name)()
+    cifar = getattr(images, name)()
     for x, y in ((cifar.x, cifar.y), (cifar.x_test, cifar.y_test)):
         assert x.shape[1:] == (3, 32, 32)
         assert len(x) == len(y) > 900
@@ -258,7 +258,7 @@ def test_a_batch_is_float_pixels_between_zero_and_one(digits: Dataset) -> None:
     assert batch.x.dtype == torch.float32
     assert batch.y.dtype == torch.int64
     assert (float(batch.x.min()), float(batch.x.max())) == (0.0, 1.0)
-    dark = data.batch_of(torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8), torch.tensor([3]), torch.tensor([0]))
+    dark = images.batch_of(torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8), torch.tensor([3]), torch.tensor([0]))
     assert dark.x.flatten().tolist() == pytest.approx([0.0, 0.2, 1.0])
 
 
@@ -281,7 +281,7 @@ def write_idx(folder: Path, x: np.ndarray, y: np.ndarray) -> None:
 def test_idx_files_are_read(no_local_data: Path) -> None:
     x = np.arange(2 * 300 * 3, dtype=np.int64).astype(np.uint8).reshape(2, 300, 3)  # a size above 255 needs two bytes
     write_idx(no_local_data / "fashion_mnist", x, np.array([7, 2], dtype=np.uint8))
-    dataset = data.fashion_mnist()
+    dataset = images.fashion_mnist()
     assert dataset.x.shape == (2, 1, 300, 3)
     assert np.array_equal(dataset.x[:, 0].numpy(), x)
     assert np.array_equal(dataset.x_test[:, 0].numpy(), x[:1] + 1)
@@ -321,7 +321,7 @@ def test_npz_files_are_read(no_local_data: Path) -> None:
     x = np.arange(3 * 4 * 5 * 3).astype(np.uint8).reshape(3, 4, 5, 3)
     for part in ("train", "test"):
         (no_local_data / f"cifar10-{part}-few.npz").write_bytes(npz(images=x, labels=np.array([1, 2, 3])))
-    dataset = data.cifar10()
+    dataset = images.cifar10()
     assert dataset.shape == (3, 4, 5)
     assert np.array_equal(dataset.x[1].numpy(), x[1].transpose(2, 0, 1))
     assert dataset.y_test.tolist() == [1, 2, 3]
@@ -365,14 +365,14 @@ def test_what_was_downloaded_reads_as_the_local_files_do(
     import torchvision
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    source = data.cache_folder() / "torchvision" / "MNIST" / "raw"
+    source = images.cache_folder() / "torchvision" / "MNIST" / "raw"
     write_idx(source, np.arange(2 * 28 * 28).astype(np.uint8).reshape(2, 28, 28), np.array([7, 2], dtype=np.uint8))
     unchecked = [(name, None) for name, _ in torchvision.datasets.MNIST.resources]  # their md5 is the real MNIST's
     monkeypatch.setattr(torchvision.datasets.MNIST, "resources", unchecked)
     monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [NOWHERE])
-    downloaded = data.mnist()
+    downloaded = images.mnist()
     (no_local_data / "mnist").symlink_to(source)
-    local = data.mnist()
+    local = images.mnist()
     for part in ("x", "y", "x_test", "y_test"):
         a, b = getattr(downloaded, part), getattr(local, part)
         assert a.dtype == b.dtype
@@ -381,15 +381,15 @@ def test_what_was_downloaded_reads_as_the_local_files_do(
 
 def test_the_data_folder_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path))
-    assert data.data_folder() == tmp_path
+    assert images.data_folder() == tmp_path
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path / "absent"))
     with pytest.raises(
         FileNotFoundError, match="FEDGAUGE_DATA names .*absent, which is no folder: correct it, or unset it"
     ):
-        data.data_folder()
+        images.data_folder()
     monkeypatch.delenv("FEDGAUGE_DATA")
-    beside = Path(data.__file__).resolve().parents[2] / "shared" / "data"
-    assert data.data_folder() == (beside if beside.is_dir() else None)
+    beside = Path(images.__file__).resolve().parents[2] / "shared" / "data"
+    assert images.data_folder() == (beside if beside.is_dir() else None)
 
 
 @pytest.fixture
@@ -405,7 +405,7 @@ def test_a_kept_array_is_made_once(own_cache: Path) -> None:
         made.append(1)
         return {"a": np.arange(5)}
 
-    results = [data.cached("thing", make) for _ in range(3)]
+    results = [images.cached("thing", make) for _ in range(3)]
     assert len(made) == 1
     assert all(r["a"].tolist() == [0, 1, 2, 3, 4] for r in results)
     assert [p.name for p in own_cache.iterdir()] == ["thing.npz"], "no scratch file is left"
@@ -421,7 +421,7 @@ def test_an_interrupted_write_leaves_nothing_in_the_cache(own_cache: Path) -> No
 
     arrays: Any = {"first": np.arange(100_000), "second": Interrupting()}
     with pytest.raises(KeyboardInterrupt):
-        data.cached("thing", lambda: arrays)
+        images.cached("thing", lambda: arrays)
     assert list(own_cache.iterdir()) == []
 
 
@@ -429,13 +429,13 @@ def test_an_interrupted_write_leaves_nothing_in_the_cache(own_cache: Path) -> No
 @given(damage=st.data())
 def test_a_damaged_cache_entry_is_made_again(own_cache: Path, damage: st.DataObject) -> None:
     value = np.random.default_rng(0).integers(0, 9, 500)
-    data.cached("thing", lambda: {"a": value})
+    images.cached("thing", lambda: {"a": value})
     path = own_cache / "thing.npz"
     intact = path.read_bytes()
     if damage.draw(st.booleans()):
         path.write_bytes(intact[: damage.draw(st.integers(0, len(intact) - 1))])
         with pytest.warns(UserWarning, match="is damaged .* and is made again"):
-            found = data.cached("thing", lambda: {"a": value})
+            found = images.cached("thing", lambda: {"a": value})
     else:
         raw = bytearray(intact)
         raw[damage.draw(st.integers(0, len(raw) - 1))] ^= 1 << damage.draw(st.integers(0, 7))
@@ -444,6 +444,6 @@ def test_a_damaged_cache_entry_is_made_again(own_cache: Path, damage: st.DataObj
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a bit in a timestamp harms nothing
-            found = data.cached("thing", lambda: {"a": value})
+            found = images.cached("thing", lambda: {"a": value})
     assert np.array_equal(found["a"], value)
     path.write_bytes(intact)

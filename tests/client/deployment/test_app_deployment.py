@@ -26,7 +26,7 @@ from fedgauge.client import app as module
 from fedgauge.client.app import FAILED, NOT_GRADED, REFUSED, app
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.guard import WITHHELD
-from fedgauge.client.deployment.owner import Owner, State
+from fedgauge.client.deployment.owner import ClientFolder, OwnerConfig
 from fedgauge.client.inspection import REASON
 from fedgauge.client.pairing import match, psnr_of
 from fedgauge.client.protocol import Federation, Protocol
@@ -101,7 +101,7 @@ def error(reply: Message) -> tuple[int, str]:
 
 
 def log(path: Path) -> list[dict[str, Any]]:
-    text = State(path.parent / "state").log.read_text()
+    text = ClientFolder(path.parent / "state").log.read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -159,7 +159,7 @@ def test_secret_sampling_trains_on_other_rows_in_each_run(write: Write) -> None:
     drawn = []
     for run in (1, 2, 3):
         assert not app(ask(1), context(path, run=run)).has_error()
-        found = State(path.parent / "state").drawn(run, 1)
+        found = ClientFolder(path.parent / "state").drawn(run, 1)
         assert found is not None and found.run == run
         drawn.append(found.rows)
     agreed = tuple(Federation(protocol()).rows_at(1, 1).tolist())
@@ -189,7 +189,7 @@ def test_an_owner_bounds_what_all_runs_together_get(write: Write) -> None:
         told = error(app(ask(round), context(path, run=run)))
         assert told == (REFUSED, "this client has given as many updates as its owner allows")
     with pytest.raises(SpecError, match="updates must be at least 1, got 0"):
-        Owner.parse(path.read_text().replace("updates = 2", "updates = 0"), path)
+        OwnerConfig.parse(path.read_text().replace("updates = 2", "updates = 0"), path)
 
 
 @pytest.mark.parametrize("round", [0, -1, 6, 2**40])
@@ -248,7 +248,7 @@ def test_weights_that_are_not_the_models_are_refused_before_memory_is_taken(
     assert code == REFUSED and reason
     assert peak < 20_000_000
     assert log(path)[-1]["event"] == "refused"
-    assert State(path.parent / "state").drawn(1, 1) is None, "nothing was drawn for it"
+    assert ClientFolder(path.parent / "state").drawn(1, 1) is None, "nothing was drawn for it"
 
 
 def test_weights_stored_by_columns_are_read_as_they_are(write: Write) -> None:
@@ -292,7 +292,7 @@ def test_nothing_of_an_exception_leaves(write: Write, caplog: pytest.LogCaptureF
 def trained(path: Path, round: int = 1, run: int = 1) -> Tensor:
     """What the client trains on in a round that it has answered, read as only its owner can."""
     assert not app(ask(round), context(path, run=run)).has_error()
-    drawn = State(path.parent / "state").drawn(1, round)
+    drawn = ClientFolder(path.parent / "state").drawn(1, round)
     assert drawn is not None
     return torch.stack([Federation(protocol()).shards.dataset.x[row] for row in drawn.rows]).float() / 255
 

@@ -11,11 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgauge.client.deployment.grading import MOST_NAMES, batch_to_grade, grade, rounded
-from fedgauge.client.deployment.owner import Drawn, Grading, Owner, Refused, State, digest_of
+from fedgauge.client.deployment.owner import (
+    ClientFolder,
+    DrawnBatch,
+    GradingPolicy,
+    OwnerConfig,
+    RequestRefused,
+    digest_of,
+)
 from fedgauge.client.pairing import match, mse_of, psnr_of
 from fedgauge.client.update import Batch
 
-SCORES = Grading("scores")
+SCORES = GradingPolicy("scores")
 
 
 def batch(examples: int = 2, pixels: int = 4, seed: int = 0) -> Batch:
@@ -35,14 +42,14 @@ def off_by(truth: Batch, psnr: float) -> Tensor:
 )
 def test_a_known_error_is_told_to_the_precision(tmp_path: Path, psnr: float, precision: float, told: float) -> None:
     truth = batch()
-    answer = grade(Grading("scores", precision), State(tmp_path), 1, truth, {"dlg": off_by(truth, psnr)})
+    answer = grade(GradingPolicy("scores", precision), ClientFolder(tmp_path), 1, truth, {"dlg": off_by(truth, psnr)})
     assert answer.psnr["dlg"] == pytest.approx((told, told))
     assert answer.refused == {}
 
 
 def test_an_exact_hit_is_sixty_decibels_and_the_worst_guess_none(tmp_path: Path) -> None:
     black = Batch(torch.zeros(1, 1, 4, 4), torch.zeros(1, dtype=torch.int64))
-    answer = grade(SCORES, State(tmp_path), 1, black, {"hit": black.x, "miss": torch.ones(1, 1, 4, 4)})
+    answer = grade(SCORES, ClientFolder(tmp_path), 1, black, {"hit": black.x, "miss": torch.ones(1, 1, 4, 4)})
     assert dict(answer.psnr) == {"hit": (60.0,), "miss": (0.0,)}
 
 
@@ -63,7 +70,7 @@ def test_eight_answers_are_at_most_56_bits() -> None:
 def test_images_are_paired_one_to_one_and_told_in_their_own_order(tmp_path: Path) -> None:
     truth = batch(3)
     guess = torch.stack([off_by(truth, p)[i] for i, p in ((2, 10.0), (0, 20.0), (1, 30.0))])
-    assert grade(SCORES, State(tmp_path), 1, truth, {"dlg": guess}).psnr["dlg"] == (10.0, 20.0, 30.0)
+    assert grade(SCORES, ClientFolder(tmp_path), 1, truth, {"dlg": guess}).psnr["dlg"] == (10.0, 20.0, 30.0)
 
 
 @settings(max_examples=25)
@@ -105,7 +112,7 @@ def test_d_plus_one_exact_answers_give_the_image_and_what_a_client_answers_does_
     exact = [float(psnr_of(truth.x, q)) for q in questions]
     assert float((solve(questions, exact) - wanted).square().mean().sqrt()) < 1e-5, "the attack works"
 
-    state, answers = State(tmp_path), []
+    state, answers = ClientFolder(tmp_path), []
     for start in range(0, d + 1, 50):
         asked = {f"attack{start + i}": q for i, q in enumerate(questions[start : start + 50])}
         told = grade(SCORES, state, 1, truth, asked)
@@ -126,7 +133,7 @@ def test_questions_far_outside_would_be_exact_and_are_not_answered(tmp_path: Pat
     for value in (1e4, -1e-3, 1.001, math.nan, math.inf):
         guess = truth.x.clone()
         guess[0, 0, 0, 0] = value
-        answer = grade(SCORES, State(tmp_path), 1, truth, {"dlg": guess})
+        answer = grade(SCORES, ClientFolder(tmp_path), 1, truth, {"dlg": guess})
         assert (dict(answer.psnr), dict(answer.refused)) == ({}, {"dlg": "images must lie in [0, 1]"})
 
 
@@ -134,46 +141,48 @@ def test_questions_far_outside_would_be_exact_and_are_not_answered(tmp_path: Pat
 
 
 def test_the_same_question_has_the_stored_answer_and_counts_once(tmp_path: Path) -> None:
-    truth, state = batch(), State(tmp_path)
+    truth, state = batch(), ClientFolder(tmp_path)
     guess = off_by(truth, 20.0)
-    first = grade(Grading("scores", queries=1), state, 1, truth, {"dlg": guess})
-    again = grade(Grading("scores", queries=1), State(tmp_path), 1, truth, {"dlg": guess})
+    first = grade(GradingPolicy("scores", queries=1), state, 1, truth, {"dlg": guess})
+    again = grade(GradingPolicy("scores", queries=1), ClientFolder(tmp_path), 1, truth, {"dlg": guess})
     assert first.psnr == again.psnr == {"dlg": (20.0, 20.0)}
-    coarser = grade(Grading("scores", precision=7.0, queries=1), state, 1, truth, {"dlg": guess})
+    coarser = grade(GradingPolicy("scores", precision=7.0, queries=1), state, 1, truth, {"dlg": guess})
     assert coarser.psnr == first.psnr, "two roundings of one value would be a finer one"
 
 
 def test_one_answer_an_attack_and_round(tmp_path: Path) -> None:
-    truth, state = batch(), State(tmp_path)
+    truth, state = batch(), ClientFolder(tmp_path)
     grade(SCORES, state, 1, truth, {"dlg": off_by(truth, 20.0)})
     answer = grade(SCORES, state, 1, truth, {"dlg": off_by(truth, 25.0)})
     assert dict(answer.refused) == {"dlg": "it was answered for other images"}
 
 
 def test_counts_outlive_the_process_and_are_of_one_batch_in_whatever_rounds(tmp_path: Path) -> None:
-    truth, grading = batch(), Grading("scores", queries=3)
+    truth, grading = batch(), GradingPolicy("scores", queries=3)
     for i in range(3):
-        told = grade(grading, State(tmp_path), 1, truth, {f"a{i}": off_by(truth, 10.0 + i)})
+        told = grade(grading, ClientFolder(tmp_path), 1, truth, {f"a{i}": off_by(truth, 10.0 + i)})
         assert told.psnr
-    refused = grade(grading, State(tmp_path), 1, truth, {"a3": off_by(truth, 20.0)})
+    refused = grade(grading, ClientFolder(tmp_path), 1, truth, {"a3": off_by(truth, 20.0)})
     assert "3 questions of these examples were answered" in refused.refused["a3"]
-    assert not grade(grading, State(tmp_path), 2, truth, {"a3": off_by(truth, 20.0)}).psnr, "the same examples"
-    assert grade(grading, State(tmp_path), 1, batch(seed=1), {"a3": batch(seed=2).x}).psnr, "another batch, drawn anew"
+    assert not grade(grading, ClientFolder(tmp_path), 2, truth, {"a3": off_by(truth, 20.0)}).psnr, "the same examples"
+    assert grade(grading, ClientFolder(tmp_path), 1, batch(seed=1), {"a3": batch(seed=2).x}).psnr, (
+        "another batch, drawn anew"
+    )
 
 
 def test_a_crash_after_writing_and_before_answering_forgets_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    truth, grading = batch(), Grading("scores", queries=1)
+    truth, grading = batch(), GradingPolicy("scores", queries=1)
 
-    def killed(self: State, event: str, **facts: object) -> None:
+    def killed(self: ClientFolder, event: str, **facts: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(State, "note", killed)
+        patch.setattr(ClientFolder, "note", killed)
         with pytest.raises(KeyboardInterrupt):
-            grade(grading, State(tmp_path), 1, truth, {"a": off_by(truth, 20.0)})
-    refused = grade(grading, State(tmp_path), 1, truth, {"b": off_by(truth, 20.0)})
+            grade(grading, ClientFolder(tmp_path), 1, truth, {"a": off_by(truth, 20.0)})
+    refused = grade(grading, ClientFolder(tmp_path), 1, truth, {"b": off_by(truth, 20.0)})
     assert "b" in refused.refused
 
 
@@ -181,19 +190,19 @@ def test_too_many_or_too_long_names_are_refused_whole(tmp_path: Path) -> None:
     truth = batch()
     many = {f"a{i}": truth.x for i in range(MOST_NAMES + 1)}
     for questions in (many, {"a" * 101: truth.x}):
-        with pytest.raises(Refused, match="a question has at most 64 names of at most 100 characters"):
-            grade(SCORES, State(tmp_path), 1, truth, questions)
+        with pytest.raises(RequestRefused, match="a question has at most 64 names of at most 100 characters"):
+            grade(SCORES, ClientFolder(tmp_path), 1, truth, questions)
     assert not list(tmp_path.rglob("*.json"))
 
 
 @pytest.mark.parametrize("form", [(1, 1, 4, 4), (2, 1, 4, 5), (2, 16), (3, 1, 4, 4)])
 def test_images_of_another_form_are_refused_with_the_form(tmp_path: Path, form: tuple[int, ...]) -> None:
-    answer = grade(SCORES, State(tmp_path), 1, batch(), {"dlg": torch.zeros(form)})
+    answer = grade(SCORES, ClientFolder(tmp_path), 1, batch(), {"dlg": torch.zeros(form)})
     assert "expected float32 images of shape (2, 1, 4, 4)" in answer.refused["dlg"]
 
 
 def test_the_log_tells_the_owner_more_than_the_server_was_told(tmp_path: Path) -> None:
-    truth, state = batch(), State(tmp_path)
+    truth, state = batch(), ClientFolder(tmp_path)
     grade(SCORES, state, 4, truth, {"dlg": off_by(truth, 20.2), "bad": truth.x + 2}, run=9)
     (event,) = [json.loads(line) for line in state.log.read_text().splitlines()]
     assert (event["event"], event["round"], event["run"], event["told"]) == ("graded", 4, 9, {"dlg": [20.0, 20.0]})
@@ -204,39 +213,39 @@ def test_the_log_tells_the_owner_more_than_the_server_was_told(tmp_path: Path) -
 # ------------------------------------------------------------------------------------------------------- which batch it is
 
 
-def owner(folder: Path, mode: str = "scores") -> Owner:
+def owner(folder: Path, mode: str = "scores") -> OwnerConfig:
     text = f"""
     client = 0
     chain = [{{ use = "local_sgd", rate = 0.1 }}]
     data = {{ use = "mnist5k", whole = true }}
     grading = {{ mode = "{mode}" }}
     """
-    return Owner.parse(text, folder / "client.toml")
+    return OwnerConfig.parse(text, folder / "client.toml")
 
 
 def test_only_what_was_trained_on_is_graded(tmp_path: Path) -> None:
     who = owner(tmp_path)
-    state = State(who.state)
+    state = ClientFolder(who.state)
     drawn = who.batch([7, 3])
-    state.keep_drawn(2, Drawn(1, (7, 3), digest_of(drawn), sent=True))
-    state.keep_drawn(2, Drawn(5, (1, 2), digest_of(who.batch([1, 2])), sent=True))
+    state.keep_drawn(2, DrawnBatch(1, (7, 3), digest_of(drawn), sent=True))
+    state.keep_drawn(2, DrawnBatch(5, (1, 2), digest_of(who.batch([1, 2])), sent=True))
     assert torch.equal(batch_to_grade(who, state, 1, 2).x, drawn.x), "another run's round 2 is another"
     for run, round in ((1, 3), (4, 2)):
-        with pytest.raises(Refused, match=f"this client did not train in round {round}"):
+        with pytest.raises(RequestRefused, match=f"this client did not train in round {round}"):
             batch_to_grade(who, state, run, round)
-    with pytest.raises(Refused, match="the owner does not allow it"):
+    with pytest.raises(RequestRefused, match="the owner does not allow it"):
         batch_to_grade(owner(tmp_path, "off"), state, 1, 2)
-    state.keep_drawn(6, Drawn(1, (7, 3), digest_of(drawn)))
-    with pytest.raises(Refused, match="this client sent nothing in round 6"):
+    state.keep_drawn(6, DrawnBatch(1, (7, 3), digest_of(drawn)))
+    with pytest.raises(RequestRefused, match="this client sent nothing in round 6"):
         batch_to_grade(who, state, 1, 6)
 
 
 @pytest.mark.parametrize("rows", [(7, 4), (7, 10**6), (-1, 3)])
 def test_data_that_has_changed_since_is_not_graded(tmp_path: Path, rows: tuple[int, int]) -> None:
     who = owner(tmp_path)
-    state = State(who.state)
-    state.keep_drawn(2, Drawn(1, rows, digest_of(who.batch([7, 3])), sent=True))
-    with pytest.raises(Refused, match="the owner's data has changed since"):
+    state = ClientFolder(who.state)
+    state.keep_drawn(2, DrawnBatch(1, rows, digest_of(who.batch([7, 3])), sent=True))
+    with pytest.raises(RequestRefused, match="the owner's data has changed since"):
         batch_to_grade(who, state, 1, 2)
 
 

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedgauge.client.deployment.guard import REASON, WITHHELD, Outbound, guard
+from fedgauge.client.deployment.guard import REASON, WITHHELD, UpdatePolicy, guard
 from fedgauge.client.mods import Mod
 from fedgauge.client.update import Params, Update
 
@@ -143,7 +143,7 @@ def test_a_message_of_several_records_needs_one_called_arrays() -> None:
 
 
 def test_integers_have_no_norm() -> None:
-    assert Outbound(max_norm=1.0).objection({"n": torch.tensor([10**6])}) == ""
+    assert UpdatePolicy(max_norm=1.0).objection({"n": torch.tensor([10**6])}) == ""
 
 
 def test_a_reply_under_other_names_does_not_go_round_the_norm() -> None:

@@ -13,7 +13,17 @@ import tomli_w
 import torch
 
 from fedgauge.client.components import SpecError
-from fedgauge.client.deployment.owner import MOST_TEXT, Damaged, Drawn, Own, Owner, Refused, State, Terms, digest_of
+from fedgauge.client.deployment.owner import (
+    MOST_TEXT,
+    ClientFolder,
+    DamagedState,
+    DeployedClient,
+    DrawnBatch,
+    OwnerConfig,
+    RequestRefused,
+    ServerTerms,
+    digest_of,
+)
 from fedgauge.client.local_data import may_download
 from fedgauge.client.protocol import Federation, Protocol
 from fedgauge.client.rng import secret_generator
@@ -26,8 +36,8 @@ MLP = {"use": "mlp", "hidden": [8]}
 SERVERS = {"seed": 3, "rounds": 5, "clients": 3, "data": DATA, "model": MLP, "chain": [SGD]}
 
 
-def terms(**changes: Any) -> Terms:
-    return Terms.parse(json.dumps(SERVERS | changes))
+def terms(**changes: Any) -> ServerTerms:
+    return ServerTerms.parse(json.dumps(SERVERS | changes))
 
 
 @pytest.fixture
@@ -47,7 +57,7 @@ Write = Callable[..., Path]
 
 
 def test_a_short_file_means_the_careful_choice(write: Write, tmp_path: Path) -> None:
-    owner = Owner.load(write())
+    owner = OwnerConfig.load(write())
     assert (owner.sampling, owner.whole, owner.grading.mode, owner.guard, owner.allow) == (
         "secret",
         False,
@@ -87,16 +97,16 @@ MISTAKES = [
 def test_a_mistake_is_told_with_the_file_and_what_is_allowed(write: Write, changes: Any, words: str) -> None:
     path = write(**changes)
     with pytest.raises(SpecError) as told:
-        Owner.load(path)
+        OwnerConfig.load(path)
     assert str(told.value).startswith(f"{path}: {words}")
 
 
 def test_a_file_that_is_missing_or_no_toml_is_told(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="there is no such file"):
-        Owner.load(tmp_path / "none.toml")
+        OwnerConfig.load(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("client = = 1")
     with pytest.raises(SpecError, match="bad.toml: not a readable TOML file"):
-        Owner.load(tmp_path / "bad.toml")
+        OwnerConfig.load(tmp_path / "bad.toml")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +115,7 @@ def test_a_file_that_is_missing_or_no_toml_is_told(tmp_path: Path) -> None:
 def test_a_mistake_in_a_component_names_the_owners_file(write: Write, changes: Any) -> None:
     path = write(**changes)
     with pytest.raises(SpecError, match="client.toml: .*has no argument"):
-        Own.of(Owner.load(path), terms())
+        DeployedClient.of(OwnerConfig.load(path), terms())
 
 
 # ------------------------------------------------------------------------------------------ the server's word, and its limits
@@ -113,8 +123,8 @@ def test_a_mistake_in_a_component_names_the_owners_file(write: Write, changes: A
 
 def test_a_protocol_cannot_weaken_the_chain_or_name_the_data(write: Write) -> None:
     strict = [{"use": "clip", "max_norm": 0.5, "each": True}, SGD]
-    own = Own.of(
-        Owner.load(write(chain=strict)),
+    own = DeployedClient.of(
+        OwnerConfig.load(write(chain=strict)),
         terms(
             chain=[{**SGD, "rate": 100.0}],
             data={"use": "mnist5k", "batch_size": 1},
@@ -148,8 +158,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("text", "words"), REFUSED, ids=[words for _, words in REFUSED])
 def test_a_protocol_that_is_none_is_refused(text: str, words: str) -> None:
-    with pytest.raises(Refused) as told:
-        Terms.parse(text)
+    with pytest.raises(RequestRefused) as told:
+        ServerTerms.parse(text)
     assert words in str(told.value)
 
 
@@ -165,8 +175,8 @@ FOREIGN = [
 
 @pytest.mark.parametrize("use", FOREIGN)
 def test_a_server_names_no_code_outside_the_models(write: Write, use: str) -> None:
-    with pytest.raises(Refused, match="is not allowed here|is not a model"):
-        Own.of(Owner.load(write()), terms(model={"use": use}))
+    with pytest.raises(RequestRefused, match="is not allowed here|is not a model"):
+        DeployedClient.of(OwnerConfig.load(write()), terms(model={"use": use}))
 
 
 NETS = """
@@ -189,24 +199,25 @@ def fetched(shape, classes: int) -> nn.Module:
 def test_a_model_of_a_package_is_built_where_the_owner_allows_that_package(write: Write, tmp_path: Path) -> None:
     (tmp_path / "ownersnets.py").write_text(NETS)
     mine = {"use": "ownersnets:small", "width": 5}
-    with pytest.raises(Refused, match="is not allowed here"):
-        Own.of(Owner.load(write()), terms(model=mine))
-    own = Own.of(Owner.load(write(allow=["ownersnets"])), terms(model=mine))
+    with pytest.raises(RequestRefused, match="is not allowed here"):
+        DeployedClient.of(OwnerConfig.load(write()), terms(model=mine))
+    own = DeployedClient.of(OwnerConfig.load(write(allow=["ownersnets"])), terms(model=mine))
     assert [tuple(p.shape) for p in own.model.parameters()] == [(5, 784), (5,), (10, 5), (10,)]
 
 
 def test_a_server_makes_a_client_fetch_nothing(write: Write, tmp_path: Path) -> None:
     (tmp_path / "ownersfetch.py").write_text(NETS)
-    with pytest.raises(Refused, match="may download: False"):
-        Own.of(Owner.load(write(allow=["ownersfetch"])), terms(model={"use": "ownersfetch:fetched"}))
+    with pytest.raises(RequestRefused, match="may download: False"):
+        DeployedClient.of(OwnerConfig.load(write(allow=["ownersfetch"])), terms(model={"use": "ownersfetch:fetched"}))
     assert may_download.get(), "the owner's own data may"
 
 
 def test_a_server_gives_no_path_even_to_a_package_that_the_owner_allows(write: Write, tmp_path: Path) -> None:
     (tmp_path / "ownersfiles.py").write_text(NETS)
-    with pytest.raises(Refused, match="does not make a client read a file"):
-        Own.of(
-            Owner.load(write(allow=["ownersfiles"])), terms(model={"use": "ownersfiles:stored", "source": "passwords"})
+    with pytest.raises(RequestRefused, match="does not make a client read a file"):
+        DeployedClient.of(
+            OwnerConfig.load(write(allow=["ownersfiles"])),
+            terms(model={"use": "ownersfiles:stored", "source": "passwords"}),
         )
 
 
@@ -221,10 +232,10 @@ def test_a_server_gives_no_path_even_to_a_package_that_the_owner_allows(write: W
     ids=str,
 )
 def test_a_model_of_a_thousand_million_entries_is_refused_before_memory_is_taken(write: Write, model: Any) -> None:
-    own = Own(Protocol(3, 5, 3, DATA, model, (SGD,)), Owner.load(write()))
+    own = DeployedClient(Protocol(3, 5, 3, DATA, model, (SGD,)), OwnerConfig.load(write()))
     _ = own.shards
     tracemalloc.start()
-    with pytest.raises(Refused, match=r"\[model\]"):
+    with pytest.raises(RequestRefused, match=r"\[model\]"):
         _ = own.model
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -232,22 +243,22 @@ def test_a_model_of_a_thousand_million_entries_is_refused_before_memory_is_taken
 
 
 def test_a_client_beyond_the_protocols_is_none_of_it(write: Write) -> None:
-    with pytest.raises(Refused, match="this is client 7, the protocol has 3 clients"):
-        Own.of(Owner.load(write(client=7)), terms())
+    with pytest.raises(RequestRefused, match="this is client 7, the protocol has 3 clients"):
+        DeployedClient.of(OwnerConfig.load(write(client=7)), terms())
 
 
 # -------------------------------------------------------------------------------------------------- draws, and what is secret
 
 
 def test_agreed_sampling_draws_the_simulations_rows(write: Write) -> None:
-    own = Own.of(Owner.load(write(data={**DATA, "sampling": "agreed"})), terms())
+    own = DeployedClient.of(OwnerConfig.load(write(data={**DATA, "sampling": "agreed"})), terms())
     simulation = Federation(Protocol.from_tables(SERVERS))
     for round in (1, 2, 5):
         assert own.draw(round) == simulation.rows_at(1, round).tolist()
 
 
 def test_secret_sampling_draws_from_the_own_shard_and_never_the_same_again(write: Write) -> None:
-    own = Own.of(Owner.load(write()), terms())
+    own = DeployedClient.of(OwnerConfig.load(write()), terms())
     shard = set(own.shards.indices[1].tolist())
     drawn = [own.draw(1) for _ in range(20)]
     assert all(len(set(rows)) == 4 and set(rows) <= shard for rows in drawn)
@@ -258,8 +269,8 @@ def test_secret_sampling_draws_from_the_own_shard_and_never_the_same_again(write
 
 def test_secret_sampling_draws_every_image_equally_often(write: Write) -> None:
     """A chi-squared statistic over a shard of 20 images: 19 degrees of freedom, so beyond 60 once in 250,000 times."""
-    owner = Owner.load(write(client=0, data={**DATA, "auxiliary": 3980, "batch_size": 5}))
-    few = Own.of(owner, terms(clients=1))
+    owner = OwnerConfig.load(write(client=0, data={**DATA, "auxiliary": 3980, "batch_size": 5}))
+    few = DeployedClient.of(owner, terms(clients=1))
     shard = few.shards.indices[0].tolist()
     assert len(shard) == 20
     counts = dict.fromkeys(shard, 0)
@@ -273,7 +284,7 @@ def test_secret_sampling_draws_every_image_equally_often(write: Write) -> None:
 
 def test_whole_is_all_of_the_training_images(write: Write) -> None:
     data = {"use": "mnist5k", "batch_size": 4, "whole": True}
-    own = Own.of(Owner.load(write(data=data)), terms())
+    own = DeployedClient.of(OwnerConfig.load(write(data=data)), terms())
     assert [len(each) for each in own.shards.indices] == [0, 4000, 0]
     assert len(own.shards.auxiliary) == 0
 
@@ -281,7 +292,7 @@ def test_whole_is_all_of_the_training_images(write: Write) -> None:
 def test_noise_is_drawn_anew_whatever_the_seed(write: Write) -> None:
     noisy = [SGD, {"use": "gaussian", "sigma": 1.0}]
     data = {**DATA, "sampling": "agreed"}
-    own = Own.of(Owner.load(write(chain=noisy, data=data)), terms())
+    own = DeployedClient.of(OwnerConfig.load(write(chain=noisy, data=data)), terms())
     params, buffers = own.initial()
     batch = own.owner.batch(own.draw(1))
     first, second = (own.compute(params, buffers, batch, {}) for _ in range(2))
@@ -319,9 +330,9 @@ def test_a_secret_generator_draws_normal_and_uniform_numbers() -> None:
 
 
 def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
-    state = State(tmp_path / "state")
+    state = ClientFolder(tmp_path / "state")
     with state.held():
-        state.keep_drawn(1, Drawn(7, (1, 2), "ab"))
+        state.keep_drawn(1, DrawnBatch(7, (1, 2), "ab"))
         state.keep_answers("ab", {"dlg": {"images": "", "psnr": [1.0]}})
         state.note("sent", round=1)
     for path in (state.folder, *state.folder.rglob("*")):
@@ -329,33 +340,33 @@ def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_what_was_drawn_and_answered_outlives_the_process(tmp_path: Path) -> None:
-    State(tmp_path).keep_drawn(3, Drawn(7, (5, 1), "ab"))
-    State(tmp_path).keep_answers("ab", {"dlg": {"images": "x", "psnr": [20.5]}})
-    assert State(tmp_path).drawn(7, 3) == Drawn(7, (5, 1), "ab")
-    assert State(tmp_path).drawn(7, 4) is None
-    assert State(tmp_path).drawn(8, 3) is None, "of another run"
-    assert State(tmp_path).answers("ab") == {"dlg": {"images": "x", "psnr": [20.5]}}
-    assert State(tmp_path).answers("cd") == {}
+    ClientFolder(tmp_path).keep_drawn(3, DrawnBatch(7, (5, 1), "ab"))
+    ClientFolder(tmp_path).keep_answers("ab", {"dlg": {"images": "x", "psnr": [20.5]}})
+    assert ClientFolder(tmp_path).drawn(7, 3) == DrawnBatch(7, (5, 1), "ab")
+    assert ClientFolder(tmp_path).drawn(7, 4) is None
+    assert ClientFolder(tmp_path).drawn(8, 3) is None, "of another run"
+    assert ClientFolder(tmp_path).answers("ab") == {"dlg": {"images": "x", "psnr": [20.5]}}
+    assert ClientFolder(tmp_path).answers("cd") == {}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"run": 1}', '{"run": 1, "rows": ["x"], "digest": ""}'])
 def test_a_damaged_count_is_no_fresh_count(tmp_path: Path, text: str) -> None:
-    state = State(tmp_path)
-    state.keep_drawn(1, Drawn(7, (1,), "ab"))
+    state = ClientFolder(tmp_path)
+    state.keep_drawn(1, DrawnBatch(7, (1,), "ab"))
     state.keep_answers("ab", {})
     next(tmp_path.glob("rounds/*")).write_text(text)
-    with pytest.raises(Damaged, match="run-7-round-00001.json is damaged"):
+    with pytest.raises(DamagedState, match="run-7-round-00001.json is damaged"):
         state.drawn(7, 1)
     next(tmp_path.glob("answers/*")).write_text("{")
-    with pytest.raises(Damaged, match="is damaged"):
+    with pytest.raises(DamagedState, match="is damaged"):
         state.answers("ab")
 
 
 def test_two_holders_wait_for_each_other(tmp_path: Path) -> None:
-    state, order = State(tmp_path), []
+    state, order = ClientFolder(tmp_path), []
 
     def other() -> None:
-        with State(tmp_path).held():
+        with ClientFolder(tmp_path).held():
             order.append("other")
 
     with state.held():
@@ -368,7 +379,7 @@ def test_two_holders_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def test_lines_of_the_log_are_json_in_their_order(tmp_path: Path) -> None:
-    state = State(tmp_path)
+    state = ClientFolder(tmp_path)
     for i in range(3):
         state.note("sent", round=i, words="line\nbreak")
     events = [json.loads(line) for line in state.log.read_text().splitlines()]

@@ -18,11 +18,11 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 
 from fedgauge.client.components import SpecError
-from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD, content_of, read, secure_sum
+from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD, read, secure_sum, to_config_record
 from fedgauge.client.mods import as_mod
 from fedgauge.client.protocol import Federation, Protocol
 from fedgauge.defenses.clip import clip
-from fedgauge.defenses.secure_sum import PairwiseMasking, Record, Sum
+from fedgauge.defenses.secure_sum import PairwiseMasking, Record, SecureSumResult
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -63,14 +63,14 @@ class Nodes:
             return Message(made, reply_to=message)
 
     def ask(self, node: int, question: Record, arrays: bool = False) -> Message:
-        content = content_of(question)
+        content = to_config_record(question)
         content["config"] = ConfigRecord({"lr": 0.1})
         if arrays:
             content["arrays"] = ArrayRecord(THETA)
         message = travel(Message(content, dst_node_id=node, message_type="train"))
         return travel(self.app(message, self.contexts[node]))
 
-    def converse(self, lost: tuple[int, ...] = ()) -> tuple[Sum, list[dict[int, Message]]]:
+    def converse(self, lost: tuple[int, ...] = ()) -> tuple[SecureSumResult, list[dict[int, Message]]]:
         """The whole conversation: the sum, and each step's replies; the masked vectors of lost nodes never arrive."""
         server = TERMS.rounds(CLIENTS, 6)
         questions, replies = next(server), []
@@ -222,7 +222,7 @@ def test_a_reply_that_cannot_be_masked_does_not_leave(content: Callable[[], Reco
 
 def test_records_travel_as_they_are() -> None:
     record: Record = {"a": 1, "b": b"x", "c": "y", "d": [1, 2], "e": [b"p", b"q"], "f": np.array([2**63, 1], "<u8")}
-    message = travel(Message(content_of(record), dst_node_id=5, message_type="train"))
+    message = travel(Message(to_config_record(record), dst_node_id=5, message_type="train"))
     found = read(message.content)
     assert {k: v for k, v in found.items() if k != "f"} == {k: v for k, v in record.items() if k != "f"}
     assert isinstance(found["f"], np.ndarray)
@@ -321,18 +321,20 @@ def test_noise_averages_out_as_the_attacker_is_told(make_federation: MakeFederat
     difference = [
         noisy.client_update(params, buffers, 0, 1)[k] - t for k, t in bare.client_update(params, buffers, 0, 1).items()
     ]
-    conditional = noisy.as_seen(noisy.chain, 4).conditional
-    assert conditional is not None
-    assert conditional.scale == 0
-    assert float(torch.cat([d.flatten() for d in difference]).std()) == pytest.approx(conditional.sigma, rel=0.03)
+    update_distribution = noisy.as_seen(noisy.chain, 4).update_distribution
+    assert update_distribution is not None
+    assert update_distribution.scale == 0
+    assert float(torch.cat([d.flatten() for d in difference]).std()) == pytest.approx(
+        update_distribution.sigma, rel=0.03
+    )
 
 
 @pytest.mark.parametrize("last", ["sign", "prune", "mask"])
 def test_sums_of_signs_and_of_masked_entries_have_no_closed_form(make_federation: MakeFederation, last: str) -> None:
     keep = {} if last.endswith("sign") else {"keep": 0.5}
     fed = make_federation(**EIGHT, chain=[SGD, {"use": last, **keep}], secure_sum={"group": 4})
-    assert fed.chain.conditional is not None
-    assert fed.as_seen(fed.chain, 4).conditional is None
+    assert fed.chain.update_distribution is not None
+    assert fed.as_seen(fed.chain, 4).update_distribution is None
 
 
 def test_groups_are_of_consecutive_clients_or_drawn_anew_in_each_round(make_federation: MakeFederation) -> None:

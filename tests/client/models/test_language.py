@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from fedgauge.client.models.language import LanguageModel, decoder, encoder, tiny_bert, tiny_gpt2, transformer3
-from fedgauge.client.models.language_parts import Parts
+from fedgauge.client.models.language_parts import ModelParts
 from fedgauge.client.models.tokenizer import MINILM, Tokenizer, framed, load_tokenizer, wordpiece
 from fedgauge.client.models.vision import detached_params, floating_buffers
 from fedgauge.client.update import Batch, gradient, per_example
@@ -184,7 +184,7 @@ EXPECTED = {
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_the_parts_of_known_networks_are_those_that_their_authors_named(make: Maker, words: Tokenizer) -> None:
     word, position, head, types, norm, tied = EXPECTED[make]
-    parts: Parts = make(words).parts
+    parts: ModelParts = make(words).parts
     assert parts.word == f"net.{word}.weight"
     assert parts.position == (position and f"net.{position}.weight")
     assert parts.head[0] == f"net.{head}.weight"

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Budget, Observation, Wave
-from fedgauge.attacks.engine.gradients import Factors, gradients, trained
+from fedgauge.attacks.engine.gradients import FactoredGradient, gradients, local_training_changes
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.grading.audit import Auditor, card
 from fedgauge.attacks.grading.image_metrics import psnr_of
@@ -25,18 +25,18 @@ from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.models.losses import (
     build_loss,
     cross_entropy,
-    hits,
     is_mean,
-    is_of_tokens,
+    logit_gradient,
     mean_squared_error,
     next_token,
-    slope,
+    per_example_accuracy,
+    predicts_tokens,
     takes_probabilities,
 )
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Summed, chain, gradient, local_sgd
+from fedgauge.client.update import Batch, GroupMean, chain, gradient, local_sgd
 from fedgauge.defenses.noise import gaussian
 
 SQUARED = {"use": "mean_squared_error"}
@@ -102,8 +102,8 @@ def test_the_losses_are_their_formulas() -> None:
 def test_slopes_are_those_on_paper() -> None:
     logits, y = probe()
     one_hot = F.one_hot(y, 5).double()
-    assert torch.allclose(slope(F.cross_entropy, logits, y), logits.softmax(1) - one_hot)
-    assert torch.allclose(slope(mean_squared_error(), logits, y), 2 * (logits - one_hot) / 5)
+    assert torch.allclose(logit_gradient(F.cross_entropy, logits, y), logits.softmax(1) - one_hot)
+    assert torch.allclose(logit_gradient(mean_squared_error(), logits, y), 2 * (logits - one_hot) / 5)
 
 
 def test_a_sum_and_a_weighted_mean_are_no_mean_of_examples() -> None:
@@ -205,10 +205,10 @@ def test_a_secure_sum_is_as_one_client_only_where_the_loss_is_a_mean(
 ) -> None:
     together = {"secure_sum": {"group": 2}}
 
-    def last(**changes: Any) -> Summed:
+    def last(**changes: Any) -> GroupMean:
         fed = make_federation(**together, **changes)
         found = fed.as_seen(fed.chain, 2).links[-1]
-        assert isinstance(found, Summed)
+        assert isinstance(found, GroupMean)
         return found
 
     assert last().together and last(loss=SQUARED).together
@@ -229,13 +229,13 @@ def test_the_engines_one_pass_gives_every_problems_own_gradient(loss: Any, steps
     y = torch.tensor([[0, 1], [2, 2], [4, 3]])
     rule = local_sgd(0.1, steps)
     client = chain(rule)(gradient(model, loss))
-    found = trained(model, params, x, y, rule, False, loss)
+    found = local_training_changes(model, params, x, y, rule, False, loss)
     for k in range(3):
         expected = client(params, Batch(x[k], y[k]), None)
         assert all(torch.allclose(found[n][k], t, rtol=1e-9, atol=1e-12) for n, t in expected.items())
     if steps == 1:
         one = gradients(model, params, x, y, 1.0, False, loss)
-        total = sum(t.square().sum() for t in one.values() if not isinstance(t, Factors))
+        total = sum(t.square().sum() for t in one.values() if not isinstance(t, FactoredGradient))
         assert isinstance(total, Tensor)
         (by_x,) = torch.autograd.grad(total, x)
         single = x[0].detach().requires_grad_()
@@ -364,7 +364,7 @@ def test_next_token_is_what_hugging_face_calls_the_loss_of_one_sentence() -> Non
 
 def test_next_token_is_a_mean_takes_probabilities_and_ignores_padding() -> None:
     loss = build_loss({"use": "next_token"}, "[loss]", 5)
-    assert is_of_tokens(loss) and is_mean(loss, 5) and takes_probabilities(loss, 5)
+    assert predicts_tokens(loss) and is_mean(loss, 5) and takes_probabilities(loss, 5)
     rng = torch.Generator().manual_seed(0)
     logits, y = torch.randn(2, 5, 5, generator=rng), torch.tensor([[0, 1, 2, -100, -100], [4, 3, 2, 1, 0]])
     soft = F.one_hot(y.clamp(min=0), 5) * (y != -100).unsqueeze(-1)
@@ -375,6 +375,9 @@ def test_next_token_is_a_mean_takes_probabilities_and_ignores_padding() -> None:
 
 
 def test_hits_are_labels_or_words_that_are_predicted() -> None:
-    assert hits(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([1, 1])).tolist() == [1.0, 0.0]
+    assert per_example_accuracy(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([1, 1])).tolist() == [1.0, 0.0]
     logits = F.one_hot(torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]]), 4).float()
-    assert hits(logits, torch.tensor([[0, 1, 2, 3], [0, 3, -100, -100]])).tolist() == [pytest.approx(2 / 3), 1.0]
+    assert per_example_accuracy(logits, torch.tensor([[0, 1, 2, 3], [0, 3, -100, -100]])).tolist() == [
+        pytest.approx(2 / 3),
+        1.0,
+    ]

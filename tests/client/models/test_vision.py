@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedgauge.client.components import SpecError, build
-from fedgauge.client.models import vision as models
+from fedgauge.client.models import vision
 from fedgauge.client.protocol import MODEL
 
 CIFAR = (3, 32, 32)
@@ -37,21 +37,21 @@ def parameters(model: nn.Module) -> int:
 def test_the_papers_count_the_same_parameters(
     name: str, shape: tuple[int, int, int], arguments: dict[str, Any], count: int
 ) -> None:
-    model = getattr(models, name)(shape, 10, **arguments)
+    model = getattr(vision, name)(shape, 10, **arguments)
     assert parameters(model) == count
     assert model(torch.rand(2, *shape)).shape == (2, 10)
 
 
 def test_width_multiplies_every_channel() -> None:
-    channels = [m.out_channels for m in models.convnet(CIFAR, 10, width=16).modules() if isinstance(m, nn.Conv2d)]
+    channels = [m.out_channels for m in vision.convnet(CIFAR, 10, width=16).modules() if isinstance(m, nn.Conv2d)]
     assert channels == [16, 32, 32, 64, 64, 64, 64, 64]
-    wide = [m.out_channels for m in models.resnet20(CIFAR, 10, width=4).modules() if isinstance(m, nn.Conv2d)]
+    wide = [m.out_channels for m in vision.resnet20(CIFAR, 10, width=4).modules() if isinstance(m, nn.Conv2d)]
     assert wide == [64] * 7 + [128] * 6 + [256] * 6
 
 
 def test_convnet_pools_after_its_sixth_and_eighth_convolution() -> None:
     """As in Inverting Gradients' published code: convolution, BatchNorm, ReLU, and the pool last."""
-    kinds = [type(m).__name__ for m in models.convnet(CIFAR, 10, width=2).children()]
+    kinds = [type(m).__name__ for m in vision.convnet(CIFAR, 10, width=2).children()]
     block = ["Conv2d", "BatchNorm2d", "ReLU"]
     assert kinds == [*block * 6, "MaxPool2d", *block * 2, "MaxPool2d", "Flatten", "Linear"]
 
@@ -60,7 +60,7 @@ def test_lenet_starts_uniform_between_minus_and_plus_one_half() -> None:
     from scipy.stats import kstest
 
     torch.manual_seed(0)
-    model = models.lenet(CIFAR, 10)
+    model = vision.lenet(CIFAR, 10)
     drawn = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
     assert np.abs(drawn).max() <= 0.5
     assert kstest(drawn, "uniform", (-0.5, 1)).pvalue > 1e-3
@@ -70,30 +70,30 @@ def test_lenet_starts_uniform_between_minus_and_plus_one_half() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 9, 11), (1, 27, 5)])
 def test_lenet_fits_any_image(shape: tuple[int, int, int]) -> None:
-    assert models.lenet(shape, 4)(torch.rand(2, *shape)).shape == (2, 4)
+    assert vision.lenet(shape, 4)(torch.rand(2, *shape)).shape == (2, 4)
 
 
 @pytest.mark.parametrize("name", ["convnet", "resnet20"])
 @pytest.mark.parametrize(("norm", "layer"), [("batch", nn.BatchNorm2d), ("group", nn.GroupNorm), ("none", nn.Identity)])
 def test_norm_chooses_the_normalisation(name: str, norm: str, layer: type[nn.Module]) -> None:
-    model = getattr(models, name)(CIFAR, 10, width=2, norm=norm)
+    model = getattr(vision, name)(CIFAR, 10, width=2, norm=norm)
     kinds = {type(m) for m in model.modules()} & {nn.BatchNorm2d, nn.GroupNorm, nn.Identity}
     assert kinds == {layer}
-    assert bool(models.floating_buffers(model)) == (norm == "batch")
+    assert bool(vision.floating_buffers(model)) == (norm == "batch")
     assert torch.isfinite(model(torch.rand(2, *CIFAR))).all()
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 6, 12])
 def test_group_normalisation_fits_every_width(width: int) -> None:
-    model = models.convnet(CIFAR, 10, width=width, norm="group")
+    model = vision.convnet(CIFAR, 10, width=width, norm="group")
     groups = {m.num_channels: m.num_groups for m in model.modules() if isinstance(m, nn.GroupNorm)}
     assert groups == {c: math.gcd(8, c) for c in (width, 2 * width, 4 * width)}
-    assert models.convnet(CIFAR, 10, width=64, norm="group").get_submodule("norm0").num_groups == 8
+    assert vision.convnet(CIFAR, 10, width=64, norm="group").get_submodule("norm0").num_groups == 8
 
 
 def test_group_normalisation_keeps_examples_apart() -> None:
     torch.manual_seed(0)
-    model = models.convnet(CIFAR, 10, width=2, norm="group").train()
+    model = vision.convnet(CIFAR, 10, width=2, norm="group").train()
     x = torch.rand(3, *CIFAR)
     alone = torch.cat([model(x[i : i + 1]) for i in range(3)])
     torch.testing.assert_close(model(x), alone)
@@ -102,7 +102,7 @@ def test_group_normalisation_keeps_examples_apart() -> None:
 @pytest.mark.parametrize(("activation", "function"), [("relu", F.relu), ("sigmoid", F.sigmoid), ("tanh", F.tanh)])
 def test_mlp_is_its_formula(activation: Any, function: Any) -> None:
     torch.manual_seed(0)
-    model = models.mlp((1, 2, 3), 4, hidden=[5, 7], activation=activation)
+    model = vision.mlp((1, 2, 3), 4, hidden=[5, 7], activation=activation)
     x = torch.rand(3, 1, 2, 3)
     w = [p.detach() for p in model.parameters()]
     by_hand = function(function(x.flatten(1) @ w[0].T + w[1]) @ w[2].T + w[3]) @ w[4].T + w[5]
@@ -129,21 +129,21 @@ def test_bad_arguments_are_told(table: dict[str, Any], message: str) -> None:
 
 
 def test_convnet_refuses_images_that_its_pools_empty() -> None:
-    assert models.convnet((1, 9, 9), 2, width=1)(torch.rand(2, 1, 9, 9)).shape == (2, 2)
+    assert vision.convnet((1, 9, 9), 2, width=1)(torch.rand(2, 1, 9, 9)).shape == (2, 2)
     with pytest.raises(ValueError, match="at least 9 x 9 pixels, got 8 x 30"):
-        models.convnet((1, 8, 30), 2)
+        vision.convnet((1, 8, 30), 2)
 
 
 def test_the_classifier_is_the_last_fully_connected_layer() -> None:
-    assert models.last_linear(models.lenet(MNIST, 10)) == "linear"
-    assert models.last_linear(models.mlp(MNIST, 10, hidden=[4, 4])) == "5"
+    assert vision.last_linear(vision.lenet(MNIST, 10)) == "linear"
+    assert vision.last_linear(vision.mlp(MNIST, 10, hidden=[4, 4])) == "5"
     with pytest.raises(ValueError, match="no fully connected layer"):
-        models.last_linear(nn.Sequential(nn.Conv2d(1, 1, 1)))
+        vision.last_linear(nn.Sequential(nn.Conv2d(1, 1, 1)))
 
 
 def test_params_and_buffers_are_copies() -> None:
-    model = models.resnet20(CIFAR, 10)
-    params, buffers = models.detached_params(model), models.floating_buffers(model)
+    model = vision.resnet20(CIFAR, 10)
+    params, buffers = vision.detached_params(model), vision.floating_buffers(model)
     assert params.keys() == dict(model.named_parameters()).keys()
     assert not any("num_batches" in name for name in buffers)
     for copied in (params, buffers):
@@ -160,10 +160,10 @@ def test_resnet20_has_the_published_names_and_its_weights_classify_cifar10(local
         load_file(local_file("weights/resnet20-12fca82f.safetensors")),
         local_file("cifar10-test-first5k.npz"),
     )
-    model = models.resnet20(CIFAR, 10).eval()
+    model = vision.resnet20(CIFAR, 10).eval()
     trained = {k: t for k, t in published.items() if "running" not in k and "num_batches" not in k}
     assert {k: t.shape for k, t in trained.items()} == {k: p.shape for k, p in model.named_parameters()}
-    assert models.floating_buffers(model).keys() == {k for k in published if "running" in k}
+    assert vision.floating_buffers(model).keys() == {k for k in published if "running" in k}
     missing, unexpected = model.load_state_dict(published, strict=False)
     assert all(k.endswith("num_batches_tracked") for k in missing)
     assert unexpected == []
@@ -189,18 +189,18 @@ def test_resnets_of_inverting_gradients_count_as_by_hand() -> None:
         basic(128, 256, 2) + 2 * basic(256, 256, 1),
     ]
     by_hand = 27 * 64 + 128 + sum(stages) + 256 * 10 + 10
-    assert parameters(models.resnet(CIFAR, 10, depth=20, width=64)) == by_hand
+    assert parameters(vision.resnet(CIFAR, 10, depth=20, width=64)) == by_hand
     torchvision = pytest.importorskip("torchvision")
     for depth in (18, 34, 50):
         theirs = getattr(torchvision.models, f"resnet{depth}")(num_classes=10)
         stem = 3 * 64 * (49 - 9)
-        assert parameters(models.resnet(CIFAR, 10, depth=depth)) == parameters(theirs) - stem
+        assert parameters(vision.resnet(CIFAR, 10, depth=depth)) == parameters(theirs) - stem
 
 
 @pytest.mark.parametrize("depth", [18, 20, 32, 34, 50])
 def test_resnets_of_every_depth_compute_and_keep_their_scale(depth: Any) -> None:
     torch.manual_seed(0)
-    model = models.resnet(CIFAR, 7, depth=depth, width=4)
+    model = vision.resnet(CIFAR, 7, depth=depth, width=4)
     assert sum(
         isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) or isinstance(m, nn.Linear) for m in model.modules()
     ) == (depth if depth != 50 else 18)
@@ -213,7 +213,7 @@ def test_a_resnet_of_torchvisions_weights_computes_torchvisions_block() -> None:
     resnet = pytest.importorskip("torchvision").models.resnet
     torch.manual_seed(0)
     for depth, kind, fan_in in ((18, resnet.BasicBlock, 4), (50, resnet.Bottleneck, 16)):
-        ours = models.resnet(CIFAR, 10, depth=depth, width=4).get_submodule("layer2.0").train()
+        ours = vision.resnet(CIFAR, 10, depth=depth, width=4).get_submodule("layer2.0").train()
         fan_out = 8 * kind.expansion
         down = nn.Sequential(nn.Conv2d(fan_in, fan_out, 1, stride=2, bias=False), nn.BatchNorm2d(fan_out))
         theirs = kind(fan_in, 8, stride=2, downsample=down).train()
@@ -224,9 +224,9 @@ def test_a_resnet_of_torchvisions_weights_computes_torchvisions_block() -> None:
 
 def test_convsmall_is_its_formula_and_starts_as_flax_does() -> None:
     torch.manual_seed(0)
-    model = models.convsmall(CIFAR, 10)
+    model = vision.convsmall(CIFAR, 10)
     assert parameters(model) == 28 * 32 + (9 * 32 + 1) * 64 + (64 * 64 + 1) * 100 + 1010
-    assert parameters(models.convsmall(MNIST, 10)) == 10 * 32 + (9 * 32 + 1) * 64 + (64 * 49 + 1) * 100 + 1010
+    assert parameters(vision.convsmall(MNIST, 10)) == 10 * 32 + (9 * 32 + 1) * 64 + (64 * 49 + 1) * 100 + 1010
     w = {k: p.detach() for k, p in model.named_parameters()}
     x = torch.rand(2, *CIFAR)
     h = F.avg_pool2d(F.conv2d(x, w["conv1.weight"], padding=1).relu(), 2)
@@ -239,7 +239,7 @@ def test_convsmall_is_its_formula_and_starts_as_flax_does() -> None:
 
 
 def test_convbig_has_the_layers_that_soteria_was_attacked_on() -> None:
-    layers = {k: tuple(p.shape) for k, p in models.convbig(CIFAR, 10).named_parameters() if k.endswith("weight")}
+    layers = {k: tuple(p.shape) for k, p in vision.convbig(CIFAR, 10).named_parameters() if k.endswith("weight")}
     assert layers == {
         "conv1.weight": (32, 3, 3, 3),
         "conv2.weight": (64, 32, 1, 1),
@@ -247,7 +247,7 @@ def test_convbig_has_the_layers_that_soteria_was_attacked_on() -> None:
         "linear2.weight": (1000, 2000),
         "linear3.weight": (10, 1000),
     }
-    assert models.convbig(MNIST, 10)(torch.rand(2, *MNIST)).shape == (2, 10)
-    for make in (models.convsmall, models.convbig):
+    assert vision.convbig(MNIST, 10)(torch.rand(2, *MNIST)).shape == (2, 10)
+    for make in (vision.convsmall, vision.convbig):
         with pytest.raises(ValueError, match="at least 4 x 4 pixels, got 3 x 8"):
             make((1, 3, 8), 2)

@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg
 from quickstart.task import Net
 
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious import CuriousStrategy, Tap
+from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
 from fedgauge.simulations.run.simulate import create_run
 
 app = ServerApp()
@@ -18,7 +18,7 @@ app = ServerApp()
 def curious(strategy: FedAvg, folder: Path):
     scenario = Scenario.load(folder.parent / "audit.toml")
     run = create_run(scenario, folder, "deployment")
-    return CuriousStrategy(strategy, Tap(run.ledger(), run.tape(), scenario.plan), replies="weights")
+    return CuriousStrategy(strategy, UpdateRecorder(run.ledger(), run.tape(), scenario.plan), replies="weights")
 
 
 @app.main()

@@ -25,11 +25,11 @@ from PIL import Image
 from starlette.applications import Starlette
 
 import fedgauge.server.views.gallery
-from fedgauge.attacks.grading.audit import Row
+from fedgauge.attacks.grading.audit import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.defenses.accounting import spent
 from fedgauge.server.dashboard.web import make_app
-from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.ledger import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import analysis
@@ -72,7 +72,7 @@ class Http:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.app.state.feed.stop()
+        self.app.state.event_stream.stop()
 
     def get(self, address: str, **options: Any) -> httpx.Response:
         async def ask() -> httpx.Response:
@@ -126,7 +126,7 @@ def test_no_end_is_foretold_while_the_attacks_wait_for_rounds(attacked_run: Run,
             assert found["seconds_left"] is None
         with run.ledger() as ledger:  # a round's jobs have come
             plan = reading.scenario.plan
-            ledger.record_intake(3, [Seen(0, "accepted", "", 2, "digest")], plan)
+            ledger.record_intake(3, [Participation(0, "accepted", "", 2, "digest")], plan)
         with reading.now():
             assert progress(reading)["seconds_left"] is not None
 
@@ -186,7 +186,7 @@ def score_all(run: Run, psnr: float = 20.0) -> None:
     with run.ledger() as ledger:
         while (lease := ledger.lease()) is not None:
             rows = {
-                c: [Row(lease.round, c, lease.attack.name, 0, "psnr", psnr + c, "converged", 0.1)]
+                c: [ScoreRecord(lease.round, c, lease.attack.name, 0, "psnr", psnr + c, "converged", 0.1)]
                 for c in lease.clients
             }
             ledger.finish(lease, rows)
@@ -267,7 +267,9 @@ def test_epsilon_stands_beside_every_point(
     assert [run["epsilon"] for run in page["runs"]] == [told["epsilon"], None]
     assert {(p["run"], p["epsilon"]) for p in points} == {("private", told["epsilon"]), ("signed", None)}
     with run.ledger() as ledger:
-        ledger.record_intake(3, [Seen(0, "missing"), Seen(1, "rejected", "a NaN"), Seen(2, "missing")])
+        ledger.record_intake(
+            3, [Participation(0, "missing"), Participation(1, "rejected", "a NaN"), Participation(2, "missing")]
+        )
         ledger.record_round(3, 0.4, 2.0, 1.0, 0.01)
     later = spent(chosen.federation, {0: 2, 1: 3, 2: 2}, 1e-4)
     assert later.record > expected.record
@@ -297,7 +299,7 @@ def test_the_worst_of_all_attacks_counts_an_example_once(
             ledger.finish(
                 lease,
                 {
-                    c: [Row(lease.round, c, lease.attack.name, 0, m, v, "", 0.1) for m, v in values.items()]
+                    c: [ScoreRecord(lease.round, c, lease.attack.name, 0, m, v, "", 0.1) for m, v in values.items()]
                     for c in lease.clients
                 },
             )
@@ -332,7 +334,9 @@ def test_what_is_read_in_pieces_is_what_is_read_at_once(
     reading = Reading(run)
     with run.ledger() as ledger:
         while (lease := ledger.lease()) is not None:
-            rows = {c: [Row(lease.round, c, lease.attack.name, 0, "psnr", 9.0 + c, "", 0.1)] for c in lease.clients}
+            rows = {
+                c: [ScoreRecord(lease.round, c, lease.attack.name, 0, "psnr", 9.0 + c, "", 0.1)] for c in lease.clients
+            }
             with reading.now():
                 before = reading.version
                 reading.leaks("psnr")
@@ -393,10 +397,12 @@ def test_twenty_pages_hinder_no_writer_and_no_page(folder: Path) -> None:
         ledger.add_attacks(plan, {"dlg": "card"})
         before = sum(1 for _ in ledger.scores())
         for r in range(3, rounds + 1):
-            ledger.record_intake(r, [Seen(c, "accepted", "", 1, f"digest {r} {c}") for c in range(clients)], plan)
+            ledger.record_intake(
+                r, [Participation(c, "accepted", "", 1, f"digest {r} {c}") for c in range(clients)], plan
+            )
             ledger.record_round(r, 0.5, 1.0, 1.0, 0.0)
             while (lease := ledger.lease()) is not None:
-                ledger.finish(lease, {c: [Row(r, c, "dlg", 0, "psnr", 20.0, "", 0.1)] for c in lease.clients})
+                ledger.finish(lease, {c: [ScoreRecord(r, c, "dlg", 0, "psnr", 20.0, "", 0.1)] for c in lease.clients})
         for page in pages:
             page.join(timeout=120)
         assert errors == []

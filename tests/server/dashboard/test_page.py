@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from fedgauge.attacks.grading.audit import WHOLE_BATCH, Row
+from fedgauge.attacks.grading.audit import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import UNGRADED, Seen
+from fedgauge.server.store.ledger import UNGRADED, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import analysis
 from fedgauge.server.views.analysis import Scores
-from fedgauge.server.views.format import LABELS
+from fedgauge.server.views.formatting import LABELS
 from fedgauge.server.views.png import png
 from fedgauge.simulations.reports.report import write_comparison, write_report
 
@@ -68,7 +68,7 @@ def serving(path: Path, port: int = 0) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
-        app.state.feed.stop()
+        app.state.event_stream.stop()
         server.should_exit = True
         thread.join()
         listening.close()
@@ -307,7 +307,10 @@ def attack_once(run: Run, decibel: float) -> None:
         ledger.finish(
             lease,
             {
-                c: [Row(lease.round, c, lease.attack.name, e, "psnr", decibel, "converged", 0.1) for e in range(2)]
+                c: [
+                    ScoreRecord(lease.round, c, lease.attack.name, e, "psnr", decibel, "converged", 0.1)
+                    for e in range(2)
+                ]
                 for c in lease.clients
             },
         )
@@ -405,7 +408,9 @@ def hostile(tmp_path: Path, make_scenario: Callable[..., Scenario]) -> Run:
     with run.ledger() as ledger:
         ledger.add_attacks(plan, {HOSTILE: f"honest; {HOSTILE}"})
         ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
-        ledger.record_intake(1, [Seen(0, "accepted", "", 2, "digest"), Seen(1, "rejected", HOSTILE)], plan)
+        ledger.record_intake(
+            1, [Participation(0, "accepted", "", 2, "digest"), Participation(1, "rejected", HOSTILE)], plan
+        )
         ledger.record_round(1, 0.2, 2.3, 0.1, 0.0)
         ledger.set_meta(replay="mismatch", replay_detail=HOSTILE)
     attack_once(run, 30.5)
@@ -476,7 +481,7 @@ def test_a_report_shows_what_nobody_graded_and_claims_no_rate(
     serve(run, LocalExecutor())
     with run.ledger() as ledger:
         for job in ledger.ungraded():
-            rows = [Row(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
+            rows = [ScoreRecord(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
             ledger.grade(job.id, rows, "not graded: the owner does not allow it")
     page = watched.open(write_report(run).resolve().as_uri())
     expect(page.locator(".verdict")).to_contain_text("none graded (the owner does not allow it)")

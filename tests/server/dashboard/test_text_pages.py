@@ -20,10 +20,10 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import analysis
 from fedgauge.server.views.analysis import Scores
-from fedgauge.server.views.gallery import Gallery, Query, marked, pieces
+from fedgauge.server.views.gallery import Gallery, Query, marked, token_strings
 from fedgauge.server.views.reading import Reading
-from fedgauge.simulations.live.progress import Standing
-from fedgauge.simulations.live.terminal import Picture
+from fedgauge.simulations.live.progress import RunProgress
+from fedgauge.simulations.live.terminal import LiveDisplay
 from fedgauge.simulations.live.view import words
 from fedgauge.simulations.reports.figures import write_figures
 from fedgauge.simulations.reports.report import write_report
@@ -100,7 +100,7 @@ def test_a_word_is_right_misplaced_as_often_as_the_truth_has_it_or_wrong(run: Ru
     marks = [mark for _, mark in marked(guess, truth, data)]  # type: ignore[arg-type]
     assert marks == ["right", "misplaced", "misplaced", "wrong", "misplaced", "wrong"]
     assert {mark for _, mark in marked(guess, None, data)} == {"wrong"}  # type: ignore[arg-type]
-    assert len(pieces(truth, data)) == 4  # type: ignore[arg-type]
+    assert len(token_strings(truth, data)) == 4  # type: ignore[arg-type]
 
 
 def test_the_verdict_compares_by_rouge_with_the_floor_of_text(run: Run) -> None:
@@ -147,14 +147,14 @@ def test_the_page_answers_every_question(run: Run) -> None:
 def test_the_terminal_shows_sentences_and_percent(run: Run) -> None:
     console = Console(file=StringIO(), width=150, height=40, force_terminal=True, color_system="truecolor", record=True)
     with run.ledger() as ledger:
-        standing = Standing(ledger, run.scenario(), training=True)
-        standing.look(force=True)
-        assert "ROUGE-1 best" in words(standing) and "dB" not in words(standing)
-        console.print(Picture(standing, run, console))
+        run_progress = RunProgress(ledger, run.scenario(), training=True)
+        run_progress.refresh(force=True)
+        assert "ROUGE-1 best" in words(run_progress) and "dB" not in words(run_progress)
+        console.print(LiveDisplay(run_progress, run, console))
         drawn = console.export_text()
-        assert standing.best is not None
-        attack, round, hit = standing.best
-        truth = standing.scenario.federation.batch_at(hit.client, round).x[hit.example]
+        assert run_progress.best is not None
+        attack, round, hit = run_progress.best
+        truth = run_progress.scenario.federation.batch_at(hit.client, round).x[hit.example]
     data = run.scenario().federation.shards.dataset
-    assert " ".join(pieces(truth, data))[:30] in drawn  # type: ignore[arg-type]
+    assert " ".join(token_strings(truth, data))[:30] in drawn  # type: ignore[arg-type]
     assert "worst case" in drawn and "dB" not in drawn

@@ -16,7 +16,7 @@ from fedgauge.client.protocol import Federation
 from fedgauge.server.pool.executors import ATTEMPTS, LocalExecutor, Result, WorkerDied, make_executor, serve
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Progress
-from fedgauge.server.store.run import Busy, Run
+from fedgauge.server.store.run import Run, RunBusy
 
 IG = {"use": "inverting_gradients", "iterations": 4}
 Score = tuple[Any, ...]
@@ -255,7 +255,7 @@ def test_a_job_that_comes_with_the_end_of_the_training_is_not_missed(kit: Any, t
 
 def test_two_pools_on_one_run_are_one_too_many(kit: Any, tmp_path: Path) -> None:
     run = kit.make_run(tmp_path / "run", kit.scenario())
-    with run.lock("audit"), pytest.raises(Busy, match="holds its audit"):
+    with run.lock("audit"), pytest.raises(RunBusy, match="holds its audit"):
         serve(run, LocalExecutor())
     assert progress(run).queued == 12
     serve(run, LocalExecutor())

@@ -23,16 +23,16 @@ from fedgauge.client import files
 from fedgauge.server import app as server_app
 from fedgauge.server.app import build_strategy, federate, stock_strategies
 from fedgauge.server.store import checkpoint
-from fedgauge.server.store.checkpoint import Checkpoint, Continued, begin, restore
-from fedgauge.server.store.ledger import Ledger, Seen
-from fedgauge.server.store.run import Busy, NotResumable, Run
+from fedgauge.server.store.checkpoint import Checkpoint, ResumedStrategy, restore, starting_point
+from fedgauge.server.store.ledger import Ledger, Participation
+from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
-from fedgauge.server.strategy.validator import Door
+from fedgauge.server.strategy.validator import UpdateValidator
 
 FLWR = "flwr.serverapp.strategy:"
 USES = [use.removeprefix(FLWR) for use in stock_strategies()]
-SEEN = (Seen(0, "accepted", "", 2, "a:b"), Seen(1, "missing", "no reply"))
+SEEN = (Participation(0, "accepted", "", 2, "a:b"), Participation(1, "missing", "no reply"))
 
 
 class Killed(Exception):
@@ -56,8 +56,8 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, round: int) -> None:
             raise Killed
         entered(self, at, seen)
 
-    entered = server_app.Tap.enter
-    monkeypatch.setattr(server_app.Tap, "enter", enter)
+    entered = server_app.UpdateRecorder.enter
+    monkeypatch.setattr(server_app.UpdateRecorder, "enter", enter)
 
 
 def told(run: Run) -> dict[str, Any]:
@@ -197,9 +197,9 @@ def test_momentum_survives_as_on_paper(kit: Any) -> None:
 
     def advance(inner: Strategy, round: int, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         grid = kit.MemoryGrid("", 2)
-        door = Door(inner, clients=grid.nodes)
-        sent = door.configure_train(round, ArrayRecord(weights), ConfigRecord(), grid)
-        arrays, _ = door.aggregate_train(round, [kit.reply(kit.travel(m), u) for m in sent])
+        validator = UpdateValidator(inner, clients=grid.nodes)
+        sent = validator.configure_train(round, ArrayRecord(weights), ConfigRecord(), grid)
+        arrays, _ = validator.aggregate_train(round, [kit.reply(kit.travel(m), u) for m in sent])
         assert arrays is not None
         return dict(arrays.to_torch_state_dict())
 
@@ -222,8 +222,10 @@ def test_rounds_are_the_true_ones_for_everybody_but_flower(kit: Any) -> None:
         inner = build_strategy(scenario.strategy, 4)
         over: list[int] = []
         intakes: list[int] = []
-        door = Door(inner, lambda intake, to=intakes: to.append(intake.round), seed=3, clients=grid.nodes)  # type: ignore[misc]
-        Continued(door, done, lambda round, arrays, to=over: to.append(round)).start(
+        validator = UpdateValidator(
+            inner, lambda intake, to=intakes: to.append(intake.round), seed=3, clients=grid.nodes
+        )  # type: ignore[misc]
+        ResumedStrategy(validator, done, lambda round, arrays, to=over: to.append(round)).start(
             grid, ArrayRecord(params), 4 - done
         )  # type: ignore[misc]
         asked = [(m.content["config"]["server-round"], grid.nodes[m.metadata.dst_node_id]) for m in grid.sent]
@@ -279,7 +281,7 @@ def half(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def start(run: Run) -> Checkpoint | None:
     with run.ledger() as ledger:
-        return begin(run, ledger, run.scenario())
+        return starting_point(run, ledger, run.scenario())
 
 
 def rounds_of(run: Run) -> tuple[set[int], set[int]]:
@@ -301,7 +303,7 @@ def test_rows_whose_updates_were_deleted_meanwhile_are_not_entered_again(half: R
     """[tape] keep = none deletes what was attacked; entering the round again would promise files that are gone."""
     start(half)
     with half.ledger() as ledger:
-        ledger.forgotten(2)
+        ledger.mark_deleted(2)
     start(half)
     with half.ledger() as ledger:
         assert [o["digest"] for o in ledger.observations() if o["round"] == 2] == [None] * 3
@@ -342,7 +344,7 @@ def test_rounds_beyond_the_checkpoint_are_trained_again_without_a_double(
         assert ledger.meta()["checkpoint"] == "round 4 has no checkpoint: No space left on device"
         while (lease := ledger.lease()) is not None:  # all of them were attacked meanwhile
             ledger.fail(lease, "whatever")
-    with run.lock("audit"), pytest.raises(Busy, match="holds its audit"):
+    with run.lock("audit"), pytest.raises(RunBusy, match="holds its audit"):
         start(run)
     train(kit, run, draw=1)
     expected = told(whole)
@@ -423,7 +425,7 @@ def test_a_checkpoint_is_its_owners_and_there_is_one(half: Run) -> None:
 
 def test_a_second_server_on_a_run_is_refused_before_it_touches_anything(kit: Any, half: Run) -> None:
     before = told(half)
-    with half.lock("server"), pytest.raises(Busy, match=f"process {os.getpid()} holds its server"):
+    with half.lock("server"), pytest.raises(RunBusy, match=f"process {os.getpid()} holds its server"):
         train(kit, half)
     same(told(half), before)
 
@@ -539,7 +541,7 @@ UNSAVABLE = {
 
 @pytest.mark.parametrize("what", UNSAVABLE)
 def test_what_no_checkpoint_can_hold_is_named(tmp_path: Path, what: str) -> None:
-    with pytest.raises(checkpoint.Unsavable, match=r"the strategy keeps deep\['x'\]\[0\]"):
+    with pytest.raises(checkpoint.StateNotSavable, match=r"the strategy keeps deep\['x'\]\[0\]"):
         Checkpoint(1, {}, {}, {"deep": {"x": [UNSAVABLE[what]]}}, ()).write(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

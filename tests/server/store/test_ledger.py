@@ -20,9 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import fedgauge.server.store.ledger
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.grading.audit import WHOLE_BATCH, Row
+from fedgauge.attacks.grading.audit import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
-from fedgauge.server.store.ledger import APPLICATION, Lease, Ledger, LedgerError, Progress, Seen
+from fedgauge.server.store.ledger import APPLICATION, Lease, Ledger, LedgerError, Participation, Progress
 
 DLG = {"use": "dlg"}
 FEEDBACK = {"use": "feedback_blending"}  # an attack with memory
@@ -34,8 +34,8 @@ def plan_of(*names: str, wave: int = 2, **options: Any) -> AttackPlan:
     return AttackPlan(attacks, wave=wave, **options)
 
 
-def accepted(*clients: int, round: int = 1) -> list[Seen]:
-    return [Seen(c, "accepted", "", 4, f"weights{round}:update{round}.{c}") for c in clients]
+def accepted(*clients: int, round: int = 1) -> list[Participation]:
+    return [Participation(c, "accepted", "", 4, f"weights{round}:update{round}.{c}") for c in clients]
 
 
 def filled(path: Path, plan: AttackPlan, rounds: int = 1, clients: int = 4) -> Ledger:
@@ -47,16 +47,18 @@ def filled(path: Path, plan: AttackPlan, rounds: int = 1, clients: int = 4) -> L
     return ledger
 
 
-def rows_of(lease: Lease, examples: int = 2) -> dict[int, list[Row]]:
+def rows_of(lease: Lease, examples: int = 2) -> dict[int, list[ScoreRecord]]:
     """Scores as an audit writes them: per example, and graded against another client's truth."""
-    found: dict[int, list[Row]] = {}
+    found: dict[int, list[ScoreRecord]] = {}
     for c in lease.clients:
-        found[c] = [Row(lease.round, c, lease.attack.name, WHOLE_BATCH, "label_accuracy", 1.0, "converged", 0.1)]
+        found[c] = [
+            ScoreRecord(lease.round, c, lease.attack.name, WHOLE_BATCH, "label_accuracy", 1.0, "converged", 0.1)
+        ]
         for e in range(examples):
-            found[c].append(Row(lease.round, c, lease.attack.name, e, "psnr", 20.0 + e, "converged", 0.1))
+            found[c].append(ScoreRecord(lease.round, c, lease.attack.name, e, "psnr", 20.0 + e, "converged", 0.1))
         if c in lease.others:
             wrong = f"wrong_client({lease.attack.name})"
-            found[c].append(Row(lease.round, lease.others[c], wrong, 0, "psnr", 9.0, "converged", 0.1))
+            found[c].append(ScoreRecord(lease.round, lease.others[c], wrong, 0, "psnr", 9.0, "converged", 0.1))
     return found
 
 
@@ -223,9 +225,9 @@ def test_only_what_is_accepted_and_on_the_tape_is_attacked(path: Path) -> None:
     with filled(path, plan, rounds=0) as ledger:
         seen = [
             *accepted(0),
-            Seen(1, "rejected", "NaN", None, "kept by mistake"),
-            Seen(2, "missing", "late"),
-            Seen(3, "accepted", "", 4, None),
+            Participation(1, "rejected", "NaN", None, "kept by mistake"),
+            Participation(2, "missing", "late"),
+            Participation(3, "accepted", "", 4, None),
         ]
         ledger.record_intake(1, seen, plan)
         assert [j["client"] for j in jobs(ledger)] == [0]
@@ -257,7 +259,7 @@ def test_another_update_of_the_same_client_is_another_job(path: Path) -> None:
     """The key is of the bytes: a round that was trained again is attacked again."""
     plan = plan_of("a")
     with filled(path, plan, clients=1) as ledger:
-        ledger.record_intake(1, [Seen(0, "accepted", "", 4, "other bytes")], plan)
+        ledger.record_intake(1, [Participation(0, "accepted", "", 4, "other bytes")], plan)
         assert len(jobs(ledger)) == 2
 
 
@@ -346,7 +348,7 @@ def test_exact_hits_and_missing_values_survive(path: Path) -> None:
         lease = ledger.lease()
         assert lease is not None
         values = [math.inf, None, math.nan, 0.1 + 0.2]
-        rows = [Row(1, 0, "a", i, "psnr", v, "diverged", 0.0) for i, v in enumerate(values)]
+        rows = [ScoreRecord(1, 0, "a", i, "psnr", v, "diverged", 0.0) for i, v in enumerate(values)]
         ledger.finish(lease, {0: rows})
         assert [r["value"] for r in ledger.scores()] == [math.inf, None, None, 0.1 + 0.2]
 
@@ -483,17 +485,17 @@ def test_a_wave_is_finished_whole_or_not_at_all(path: Path) -> None:
 
 def test_what_no_attack_needs_any_more_may_be_forgotten(path: Path) -> None:
     with filled(path, plan_of("a", wave=2, rounds=(1,)), rounds=2) as ledger:
-        assert ledger.forgettable() == {2: [0, 1, 2, 3]}, "round 2 is not attacked"
-        ledger.forgotten(2)
+        assert ledger.deletable() == {2: [0, 1, 2, 3]}, "round 2 is not attacked"
+        ledger.mark_deleted(2)
         for _ in range(2):
-            assert ledger.forgettable() == {}
+            assert ledger.deletable() == {}
             lease = ledger.lease()
             assert lease is not None
-            assert ledger.forgettable() == {}
+            assert ledger.deletable() == {}
             ledger.finish(lease, rows_of(lease))
-        assert ledger.forgettable() == {1: [0, 1, 2, 3]}
-        ledger.forgotten(1)
-        assert ledger.forgettable() == {}
+        assert ledger.deletable() == {1: [0, 1, 2, 3]}
+        ledger.mark_deleted(1)
+        assert ledger.deletable() == {}
         before = jobs(ledger)
         ledger.enqueue(plan_of("a"))
         assert jobs(ledger) == before, "what is forgotten cannot be attacked"
@@ -635,7 +637,7 @@ def test_two_attacks_with_memory_share_none(path: Path) -> None:
 def test_a_round_that_was_trained_again_is_no_dead_end(path: Path) -> None:
     plan = plan_of("m")
     with filled(path, plan, rounds=1, clients=1) as ledger:
-        ledger.record_intake(1, [Seen(0, "accepted", "", 4, "other bytes")], plan)
+        ledger.record_intake(1, [Participation(0, "accepted", "", 4, "other bytes")], plan)
         ledger.record_intake(2, accepted(0, round=2), plan)
         finish(ledger, ledger.lease())
         following = ledger.lease()

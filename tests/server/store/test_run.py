@@ -14,7 +14,7 @@ import torch
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import LedgerError
-from fedgauge.server.store.run import Busy, Run
+from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
 
@@ -117,7 +117,7 @@ def test_opening_what_is_no_run_names_the_folder(tmp_path: Path) -> None:
 def test_a_second_holder_is_told_who_the_first_is(run: Run) -> None:
     child = hold(run)
     try:
-        with pytest.raises(Busy, match=f"{run.folder}: process {child.pid} holds its audit"), run.lock("audit"):
+        with pytest.raises(RunBusy, match=f"{run.folder}: process {child.pid} holds its audit"), run.lock("audit"):
             pass
         assert run.holder("audit") == child.pid
         with run.lock("training"):  # another purpose is another lock

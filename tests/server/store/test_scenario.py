@@ -57,12 +57,12 @@ def test_clients_are_sent_the_protocol_and_nothing_of_the_plan(kit: Any) -> None
     scenario = kit.scenario(
         attack=[{"use": "dlg", "iterations": 12345, "name": "secret"}],
         audit={"executor": "local", "rounds": [2], "wave": 77},
-        tape={"keep": "scored"},
+        tape={"keep": "attacked"},
         strategy={"use": "FedAdam", "eta": 0.123},
     )
     sent = scenario.protocol.to_json()
     assert set(json.loads(sent)) == {"seed", "rounds", "clients", "data", "model", "chain", "stragglers"}
-    for private in ("attack", "12345", "secret", "77", "scored", "FedAdam", "0.123", "audit", "tape"):
+    for private in ("attack", "12345", "secret", "77", "attacked", "FedAdam", "0.123", "audit", "tape"):
         assert private not in sent
 
 

@@ -24,7 +24,7 @@ from fedgauge.server.pool.executors import NO_REPLAY, LocalExecutor, serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.client_grading import ANSWERING, UNGRADED, Grader, read, said
+from fedgauge.server.strategy.client_grading import ANSWERING, UNGRADED, Grader, grading_summary, read
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower, train
 from fedgauge.simulations.run.simulate import create_run
 
@@ -441,12 +441,12 @@ def test_what_is_said_of_many_jobs() -> None:
     def row(words: str, jobs: int) -> dict[str, Any]:
         return {"attack": "dlg", "words": words, "jobs": jobs}
 
-    assert said([row("graded to 0.5 dB", 4)]) == "graded by the clients, to 0.5 dB"
-    assert said([row("not graded: no", 4)]) == "not graded: no"
+    assert grading_summary([row("graded to 0.5 dB", 4)]) == "graded by the clients, to 0.5 dB"
+    assert grading_summary([row("not graded: no", 4)]) == "not graded: no"
     mixed = [row("graded to 0.5 dB", 4), row("graded to 1 dB", 1), row("not graded: a", 2), row("not graded: b", 1)]
     words = "graded by the clients, to 0.5 dB and 1 dB; not graded (3 of 8): a, b"
-    assert said(mixed) == words
-    assert said([*mixed, row("not graded: c", 1)]).endswith("not graded (4 of 9): a, b, and 1 more reasons")
+    assert grading_summary(mixed) == words
+    assert grading_summary([*mixed, row("not graded: c", 1)]).endswith("not graded (4 of 9): a, b, and 1 more reasons")
 
 
 # -------------------------------------------------------------------------------------------- there is no truth at the server

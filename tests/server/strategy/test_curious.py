@@ -8,19 +8,22 @@ import pytest
 import torch
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.server.store.ledger import Ledger, Seen
+from fedgauge.server.store.ledger import Ledger, Participation
 from fedgauge.server.store.tape import Tape, TapeError
-from fedgauge.server.strategy.curious import Tap
-from fedgauge.server.strategy.validator import Accepted, Intake
+from fedgauge.server.strategy.curious import UpdateRecorder
+from fedgauge.server.strategy.validator import AcceptedReply, RoundReplies
 
 PARAMS = {"w": torch.tensor([1.0, 2.0])}
 BUFFERS = {"norm.running_mean": torch.tensor([0.5])}
 
 
-def intake(round: int, clients: tuple[int, ...] = (0, 1, 2)) -> Intake:
-    accepted = tuple(Accepted(c, {"w": torch.tensor([float(c), float(round)])}, 4 + c, {}) for c in clients)
-    refused = (Seen(8, "rejected", "w has entries that are not finite"), Seen(9, "missing", "no reply"))
-    return Intake(round, PARAMS, BUFFERS, accepted, refused)
+def intake(round: int, clients: tuple[int, ...] = (0, 1, 2)) -> RoundReplies:
+    accepted = tuple(AcceptedReply(c, {"w": torch.tensor([float(c), float(round)])}, 4 + c, {}) for c in clients)
+    refused = (
+        Participation(8, "rejected", "w has entries that are not finite"),
+        Participation(9, "missing", "no reply"),
+    )
+    return RoundReplies(round, PARAMS, BUFFERS, accepted, refused)
 
 
 class Tapped:
@@ -31,7 +34,7 @@ class Tapped:
         self.tape = Tape(folder / "tape")
         if plan is not None:
             self.ledger.add_attacks(plan, {p.name: "card" for p in plan.attacks})
-        self.tap = Tap(self.ledger, self.tape, plan, keep)
+        self.tap = UpdateRecorder(self.ledger, self.tape, plan, keep)
         for round in rounds:
             self.tap(intake(round))
         self.files = sorted(p.name.removesuffix(".safetensors") for p in (folder / "tape").glob("*"))
@@ -69,7 +72,7 @@ def test_keep_all_keeps_every_accepted_update_and_attacks_what_the_plan_says(kit
     )
 
 
-@pytest.mark.parametrize("keep", ["scored", "none"])
+@pytest.mark.parametrize("keep", ["attacked", "none"])
 def test_keep_scored_keeps_what_is_attacked_and_one_for_the_replay_check(kit: Any, tmp_path: Path, keep: str) -> None:
     at = Tapped(tmp_path, plan_of(kit, rounds=[2], clients=[0, 2]), keep)
     assert at.kept() == {1: [0], 2: [0, 2]}
@@ -77,7 +80,7 @@ def test_keep_scored_keeps_what_is_attacked_and_one_for_the_replay_check(kit: An
 
 
 def test_the_first_round_needs_no_extra_update_when_it_is_attacked(kit: Any, tmp_path: Path) -> None:
-    assert Tapped(tmp_path, plan_of(kit, every=2, clients=[1]), "scored").kept() == {1: [1], 3: [1]}
+    assert Tapped(tmp_path, plan_of(kit, every=2, clients=[1]), "attacked").kept() == {1: [1], 3: [1]}
 
 
 def test_without_a_plan_nothing_is_kept_and_everybody_is_recorded(tmp_path: Path) -> None:
@@ -135,6 +138,6 @@ def test_a_tap_that_dies_between_tape_and_ledger_leaves_nothing_half_known(kit: 
     with Ledger(tmp_path / "ledger.sqlite") as again:
         assert {o["round"] for o in again.observations()} == {1}
         assert {round for round, _, _ in jobs(again)} == {1}
-        tap = Tap(again, at.tape, at.tap.plan)
+        tap = UpdateRecorder(again, at.tape, at.tap.plan)
         tap(intake(2))  # the same round again overwrites what was left
         assert {round for round, _, _ in jobs(again)} == {1, 2}

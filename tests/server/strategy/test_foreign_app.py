@@ -126,7 +126,8 @@ def test_the_three_lines_of_the_readme_mount_it(app: Any, tmp_path: Path, monkey
     write_audit(tmp_path)
     monkeypatch.chdir(tmp_path)
     names = {
-        k: getattr(app.server_module, k) for k in ("Scenario", "Path", "create_run", "CuriousStrategy", "Tap", "FedAvg")
+        k: getattr(app.server_module, k)
+        for k in ("Scenario", "Path", "create_run", "CuriousStrategy", "UpdateRecorder", "FedAvg")
     }
     exec(compile(lines, "README.md", "exec"), names)  # the README's own text
     assert names["strategy"].replies == "weights" and type(names["strategy"].inner).__name__ == "FedAvg"

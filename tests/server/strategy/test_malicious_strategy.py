@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from fedgauge.attacks.grading.audit import card
-from fedgauge.attacks.malicious.fishing import fished
+from fedgauge.attacks.malicious.fishing import count_isolated
 from fedgauge.attacks.malicious.targeting import knowledge
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.client.update import Params, average
 from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.ledger import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
@@ -30,7 +30,7 @@ from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.views.analysis import Scores
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.server_attacks import misdeeds
+from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.simulations.live.progress import guarded
 from fedgauge.simulations.reports.report import write_report
 from fedgauge.simulations.run.in_memory import train
@@ -51,8 +51,8 @@ def begun(folder: Path, scenario: Scenario) -> Run:
     return run
 
 
-def bent(make: Callable[..., Scenario], *malice: dict[str, Any], **changes: Any) -> Scenario:
-    return make(**{"rounds": 3, "server": "malicious", "malice": list(malice), "attack": [LONE], **changes})
+def malicious_setup(make: Callable[..., Scenario], *server_attack: dict[str, Any], **changes: Any) -> Scenario:
+    return make(**{"rounds": 3, "server": "malicious", "server_attack": list(server_attack), "attack": [LONE], **changes})
 
 
 def sent(run: Run, round: int, whose: int) -> Params:
@@ -62,7 +62,7 @@ def sent(run: Run, round: int, whose: int) -> Params:
 @pytest.fixture(scope="module")
 def fishing(make_scenario: Callable[..., Scenario], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Client 1 is fished in round 2 of three; trained, not yet attacked; not to be changed."""
-    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
+    scenario = malicious_setup(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
     run = begun(tmp_path_factory.mktemp("runs") / "fishing", scenario)
     train(run)
     return run
@@ -85,14 +85,14 @@ def test_the_client_answered_to_what_it_was_sent(fishing: Run) -> None:
     own = scenario.federation.client_update(seen.params, seen.buffers, 1, 2)
     torch.testing.assert_close(dict(seen.update), {k: t.detach() for k, t in own.items()}, rtol=1e-5, atol=1e-7)
     labels = scenario.federation.batch_at(1, 2).y
-    assert fished(seen, knowledge(scenario.federation)) == pytest.approx(int((labels == 3).sum()), abs=1e-3)
+    assert count_isolated(seen, knowledge(scenario.federation)) == pytest.approx(int((labels == 3).sum()), abs=1e-3)
 
 
 @pytest.mark.parametrize("aggregate", [False, True])
 def test_what_altered_clients_answer_is_averaged_only_if_it_is_asked_for(
     make_scenario: Callable[..., Scenario], tmp_path: Path, aggregate: bool
 ) -> None:
-    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2], "aggregate": aggregate})
+    scenario = malicious_setup(make_scenario, {**FISHING, "clients": [1], "rounds": [2], "aggregate": aggregate})
     run = begun(tmp_path / "run", scenario)
     train(run)
     counted = [0, 1, 2] if aggregate else [0, 2]
@@ -104,7 +104,7 @@ def test_what_altered_clients_answer_is_averaged_only_if_it_is_asked_for(
 def test_a_round_in_which_everybody_is_met_leaves_the_model_as_it_is(
     make_scenario: Callable[..., Scenario], tmp_path: Path
 ) -> None:
-    run = begun(tmp_path / "run", bent(make_scenario, {**FISHING, "rounds": [1, 2]}))
+    run = begun(tmp_path / "run", malicious_setup(make_scenario, {**FISHING, "rounds": [1, 2]}))
     train(run)
     start = run.scenario().federation.initial()[0]
     torch.testing.assert_close(sent(run, 3, 0), start)
@@ -114,7 +114,7 @@ def test_a_round_in_which_everybody_is_met_leaves_the_model_as_it_is(
 def test_the_audit_attacks_each_at_the_weights_it_was_sent_and_says_whose_server_it_is(
     make_scenario: Callable[..., Scenario], tmp_path: Path
 ) -> None:
-    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
+    scenario = malicious_setup(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
     run = begun(tmp_path / "run", scenario)
     train(run)
     serve(run, LocalExecutor())
@@ -137,7 +137,7 @@ def test_it_remembers_its_answers_over_a_restart(make_scenario: Callable[..., Sc
     whole = {"use": "class_fishing", "clients": [0]}
     rows = {}
     for stop in (4, 2):
-        scenario = bent(make_scenario, whole, rounds=4, data=ONE_BATCH)
+        scenario = malicious_setup(make_scenario, whole, rounds=4, data=ONE_BATCH)
         run = begun(tmp_path / str(stop), scenario)
         if stop < 4:
             run = stopped(run, scenario, stop)
@@ -178,7 +178,7 @@ def test_inconsistent_weights_take_a_secure_sum_apart(make_scenario: Callable[..
         "attack": [TARGET, {"use": "inverting_gradients", "iterations": 300}],
     }
     honest = begun(tmp_path / "honest", make_scenario(**tables | {"attack": tables["attack"][1:]}))  # type: ignore[index]
-    dishonest = begun(tmp_path / "dishonest", bent(make_scenario, DEAD, **tables))
+    dishonest = begun(tmp_path / "dishonest", malicious_setup(make_scenario, DEAD, **tables))
     psnr: dict[Run, dict[str, list[float]]] = {}
     for run in (honest, dishonest):
         train(run)
@@ -197,7 +197,7 @@ def test_a_secure_sum_of_equal_crafted_weights_is_one_larger_batch(
     make_scenario: Callable[..., Scenario], tmp_path: Path
 ) -> None:
     """The query is drawn: were it each client's own, nothing would add up."""
-    scenario = bent(
+    scenario = malicious_setup(
         make_scenario,
         {"use": "imprint"},
         rounds=2,
@@ -220,7 +220,7 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
     make_scenario: Callable[..., Scenario], tmp_path: Path
 ) -> None:
     """One client of three meets trap weights in the second and third of three rounds; of the other seven messages nothing."""
-    scenario = bent(
+    scenario = malicious_setup(
         make_scenario,
         {"use": "trap_weights", "clients": [1], "rounds": [2, 3]},
         guard={"inspect": "log"},
@@ -231,10 +231,10 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
     run = begun(tmp_path / "run", scenario)
     train(run)
     with run.ledger() as ledger:
-        assert misdeeds(scenario, Scores.read(ledger), ledger)["recovered"] == "no image has been graded"
+        assert server_attack_effects(scenario, Scores.read(ledger), ledger)["recovered"] == "no image has been graded"
     serve(run, LocalExecutor())
     with run.ledger() as ledger:
-        told = misdeeds(scenario, Scores.read(ledger), ledger)
+        told = server_attack_effects(scenario, Scores.read(ledger), ledger)
         rows = [r for r in ledger.scores("psnr") if r["attack"] == "read_rows" and r["value"] is not None]
         exact = [r for r in rows if r["client"] == 1 and r["round"] > 1 and r["value"] > 60]
         accuracy = [r["accuracy"] for r in ledger.rounds()]
@@ -262,11 +262,11 @@ def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
 ) -> None:
     """Dead weights for two of a group of three: one sum, and whoever of the three alarms."""
     tables = {"secure_sum": {"group": 3}, "rounds": 1, "guard": {"inspect": "warn"}}
-    scenario = bent(make_scenario, DEAD, model={"use": "lenet"}, attack=[TARGET], **tables)
+    scenario = malicious_setup(make_scenario, DEAD, model={"use": "lenet"}, attack=[TARGET], **tables)
     run = begun(tmp_path / "run", scenario)
     train(run)
     with run.ledger() as ledger:
-        told = misdeeds(scenario, Scores.read(ledger), ledger)
+        told = server_attack_effects(scenario, Scores.read(ledger), ledger)
     assert told["sent"].endswith("to all clients but client 0 in every round: 2 messages answered in 1 round")
     assert told["noticed"].startswith("guards alarmed at 1 of 1 altered sum and 0 of 0 honest ones; suspicion ")
     first = told["noticed"].partition("; first in round 1: ")[2]
@@ -286,20 +286,20 @@ def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
 def test_a_clients_words_are_read_whatever_they_say(
     make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path, words: str, noticed: str
 ) -> None:
-    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2, 3]}, guard={"inspect": "warn"})
+    scenario = malicious_setup(make_scenario, {**FISHING, "clients": [1], "rounds": [2, 3]}, guard={"inspect": "warn"})
     run = begun(tmp_path / "run", scenario)
     with run.ledger() as ledger:
         for r in (1, 2, 3):
-            seen = [Seen(c, "accepted", words if c == 1 and r > 1 else "", 2, None) for c in range(3)]
+            seen = [Participation(c, "accepted", words if c == 1 and r > 1 else "", 2, None) for c in range(3)]
             ledger.record_intake(r, seen, None)
-        assert noticed in misdeeds(scenario, Scores.read(ledger), ledger)["noticed"]
+        assert noticed in server_attack_effects(scenario, Scores.read(ledger), ledger)["noticed"]
 
 
 def test_nobody_is_said_to_have_inspected_where_nobody_does(
     make_scenario: Callable[..., Scenario], fishing: Run
 ) -> None:
     with fishing.ledger() as ledger:
-        told = misdeeds(fishing.scenario(), Scores.read(ledger), ledger)
+        told = server_attack_effects(fishing.scenario(), Scores.read(ledger), ledger)
     assert told["noticed"].startswith("no client's guard has said anything")
 
 
@@ -309,7 +309,7 @@ def test_statistics_met_at_altered_weights_are_left_out_with_the_answers(
     """BatchNorm in train mode: two runs that differ in what an altered client met end with the same model and statistics."""
     found = []
     for target in (3, 5):
-        scenario = bent(
+        scenario = malicious_setup(
             make_scenario,
             {**FISHING, "target": target, "clients": [1], "rounds": [1]},
             rounds=1,
@@ -325,7 +325,7 @@ def test_statistics_met_at_altered_weights_are_left_out_with_the_answers(
 def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and_told(
     make_scenario: Callable[..., Scenario], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scenario = bent(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
+    scenario = malicious_setup(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
     run = begun(tmp_path / "run", scenario)
 
     def fail(*_: object, **__: object) -> Params:
@@ -335,36 +335,36 @@ def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and
     train(run)
     assert all(torch.equal(t, sent(run, 2, 0)[k]) for k, t in sent(run, 2, 1).items())
     with run.ledger() as ledger:
-        told = misdeeds(scenario, Scores.read(ledger), ledger)["sent"]
+        told = server_attack_effects(scenario, Scores.read(ledger), ledger)["sent"]
     assert told.endswith("; round 2, client 1: honest weights were sent: no such luck")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"server": "honest"}, '[[malice]] is of a malicious server: say server = "malicious"'),
-        ({"malice": []}, 'server = "malicious" needs a [[malice]]; use is one of fedgauge.attacks.malicious.'),
+        ({"server": "honest"}, '[[server_attack]] is of a malicious server: say server = "malicious"'),
+        ({"server_attack": []}, 'server = "malicious" needs a [[server_attack]]; use is one of fedgauge.attacks.malicious.'),
         ({"server": "evil"}, "server must be one of 'honest', 'malicious', got 'evil'"),
-        ({"malice": [{"use": "fly_fishing"}]}, "[[malice]] #1: "),
-        ({"malice": [{**FISHING, "target": 10}]}, "[[malice]] #1: class_fishing: target must be"),
-        ({"malice": [{**FISHING, "clients": [3]}]}, "[[malice]] #1: clients must lie in 0..2, got 3"),
-        ({"malice": [{**FISHING, "rounds": [0]}]}, "[[malice]] #1: rounds must lie in 1..3, got 0"),
-        ({"malice": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave nobody whom it meets"),
-        ({"malice": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: it meets the same client"),
-        ({"malice": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "a [secure_sum] hides that"),
-        ({"malice": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it reads class_fishing or feature_fishing, and"),
-        ({"malice": [DEAD], "attack": [TARGET]}, "lone_target: it takes a secure sum apart"),
-        ({"malice": [{"use": "trap_weight"}]}, "did you mean 'attacks.dish"),
-        ({"malice": [{"use": FISHING["use"]}]}, "client 0 draws its batches of 2 from "),
-        ({"malice": [DEAD], "model": {"use": "mlp", "hidden": []}}, "no layer with a bias"),
-        ({"model": {"use": "mlp", "dishonest": []}}, "dishonest is a word of malicious servers"),
+        ({"server_attack": [{"use": "fly_fishing"}]}, "[[server_attack]] #1: "),
+        ({"server_attack": [{**FISHING, "target": 10}]}, "[[server_attack]] #1: class_fishing: target must be"),
+        ({"server_attack": [{**FISHING, "clients": [3]}]}, "[[server_attack]] #1: clients must lie in 0..2, got 3"),
+        ({"server_attack": [{**FISHING, "rounds": [0]}]}, "[[server_attack]] #1: rounds must lie in 1..3, got 0"),
+        ({"server_attack": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave nobody whom it meets"),
+        ({"server_attack": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: it meets the same client"),
+        ({"server_attack": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "a [secure_sum] hides that"),
+        ({"server_attack": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it reads class_fishing or feature_fishing, and"),
+        ({"server_attack": [DEAD], "attack": [TARGET]}, "lone_target: it takes a secure sum apart"),
+        ({"server_attack": [{"use": "trap_weight"}]}, "did you mean 'attacks.dish"),
+        ({"server_attack": [{"use": FISHING["use"]}]}, "client 0 draws its batches of 2 from "),
+        ({"server_attack": [DEAD], "model": {"use": "mlp", "hidden": []}}, "no layer with a bias"),
+        ({"model": {"use": "mlp", "architectures": []}}, "architectures is a key of malicious servers"),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_carried_out_is_refused(
     make_scenario: Callable[..., Scenario], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SpecError) as told:
-        make_scenario(**{"rounds": 3, "server": "malicious", "malice": [FISHING], **changes})
+        make_scenario(**{"rounds": 3, "server": "malicious", "server_attack": [FISHING], **changes})
     assert message in str(told.value)
 
 
@@ -376,7 +376,7 @@ def test_a_client_that_notices_says_so_or_withholds_and_the_run_goes_on(
     make_scenario: Callable[..., Scenario], tmp_path: Path, mode: str
 ) -> None:
     """Fished in the second round: the classifier's rows are gone, which no honest round does."""
-    scenario = bent(
+    scenario = malicious_setup(
         make_scenario,
         {**FISHING, "clients": [1], "rounds": [2]},
         guard={"inspect": mode},
@@ -387,7 +387,7 @@ def test_a_client_that_notices_says_so_or_withholds_and_the_run_goes_on(
     with run.ledger() as ledger:
         seen = {(o["round"], o["client"]): (o["status"], o["reason"]) for o in ledger.observations()}
         words = guarded(ledger.observations())
-        assert ledger.meta().get("malice") is None
+        assert ledger.meta().get("server_attack") is None
     assert len(seen) == 9
     status, reason = seen.pop((2, 1))
     if mode == "refuse":

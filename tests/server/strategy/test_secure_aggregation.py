@@ -27,9 +27,9 @@ from fedgauge.server.pool.executors import LocalExecutor, serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.curious import CuriousStrategy, Tap
-from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSum
-from fedgauge.server.strategy.validator import Door, Intake
+from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
+from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSumStrategy
+from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading
 
@@ -91,8 +91,8 @@ def train(
     """Weights after some rounds behind a door that orders clients, what FedAvg was handed, and the grid."""
     grid, recorder = kit.MemoryGrid("", clients, app=app_of(terms)), Recorder()
     grid.tamper = losing(grid, lost or {})
-    door = inner or Door(recorder, seed=1, clients=dict(grid.nodes), replies="weights")
-    result = SecureSum(door, terms).start(grid, ArrayRecord(THETA), rounds)
+    validator = inner or UpdateValidator(recorder, seed=1, clients=dict(grid.nodes), replies="weights")
+    result = SecureSumStrategy(validator, terms).start(grid, ArrayRecord(THETA), rounds)
     return dict(result.arrays.to_torch_state_dict()) if result.arrays else dict(THETA), recorder, grid
 
 
@@ -142,12 +142,12 @@ def test_any_one_of_five_may_drop_out(kit: Any, step: str, gone: int) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_below_the_threshold_there_is_no_update_and_training_goes_on(kit: Any, step: str) -> None:
-    intakes: list[Intake] = []
+    intakes: list[RoundReplies] = []
     grid = kit.MemoryGrid("", 5, app=app_of(FIVE))
     lost = losing(grid, {step: {0, 2, 4}})
     grid.tamper = lambda round, replies: lost(round, replies) if round == 1 else replies
-    door = Door(Recorder(), intakes.append, clients=dict(grid.nodes), replies="weights")
-    result = SecureSum(door, FIVE).start(grid, ArrayRecord(THETA), 2)
+    validator = UpdateValidator(Recorder(), intakes.append, clients=dict(grid.nodes), replies="weights")
+    result = SecureSumStrategy(validator, FIVE).start(grid, ArrayRecord(THETA), 2)
     assert [len(i.accepted) for i in intakes] == [0, 1]
     assert {s.reason for s in intakes[0].refused} == {"no secure sum: 2 clients are left, fewer than the threshold 3"}
     assert {(s.client, s.status) for s in intakes[0].refused} == {(c, "missing") for c in range(5)}
@@ -162,9 +162,9 @@ def test_a_curious_server_tapes_one_update_for_each_group(kit: Any, tmp_path: Pa
     params = {k: t for k, t in THETA.items() if k != "n"}
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
         ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
-        tap = Tap(ledger, Tape(tmp_path / "tape"), scenario.plan)
+        tap = UpdateRecorder(ledger, Tape(tmp_path / "tape"), scenario.plan)
         inner = CuriousStrategy(InOrder(), tap, clients=dict(grid.nodes), replies="weights")
-        SecureSum(inner, terms).start(grid, ArrayRecord(params), 1)
+        SecureSumStrategy(inner, terms).start(grid, ArrayRecord(params), 1)
         rows = ledger.observations()
         taped = {
             o["client"]: tap.tape.read(1, o["client"], o["digest"]).update for o in rows if o["status"] == "accepted"
@@ -208,7 +208,7 @@ def test_groups_are_of_nearly_equal_size_and_never_below_the_threshold(
 ) -> None:
     terms = PairwiseMasking(group, 2.0, threshold)
     grid, inner = kit.MemoryGrid("", clients, app=app_of(terms)), Recorder()
-    SecureSum(inner, terms).start(grid, ArrayRecord(THETA), 1)
+    SecureSumStrategy(inner, terms).start(grid, ArrayRecord(THETA), 1)
     codes = [m.error.code for m in inner.handed[0] if m.has_error()]
     assert len(inner.handed[0]) == clients
     assert codes.count(SUMMED) == sum(sizes) - len(sizes)
@@ -251,7 +251,9 @@ def test_an_answer_that_cannot_be_decoded_is_none(kit: Any) -> None:
         return replies
 
     grid.tamper = spoil
-    SecureSum(Door(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(grid, ArrayRecord(THETA), 1)
+    SecureSumStrategy(UpdateValidator(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(
+        grid, ArrayRecord(THETA), 1
+    )
     (reply,) = (m for m in recorder.handed[0] if not m.has_error())
     assert reply.content.metric_records["metrics"]["num-examples"] == 1 + 2 + 4 + 5
 
@@ -269,7 +271,9 @@ def test_a_clients_error_keeps_it_out_of_the_sum(kit: Any) -> None:
         return Message(content, reply_to=message)
 
     grid, recorder = kit.MemoryGrid("", 5, app=app), Recorder()
-    SecureSum(Door(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(grid, ArrayRecord(THETA), 1)
+    SecureSumStrategy(UpdateValidator(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(
+        grid, ArrayRecord(THETA), 1
+    )
     (reply,) = (m for m in recorder.handed[0] if not m.has_error())
     assert reply.content.metric_records["metrics"]["num-examples"] == 10 + 11 + 12 + 14
 
@@ -284,8 +288,8 @@ def test_fedgauges_own_clients_under_the_mod_train_what_they_train_without_it(ki
     trained = []
     for secure in (False, True):
         grid = kit.grid(scenario, **({"app": app} if secure else {}))
-        door = Door(FedAvg(1.0, 0.0, 1, 0, 4), seed=1, clients=dict(grid.nodes))
-        strategy = SecureSum(door, terms, replies="updates") if secure else door
+        validator = UpdateValidator(FedAvg(1.0, 0.0, 1, 0, 4), seed=1, clients=dict(grid.nodes))
+        strategy = SecureSumStrategy(validator, terms, replies="updates") if secure else validator
         trained.append(dict(strategy.start(grid, ArrayRecord(params), 2).arrays.to_torch_state_dict()))
     assert 0 < distance(*trained) < 2 * 0.5 / 2**23
     assert distance(trained[0], params) > 1e-3
@@ -299,15 +303,15 @@ BATCHNORM = {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"}
 
 def simulated(
     kit: Any, scenario: Any, rounds: int = 3, inner: Strategy | None = None, **grid: Any
-) -> tuple[dict[str, Tensor], list[Intake], Door]:
+) -> tuple[dict[str, Tensor], list[RoundReplies], UpdateValidator]:
     """Weights after some rounds of the scenario's real clients, and what the door recorded."""
     params, buffers = Federation(scenario.protocol).initial()
     network, intakes = kit.grid(scenario, **grid), []
-    door = Door(
+    validator = UpdateValidator(
         inner or FedAvg(1.0, 0.0, 1, 0, 1), intakes.append, buffers, 1, dict(network.nodes), protocol=scenario.protocol
     )
-    result = door.start(network, ArrayRecord(params), rounds)
-    return (dict(result.arrays.to_torch_state_dict()) if result.arrays else params), intakes, door
+    result = validator.start(network, ArrayRecord(params), rounds)
+    return (dict(result.arrays.to_torch_state_dict()) if result.arrays else params), intakes, validator
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -389,8 +393,10 @@ def test_a_reply_that_the_door_refuses_costs_its_group_the_round(kit: Any) -> No
     scenario = kit.scenario(**EIGHT, secure_sum={"group": 4, "threshold": 3})
     grid_of: list[Any] = [kit.grid(scenario, tamper=tamper)]
     params, intakes = Federation(scenario.protocol).initial()[0], []
-    door = Door(FedAvg(1.0, 0.0, 1, 0, 1), intakes.append, clients=dict(grid_of[0].nodes), protocol=scenario.protocol)
-    door.start(grid_of[0], ArrayRecord(params), 1)
+    validator = UpdateValidator(
+        FedAvg(1.0, 0.0, 1, 0, 1), intakes.append, clients=dict(grid_of[0].nodes), protocol=scenario.protocol
+    )
+    validator.start(grid_of[0], ArrayRecord(params), 1)
     assert [a.client for a in intakes[0].accepted] == [0]
     told = {s.client: s.reason for s in intakes[0].refused}
     assert told.pop(5) == "1.bias has entries that are not finite"
@@ -425,10 +431,12 @@ def test_a_run_under_a_secure_sum_is_replayed_attacked_and_shown(kit: Any, tmp_p
     federation = Federation(scenario.protocol)
     with run.ledger() as ledger:
         ledger.add_attacks(scenario.plan, {p.name: card(federation, p) for p in scenario.plan.attacks})
-        tap = Tap(ledger, run.tape(), scenario.plan)
+        tap = UpdateRecorder(ledger, run.tape(), scenario.plan)
         network = kit.grid(scenario)
-        door = CuriousStrategy(FedAvg(1.0, 0.0, 1, 0, 1), tap, {}, 1, dict(network.nodes), protocol=scenario.protocol)
-        door.start(network, ArrayRecord(federation.initial()[0]), 1)
+        validator = CuriousStrategy(
+            FedAvg(1.0, 0.0, 1, 0, 1), tap, {}, 1, dict(network.nodes), protocol=scenario.protocol
+        )
+        validator.start(network, ArrayRecord(federation.initial()[0]), 1)
     serve(run, LocalExecutor(), scenario)
     with run.ledger() as ledger:
         assert ledger.meta()["replay"] == "ok", ledger.meta()["replay_detail"]

@@ -23,9 +23,9 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, read_tensors
-from fedgauge.server.strategy.curious import CuriousStrategy, Tap
-from fedgauge.server.strategy.node_discovery import TIMES, Latecomers, census
-from fedgauge.server.strategy.validator import Door, Intake
+from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
+from fedgauge.server.strategy.node_discovery import TIMES, LateJoiners, discover_nodes
+from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 
 FLWR = "flwr.serverapp.strategy:"
 USES = [use.removeprefix(FLWR) for use in stock_strategies()]
@@ -56,7 +56,11 @@ def train(
     params, buffers = Federation(scenario.protocol).initial()
     network = kit.grid(scenario, **grid)
     inner = strategy_of(scenario)
-    outer = wrap(inner, buffers, network) if wrap else Door(inner, buffers=buffers, seed=1, clients=dict(network.nodes))
+    outer = (
+        wrap(inner, buffers, network)
+        if wrap
+        else UpdateValidator(inner, buffers=buffers, seed=1, clients=dict(network.nodes))
+    )
     result = outer.start(network, ArrayRecord(params), rounds)
     return dict(result.arrays.to_torch_state_dict()) if result.arrays else params
 
@@ -118,7 +122,7 @@ def test_a_round_without_replies_keeps_the_weights_and_goes_on(kit: Any, use: st
 
     def wrap(inner: Strategy, buffers: dict[str, Tensor], grid: Any) -> Strategy:
         network.append(grid)
-        return Door(inner, clients=dict(grid.nodes))
+        return UpdateValidator(inner, clients=dict(grid.nodes))
 
     train(kit, scenario, wrap, tamper=lambda round, replies: [] if round == 2 else replies)
     sent = {m.content["config"]["server-round"]: m.content.array_records["arrays"] for m in network[0].sent}
@@ -134,7 +138,7 @@ def test_curiosity_changes_no_bit_of_the_trained_model(kit: Any, use: str, tmp_p
     for name, plan in (("on", scenario.plan), ("off", None)):
         with Ledger(tmp_path / f"{name}.sqlite", create=True) as ledger:
             ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
-            tap = Tap(ledger, Tape(tmp_path / name), plan)
+            tap = UpdateRecorder(ledger, Tape(tmp_path / name), plan)
             trained.append(
                 train(kit, scenario, lambda inner, b, g, tap=tap: CuriousStrategy(inner, tap, b, 1, dict(g.nodes)))
             )
@@ -189,7 +193,7 @@ def test_a_foreign_federation_trains_the_same_bits_behind_the_door_as_without_it
     grid = kit.MemoryGrid("", 4, draw=1, app=app)
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
         ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
-        tap = Tap(ledger, Tape(tmp_path / "tape"), scenario.plan)
+        tap = UpdateRecorder(ledger, Tape(tmp_path / "tape"), scenario.plan)
         strategy = CuriousStrategy(stock(), tap, clients=dict(grid.nodes), replies="weights")
         behind = strategy.start(grid, ArrayRecord(params), 3)
         seen = [Tape(tmp_path / "tape").read(o["round"], o["client"], o["digest"]) for o in ledger.observations()]
@@ -234,11 +238,11 @@ def test_fedprox_is_the_proximal_step_on_paper(kit: Any) -> None:
 
 def test_a_server_with_another_mu_than_the_protocols_is_refused_by_every_client(kit: Any) -> None:
     agreed = scenario_of(kit, "FedProx", strategy={"proximal_mu": 0.5}, **PROX)
-    intakes: list[Intake] = []
+    intakes: list[RoundReplies] = []
     params, _ = Federation(agreed.protocol).initial()
     grid = kit.grid(agreed)
     inner = build_strategy({"use": FLWR + "FedProx", "proximal_mu": 0.25}, 4)
-    result = Door(inner, intakes.append, clients=grid.nodes).start(grid, ArrayRecord(params), 1)
+    result = UpdateValidator(inner, intakes.append, clients=grid.nodes).start(grid, ArrayRecord(params), 1)
     assert result.arrays is None or not len(result.arrays)
     assert {s.client: s.status for s in intakes[0].refused} == dict.fromkeys(range(4), "missing")
     assert all("asks for proximal-mu 0.25, the protocol says 0.5" in s.reason for s in intakes[0].refused)
@@ -249,9 +253,11 @@ def test_a_server_with_another_mu_than_the_protocols_is_refused_by_every_client(
 
 def test_stragglers_are_missing_and_the_others_are_averaged(kit: Any) -> None:
     scenario = scenario_of(kit, "FedAvg", stragglers={"probability": 0.4})
-    intakes: list[Intake] = []
+    intakes: list[RoundReplies] = []
     trained = train(
-        kit, scenario, lambda inner, b, g: Door(inner, intakes.append, buffers=b, seed=1, clients=dict(g.nodes))
+        kit,
+        scenario,
+        lambda inner, b, g: UpdateValidator(inner, intakes.append, buffers=b, seed=1, clients=dict(g.nodes)),
     )
     late = {(i.round, s.client) for i in intakes for s in i.refused}
     expected = {(r, c) for r in (1, 2, 3) for c in range(4) if scenario.protocol.misses(c, r)}
@@ -280,7 +286,7 @@ def test_a_run_with_chaos_in_it_goes_on_to_the_end(kit: Any, tmp_path: Path) -> 
     scenario = scenario_of(kit, "FedAvg")
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
         ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
-        tap = Tap(ledger, Tape(tmp_path / "tape"), scenario.plan)
+        tap = UpdateRecorder(ledger, Tape(tmp_path / "tape"), scenario.plan)
         trained = train(
             kit,
             scenario,
@@ -299,11 +305,13 @@ def test_half_the_clients_train_in_each_round(kit: Any) -> None:
     scenario = scenario_of(kit, "FedAvg", strategy={"fraction_train": 0.5})
     runs = []
     for draw in (0, 1):
-        intakes: list[Intake] = []
+        intakes: list[RoundReplies] = []
         trained = train(
             kit,
             scenario,
-            lambda inner, b, g, seen=intakes: Door(inner, seen.append, buffers=b, seed=9, clients=dict(g.nodes)),
+            lambda inner, b, g, seen=intakes: UpdateValidator(
+                inner, seen.append, buffers=b, seed=9, clients=dict(g.nodes)
+            ),
             draw=draw,
         )
         runs.append((trained, [[a.client for a in i.accepted] for i in intakes]))
@@ -320,9 +328,9 @@ def test_batchnorm_statistics_travel_to_the_clients_and_come_back_averaged(kit: 
     federation = Federation(scenario.protocol)
     params, buffers = federation.initial()
     grid = kit.grid(scenario)
-    intakes: list[Intake] = []
-    door = Door(strategy_of(scenario), intakes.append, buffers, seed=1, clients=dict(grid.nodes))
-    door.start(grid, ArrayRecord(params), 2)
+    intakes: list[RoundReplies] = []
+    validator = UpdateValidator(strategy_of(scenario), intakes.append, buffers, seed=1, clients=dict(grid.nodes))
+    validator.start(grid, ArrayRecord(params), 2)
     expected = dict(buffers)
     for round, intake in enumerate(intakes, 1):
         assert identical(dict(intake.buffers), expected), "what was sent is what the tape keeps"
@@ -334,8 +342,8 @@ def test_batchnorm_statistics_travel_to_the_clients_and_come_back_averaged(kit: 
         assert all(identical(dict(a.buffers), returned[a.client]) for a in intake.accepted)
         expected = {k: torch.stack([r[k] for r in returned]).mean(0) for k in buffers}
         assert distance(returned[0], returned[1]) > 0, "clients saw different images"
-    assert distance(door.buffers, expected) < 1e-6
-    assert distance(door.buffers, buffers) > 1e-3
+    assert distance(validator.buffers, expected) < 1e-6
+    assert distance(validator.buffers, buffers) > 1e-3
     assert not any("running" in name for name in intakes[0].accepted[0].update)
 
 
@@ -410,7 +418,7 @@ def test_the_census_says_which_client_each_node_is_and_waits_for_all(kit: Any) -
     everyone = grid.get_node_ids
     asked = iter([[], list(everyone())[:2], list(everyone())])
     grid.get_node_ids = lambda: next(asked)
-    assert census(grid, 4) == grid.nodes
+    assert discover_nodes(grid, 4) == grid.nodes
 
 
 def test_a_census_in_which_two_nodes_are_the_same_client_is_refused(kit: Any) -> None:
@@ -418,7 +426,7 @@ def test_a_census_in_which_two_nodes_are_the_same_client_is_refused(kit: Any) ->
     for context in grid.contexts.values():
         context.node_config["partition-id"] = 2
     with pytest.raises(RuntimeError, match=r"expected clients 0\.\.3 to introduce themselves, got \[2, 2, 2, 2\]"):
-        census(grid, 4)
+        discover_nodes(grid, 4)
 
 
 def test_in_a_deployment_one_client_does_not_stop_the_others(kit: Any) -> None:
@@ -426,11 +434,11 @@ def test_in_a_deployment_one_client_does_not_stop_the_others(kit: Any) -> None:
     grid = kit.grid(kit.scenario())
     contexts = dict(zip(grid.nodes.values(), grid.contexts.values(), strict=True))
     contexts[1].node_config["partition-id"], contexts[3].node_config["partition-id"] = 2, 77
-    assert list(census(grid, 5, patience=0.5).values()) == [0]
+    assert list(discover_nodes(grid, 5, patience=0.5).values()) == [0]
     for context in grid.contexts.values():
         context.node_config["partition-id"] = 1
     with pytest.raises(RuntimeError, match=r"of 5 clients none introduced itself within 0\.5 s"):
-        census(grid, 5, patience=0.5)
+        discover_nodes(grid, 5, patience=0.5)
 
 
 def test_who_comes_late_to_a_deployment_is_let_in_once_and_takes_nobodys_place(kit: Any) -> None:
@@ -444,8 +452,8 @@ def test_who_comes_late_to_a_deployment_is_let_in_once_and_takes_nobodys_place(k
         return deliver(messages, **options)
 
     grid.get_node_ids, grid.send_and_receive = lambda: there, counted
-    known = census(grid, 4, patience=0.0)
-    late = Latecomers(grid, 4, known)
+    known = discover_nodes(grid, 4, patience=0.0)
+    late = LateJoiners(grid, 4, known)
     late.admit()
     assert sorted(known.values()) == [0, 2] and sum(asked.values()) == 2, "nobody new, nobody asked"
     there.append(nodes[3])

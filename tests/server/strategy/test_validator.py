@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedgauge.server.strategy.validator import Door, Intake
+from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 
 PARAMS = {
     "conv.weight": torch.linspace(-1, 1, 12).reshape(3, 2, 2),
@@ -51,11 +51,13 @@ class Round:
 
     def __init__(self, kit: Any, buffers: dict[str, Tensor] | None = None, **options: Any) -> None:
         self.kit = kit
-        self.intakes: list[Intake] = []
+        self.intakes: list[RoundReplies] = []
         self.inner = Recorder()
         grid = kit.MemoryGrid("", CLIENTS)
-        self.door = Door(self.inner, self.intakes.append, buffers, seed=1, clients=grid.nodes, **options)
-        sent = self.door.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid)
+        self.validator = UpdateValidator(
+            self.inner, self.intakes.append, buffers, seed=1, clients=grid.nodes, **options
+        )
+        sent = self.validator.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid)
         by_client = sorted(sent, key=lambda m: grid.nodes[m.metadata.dst_node_id])
         self.asked: list[Message] = [kit.travel(m) for m in by_client]
 
@@ -67,12 +69,12 @@ class Round:
         message: Message = self.kit.reply(self.asked[client], self.update(client), examples)
         return message
 
-    def answer(self, replies: list[Message]) -> tuple[dict[str, Tensor] | None, Intake]:
-        arrays, _ = self.door.aggregate_train(1, replies)
+    def answer(self, replies: list[Message]) -> tuple[dict[str, Tensor] | None, RoundReplies]:
+        arrays, _ = self.validator.aggregate_train(1, replies)
         return (dict(arrays.to_torch_state_dict()) if arrays else None), self.intakes[-1]
 
 
-def reasons(intake: Intake) -> dict[int, tuple[str, str]]:
+def reasons(intake: RoundReplies) -> dict[int, tuple[str, str]]:
     return {seen.client: (seen.status, seen.reason) for seen in intake.refused}
 
 
@@ -149,7 +151,7 @@ def test_metrics_of_foreign_clients_are_averaged(kit: Any) -> None:
     replies = [at.good(c) for c in range(CLIENTS)]
     for c, message in enumerate(replies):
         message.content.metric_records["metrics"]["train_loss"] = float(c)
-    _, metrics = at.door.aggregate_train(1, replies)
+    _, metrics = at.validator.aggregate_train(1, replies)
     assert metrics is not None
     assert metrics["train_loss"] == 1.5
 
@@ -192,10 +194,10 @@ def test_a_dead_node_is_missing_though_the_superlink_answers_under_its_own_id(ki
     now = at.asked[0].metadata
     dead = Metadata(1, "id", 1, 1, now.message_id, "", now.created_at, now.ttl, "train")  # what SuperLink 1.41 sends
     message = Message(Error(5, "Node Unavailable\nits heartbeats lapsed"), metadata=dead)
-    before = dict(at.door.clients)
+    before = dict(at.validator.clients)
     _, intake = at.answer([message, at.good(0), at.good(1), at.good(3)])
     assert reasons(intake) == {2: ("missing", "no reply (Node Unavailable)")}
-    assert at.door.clients == before, "the SuperLink is no client"
+    assert at.validator.clients == before, "the SuperLink is no client"
 
 
 @pytest.mark.parametrize("reason", ["", " ", "\n", " \n\t", "\x0b"], ids=repr)
@@ -383,8 +385,8 @@ def test_an_update_that_overflows_the_weights_is_refused(kit: Any) -> None:
     at = Round(kit)
     largest = torch.finfo(torch.float32).max
     params = {k: torch.full_like(t, largest) for k, t in PARAMS.items()}
-    sent = at.door.configure_train(2, ArrayRecord(params), ConfigRecord(), kit.MemoryGrid("", CLIENTS))
-    by_client = sorted((kit.travel(m) for m in sent), key=lambda m: at.door.clients[m.metadata.dst_node_id])
+    sent = at.validator.configure_train(2, ArrayRecord(params), ConfigRecord(), kit.MemoryGrid("", CLIENTS))
+    by_client = sorted((kit.travel(m) for m in sent), key=lambda m: at.validator.clients[m.metadata.dst_node_id])
     huge = {k: torch.full_like(t, largest) for k, t in PARAMS.items()}
     zero = {k: torch.zeros_like(t) for k, t in PARAMS.items()}
     trained, intake = at.answer([kit.reply(by_client[0], huge), kit.reply(by_client[1], zero)])
@@ -396,8 +398,8 @@ def test_weights_too_far_from_those_sent_are_refused(kit: Any) -> None:
     at = Round(kit, replies="weights")
     largest = torch.finfo(torch.float32).max
     params = {k: torch.full_like(t, -largest) for k, t in PARAMS.items()}
-    sent = at.door.configure_train(2, ArrayRecord(params), ConfigRecord(), kit.MemoryGrid("", CLIENTS))
-    first = kit.travel(min(sent, key=lambda m: at.door.clients[m.metadata.dst_node_id]))
+    sent = at.validator.configure_train(2, ArrayRecord(params), ConfigRecord(), kit.MemoryGrid("", CLIENTS))
+    first = kit.travel(min(sent, key=lambda m: at.validator.clients[m.metadata.dst_node_id]))
     huge = {k: torch.full_like(t, largest) for k, t in PARAMS.items()}
     _, intake = at.answer([kit.reply(first, huge)])
     assert ("rejected", "conv.weight overflows the weights") in reasons(intake).values()
@@ -427,17 +429,17 @@ def test_a_client_that_was_not_asked_is_refused(kit: Any) -> None:
 
 def test_a_reply_to_an_earlier_round_is_refused_when_its_client_was_not_asked_again(kit: Any) -> None:
     grid = kit.MemoryGrid("", CLIENTS)
-    intakes: list[Intake] = []
-    door = Door(FedAvg(0.5, 0.0, 1, 0, CLIENTS), intakes.append, seed=1, clients=grid.nodes)
-    first = {m.metadata.dst_node_id: m for m in door.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid)}
+    intakes: list[RoundReplies] = []
+    validator = UpdateValidator(FedAvg(0.5, 0.0, 1, 0, CLIENTS), intakes.append, seed=1, clients=grid.nodes)
+    first = {m.metadata.dst_node_id: m for m in validator.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid)}
     for round in range(2, 20):
         second = {
-            m.metadata.dst_node_id for m in door.configure_train(round, ArrayRecord(PARAMS), ConfigRecord(), grid)
+            m.metadata.dst_node_id for m in validator.configure_train(round, ArrayRecord(PARAMS), ConfigRecord(), grid)
         }
         if late := first.keys() - second:
             break
     zero = {k: torch.zeros_like(t) for k, t in PARAMS.items()}
-    arrays, _ = door.aggregate_train(round, [kit.reply(kit.travel(first[late.pop()]), zero)])
+    arrays, _ = validator.aggregate_train(round, [kit.reply(kit.travel(first[late.pop()]), zero)])
     assert arrays is None
     assert [s.reason for s in intakes[-1].refused if s.status == "rejected"] == [
         "the client was not asked in this round"
@@ -522,11 +524,11 @@ def test_no_corruption_raises_or_changes_the_others(kit: Any, spoil: Callable[[M
 def sampled(kit: Any, seed: int, draw: int, rounds: int = 8) -> list[list[int]]:
     """Which clients each round asks, in order, on a grid with node ids of its own."""
     grid = kit.MemoryGrid("", CLIENTS, draw)
-    door = Door(FedAvg(0.5, 0.0, 1, 0, CLIENTS), seed=seed, clients=grid.nodes)
+    validator = UpdateValidator(FedAvg(0.5, 0.0, 1, 0, CLIENTS), seed=seed, clients=grid.nodes)
     chosen = []
     for round in range(1, rounds + 1):
         random.seed(draw + round)  # whoever else draws from the global generator must not matter
-        sent = door.configure_train(round, ArrayRecord(PARAMS), ConfigRecord(), grid)
+        sent = validator.configure_train(round, ArrayRecord(PARAMS), ConfigRecord(), grid)
         chosen.append([grid.nodes[m.metadata.dst_node_id] for m in sent])
     return chosen
 
@@ -542,17 +544,17 @@ def test_partial_participation_depends_on_the_seed_and_not_on_node_ids(kit: Any)
 def test_sampling_a_round_does_not_depend_on_the_rounds_before(kit: Any) -> None:
     """A resumed training asks the same clients."""
     grid = kit.MemoryGrid("", CLIENTS)
-    door = Door(FedAvg(0.5, 0.0, 1, 0, CLIENTS), seed=5, clients=grid.nodes)
-    sent = door.configure_train(6, ArrayRecord(PARAMS), ConfigRecord(), grid)
+    validator = UpdateValidator(FedAvg(0.5, 0.0, 1, 0, CLIENTS), seed=5, clients=grid.nodes)
+    sent = validator.configure_train(6, ArrayRecord(PARAMS), ConfigRecord(), grid)
     assert [grid.nodes[m.metadata.dst_node_id] for m in sent] == sampled(kit, seed=5, draw=0)[5]
 
 
 def test_an_unknown_node_gets_the_next_free_number(kit: Any) -> None:
     grid = kit.MemoryGrid("", CLIENTS)
     known = dict(list(grid.nodes.items())[:3])
-    door = Door(FedAvg(1.0, 0.0, 1, 0, CLIENTS), clients=known)
-    list(door.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid))
-    assert door.clients == grid.nodes
+    validator = UpdateValidator(FedAvg(1.0, 0.0, 1, 0, CLIENTS), clients=known)
+    list(validator.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid))
+    assert validator.clients == grid.nodes
 
 
 def with_buffers(kit: Any, message: Message, update: dict[str, Tensor], examples: int, mean: list[float]) -> Message:
@@ -573,16 +575,16 @@ def test_buffers_travel_apart_and_come_back_averaged_by_examples(kit: Any) -> No
         ]
     )
     assert identical(dict(intake.buffers), BUFFERS), "the tape keeps what was sent, not what came back"
-    assert at.door.buffers["norm.running_mean"].tolist() == [4.0, 6.0]
+    assert at.validator.buffers["norm.running_mean"].tolist() == [4.0, 6.0]
     assert "norm.running_mean" not in at.inner.handed[0]
 
 
 def test_clients_without_buffers_leave_the_average_to_the_others(kit: Any) -> None:
     at = Round(kit, BUFFERS)
     at.answer([with_buffers(kit, at.asked[0], at.update(0), 1, [1.0, 0.0]), at.good(1, examples=99)])
-    assert at.door.buffers["norm.running_mean"].tolist() == [1.0, 0.0]
+    assert at.validator.buffers["norm.running_mean"].tolist() == [1.0, 0.0]
     at.answer([at.good(0), at.good(1)])
-    assert at.door.buffers["norm.running_mean"].tolist() == [1.0, 0.0]
+    assert at.validator.buffers["norm.running_mean"].tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("mean", [[math.nan, 0.0], [0.0], [0.0, 0.0, 0.0]])
@@ -591,16 +593,16 @@ def test_bad_buffers_refuse_the_reply(kit: Any, mean: list[float]) -> None:
     _, intake = at.answer([with_buffers(kit, at.asked[0], at.update(0), 1, mean), at.good(1)])
     assert reasons(intake)[0][0] == "rejected"
     assert reasons(intake)[0][1].startswith("norm.running_mean has")
-    assert identical(at.door.buffers, BUFFERS)
+    assert identical(at.validator.buffers, BUFFERS)
 
 
 def test_evaluation_replies_are_aggregated_in_the_order_of_clients_and_errors_make_no_client(kit: Any) -> None:
     grid = kit.MemoryGrid("", CLIENTS)
-    door = Door(Krum(1.0, 1.0, 1, 1, CLIENTS), clients=grid.nodes)
-    sent = list(door.configure_evaluate(1, ArrayRecord(PARAMS), ConfigRecord(), grid))
+    validator = UpdateValidator(Krum(1.0, 1.0, 1, 1, CLIENTS), clients=grid.nodes)
+    sent = list(validator.configure_evaluate(1, ArrayRecord(PARAMS), ConfigRecord(), grid))
     assert [grid.nodes[m.metadata.dst_node_id] for m in sent] == [
         grid.nodes[m.metadata.dst_node_id]
-        for m in Door(Krum(1.0, 1.0, 1, 1, CLIENTS), clients=grid.nodes).configure_evaluate(
+        for m in UpdateValidator(Krum(1.0, 1.0, 1, 1, CLIENTS), clients=grid.nodes).configure_evaluate(
             1, ArrayRecord(PARAMS), ConfigRecord(), grid
         )
     ]
@@ -614,6 +616,6 @@ def test_evaluation_replies_are_aggregated_in_the_order_of_clients_and_errors_ma
     for shuffle in range(4):
         mixed = [*replies[1:], Message(Error(5, "Node Unavailable"), metadata=dead)]
         random.Random(shuffle).shuffle(mixed)
-        results.append(dict(door.aggregate_evaluate(1, mixed) or {}))
+        results.append(dict(validator.aggregate_evaluate(1, mixed) or {}))
     assert results[0] == results[1] == results[2] == results[3] != {}
-    assert door.clients == grid.nodes
+    assert validator.clients == grid.nodes

@@ -12,15 +12,15 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.attacks.grading.audit import NO_DERIVATIVE, WHOLE_BATCH, Row
+from fedgauge.attacks.grading.audit import NO_DERIVATIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.protocol import Protocol
-from fedgauge.server.store.ledger import UNGRADED, Ledger, Seen
+from fedgauge.server.store.ledger import UNGRADED, Ledger, Participation
 from fedgauge.server.views import analysis
 from fedgauge.server.views.analysis import (
     Leak,
-    Line,
     Rate,
+    RoundLeak,
     Scores,
     clustered_interval,
     is_baseline,
@@ -56,7 +56,9 @@ def score(
     """Write scores as the pool does; None for a cell whose worker died, `status` where a value is missing."""
     for round in sorted({r for r, _, _ in cells}):
         clients = sorted({c for r, c, _ in cells if r == round})
-        ledger.record_intake(round, [Seen(c, "accepted", "", examples, f"digest {round} {c}") for c in clients], plan)
+        ledger.record_intake(
+            round, [Participation(c, "accepted", "", examples, f"digest {round} {c}") for c in clients], plan
+        )
     while (lease := ledger.lease()) is not None:
         for client in lease.clients:
             alone, found = lease.of([client]), cells.get((lease.round, client, lease.attack.name), {})
@@ -68,7 +70,7 @@ def score(
                 cells.get((lease.round, client, f"wrong_client({lease.attack.name})"), {}) or {}
             )
             rows = [
-                Row(
+                ScoreRecord(
                     lease.round,
                     client,
                     name,
@@ -89,7 +91,7 @@ def leaks(ledger: Ledger, metric: str) -> list[Leak]:
     return leakage(Scores.read(ledger), metric)
 
 
-def table_of(ledger: Ledger) -> list[Line]:
+def table_of(ledger: Ledger) -> list[RoundLeak]:
     return round_table(Scores.read(ledger), ledger)
 
 
@@ -327,7 +329,7 @@ def ungraded(attack: str, clients: Sequence[int]) -> dict[Cell, Values | None]:
 def refuse(ledger: Ledger, clients: Sequence[int]) -> None:
     for job in ledger.ungraded():
         if job.client in clients:
-            rows = [Row(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
+            rows = [ScoreRecord(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
             ledger.grade(job.id, rows, "not graded: the owner does not allow it")
 
 
@@ -433,7 +435,11 @@ def test_what_one_client_shows_often_is_no_evidence_of_the_others(tmp_path: Path
 def test_one_client_gives_no_interval_and_the_sentence_says_so(tmp_path: Path) -> None:
     verdict = judged(tmp_path, drawn(0, gain=3.0, clients=1, chance=0.0))
     assert verdict.strongest is not None
-    assert (verdict.strongest.low, verdict.strongest.oftener, verdict.strongest.clusters) == (None, None, 1)
+    assert (verdict.strongest.low, verdict.strongest.identified_more_often, verdict.strongest.clusters) == (
+        None,
+        None,
+        1,
+    )
     assert verdict.word == "not shown to leak"
     assert "one client gives no interval" in verdict.sentence
     assert "no interval" not in judged(tmp_path, drawn(0, gain=3.0)).sentence
@@ -494,7 +500,7 @@ def test_what_cannot_be_said(tmp_path: Path) -> None:
 def test_an_unfinished_audit_says_so_far(ledger: Ledger) -> None:
     score(ledger, drawn(0, gain=3.0))
     assert verdict_of(ledger).sentence.startswith("The clients' images leak")
-    ledger.record_intake(2, [Seen(0, "accepted", "", 4, "digest")], PLAN)
+    ledger.record_intake(2, [Participation(0, "accepted", "", 4, "digest")], PLAN)
     assert verdict_of(ledger).sentence.startswith("So far (36 of 39 attacks done), the clients' images leak")
 
 

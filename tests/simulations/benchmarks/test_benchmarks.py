@@ -14,12 +14,12 @@ from fedgauge.attacks.matching.compiled_step import missing
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.vision import lenet
 from fedgauge.client.rng import generator
-from fedgauge.simulations.benchmarks import memory_growth as memories
+from fedgauge.simulations.benchmarks import memory_growth
 from fedgauge.simulations.benchmarks.__main__ import RESULTS, main, readme
-from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, DIGITS, PUBLISHED, Cell, engine, problem
-from fedgauge.simulations.benchmarks.intercept import Case, intercept
+from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, DIGITS, PUBLISHED, SpeedCase, engine, problem
+from fedgauge.simulations.benchmarks.intercept import InterceptCase, intercept
 from fedgauge.simulations.benchmarks.memory_growth import (
-    Memory,
+    MemoryUse,
     audit,
     memory,
     memory_of,
@@ -29,7 +29,7 @@ from fedgauge.simulations.benchmarks.memory_growth import (
 )
 from fedgauge.simulations.benchmarks.page_speed import page
 from fedgauge.simulations.benchmarks.quality import quality
-from fedgauge.simulations.benchmarks.reporting import Figure, Report, interleaved
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved
 from fedgauge.simulations.benchmarks.success import success
 
 
@@ -52,7 +52,7 @@ def steps() -> Steps:
     return Steps()
 
 
-def by_name(report: Report) -> dict[str, Figure]:
+def by_name(report: BenchmarkReport) -> dict[str, Figure]:
     figures = {f"{f.name} [{f.unit}]": f for f in report.figures}
     assert len(figures) == len(report.figures), "two figures have one name"
     json.dumps(dict(report.settings), allow_nan=False)
@@ -86,7 +86,7 @@ def test_the_published_loop_moves_against_the_gradient() -> None:
 
 
 def test_the_engine_benchmark_gives_a_row_for_every_cell(steps: Steps) -> None:
-    cells = (Cell("lenet", lenet, 1, 1e9, iterations=2), Cell("lenet", lenet, 2, steps=2, iterations=1))
+    cells = (SpeedCase("lenet", lenet, 1, 1e9, iterations=2), SpeedCase("lenet", lenet, 2, steps=2, iterations=1))
     report = engine(steps, cells, repetitions=1)
     figures = by_name(report)
     assert [row["k"] for row in report.rows] == [1, 2]
@@ -126,7 +126,7 @@ def test_a_compiled_cell_without_a_compiler_says_why_it_has_no_figure(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedgauge.simulations.benchmarks.engine.missing", lambda device: "a C++ compiler")
-    (figure,) = engine(steps, (Cell("lenet", lenet, 1, compiled=True),)).figures
+    (figure,) = engine(steps, (SpeedCase("lenet", lenet, 1, compiled=True),)).figures
     assert (figure.value, figure.met, figure.note) == (None, None, "skipped: needs a C++ compiler")
 
 
@@ -174,7 +174,7 @@ def test_quality_on_local_images(local_data: Path, steps: Steps) -> None:
 
 def test_intercept_measures_the_tap_beside_its_round(steps: Steps) -> None:
     narrow = {"use": "mlp", "hidden": [4]}
-    small, large = Case("small", 2, narrow, 1, 1), Case("large", 3, narrow, 2, 2)
+    small, large = InterceptCase("small", 2, narrow, 1, 1), InterceptCase("large", 3, narrow, 2, 2)
     figures = by_name(intercept(steps, small=small, large=(large,), rounds=2, large_rounds=1))
     assert figures.keys() == {
         "small: tap [ms a round]",
@@ -191,7 +191,7 @@ def test_intercept_measures_the_tap_beside_its_round(steps: Steps) -> None:
 
 
 def test_train_and_audit_measure_after_each_round(tmp_path: Path) -> None:
-    _, run = memories._run(tmp_path, clients=2, rounds=2, iterations=1)
+    _, run = memory_growth._run(tmp_path, clients=2, rounds=2, iterations=1)
     trained, attacked = train(run), audit(run)
     assert [m.rounds for m in trained] == [m.rounds for m in attacked] == [1, 2]
     assert all(m.peak >= m.resident > 0 for m in [*trained, *attacked])
@@ -212,14 +212,14 @@ def test_memory_is_what_the_kernel_says() -> None:
 
 
 def test_a_process_that_keeps_its_rounds_is_caught(tmp_path: Path) -> None:
-    _, run = memories._run(tmp_path, clients=2, rounds=3, iterations=1)
+    _, run = memory_growth._run(tmp_path, clients=2, rounds=3, iterations=1)
     train(run)
     updates = sum(p.stat().st_size for p in (run.folder / "tape").glob("round-00001-client-*")) / 2**20
-    hoards = [Memory(n, 300 + n * updates, 300 + n * updates) for n in (1, 2, 3)]
-    steady = [Memory(n, 300 + n * updates / 10, 300 + n * updates / 10) for n in (1, 2, 3)]
-    swells = [Memory(1, 300, 300), Memory(3, 300, 320)]
+    hoards = [MemoryUse(n, 300 + n * updates, 300 + n * updates) for n in (1, 2, 3)]
+    steady = [MemoryUse(n, 300 + n * updates / 10, 300 + n * updates / 10) for n in (1, 2, 3)]
+    swells = [MemoryUse(1, 300, 300), MemoryUse(3, 300, 320)]
     for seen, met in ((hoards, [False, True]), (steady, [True, True]), (swells, [True, False])):
-        figures = memories._figures("x", seen, run)
+        figures = memory_growth._figures("x", seen, run)
         assert [f.met for f in figures if "growth" in f.name] == met
 
 
@@ -253,8 +253,8 @@ def _promises_of_memory(figures: dict[str, Figure], trainer: str) -> None:
 # ------------------------------------------------------------------------------------------- command line, results
 
 
-def report(value: float | None, **target: float) -> Report:
-    return Report((Figure("speed", value, "x", **target),), {"seed": 3, "sizes": [1, 2]})
+def report(value: float | None, **target: float) -> BenchmarkReport:
+    return BenchmarkReport((Figure("speed", value, "x", **target),), {"seed": 3, "sizes": [1, 2]})
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_target_is_met_or_not(figure: Figure, target: str, met: bool | None) -
 
 
 def test_results_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def toy(progress: Steps) -> Report:
+    def toy(progress: Steps) -> BenchmarkReport:
         progress(1, 1)
         return report(7.25, at_least=6.0)
 
@@ -332,7 +332,7 @@ def test_memory_through_flower_runs_only_when_it_is_asked_for(
         assert [json.loads(line)["figures"][0]["value"] for line in lines] == values
 
 
-def _say(value: float, progress: Steps) -> Report:
+def _say(value: float, progress: Steps) -> BenchmarkReport:
     return report(value)
 
 

@@ -5,10 +5,10 @@ import torch
 
 from fedgauge.server.store.tape import Tape
 from fedgauge.simulations.benchmarks.many_clients import load, synthetic
-from fedgauge.simulations.benchmarks.reporting import Report
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport
 
 
-def values(report: Report) -> dict[str, float | None]:
+def values(report: BenchmarkReport) -> dict[str, float | None]:
     return {f.name: f.value for f in report.figures}
 
 

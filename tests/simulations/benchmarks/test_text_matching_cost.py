@@ -9,7 +9,7 @@ from fedgauge.attacks.text.distance import Kind
 from fedgauge.client.models.language import LanguageModel, tiny_bert
 from fedgauge.client.models.tokenizer import wordpiece
 from fedgauge.simulations.benchmarks.__main__ import BENCHMARKS
-from fedgauge.simulations.benchmarks.text_matching_cost import Plain, Problem, text
+from fedgauge.simulations.benchmarks.text_matching_cost import PlainLoop, SentenceProblem, text
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
 
@@ -24,8 +24,8 @@ def model() -> LanguageModel:
 
 @pytest.mark.parametrize("kind", ["cosine", "l2_l1"])
 def test_the_plain_loop_and_ours_compute_the_same(model: LanguageModel, kind: Kind) -> None:
-    problem = Problem(model, 8, 3, 5)
-    plain, matcher = Plain(problem, kind), problem.matcher(kind)
+    problem = SentenceProblem(model, 8, 3, 5)
+    plain, matcher = PlainLoop(problem, kind), problem.matcher(kind)
     ours, slopes, _ = matcher.value_and_slopes(problem.together)
     assert torch.allclose(ours, plain.values(problem.together), atol=1e-5)
     assert torch.allclose(slopes, plain.slopes(problem.together), atol=1e-5 * float(slopes.abs().max()))

@@ -13,7 +13,7 @@ import torch
 
 from fedgauge.client.components import allowing
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks.doctor import Finding, check
+from fedgauge.simulations.checks.doctor import CheckResult, check
 from fedgauge.simulations.cli.main import main
 
 MODELS = '''
@@ -100,7 +100,7 @@ TABLES: dict[str, Any] = {
     "model": {"use": "doctored:Good"},
     "chain": [{"use": "local_sgd", "rate": 0.1}],
 }
-Examine = Callable[..., dict[str, Finding]]
+Examine = Callable[..., dict[str, CheckResult]]
 
 
 @pytest.fixture
@@ -116,11 +116,11 @@ def examine(folder: Path) -> Iterator[Examine]:
         yield lambda **changes: {f.name: f for f in check(Scenario.from_tables(TABLES | changes))}
 
 
-def wrong(found: dict[str, Finding]) -> dict[str, str]:
+def wrong(found: dict[str, CheckResult]) -> dict[str, str]:
     return {name: f.words for name, f in found.items() if f.needed and not f.works}
 
 
-def noted(found: dict[str, Finding]) -> dict[str, str]:
+def noted(found: dict[str, CheckResult]) -> dict[str, str]:
     return {name: f.words for name, f in found.items() if not f.needed and not f.works}
 
 

@@ -14,7 +14,7 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.data.images import Shards
 from fedgauge.client.rng import generator
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks.preflight import Finding, Preflight, preflight
+from fedgauge.simulations.checks.preflight import Preflight, PreflightFinding, preflight
 from fedgauge.simulations.cli.main import main
 
 SGD = {"use": "local_sgd", "rate": 0.1}
@@ -40,7 +40,7 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario.from_tables(tables | changes)
 
 
-def finding(found: Preflight, *words: str) -> Finding:
+def finding(found: Preflight, *words: str) -> PreflightFinding:
     """The one finding that has these words."""
     having = [f for f in found.findings if all(w in f.words for w in words)]
     assert len(having) == 1, f"{words}: {[f.words for f in found.findings]}"

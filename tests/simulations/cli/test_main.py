@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from fedgauge.attacks.grading.audit import Row
+from fedgauge.attacks.grading.audit import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.protocol import Federation
 from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.ledger import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.reading import state_of
@@ -46,7 +46,7 @@ def taped(tmp_path: Path) -> Run:
             tape.write_round(r, params, buffers)
             updates = {c: federation.client_update(params, buffers, c, r) for c in range(2)}
             digests = {c: tape.write_update(r, c, u) for c, u in updates.items()}
-            ledger.record_intake(r, [Seen(c, "accepted", "", 1, d) for c, d in digests.items()], scenario.plan)
+            ledger.record_intake(r, [Participation(c, "accepted", "", 1, d) for c, d in digests.items()], scenario.plan)
             ledger.record_round(r, 0.1 * r, 2.0, 1.0, 0.01)
         ledger.set_meta(state="trained")
     return run
@@ -242,7 +242,8 @@ def test_what_attacks_say_of_themselves_is_told_once_each(taped: Run, capsys: py
     with taped.ledger() as ledger:
         while (lease := ledger.lease()) is not None:
             rows = {
-                c: [Row(lease.round, c, lease.attack.name, 0, "psnr", None, "diverged", 0.1)] for c in lease.clients
+                c: [ScoreRecord(lease.round, c, lease.attack.name, 0, "psnr", None, "diverged", 0.1)]
+                for c in lease.clients
             }
             random = lease.attack.name == "random_image"  # each of its four jobs has a reason of its own
             reasons = {c: f"[no] label {(lease.round, c) if random else ''}" for c in lease.clients}
@@ -313,17 +314,17 @@ def test_what_is_left_to_do_is_said_in_every_phase(tmp_path: Path, capsys: pytes
     assert main(["audit", str(run.folder)]) == 2
     assert "no updates on its tape: the run ended before its first round" in capsys.readouterr().err
     with run.ledger() as ledger:
-        ledger.record_intake(1, [Seen(0, "rejected", "why not")], scenario.plan)
+        ledger.record_intake(1, [Participation(0, "rejected", "why not")], scenario.plan)
     assert left() == ""
     assert main(["audit", str(run.folder)]) == 2
     assert "no updates on its tape: no reply was accepted" in capsys.readouterr().err
     with run.ledger() as ledger:
-        ledger.record_intake(2, [Seen(0, "accepted", "", 1, "digest")], scenario.plan)
+        ledger.record_intake(2, [Participation(0, "accepted", "", 1, "digest")], scenario.plan)
     assert left() == f"3 attacks are parked; go on with: fedgauge audit {run.folder}"
     with run.ledger() as ledger:
         while (lease := ledger.lease()) is not None:
             ledger.finish(lease, {0: []})
-        ledger.forgotten(2)
+        ledger.mark_deleted(2)
     assert left() == ""
     assert main(["audit", str(run.folder)]) == 2
     assert 'no updates on its tape: [tape] keep = "all" has deleted them' in capsys.readouterr().err
@@ -342,7 +343,10 @@ def test_the_end_of_a_deployment_says_who_was_missing_and_how_to_be_graded(
     run = create_run(scenario := Scenario.from_tables(TABLES), tmp_path / "runs" / "one", mode="deployment")
     with run.ledger() as ledger:
         for round in (1, 2):
-            seen = [Seen(0, "accepted", "", 1, f"digest {round}"), Seen(1, "missing", "'mynets:Small' is not allowed")]
+            seen = [
+                Participation(0, "accepted", "", 1, f"digest {round}"),
+                Participation(1, "missing", "'mynets:Small' is not allowed"),
+            ]
             ledger.record_intake(round, seen, scenario.plan)
         ledger.set_meta(grading="not graded: the owner does not allow it")
     words = "2 of 4 updates came in; client 1 missing in 2 rounds: 'mynets:Small' is not allowed"

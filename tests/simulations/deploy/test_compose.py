@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from fedgauge.simulations.deploy.folder import HARDENED, IN_COMPOSE, VERSION, container, override
-from fedgauge.simulations.deploy.services import Place, ray_worker, services
+from fedgauge.simulations.deploy.services import Addresses, ray_worker, services
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
-TABLE = services(Place(), IN_COMPOSE)
+TABLE = services(Addresses(), IN_COMPOSE)
 SECRET = {"tls/server.key", "keys", "secrets"}
 
 # the part of the published schema (compose-spec.json) that these keys are in: what each may be
@@ -51,12 +51,12 @@ def test_every_service_of_the_table_is_there_with_its_command_and_restart_policy
         assert tuple(SERVICES[name]["command"]) == service.command, name
         assert SERVICES[name]["restart"] == service.restart, name
         assert SERVICES[name].get("environment", {}) == dict(service.environment), name
-    assert tuple(SERVICES["ray-worker-gpu"]["command"]) == ray_worker(Place(), gpus=1)
+    assert tuple(SERVICES["ray-worker-gpu"]["command"]) == ray_worker(Addresses(), gpus=1)
 
 
 def test_a_local_start_differs_from_the_containers_in_places_alone() -> None:
     """The same words in the same order; only folders, hosts and ports are others."""
-    local = services(Place.local("/here", "a-run", IN_COMPOSE), IN_COMPOSE)
+    local = services(Addresses.local("/here", "a-run", IN_COMPOSE), IN_COMPOSE)
     assert list(local) == list(TABLE)
     place = re.compile(r"/here|/deployment|127\.0\.0\.1|0\.0\.0\.0|superlink(?=:)|ray-head(?=:)|\d{4,5}$")
     run = re.compile(r"a-run|\$\{FEDGAUGE_RUN:-federation\}")

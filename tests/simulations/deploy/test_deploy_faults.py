@@ -22,12 +22,12 @@ from rich.console import Console
 
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.deploy import lifecycle as deploy
+from fedgauge.simulations.deploy import lifecycle
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.lifecycle import register
 from fedgauge.simulations.deploy.pki import write_authority, write_node_key
 from fedgauge.simulations.deploy.services import Service, supernode
-from fedgauge.simulations.deploy.supervisor import Local
+from fedgauge.simulations.deploy.supervisor import LocalDeployment
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.launch import TrainingFailed
 from fedgauge.simulations.run.simulate import Interrupt
@@ -79,15 +79,15 @@ def deployment(tmp_path: Path) -> Deployment:
 
 
 @pytest.fixture
-def linked(deployment: Deployment) -> Iterator[Local]:
+def linked(deployment: Deployment) -> Iterator[LocalDeployment]:
     """A SuperLink that knows three keys."""
-    with Local(deployment, "a-run", with_ray=False) as local:
+    with LocalDeployment(deployment, "a-run", with_ray=False) as local:
         local.listen()
         local.finish("register")
         yield local
 
 
-def last_words(local: Local, name: str, command: tuple[str, ...], **environment: str) -> str:
+def last_words(local: LocalDeployment, name: str, command: tuple[str, ...], **environment: str) -> str:
     """What a SuperNode that is not let in says before it ends."""
     local.services[name] = Service(command, "no", environment)
     local.begin(name)
@@ -97,7 +97,7 @@ def last_words(local: Local, name: str, command: tuple[str, ...], **environment:
     return said
 
 
-def refusal(local: Local, name: str, command: tuple[str, ...]) -> str:
+def refusal(local: LocalDeployment, name: str, command: tuple[str, ...]) -> str:
     """The same, of one whose exit status says that it failed."""
     said = last_words(local, name, command)
     assert local.status(name) != 0
@@ -125,9 +125,9 @@ time.time = lambda: real() + {seconds}
     return {"PYTHONPATH": str(folder)}
 
 
-def test_strangers_are_refused_and_who_is_known_is_not(linked: Local, tmp_path: Path) -> None:
-    folder, port = linked.deployment.folder, linked.place.superlink[1]
-    mine = supernode(linked.place, 0)
+def test_strangers_are_refused_and_who_is_known_is_not(linked: LocalDeployment, tmp_path: Path) -> None:
+    folder, port = linked.deployment.folder, linked.addresses.superlink[1]
+    mine = supernode(linked.addresses, 0)
 
     write_node_key(tmp_path / "stranger")
     said = refusal(linked, "stranger", changed(mine, "--auth-supernode-private-key", str(tmp_path / "stranger")))
@@ -180,13 +180,13 @@ def pid_of(deployment: Deployment, service: str) -> int:
 
 
 def reached(deployment: Deployment, round: int) -> Callable[[], bool]:
-    def look() -> bool:
+    def poll() -> bool:
         for run in deployment.runs():
             with run.ledger(readonly=True) as ledger:
                 return bool(ledger.rounds()) and ledger.last_round() >= round
         return False
 
-    return look
+    return poll
 
 
 class Wire:
@@ -242,10 +242,10 @@ def test_one_run_through_many_faults_ends_complete(
     wires: list[Wire] = []  # of client 0
     late = skewed(tmp_path, -120)
 
-    class Troubled(Local):
+    class Troubled(LocalDeployment):
         def __init__(self, *arguments: object) -> None:
             super().__init__(*arguments)  # type: ignore[arg-type]
-            wires.append(Wire(self.place.superlink[1]))
+            wires.append(Wire(self.addresses.superlink[1]))
             mine = self.services["supernode-0"]
             self.services["supernode-0"] = replace(mine, command=changed(mine.command, "--superlink", wires[0].address))
             self.services["supernode-2"] = replace(self.services["supernode-2"], environment=late)
@@ -279,12 +279,12 @@ def test_one_run_through_many_faults_ends_complete(
             raise
 
     with monkeypatch.context() as patched, (tmp_path / "screen").open("w") as screen:
-        patched.setattr(deploy, "Local", Troubled)
+        patched.setattr(lifecycle, "LocalDeployment", Troubled)
         thread = threading.Thread(target=told, daemon=True)
         thread.start()
         try:
             with pytest.raises(TrainingFailed) as failed:
-                deploy.up(deployment, Console(file=screen), interrupt, "quiet")
+                lifecycle.up(deployment, Console(file=screen), interrupt, "quiet")
         finally:
             thread.join(60)
             print(*faults)  # why, where the run did not fail
@@ -329,33 +329,33 @@ def complete(run: Run, rounds: int, clients: int) -> None:
 
 
 @pytest.fixture
-def cluster(deployment: Deployment) -> Iterator[Local]:
+def cluster(deployment: Deployment) -> Iterator[LocalDeployment]:
     """A Ray head and a worker, by the commands of docker-compose.yml."""
     hasty = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # for which a worker looks for its head, not for a minute
-    with Local(deployment, "a-run", with_ray=True) as local:
+    with LocalDeployment(deployment, "a-run", with_ray=True) as local:
         for name in ("ray-head", "ray-worker"):
             service = local.services[name]
             local.services[name] = replace(service, environment={**dict(service.environment), **hasty})
             local.begin(name)
-        wait_for(lambda: processes.listens(local.place.ray[1]), 60, "the head")
+        wait_for(lambda: processes.listens(local.addresses.ray[1]), 60, "the head")
         yield local
 
 
-def workers_of(cluster: Local) -> list[int]:
+def workers_of(cluster: LocalDeployment) -> list[int]:
     """The attack workers that the cluster's own processes have started: they carry its mark."""
     lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in processes.marked(cluster.mark)}
     return [pid for pid, line in lines.items() if line.exists() and b"ray::Worker" in line.read_bytes()]
 
 
-def joined(cluster: Local) -> list[str]:
+def joined(cluster: LocalDeployment) -> list[str]:
     """The nodes without cores that audits have joined to the cluster."""
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    address = f"127.0.0.1:{cluster.place.ray[1]}"
+    address = f"127.0.0.1:{cluster.addresses.ray[1]}"
     return [line for line in listed if "ray.scripts.scripts" in line and address in line]
 
 
 def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
-    cluster: Local, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
+    cluster: LocalDeployment, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = make_taped(cluster.deployment.folder / "runs" / "a-run", make_scenario(audit={"executor": "ray"}))
     service = cluster.services["attack"]
@@ -387,13 +387,13 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     wait_for(lambda: not joined(cluster), 20, "the end of the node that it had joined")
 
     wait_for(
-        lambda: cluster.look() or processes.listens(cluster.place.ray[1]),
+        lambda: cluster.poll() or processes.listens(cluster.addresses.ray[1]),
         120,
         "a head to be started again",
     )
     audit = begin_audit()
     try:  # the worker ends when it has looked for its head in vain, and is started again while the audit waits for it
-        wait_for(lambda: cluster.look() or audit.poll() is not None, 300, "the audit's end")
+        wait_for(lambda: cluster.poll() or audit.poll() is not None, 300, "the audit's end")
     finally:
         audit.kill()
     _, said = audit.communicate()

@@ -22,25 +22,24 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fedgauge.client.components import SpecError, allowing
-from fedgauge.client.deployment.owner import Owner
+from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.server.app import federate
 from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Ledger, Seen
-from fedgauge.server.store.run import Busy, Run
-from fedgauge.server.strategy.validator import AWAY
+from fedgauge.server.store.ledger import Ledger, Participation
+from fedgauge.server.store.run import Run, RunBusy
+from fedgauge.server.strategy.validator import CLIENT_ABSENT
 from fedgauge.server.views.overview import notices
 from fedgauge.server.views.reading import Reading, state_of
 from fedgauge.simulations.cli import main as cli
-from fedgauge.simulations.deploy import supervisor as local_start
+from fedgauge.simulations.deploy import supervisor
 from fedgauge.simulations.deploy.folder import DEMO, Deployment, health
-from fedgauge.simulations.deploy.lifecycle import Absences, _nobody, _start_all, _why, down, status
+from fedgauge.simulations.deploy.lifecycle import AbsenceReporter, _nobody, _start_all, _why, down, status
 from fedgauge.simulations.deploy.pki import write_authority, write_node_key
 from fedgauge.simulations.deploy.services import Service
-from fedgauge.simulations.deploy.supervisor import Local
-from fedgauge.simulations.live.progress import Standing, participation
+from fedgauge.simulations.deploy.supervisor import LocalDeployment
+from fedgauge.simulations.live.progress import RunProgress, participation
 from fedgauge.simulations.live.view import View
-from fedgauge.simulations.run import in_memory as inmemory
-from fedgauge.simulations.run import processes
+from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.launch import TrainingFailed
 from fedgauge.simulations.run.simulate import Interrupt, create_run
 
@@ -160,7 +159,7 @@ def test_no_two_keys_and_no_two_secrets_are_equal(made: Deployment, fresh: Deplo
 def test_each_owners_file_is_one_and_says_what_the_scenario_says(made: Deployment) -> None:
     protocol = made.scenario().protocol
     for client in range(3):
-        owner = Owner.load(made.folder / "clients" / str(client) / "client.toml")
+        owner = OwnerConfig.load(made.folder / "clients" / str(client) / "client.toml")
         assert owner.client == client
         assert [dict(link) for link in owner.chain] == [dict(link) for link in protocol.chain]
         assert {**owner.data, **owner.split, "batch_size": owner.batch_size} == dict(protocol.data)
@@ -170,7 +169,7 @@ def test_each_owners_file_is_one_and_says_what_the_scenario_says(made: Deploymen
 def test_grading_and_sampling_are_as_was_asked_for(tmp_path: Path) -> None:
     made = Deployment.create(tmp_path / "federation", 1, grading="scores", sampling="agreed")
     text = (made.folder / "clients" / "0" / "client.toml").read_text()
-    owner = Owner.load(made.folder / "clients" / "0" / "client.toml")
+    owner = OwnerConfig.load(made.folder / "clients" / "0" / "client.toml")
     assert owner.grading.mode == "scores" and 'sampling = "agreed"' in text
 
 
@@ -252,15 +251,15 @@ def test_a_run_that_cannot_go_on_is_told_before_anything_is_started(
     """As a disk that was full in round 1 leaves it: a round, and no checkpoint."""
     run, _ = fresh.begin("one")
     with run.ledger() as ledger:
-        ledger.record_intake(1, [Seen(0, "accepted", "", 1, "digest")])
+        ledger.record_intake(1, [Participation(0, "accepted", "", 1, "digest")])
         ledger.set_meta(state="failed")
     began: list[str] = []
 
-    def enter(self: Local) -> Local:
-        began.append(self.place.run)
+    def enter(self: LocalDeployment) -> LocalDeployment:
+        began.append(self.addresses.run)
         raise TrainingFailed("enough for a test")
 
-    monkeypatch.setattr(Local, "__enter__", enter)
+    monkeypatch.setattr(LocalDeployment, "__enter__", enter)
     assert cli.main(["deploy", "up", str(fresh.folder), "--local"]) == 2
     told = capsys.readouterr().err
     assert "has rounds up to 1 and no checkpoint" in told and "audit" in told
@@ -314,9 +313,9 @@ def test_where_every_client_refuses_the_run_has_failed_and_says_why(foreign: Dep
     with allowing(["mynets"], [foreign.folder.parent]):
         run, _ = foreign.begin("one")
         with run.ledger() as ledger:
-            view = Told(Standing(ledger, run.scenario()))
-            lacking = Absences(view)
-            inmemory.train(run, owners(foreign))
+            view = Told(RunProgress(ledger, run.scenario()))
+            lacking = AbsenceReporter(view)
+            in_memory.train(run, owners(foreign))
             lacking.tell()
             lacking.tell()
             assert [words[:42] for words in view.said] == [
@@ -338,22 +337,22 @@ def test_an_owner_who_lets_the_code_be_loaded_takes_part_and_the_others_are_told
     shutil.copy(foreign.folder.parent / "mynets.py", path.parent)
     with allowing(["mynets"], [foreign.folder.parent]):
         run, _ = foreign.begin("one")
-        inmemory.train(run, owners(foreign))
+        in_memory.train(run, owners(foreign))
         with run.ledger() as ledger:
             assert _nobody(ledger) == ""
             assert participation(ledger.observations()).startswith(
                 "3 of 9 updates came in; client 0 missing in 3 rounds"
             )
-            view = Told(Standing(ledger, run.scenario()))
-            Absences(view).tell()
+            view = Told(RunProgress(ledger, run.scenario()))
+            AbsenceReporter(view).tell()
             assert view.said == [], "of rounds before this start nothing is told again"
 
 
 class Told(View):
     """A view that keeps what it is told to say."""
 
-    def __init__(self, standing: Standing) -> None:
-        super().__init__(standing)
+    def __init__(self, run_progress: RunProgress) -> None:
+        super().__init__(run_progress)
         self.said: list[str] = []
 
     def say(self, words: str) -> None:
@@ -365,18 +364,20 @@ def test_a_client_that_is_away_has_a_row_that_says_so(made: Deployment, tmp_path
     """Two of three are there: the third is missing in each round, whoever was asked."""
     run = create_run(made.scenario(), tmp_path / "run", mode="deployment")
 
-    class Without(inmemory.MemoryGrid):
+    class Without(in_memory.MemoryGrid):
         def get_node_ids(self) -> Iterable[int]:
             return [1, 3]
 
     grid = Without(run.scenario().protocol, owners(made))
-    with inmemory.flower(), pytest.MonkeyPatch.context() as patched:
-        patched.setattr("fedgauge.server.app.census", lambda *_: {1: 0, 3: 2})  # which waits for the third
+    with in_memory.flower(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fedgauge.server.app.discover_nodes", lambda *_: {1: 0, 3: 2})  # which waits for the third
         federate(run, grid)
     with run.ledger() as ledger:
         seen = [(o["round"], o["client"], o["status"]) for o in ledger.observations()]
         assert seen == [(r, c, "missing" if c == 1 else "accepted") for r in (1, 2, 3) for c in range(3)]
-        assert participation(ledger.observations()) == (f"6 of 9 updates came in; client 1 missing in 3 rounds: {AWAY}")
+        assert participation(ledger.observations()) == (
+            f"6 of 9 updates came in; client 1 missing in 3 rounds: {CLIENT_ABSENT}"
+        )
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "a/b", "", ".", "..", ".hidden", "/abs"])
@@ -397,15 +398,15 @@ def test_runs_come_in_the_order_in_which_they_began(fresh: Deployment) -> None:
 
 
 @pytest.fixture
-def local(fresh: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
+def local(fresh: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalDeployment]:
     """A local start with small programs in the place of Flower's."""
-    monkeypatch.setattr(local_start, "PAUSE", 0.0)
-    made = Local(fresh, "a-run", with_ray=False)
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
+    made = LocalDeployment(fresh, "a-run", with_ray=False)
     yield made
     made.close()
 
 
-def program(local: Local, name: str, code: str, restart: str = "unless-stopped") -> None:
+def program(local: LocalDeployment, name: str, code: str, restart: str = "unless-stopped") -> None:
     local.services[name] = Service((sys.executable, "-c", code), restart)  # type: ignore[arg-type]
     local.begin(name)
 
@@ -421,7 +422,7 @@ SLEEP = "import time; time.sleep(120)"
 
 
 @linux
-def test_all_that_was_started_ends_with_the_start_even_what_left_its_group(local: Local) -> None:
+def test_all_that_was_started_ends_with_the_start_even_what_left_its_group(local: LocalDeployment) -> None:
     stray = (
         f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True); {SLEEP}"
     )
@@ -432,7 +433,7 @@ def test_all_that_was_started_ends_with_the_start_even_what_left_its_group(local
     assert processes.marked(local.mark) == [] and not local.scratch.exists()
 
 
-def test_what_dies_is_started_again_as_its_policy_says(local: Local) -> None:
+def test_what_dies_is_started_again_as_its_policy_says(local: LocalDeployment) -> None:
     program(local, "always", "")
     program(local, "on-failure", "raise SystemExit(3)", "on-failure")
     program(local, "good", "", "on-failure")
@@ -440,8 +441,8 @@ def test_what_dies_is_started_again_as_its_policy_says(local: Local) -> None:
     began = {name: child.pid for name, child in local.children.items()}
     for child in local.children.values():
         child.wait()
-    local.look()
-    local.look()
+    local.poll()
+    local.poll()
     again = {name for name, child in local.children.items() if child.pid != began[name]}
     assert again == {"always", "on-failure"}
     facts = json.loads((local.deployment.folder / "up.json").read_text())
@@ -450,15 +451,15 @@ def test_what_dies_is_started_again_as_its_policy_says(local: Local) -> None:
 
 @pytest.mark.parametrize("name", ["dashboard", "superlink"])
 def test_what_dies_again_and_again_is_told_with_the_end_of_its_log_and_ends_all_only_where_it_is_needed(
-    local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    local: LocalDeployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    monkeypatch.setattr(local_start, "DEATHS", 2)
+    monkeypatch.setattr(supervisor, "DEATHS", 2)
     program(local, name, "print('no such key'); raise SystemExit(9)")
 
     def look_on() -> None:
         for _ in range(20):
             local.children[name].wait()
-            local.look()
+            local.poll()
 
     words = rf"{name}: exit status 9, 2 times\n(.*\n)+no such key"
     if name == "superlink":
@@ -471,7 +472,9 @@ def test_what_dies_again_and_again_is_told_with_the_end_of_its_log_and_ends_all_
     assert told.count(f"it goes on without {name}") == 1 and "no such key" in told
 
 
-def test_an_interrupt_while_services_start_ends_in_order(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_services_start_ends_in_order(
+    local: LocalDeployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interrupt = Interrupt()
     interrupt.asked = True
     monkeypatch.setattr(local, "listen", lambda: None)
@@ -482,7 +485,7 @@ def test_an_interrupt_while_services_start_ends_in_order(local: Local, monkeypat
 
 
 @linux
-def test_a_superlink_that_died_is_named_and_not_who_died_of_it(local: Local, tmp_path: Path) -> None:
+def test_a_superlink_that_died_is_named_and_not_who_died_of_it(local: LocalDeployment, tmp_path: Path) -> None:
     run = create_run(local.deployment.scenario(), tmp_path / "run", mode="deployment")
     program(local, "superlink", "import time; print('linked', flush=True); time.sleep(120)")
     program(local, "start", "raise SystemExit(1)", "no")
@@ -495,20 +498,20 @@ def test_a_superlink_that_died_is_named_and_not_who_died_of_it(local: Local, tmp
         assert re.fullmatch(
             r"the SuperLink died, and .*\n--- the end of .*superlink.log:\nlinked", _why(local, ledger, 1)
         )
-        wait_for(lambda: local.look() or local.status("superlink") is None)
+        wait_for(lambda: local.poll() or local.status("superlink") is None)
         assert _why(local, ledger, 1).startswith("the SuperLink died"), "it is up again, and the run is not"
 
 
 @linux
-def test_one_that_no_longer_answers_is_started_again(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_start, "MUTE", 0.0)
+def test_one_that_no_longer_answers_is_started_again(local: LocalDeployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "MUTE", 0.0)
     program(local, "mute", SLEEP)
     program(local, "answering", SLEEP)
     with socket.create_server(("127.0.0.1", 0)) as door:
         for name, port in (("mute", processes.free_port()), ("answering", door.getsockname()[1])):
             local.services[name] = replace(local.services[name], answers=port)
         before = dict(local.children)
-        wait_for(lambda: local.look() or local.children["mute"] is not before["mute"])
+        wait_for(lambda: local.poll() or local.children["mute"] is not before["mute"])
     assert before["mute"].poll() is not None and local.children["answering"] is before["answering"]
 
 
@@ -543,7 +546,7 @@ def test_the_health_check_of_a_node_that_answers_passes() -> None:
 def test_status_tells_who_lives_and_how_the_run_stands(fresh: Deployment, attacked_run: Run) -> None:
     assert status(fresh) == ({}, [])
     shutil.copytree(attacked_run.folder, fresh.folder / "runs" / "one")
-    local = Local(fresh, "one", with_ray=False)
+    local = LocalDeployment(fresh, "one", with_ray=False)
     try:
         program(local, "living", SLEEP)
         program(local, "ended", "")
@@ -573,10 +576,10 @@ with Deployment.open(Path(sys.argv[1])).lock():
 def test_a_deployment_is_up_once_and_down_asks_whoever_holds_it(fresh: Deployment) -> None:
     with (
         subprocess.Popen([sys.executable, "-c", HOLD, fresh.folder], stdout=subprocess.PIPE, text=True) as holder,
-        Local(fresh, "one", with_ray=False) as left,
+        LocalDeployment(fresh, "one", with_ray=False) as left,
     ):
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(Busy, match=f"process {holder.pid} holds its up"), fresh.lock():
+        with pytest.raises(RunBusy, match=f"process {holder.pid} holds its up"), fresh.lock():
             pass
         program(left, "stray", SLEEP)
         assert down(fresh) == [left.children["stray"].pid]
@@ -615,7 +618,7 @@ def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(tmp_path: Path
 
     scenario = deployment.scenario()
     simulated = create_run(scenario, tmp_path / "simulated")
-    inmemory.train(simulated)
+    in_memory.train(simulated)
     with run.ledger() as ours, simulated.ledger() as theirs:
         found, expected = ([tuple(o) for o in ledger.observations()] for ledger in (ours, theirs))
         assert found == expected and len(found) == 9, "round, client, what became of it, examples, digest"

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from fedgauge.client.rng import generator
-from fedgauge.simulations.experiments import canary_world as canaries
-from fedgauge.simulations.experiments.canary_world import DELTA, Case, canary_world, training
+from fedgauge.simulations.experiments import canary_world as module
+from fedgauge.simulations.experiments.canary_world import DELTA, MechanismCase, canary_world, training
 
 
 def test_rows_stand_beside_the_epsilon_of_an_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = torch.zeros(4000)
-    cases = [Case("one", 1.0, (nobody,)), Case("four", 3.0, (nobody,) * 4)]
-    monkeypatch.setattr(canaries, "cases", lambda seed: iter(cases))
+    cases = [MechanismCase("one", 1.0, (nobody,)), MechanismCase("four", 3.0, (nobody,) * 4)]
+    monkeypatch.setattr(canary_world, "cases", lambda seed: iter(cases))
     rows = canary_world(n=20, iterations=40)
     assert [(r.cell, r.attack) for r in rows if r.metric == "epsilon"] == [
         ("one", "final model"),
@@ -31,13 +31,13 @@ def test_rows_stand_beside_the_epsilon_of_an_accountant(monkeypatch: pytest.Monk
 
 
 def test_equal_seeds_give_equal_estimates() -> None:
-    case = Case("one", 1.0, (torch.zeros(2000),))
+    case = MechanismCase("one", 1.0, (torch.zeros(2000),))
     assert case.estimates(10, generator(1)) == case.estimates(10, generator(1)) != case.estimates(10, generator(2))
 
 
 def test_the_federations_part_is_clipped_clients_sums() -> None:
     parts = list(training(0))
-    assert len(parts) == canaries.ROUNDS
+    assert len(parts) == module.ROUNDS
     assert {t.shape for t in parts} == {torch.Size([784 * 64 + 64 + 64 * 10 + 10])}
     sizes = [float(t.norm()) for t in parts]
     assert all(1 < size <= 8 for size in sizes), "eight updates of norm at most 1, alike"

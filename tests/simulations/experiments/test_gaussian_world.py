@@ -14,18 +14,18 @@ from fedgauge.attacks.matching.priors import gaussian
 from fedgauge.client.update import chain, local_sgd
 from fedgauge.defenses import noise
 from fedgauge.simulations.experiments import gaussian_world as world_of
-from fedgauge.simulations.experiments.gaussian_world import RATIOS, STD, VARIANCE, Row
+from fedgauge.simulations.experiments.gaussian_world import RATIOS, STD, VARIANCE, WorldFigure
 
 # the bounds of another draw of weights for the same kind of world, computed by somebody else's program
 ELSEWHERE = (1.25e-5, 1.00e-3, 5.47e-3, 0.0230, 0.0434, 0.0502)
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[WorldFigure]:
     return world_of.gaussian_world(n=512)
 
 
-def test_the_attack_lands_on_the_bound_at_any_noise(rows: list[Row]) -> None:
+def test_the_attack_lands_on_the_bound_at_any_noise(rows: list[WorldFigure]) -> None:
     assert [row.cell for row in rows] == [f"sigma / |g| = {ratio:g}" for ratio in RATIOS]
     for row in rows:
         assert row.n == 512
@@ -35,7 +35,7 @@ def test_the_attack_lands_on_the_bound_at_any_noise(rows: list[Row]) -> None:
         assert row.high - row.low == pytest.approx(2 * (row.here - row.low))
 
 
-def test_the_bound_rises_from_nothing_to_the_priors_variance(rows: list[Row]) -> None:
+def test_the_bound_rises_from_nothing_to_the_priors_variance(rows: list[WorldFigure]) -> None:
     bounds = [row.reference or 0.0 for row in rows]
     assert bounds == sorted(bounds)
     assert bounds[0] < 2e-5
@@ -44,7 +44,7 @@ def test_the_bound_rises_from_nothing_to_the_priors_variance(rows: list[Row]) ->
         assert 0.5 < bound / other < 2
 
 
-def test_rows_are_what_is_printed(rows: list[Row]) -> None:
+def test_rows_are_what_is_printed(rows: list[WorldFigure]) -> None:
     assert list(asdict(rows[0])) == ["cell", "attack", "metric", "reference", "here", "low", "high", "n"]
 
 

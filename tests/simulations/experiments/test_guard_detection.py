@@ -8,22 +8,22 @@ import torch
 from torch import Generator
 
 from fedgauge.attacks.base import Knowledge, Observation
-from fedgauge.attacks.malicious.server_attack import MALICE, Malice
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.client.components import build
 from fedgauge.client.protocol import Federation
 from fedgauge.client.update import Params
-from fedgauge.simulations.experiments import guard_detection as vigilance
+from fedgauge.simulations.experiments import guard_detection
 from fedgauge.simulations.experiments.guard_detection import (
     ARGUMENTS,
     NETWORKS,
     OTHERS,
     TUNING,
-    Attempt,
+    AttackTrial,
     attempts,
     guard_world,
     honest,
     inspected_rounds,
-    patient,
+    persistent_attacks,
 )
 
 SMALL = {name: NETWORKS[name] for name in ("mlp, MNIST",)}
@@ -32,19 +32,19 @@ ONLY_NETWORK = ("carried_input", "reversible_blocks")  # weights of theirs are a
 ONLY_LATER = ("label_flipping", "optimised_features")
 
 
-def of(use: str) -> Malice:
-    found: Malice = build({"use": use, **ARGUMENTS.get(use, {})}, "malice", MALICE)
+def of(use: str) -> ServerAttack:
+    found: ServerAttack = build({"use": use, **ARGUMENTS.get(use, {})}, "server_attack", SERVER_ATTACK)
     return found
 
 
-def tried(use: str) -> list[Attempt]:
+def tried(use: str) -> list[AttackTrial]:
     for settings in {**SMALL, **OTHERS}.values():
         if made := attempts(of(use), settings[1], 2, 5):
             return made
     raise AssertionError(f"{use} applies to no network here")
 
 
-@pytest.mark.parametrize("use", MALICE.names())
+@pytest.mark.parametrize("use", SERVER_ATTACK.names())
 def test_every_malice_is_seen_by_a_client_that_knows_the_network_and_the_last_round(use: str) -> None:
     first, later = tried(use)
     assert later.agreed.alarms, later.agreed
@@ -57,8 +57,8 @@ def test_every_malice_is_seen_by_a_client_that_knows_the_network_and_the_last_ro
 @pytest.mark.parametrize(("use", "seen"), [("class_fishing", True), ("label_flipping", False)])
 def test_who_never_met_honest_weights_misses_what_only_a_comparison_shows(use: str, seen: bool) -> None:
     """What raised no alarm is what the next round is compared with."""
-    (name,) = (name for name in MALICE.names() if name.endswith(f":{use}"))
-    found = patient(of(name), SMALL["mlp, MNIST"][1], 3, 5)
+    (name,) = (name for name in SERVER_ATTACK.names() if name.endswith(f":{use}"))
+    found = persistent_attacks(of(name), SMALL["mlp, MNIST"][1], 3, 5)
     assert [bool(f.alarms) for f in found] == [seen] * 3
 
 
@@ -73,7 +73,7 @@ def test_honest_rounds_are_federated_averaging() -> None:
     """Two rounds by hand: the mean of the clients' updates is added."""
     fed = NETWORKS["mlp, MNIST"][1].federation(3)
     first, second = honest(fed, 2)
-    updates = [fed.client_update(first.params, {}, c, 1) for c in range(vigilance.CLIENTS)]
+    updates = [fed.client_update(first.params, {}, c, 1) for c in range(guard_detection.CLIENTS)]
     for name, t in second.params.items():
         torch.testing.assert_close(t, first.params[name] + sum(u[name] for u in updates) / len(updates))
     assert first.previous is None
@@ -81,7 +81,7 @@ def test_honest_rounds_are_federated_averaging() -> None:
 
 
 @dataclass(frozen=True)
-class breaking(Malice):
+class breaking(ServerAttack):
     """Sends what it was given, and breaks from its n-th round on."""
 
     n: int
@@ -103,10 +103,10 @@ def test_a_malice_says_in_its_first_round_alone_that_it_does_not_apply() -> None
 
 
 def test_a_malice_knows_what_a_server_knows() -> None:
-    malice, protocol = breaking(2), NETWORKS["mlp, MNIST"][1].federation(0).protocol
+    server_attack, protocol = breaking(2), NETWORKS["mlp, MNIST"][1].federation(0).protocol
     fed = Federation(replace(protocol, loss={"use": "mean_squared_error"}))
-    next(honest(fed, 1)).crafted(malice)
-    (known,) = malice.met
+    next(honest(fed, 1)).crafted(server_attack)
+    (known,) = server_attack.met
     assert known.loss is fed.loss
     assert known.model is fed.model
     assert (known.batch_size, known.classes, known.shape) == (8, 10, (1, 28, 28))
@@ -120,8 +120,8 @@ def test_what_is_tuned_on_is_not_what_is_reported() -> None:
 
 
 def test_rows_say_how_many_of_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vigilance, "OTHERS", {})
-    monkeypatch.setattr(type(MALICE), "names", lambda _: ["label_flipping"])
+    monkeypatch.setattr(guard_detection, "OTHERS", {})
+    monkeypatch.setattr(type(SERVER_ATTACK), "names", lambda _: ["label_flipping"])
     rows = {(r.cell, r.attack, r.metric): r for r in guard_world(6, 0, 3, SMALL)}
     alarms = rows["mlp, MNIST", "none", "false_alarms"]
     assert (alarms.here, alarms.n, alarms.low) == (0, 6, pytest.approx(0, abs=1e-12))
@@ -134,7 +134,7 @@ def test_rows_say_how_many_of_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_malice_that_no_network_suits_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vigilance, "OTHERS", {})
-    monkeypatch.setattr(type(MALICE), "names", lambda _: ["identity_convolutions"])
+    monkeypatch.setattr(guard_detection, "OTHERS", {})
+    monkeypatch.setattr(type(SERVER_ATTACK), "names", lambda _: ["identity_convolutions"])
     with pytest.raises(RuntimeError, match="identity_convolutions applies to none of mlp, MNIST"):
         guard_world(3, 0, 2, SMALL)

@@ -24,13 +24,21 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, gradient
 from fedgauge.server.views.analysis import clustered_interval
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.experiments import reproduce
-from fedgauge.simulations.experiments import setups as scenes
-from fedgauge.simulations.experiments.paper_tables import Cell, Images, Sheet, Trial, load, names, parse, restrict
-from fedgauge.simulations.experiments.reproduce import Outcome, attack, estimate, figures
+from fedgauge.simulations.experiments import reproduce, setups
+from fedgauge.simulations.experiments.paper_tables import (
+    AttackSpec,
+    Images,
+    PaperTable,
+    Setting,
+    load,
+    names,
+    parse,
+    restrict,
+)
+from fedgauge.simulations.experiments.reproduce import AttackOutcome, attack, estimate, figures
 from fedgauge.simulations.experiments.reproduce import reproduce as run
-from fedgauge.simulations.experiments.setups import choose, stage
-from fedgauge.simulations.experiments.tune import away, candidates, space, tune
+from fedgauge.simulations.experiments.setups import build_setup, choose
+from fedgauge.simulations.experiments.tune import candidates, on_tuning_images, space, tune
 from fedgauge.simulations.experiments.tune import main as tuning
 
 PAPERS = (
@@ -55,11 +63,11 @@ def tables(**changes: Any) -> dict[str, Any]:
     return {**small, "cell": [{**cell, **changes.pop("cell", {})}], **changes}
 
 
-def sheet(**changes: Any) -> Sheet:
+def paper_table(**changes: Any) -> PaperTable:
     return parse("small", tables(**changes))
 
 
-def only(found: Sheet) -> Cell:
+def only(found: PaperTable) -> Setting:
     (cell,) = found.cells
     return cell
 
@@ -128,7 +136,7 @@ def test_sheets_say_what_the_papers_say() -> None:
 )  # fmt: skip
 def test_a_mistake_in_a_sheet_is_told(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as told:
-        sheet(**changes)
+        paper_table(**changes)
     assert message in str(told.value)
 
 
@@ -200,37 +208,37 @@ def test_too_few_images_are_told() -> None:
 
 def test_a_scene_is_what_clients_upload_and_what_a_server_knows() -> None:
     noise = {"use": "gaussian", "sigma": 0.1}
-    cell = only(sheet(chain=[noise, SGD], data={"use": "mnist5k", "batch_size": 3}))
-    scene = stage(cell, seed=5)
+    cell = only(paper_table(chain=[noise, SGD], data={"use": "mnist5k", "batch_size": 3}))
+    setup = build_setup(cell, seed=5)
     data = mnist5k()
-    plain = gradient(scene.known.model, normalise=data.normalise)
-    for k, (seen, truth) in enumerate(zip(scene.observations, scene.truth, strict=True)):
+    plain = gradient(setup.known.model, normalise=data.normalise)
+    for k, (seen, truth) in enumerate(zip(setup.observations, setup.truth, strict=True)):
         assert torch.equal(truth.x, data.x_test[3 * k : 3 * k + 3].float() / 255)
         rng = generator(5, "client", k, 1)
         g = plain(seen.params, truth, None)
         for name in g:
             drawn = torch.randn(g[name].shape, generator=rng)
             torch.testing.assert_close(seen.update[name], -0.5 * (g[name] + 0.1 * drawn))
-    assert scene.known.labels is None
-    assert scene.known.auxiliary is not None
-    assert torch.equal(scene.known.auxiliary.y, data.y[-200:]), "public images, of which none is attacked or trained on"
+    assert setup.known.labels is None
+    assert setup.known.auxiliary is not None
+    assert torch.equal(setup.known.auxiliary.y, data.y[-200:]), "public images, of which none is attacked or trained on"
 
 
 def test_mean_and_std_can_be_those_the_network_was_trained_with() -> None:
     data = {"use": "mnist5k", "mean": [0.5], "std": [0.25]}
-    scene = stage(only(sheet(data=data)), 0)
-    assert (scene.known.mean, scene.known.std) == ((0.5,), (0.25,))
+    setup = build_setup(only(paper_table(data=data)), 0)
+    assert (setup.known.mean, setup.known.std) == ((0.5,), (0.25,))
     with pytest.raises(SpecError, match="mean and std need 1 numbers each"):
-        stage(only(sheet(data={**data, "mean": [0.5, 0.5]})), 0)
+        build_setup(only(paper_table(data={**data, "mean": [0.5, 0.5]})), 0)
 
 
 def test_trained_networks_are_trained_and_training_is_pure_in_the_seed() -> None:
-    trained = only(sheet(train={"steps": 150, "rate": 3e-3}))
-    first = stage(trained, 0)
+    trained = only(paper_table(train={"steps": 150, "rate": 3e-3}))
+    first = build_setup(trained, 0)
     assert first.note.startswith("150 steps of training, ")
     assert int(first.note.split()[4].removesuffix("%")) > 75
-    scenes._STATES.clear()
-    again, other = stage(trained, 0), stage(only(sheet()), 0)
+    setups._STATES.clear()
+    again, other = build_setup(trained, 0), build_setup(only(paper_table()), 0)
     params = [torch.cat([p.flatten() for p in s.observations[0].params.values()]) for s in (first, again, other)]
     assert torch.equal(params[0], params[1])
     assert (params[0] - params[2]).abs().mean() > 1e-3
@@ -240,13 +248,13 @@ def test_training_with_the_defense_on_learns_from_defended_gradients() -> None:
     """Signs of each example's gradient, averaged, are not the sign of the average: the two runs part at once."""
     chain = [{"use": "sign"}, SGD]
     runs = [
-        stage(only(sheet(chain=chain, train={"steps": 1, "batch_size": 8, "defended": on, "rate": 0.1})), 0)
+        build_setup(only(paper_table(chain=chain, train={"steps": 1, "batch_size": 8, "defended": on, "rate": 0.1})), 0)
         for on in (True, False)
     ]
-    cell = only(sheet(chain=chain))
-    network, _ = scenes._network(cell, mnist5k(), 0)
+    cell = only(paper_table(chain=chain))
+    network, _ = setups._network(cell, mnist5k(), 0)
     plain = gradient(network, normalise=mnist5k().normalise)
-    compute = scenes._defended(plain, network, cell, mnist5k(), 8)
+    compute = setups._defended(plain, network, cell, mnist5k(), 8)
     batch = choose(mnist5k(), Images("", "train", batch_size=8), 1)[0]
     params = dict(network.named_parameters())
     signs = [plain(params, type(batch)(batch.x[[i]], batch.y[[i]]), None) for i in range(8)]
@@ -257,26 +265,26 @@ def test_training_with_the_defense_on_learns_from_defended_gradients() -> None:
 
 
 def test_checkpoints_come_from_the_local_data_folder(no_local_data: Path) -> None:
-    cell = only(sheet(cell={"weights": "w.safetensors"}))
+    cell = only(paper_table(cell={"weights": "w.safetensors"}))
     with pytest.raises(SpecError, match=r"cell mlp: weights: .*w.safetensors cannot be read"):
-        stage(cell, 0)
-    state = {k: p + 1 for k, p in stage(only(sheet()), 0).observations[0].params.items()}
+        build_setup(cell, 0)
+    state = {k: p + 1 for k, p in build_setup(only(paper_table()), 0).observations[0].params.items()}
     save_file(state, no_local_data / "w.safetensors")
-    params = stage(cell, 0).observations[0].params
+    params = build_setup(cell, 0).observations[0].params
     assert all(torch.equal(params[k], state[k]) for k in state)
 
 
 def test_without_local_data_the_folder_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedgauge.simulations.experiments.setups.data_folder", lambda: None)
     with pytest.raises(SpecError, match="looked for in the local data folder: set FEDGAUGE_DATA to it"):
-        stage(only(sheet(cell={"weights": "w.safetensors"})), 0)
+        build_setup(only(paper_table(cell={"weights": "w.safetensors"})), 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
 
 
 def test_an_exact_attack_scores_the_cap_and_every_success() -> None:
-    rows = {row.metric: row for row in run(sheet(n=6), quiet)}
+    rows = {row.metric: row for row in run(paper_table(n=6), quiet)}
     assert (rows["psnr"].here, rows["psnr"].low, rows["psnr"].high) == (PSNR_CAP, PSNR_CAP, PSNR_CAP)
     assert rows["mse"].here is not None and rows["mse"].here < 1e-10
     wilson = 1 / (1 + 1.959963984540054**2 / 6)  # of 6 in 6, by hand
@@ -288,7 +296,7 @@ def test_an_exact_attack_scores_the_cap_and_every_success() -> None:
 
 def test_a_failed_attack_is_graded_as_grey_and_counted() -> None:
     lenet = {"model": {"use": "lenet"}}  # its first layer is a convolution: not applicable
-    rows = {row.metric: row for row in run(sheet(cell=lenet), quiet)}
+    rows = {row.metric: row for row in run(paper_table(cell=lenet), quiet)}
     truth = mnist5k().x_test[:4].double() / 255
     assert rows["mse"].here == pytest.approx(float((truth - 0.5).square().mean()))
     assert rows["success"].here == 0
@@ -299,7 +307,7 @@ def test_beside_every_score_stands_that_of_the_mean_public_image() -> None:
     data = mnist5k()
     mean = data.x[-200:].double().mean(0) / 255
     errors = (data.x_test[:4].double() / 255 - mean).square().flatten(1).mean(1)
-    rows = {row.metric: row for row in run(sheet(), quiet)}
+    rows = {row.metric: row for row in run(paper_table(), quiet)}
     assert rows["mse"].floor == pytest.approx(float(errors.mean()), rel=1e-5)
     assert rows["psnr"].floor == pytest.approx(float((-10 * errors.log10()).mean()), rel=1e-5)
     assert rows["success"].floor is None
@@ -307,11 +315,11 @@ def test_beside_every_score_stands_that_of_the_mean_public_image() -> None:
 
 def test_how_updates_are_packed_into_waves_changes_rounding_only() -> None:
     matching = {"name": "ig", "use": "inverting_gradients", "iterations": 5}
-    cell = only(sheet(cell={"attack": [matching], "model": {"use": "lenet"}}))
-    scene = stage(cell, 0)
-    whole, split = (attack(cell.trials[0], scene, 0, wave) for wave in (4, 3))
+    cell = only(paper_table(cell={"attack": [matching], "model": {"use": "lenet"}}))
+    setup = build_setup(cell, 0)
+    whole, split = (attack(cell.trials[0], setup, 0, wave) for wave in (4, 3))
     torch.testing.assert_close(whole.psnr, split.psnr, rtol=1e-3, atol=1e-3)
-    assert not torch.allclose(whole.psnr, attack(cell.trials[0], scene, 1, 4).psnr, rtol=1e-3), (
+    assert not torch.allclose(whole.psnr, attack(cell.trials[0], setup, 1, 4).psnr, rtol=1e-3), (
         "the seed draws the start"
     )
 
@@ -320,18 +328,18 @@ def test_an_unknown_defense_is_not_in_the_attackers_chain() -> None:
     chain = [{"use": "prune", "keep": 0.5}, SGD]
     matching = {"use": "inverting_gradients", "iterations": 30}
     trials = [{**matching, "name": d, "defense": d} for d in ("known", "unknown")]
-    cell = only(sheet(chain=chain, cell={"attack": trials, "model": {"use": "lenet"}}))
-    scene = stage(cell, 0)
-    known, unknown = (attack(t, scene, 0, 4).psnr for t in cell.trials)
+    cell = only(paper_table(chain=chain, cell={"attack": trials, "model": {"use": "lenet"}}))
+    setup = build_setup(cell, 0)
+    known, unknown = (attack(t, setup, 0, 4).psnr for t in cell.trials)
     assert not torch.allclose(known, unknown, atol=1e-3)
 
 
 def test_an_estimate_grows_with_the_budget() -> None:
     matching = {"name": "ig", "use": "inverting_gradients", "iterations": 100}
-    cell = only(sheet(cell={"attack": [matching], "model": {"use": "lenet"}}))
-    scene, (trial,) = stage(cell, 0), cell.trials
-    assert estimate(replace(trial, budget=replace(trial.budget, iterations=2)), scene, 0, 4) == 0
-    assert estimate(trial, scene, 0, 4) > 0
+    cell = only(paper_table(cell={"attack": [matching], "model": {"use": "lenet"}}))
+    setup, (trial,) = build_setup(cell, 0), cell.trials
+    assert estimate(replace(trial, budget=replace(trial.budget, iterations=2)), setup, 0, 4) == 0
+    assert estimate(trial, setup, 0, 4) > 0
 
 
 def test_an_estimate_counts_what_every_wave_costs_and_not_what_is_prepared_once(
@@ -340,15 +348,15 @@ def test_an_estimate_counts_what_every_wave_costs_and_not_what_is_prepared_once(
     """On a clock that stands still but for 100 s of preparation, 5 s a wave and 2 s an iteration: 3 waves of 50."""
     clock, prepared = [0.0], set[str]()
 
-    def spend(trial: Trial, budget: Any, *_: Any) -> None:
+    def spend(trial: AttackSpec, budget: Any, *_: Any) -> None:
         clock[0] += 5 + 2 * budget.iterations + (0 if trial.name in prepared else 100)
         prepared.add(trial.name)
 
     monkeypatch.setattr(reproduce, "_reconstruct", spend)
     monkeypatch.setattr(reproduce.time, "perf_counter", lambda: clock[0])
     matching = {"name": "ig", "use": "inverting_gradients", "iterations": 50}
-    cell = only(sheet(cell={"attack": [matching], "model": {"use": "lenet"}}, n=3))
-    assert estimate(cell.trials[0], stage(cell, 0), 0, 1) == 3 * (5 + 2 * 50)
+    cell = only(paper_table(cell={"attack": [matching], "model": {"use": "lenet"}}, n=3))
+    assert estimate(cell.trials[0], build_setup(cell, 0), 0, 1) == 3 * (5 + 2 * 50)
 
 
 def test_an_estimate_of_what_is_trained_counts_its_lessons_and_is_of_whole_waves(
@@ -357,7 +365,7 @@ def test_an_estimate_of_what_is_trained_counts_its_lessons_and_is_of_whole_waves
     """Each budget's training is kept: 40 s of lessons, then 2 s an iteration, and nothing where it was trained before."""
     clock, trained = [0.0], set[int]()
 
-    def spend(trial: Trial, budget: Any, scene: Any, seed: int, part: slice) -> None:
+    def spend(trial: AttackSpec, budget: Any, setup: Any, seed: int, part: slice) -> None:
         assert part == slice(0, 6)
         if budget.iterations not in trained:
             clock[0] += 40 + 2 * budget.iterations
@@ -367,7 +375,7 @@ def test_an_estimate_of_what_is_trained_counts_its_lessons_and_is_of_whole_waves
     monkeypatch.setattr(reproduce.time, "perf_counter", lambda: clock[0])
     rows = {"name": "rows", "use": "learned_rows", "iterations": 50, "metrics": ["rouge1"]}
     cell = only(sentences(cell={"attack": [rows]}, n=6))
-    assert estimate(cell.trials[0], stage(cell, 0), 0, 6) == 40 + 2 * 50
+    assert estimate(cell.trials[0], build_setup(cell, 0), 0, 6) == 40 + 2 * 50
 
 
 def test_a_long_attack_says_how_far_it_is_at_its_own_pace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,16 +388,16 @@ def test_a_long_attack_says_how_far_it_is_at_its_own_pace(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(reproduce, "_reconstruct", spend)
     monkeypatch.setattr(reproduce.time, "perf_counter", lambda: clock[0])
-    list(run(sheet(n=5, wave=1), said.append))
+    list(run(paper_table(n=5, wave=1), said.append))
     job = "1 of 1: mlp, analytic"
     told = [f"{job}: 2 of 5 updates; about 150 s left", f"{job}: 4 of 5 updates; about 50 s left"]
     assert said == ["preparing mlp, 1 of 1 cells", f"{job}; about 0 s left", *told]
 
 
-def outcome(mse: list[float], iterations: list[float]) -> Outcome:
+def outcome(mse: list[float], iterations: list[float]) -> AttackOutcome:
     errors = torch.tensor(mse, dtype=torch.float64)[:, None]
     scores = {"psnr": -10 * errors.log10(), "mse": errors}
-    return Outcome(scores, torch.tensor(iterations, dtype=torch.float64), 0, 0.0, {})
+    return AttackOutcome(scores, torch.tensor(iterations, dtype=torch.float64), 0, 0.0, {})
 
 
 def test_gains_are_ratios_that_can_be_done_on_paper() -> None:
@@ -421,7 +429,7 @@ def test_intervals_resample_updates_and_one_update_gives_none() -> None:
 
 def test_figures_say_what_budget_the_paper_had() -> None:
     paper = {"psnr": 18.0, "spread": 3.0, "n": 100, "iterations": 4800, "restarts": 2}
-    cell = only(sheet(cell={"attack": [{**ANALYTIC, "metrics": ["psnr"], "paper": paper}]}))
+    cell = only(paper_table(cell={"attack": [{**ANALYTIC, "metrics": ["psnr"], "paper": paper}]}))
     (row,) = figures(cell, cell.trials[0], outcome([1e-3] * 4, [1] * 4), {}, "trained")
     assert (row.reference, row.spread, row.here, row.note) == (18.0, 3.0, pytest.approx(30), "trained")
     assert row.budget == "n 4 of 100, iterations 1 of 4800, restarts 1 of 2"
@@ -431,28 +439,28 @@ def test_blending_remembers_each_clients_own_images_in_turns() -> None:
     """Two clients in turns, the same image each time: from the third on a client's search begins where it ended before."""
     use = {"use": "idlg", "labels": "restored", "iterations": 400, "fit": 1e-5, "enough": 1e-5}
     trials = [{"name": "noise", **use}, {"name": "fb", **use, "blend": {"alpha": 0.5}, "against": "noise"}]
-    cell = only(sheet(n=6, clients=2, cell={"attack": trials, "model": {"use": "lenet"}}))
-    scene = stage(cell, 0)
+    cell = only(paper_table(n=6, clients=2, cell={"attack": trials, "model": {"use": "lenet"}}))
+    setup = build_setup(cell, 0)
     same = replace(
-        scene,
-        observations=tuple(replace(scene.observations[k % 2], client=k) for k in range(6)),
-        truth=tuple(scene.truth[k % 2] for k in range(6)),
+        setup,
+        observations=tuple(replace(setup.observations[k % 2], client=k) for k in range(6)),
+        truth=tuple(setup.truth[k % 2] for k in range(6)),
     )
     noise, blended = (attack(t, same, 0, 100) for t in cell.trials)
     # two images are needed before anything is blended; till then other packing into waves rounds otherwise
     torch.testing.assert_close(noise.iterations[:4], blended.iterations[:4], rtol=0.25, atol=0)
     assert bool((blended.iterations[4:] < noise.iterations[4:] / 2).all())
-    assert [stage(replace(cell, n=n), 0).clients for n in (1, 5, 6)] == [1, 1, 2], "clients have equally many"
+    assert [build_setup(replace(cell, n=n), 0).clients for n in (1, 5, 6)] == [1, 1, 2], "clients have equally many"
 
 
 def test_only_matching_can_be_blended() -> None:
     with pytest.raises(
         SpecError, match="attack #1: attack analytic: feedback blending needs an attack by gradient matching"
     ):
-        sheet(cell={"attack": [{**ANALYTIC, "blend": {"alpha": 0.5}}]})
+        paper_table(cell={"attack": [{**ANALYTIC, "blend": {"alpha": 0.5}}]})
     matching = {"name": "a", "use": "idlg", "blend": {"beta": 0.5}}
     with pytest.raises(SpecError, match=r"blend: FeedbackBlending\(\) has no argument 'beta'"):
-        sheet(cell={"attack": [matching]})
+        paper_table(cell={"attack": [matching]})
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -508,16 +516,16 @@ def test_missing_data_is_one_sentence_and_status_2(
     def offline(*_: object) -> Dataset:
         raise FileNotFoundError("cifar10 is neither in a local folder (FEDGAUGE_DATA) nor to be downloaded")
 
-    scenes._read.cache_clear()
+    setups._read.cache_clear()
     monkeypatch.setattr("fedgauge.client.data.images._cifar", offline)  # a download would need the network
     assert main(["reproduce", "geiping_table1", "--cells", "lenet untrained"]) == 2
     assert "cell lenet untrained: data: cifar10 is neither" in capsys.readouterr().err
 
 
-def small(cell: Cell) -> Cell:
+def small(cell: Setting) -> Setting:
     """The same cell with an attacker who has few images."""
 
-    def poor(trial: Trial) -> Trial:
+    def poor(trial: AttackSpec) -> AttackSpec:
         if trial.table["use"] == "lamp":
             return replace(trial, table={**trial.table, "draws": 2, "orders": 2, "candidates": 4, "lm_steps": 5})
         sizes = dict.fromkeys({"size", "pseudo"} & (trial.auxiliary or {}).keys(), 64)
@@ -526,7 +534,7 @@ def small(cell: Cell) -> Cell:
     return replace(cell, auxiliary=min(cell.auxiliary, 200), trials=tuple(map(poor, cell.trials)))
 
 
-def there(cell: Cell, folder: Path) -> bool:
+def there(cell: Setting, folder: Path) -> bool:
     """Whether what a cell of text needs beside the sheet is on this machine."""
     module, corpus = cell.images.use.split(":")
     if module != "fedgauge.client.data.corpora":
@@ -551,19 +559,19 @@ def test_a_cell_of_every_paper_runs_from_end_to_end(local_data: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- tuning
 
 
-def matching_sheet(**attack_table: Any) -> Sheet:
+def matching_sheet(**attack_table: Any) -> PaperTable:
     matching = {"name": "ig", "use": "inverting_gradients", "iterations": 3, "tv": 0.5, **attack_table}
-    return sheet(cell={"attack": [matching, ANALYTIC], "model": {"use": "lenet"}})
+    return paper_table(cell={"attack": [matching, ANALYTIC], "model": {"use": "lenet"}})
 
 
 def test_tuning_images_are_never_those_that_are_reported() -> None:
     for cell in load("bayes_table2").cells:
-        moved = away(cell, 4)
+        moved = on_tuning_images(cell, 4)
         reported = range(cell.images.first, cell.images.first + cell.n * cell.images.batch_size)
         tuned = range(moved.images.first, moved.images.first + 4 * moved.images.batch_size)
         assert not set(reported) & set(tuned)
     with pytest.raises(SpecError, match="reports more than 500 images"):
-        away(replace(only(sheet()), n=501), 4)
+        on_tuning_images(replace(only(paper_table()), n=501), 4)
 
 
 def test_every_attack_of_a_cell_is_tried_at_the_same_places_of_its_ranges() -> None:
@@ -585,12 +593,12 @@ def test_every_attack_of_a_cell_is_tried_at_the_same_places_of_its_ranges() -> N
 
 def test_tuning_returns_settings_that_score_what_it_says_and_no_less_than_the_start() -> None:
     (best,) = tune(matching_sheet(), n=2, trials=4)  # the analytic attack has nothing to tune
-    cell = away(only(matching_sheet()), 2)
-    scene, trial = stage(cell, 0), cell.trials[0]
+    cell = on_tuning_images(only(matching_sheet()), 2)
+    setup, trial = build_setup(cell, 0), cell.trials[0]
 
     def score(settings: Mapping[str, float]) -> float:
         tried = replace(trial, table={**trial.table, **settings})
-        return round(float(attack(tried, scene, 0, cell.wave).psnr.mean()), 2)
+        return round(float(attack(tried, setup, 0, cell.wave).psnr.mean()), 2)
 
     assert score(best.settings) == best.psnr
     assert best.psnr >= max(score(settings) for settings in candidates(trial, 2, 0, cell.name))
@@ -607,13 +615,13 @@ def test_tuning_tells_a_mistake_in_a_sentence(capsys: pytest.CaptureFixture[str]
 
 def test_a_defense_of_the_examples_has_a_second_truth() -> None:
     chain = [{"use": "ats", "policy": "7-4-15"}, SGD]
-    cell = only(sheet(chain=chain, cell={"attack": [{**ANALYTIC, "metrics": ["psnr", "psnr_augmented"]}]}))
-    scene = stage(cell, 0)
-    assert scene.changed is not None and len(scene.changed) == len(scene.truth) == 4
+    cell = only(paper_table(chain=chain, cell={"attack": [{**ANALYTIC, "metrics": ["psnr", "psnr_augmented"]}]}))
+    setup = build_setup(cell, 0)
+    assert setup.changed is not None and len(setup.changed) == len(setup.truth) == 4
     assert all(
-        not torch.equal(a.x, b.x) and a.x.shape == b.x.shape for a, b in zip(scene.changed, scene.truth, strict=True)
+        not torch.equal(a.x, b.x) and a.x.shape == b.x.shape for a, b in zip(setup.changed, setup.truth, strict=True)
     )
-    found = attack(cell.trials[0], scene, 0, cell.wave)
+    found = attack(cell.trials[0], setup, 0, cell.wave)
     assert found.augmented is not None and float(found.augmented.min()) == PSNR_CAP, (
         "what was trained on is read off exactly"
     )
@@ -629,15 +637,15 @@ def test_a_defense_of_the_model_and_one_that_asks_for_it_are_staged() -> None:
         "hidden": [32, 32],
         "defense": [{"use": "precode", "latent": 4}],
     }
-    scene = stage(only(sheet(chain=chain, cell={"model": model})), 0)
-    update = scene.observations[0].update
+    setup = build_setup(only(paper_table(chain=chain, cell={"model": model})), 0)
+    update = setup.observations[0].update
     assert any(t.shape[0] == 2 * 4 for t in update.values()), "the bottleneck's means and deviations"
     assert any(float((t == 0).all(0).double().mean()) >= 0.5 for t in update.values() if t.ndim == 2), "pruned columns"
-    assert scene.changed is None
+    assert setup.changed is None
     with pytest.raises(SpecError, match=r"chain #1: soteria\(\) has no argument 'rat'"):
-        sheet(chain=[{"use": "soteria", "rat": 0.5}, SGD])
+        paper_table(chain=[{"use": "soteria", "rat": 0.5}, SGD])
     with pytest.raises(SpecError, match="defense #1: nothing is called 'nothing'"):
-        stage(only(sheet(cell={"model": {**model, "defense": [{"use": "nothing"}]}})), 0)
+        build_setup(only(paper_table(cell={"model": {**model, "defense": [{"use": "nothing"}]}})), 0)
 
 
 # --------------------------------------------------------------------------------------------------------------- text
@@ -655,10 +663,10 @@ EXACT = {
 }
 
 
-def sentences(data: Mapping[str, Any] = {}, attack: Mapping[str, Any] = {}, **changes: Any) -> Sheet:
+def sentences(data: Mapping[str, Any] = {}, attack: Mapping[str, Any] = {}, **changes: Any) -> PaperTable:
     """A sheet of one cell: a tiny BERT on sentences that need no file, read exactly."""
     cell = {"model": BERT, "attack": [{**EXACT, **attack}], **changes.pop("cell", {})}
-    return sheet(data={**PHRASES, **data}, cell=cell, **changes)
+    return paper_table(data={**PHRASES, **data}, cell=cell, **changes)
 
 
 def test_sheets_of_lamp_say_what_the_paper_says() -> None:
@@ -690,26 +698,26 @@ def test_sheets_of_lamp_say_what_the_paper_says() -> None:
 
 def test_a_scene_of_text_is_the_first_sentences_and_what_clients_make_of_them() -> None:
     data = phrases(length=10, vocabulary=500)
-    scene = stage(only(sentences({"batch_size": 2, "first": 3})), seed=2)
-    assert torch.equal(torch.cat([t.x for t in scene.truth]), data.x_test[3:11])
-    assert scene.known.text is not None and scene.known.text.lengths is None and scene.words is not None
-    assert scene.known.auxiliary is not None and torch.equal(scene.known.auxiliary.x, data.x[-200:])
-    for seen, truth in zip(scene.observations, scene.truth, strict=True):
-        plain = gradient(scene.known.model)(seen.params, truth, None)
+    setup = build_setup(only(sentences({"batch_size": 2, "first": 3})), seed=2)
+    assert torch.equal(torch.cat([t.x for t in setup.truth]), data.x_test[3:11])
+    assert setup.known.text is not None and setup.known.text.lengths is None and setup.words is not None
+    assert setup.known.auxiliary is not None and torch.equal(setup.known.auxiliary.x, data.x[-200:])
+    for seen, truth in zip(setup.observations, setup.truth, strict=True):
+        plain = gradient(setup.known.model)(seen.params, truth, None)
         for name in plain:
             torch.testing.assert_close(seen.update[name], -0.5 * plain[name])
 
 
 def test_clients_that_predict_words_minimise_the_words_surprise() -> None:
-    scene = stage(only(sentences(WORDS, cell={"model": GPT2})), 0)
-    seen, x = scene.observations[0], scene.truth[0].x
+    setup = build_setup(only(sentences(WORDS, cell={"model": GPT2})), 0)
+    seen, x = setup.observations[0], setup.truth[0].x
     with torch.enable_grad():
         own = {k: p.clone().requires_grad_() for k, p in seen.params.items()}
-        logits = torch.func.functional_call(scene.known.model, own, (x,))
+        logits = torch.func.functional_call(setup.known.model, own, (x,))
         length = int((x[0] != 0).sum())
         by_hand = torch.nn.functional.cross_entropy(logits[0, : length - 1], x[0, 1:length])
         found = torch.autograd.grad(by_hand, list(own.values()))
-    assert scene.known.loss == next_token()
+    assert setup.known.loss == next_token()
     for name, g in zip(own, found, strict=True):
         torch.testing.assert_close(seen.update[name], -0.5 * g, rtol=1e-4, atol=1e-7)
 
@@ -725,14 +733,14 @@ def test_sentences_that_are_read_exactly_score_100_and_random_words_little() -> 
 def test_the_floor_of_words_is_what_frequencies_give() -> None:
     """With the lengths given, a place is right as often as auxiliary text has its word."""
     cell = only(sentences(attack={"lengths": "given"}, n=40))
-    scene = stage(cell, 0)
-    assert scene.known.auxiliary is not None and scene.words is not None
-    special = torch.tensor(sorted(scene.words.special))
-    said = scene.known.auxiliary.x[~torch.isin(scene.known.auxiliary.x, special)]
-    shares = torch.bincount(said, minlength=scene.words.size) / len(said)
-    expected = [shares[t.x[~torch.isin(t.x, special)]].mean() for t in scene.truth]
+    setup = build_setup(cell, 0)
+    assert setup.known.auxiliary is not None and setup.words is not None
+    special = torch.tensor(sorted(setup.words.special))
+    said = setup.known.auxiliary.x[~torch.isin(setup.known.auxiliary.x, special)]
+    shares = torch.bincount(said, minlength=setup.words.size) / len(said)
+    expected = [shares[t.x[~torch.isin(t.x, special)]].mean() for t in setup.truth]
     mean = 100 * float(torch.stack(expected).mean())
-    floor = reproduce._random_words(cell.trials[0], scene, 0)["token_accuracy"]
+    floor = reproduce._random_words(cell.trials[0], setup, 0)["token_accuracy"]
     count = 40 * 5 * reproduce.RANDOM  # five words a sentence or more
     assert floor == pytest.approx(mean, abs=4 * 100 * math.sqrt(mean / 100 / count))
 
@@ -756,7 +764,7 @@ def test_lengths_are_told_in_the_order_of_the_labels() -> None:
     ("found", "message"),
     [
         (
-            sheet(cell={"attack": [{**ANALYTIC, "metrics": ["rouge1"]}]}),
+            paper_table(cell={"attack": [{**ANALYTIC, "metrics": ["rouge1"]}]}),
             "rouge1 is a metric of sentences; those of mnist5k are psnr",
         ),
         (
@@ -764,7 +772,7 @@ def test_lengths_are_told_in_the_order_of_the_labels() -> None:
             "psnr is a metric of images; those of phrases are rouge1",
         ),
         (
-            sheet(cell={"attack": [{**ANALYTIC, "lengths": "given"}]}),
+            paper_table(cell={"attack": [{**ANALYTIC, "lengths": "given"}]}),
             'lengths = "given" is of sentences, and mnist5k holds images',
         ),
         (sentences(WORDS, {"labels": "given"}, cell={"model": GPT2}), 'labels = "given" would hand over the sentences'),
@@ -777,13 +785,13 @@ def test_lengths_are_told_in_the_order_of_the_labels() -> None:
             sentences(cell={"model": {"use": "lenet"}}),
             "lenet reads images, and [data] is text",
         ),
-        (sheet(data={"use": "mnist5k", "length": 8}), "mnist5k() has no argument 'length'"),
+        (paper_table(data={"use": "mnist5k", "length": 8}), "mnist5k() has no argument 'length'"),
         (sentences({"length": 2}), "length = 2 leaves no room"),
         (sentences(n=10_000), "phrases, test part, has too few sentences for 10000 updates"),
         (sentences(auxiliary=10_000), "auxiliary 10,000, and phrases has"),
     ],
 )
-def test_a_sheet_of_text_that_does_not_fit_is_told(found: Sheet, message: str) -> None:
+def test_a_sheet_of_text_that_does_not_fit_is_told(found: PaperTable, message: str) -> None:
     with pytest.raises(SpecError) as told:
         list(run(found, quiet))
     assert message in str(told.value)
@@ -792,25 +800,25 @@ def test_a_sheet_of_text_that_does_not_fit_is_told(found: Sheet, message: str) -
 def test_a_model_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedgauge.client.models.tokenizer.MINILM", "no_such_package")
     load_tokenizer.cache_clear()
-    scenes._read.cache_clear()
+    setups._read.cache_clear()
     with pytest.raises(
         SpecError, match="cell mlp: data: minilm comes from the package no-such-package, which is not inst"
     ):
-        stage(only(sentences({"tokenizer": "minilm", "vocabulary": 1500})), 0)
+        build_setup(only(sentences({"tokenizer": "minilm", "vocabulary": 1500})), 0)
 
 
 def test_an_estimate_of_text_looks_at_few_sentences() -> None:
     lamp = {"name": "dlg", "use": "dlg_text", "iterations": 50, "metrics": ["rouge1"], "lengths": "given"}
     cell = only(sentences(cell={"attack": [lamp]}, n=6))
-    scene = stage(cell, 0)
+    setup = build_setup(cell, 0)
     seen: list[int] = []
     whole = reproduce._reconstruct
 
-    def watched(trial: Trial, budget: Any, scene: Any, seed: int, part: slice) -> Any:
-        seen.append(len(scene.observations[part]))
-        return whole(trial, budget, scene, seed, part)
+    def watched(trial: AttackSpec, budget: Any, setup: Any, seed: int, part: slice) -> Any:
+        seen.append(len(setup.observations[part]))
+        return whole(trial, budget, setup, seed, part)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reproduce, "_reconstruct", watched)
-        assert estimate(cell.trials[0], scene, 0, 16) > 0
+        assert estimate(cell.trials[0], setup, 0, 16) > 0
     assert seen == 3 * [reproduce.FEW]

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from fedgauge.client.protocol import Federation
 from fedgauge.client.update import Batch, Update
-from fedgauge.simulations.experiments.search_ats import Trial, accuracy, candidates, main, privacy, search
+from fedgauge.simulations.experiments.search_ats import PolicyScorer, accuracy, candidates, main, privacy, search
 
 Make = Callable[..., Federation]
 MLP = {"use": "mlp", "hidden": [32]}
@@ -95,15 +95,15 @@ def test_as_many_candidates_as_there_are_not_are_refused(count: int) -> None:
 @pytest.mark.parametrize("images", [(0, 10), (10, 1), (65, 10), (10, 65)])
 def test_images_that_there_are_not_are_refused(images: tuple[int, int], make_federation: Make) -> None:
     with pytest.raises(ValueError, match=f"of 64 auxiliary ones; asked for {images[0]} and {images[1]}"):
-        Trial(make_federation(data={"auxiliary": 64}), images)
+        PolicyScorer(make_federation(data={"auxiliary": 64}), images)
 
 
 @pytest.fixture(scope="module")
-def trial(make_federation: Make) -> Trial:
-    return Trial(make_federation(model=MLP, data={"auxiliary": 256}), (24, 40), steps=20)
+def trial(make_federation: Make) -> PolicyScorer:
+    return PolicyScorer(make_federation(model=MLP, data={"auxiliary": 256}), (24, 40), steps=20)
 
 
-def test_a_policy_that_destroys_the_images_is_more_private_and_the_published_ones_are_too(trial: Trial) -> None:
+def test_a_policy_that_destroys_the_images_is_more_private_and_the_published_ones_are_too(trial: PolicyScorer) -> None:
     """3-21-3 pushes digits out of the frame; nothing is what is undefended."""
     scored = {policy: trial.score(policy, 0) for policy in ((), (7, 4, 15), (21, 13, 3), (3, 21, 3))}
     bare, published, hybrid, destroyed = scored.values()
@@ -114,7 +114,7 @@ def test_a_policy_that_destroys_the_images_is_more_private_and_the_published_one
     assert trial.score((21, 13, 3), 0) == hybrid, "equal seeds, equal scores"
 
 
-def test_the_search_sorts_by_privacy_what_is_accurate_enough(trial: Trial) -> None:
+def test_the_search_sorts_by_privacy_what_is_accurate_enough(trial: PolicyScorer) -> None:
     policies = [(7, 4, 15), (21, 13, 3), (3, 21, 3), (12,), (39, 28)]
     every = search(trial, policies, -math.inf)
     assert {s.policy for s in every} == {"7-4-15", "21-13-3", "3-21-3", "12", "39-28"}
@@ -125,14 +125,14 @@ def test_the_search_sorts_by_privacy_what_is_accurate_enough(trial: Trial) -> No
 
 
 def test_weights_of_the_scenario_are_what_privacy_is_scored_on_and_accuracy_is_not(
-    trial: Trial, make_federation: Make, tmp_path: Path
+    trial: PolicyScorer, make_federation: Make, tmp_path: Path
 ) -> None:
     from safetensors.torch import save_file
 
     moved = {k: p + 0.1 for k, p in trial.federation.initial()[0].items()}
     save_file(moved, tmp_path / "net.safetensors")
     model = {**MLP, "weights": str(tmp_path / "net.safetensors")}
-    loaded = Trial(make_federation(model=model, data={"auxiliary": 256}), (24, 40))
+    loaded = PolicyScorer(make_federation(model=model, data={"auxiliary": 256}), (24, 40))
     assert all(torch.equal(p, moved[k]) for k, p in loaded._trained.items())
     assert loaded.score((7,), 0).accuracy == trial.score((7,), 0).accuracy
     assert loaded.score((7,), 0).privacy != trial.score((7,), 0).privacy

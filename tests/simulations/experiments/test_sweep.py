@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import tomli_w
 
-from fedgauge.attacks.grading.replay import Replay
+from fedgauge.attacks.grading.replay import ReplayCheck
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments import sweep as sweeping
-from fedgauge.simulations.experiments.sweep import Cell, Row, Sweep, matrix, rows, sweep, write_rows
+from fedgauge.simulations.experiments.sweep import Sweep, SweepCell, SweepRow, matrix, rows, sweep, write_rows
 from fedgauge.simulations.run.simulate import Interrupt
 
 SGD = {"use": "local_sgd", "rate": 0.1}
@@ -115,17 +115,17 @@ def test_no_file_no_table_no_workers(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Cells work in this process, one after the other, which saves each an interpreter; gives the cells that worked."""
-    from fedgauge.simulations.experiments import sweep_worker as cells
+    from fedgauge.simulations.experiments import sweep_worker
 
     worked: list[str] = []
 
     class Work:
         """As a cell's process: it has ended as soon as it is there."""
 
-        def __init__(self, cell: Cell, run: Run) -> None:
+        def __init__(self, cell: SweepCell, run: Run) -> None:
             self.cell, self.run = cell, run
             worked.append(cell.folder)
-            cells.work(run)
+            sweep_worker.work(run)
             self.child = self
             self.returncode = 0
 
@@ -134,11 +134,11 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(sweeping, "_Work", Work)
+    monkeypatch.setattr(sweeping, "_CellProcess", Work)
     return worked
 
 
-def numbers(found: list[Row]) -> list[tuple[Any, ...]]:
+def numbers(found: list[SweepRow]) -> list[tuple[Any, ...]]:
     return [(r.run, r.attack, r.accuracy, r.mean, r.best, r.baseline, r.n, r.failed, r.reason) for r in found]
 
 
@@ -185,7 +185,7 @@ def test_every_cell_has_a_number_or_a_reason_and_the_files_say_the_same(
     assert [(r["defense"], r["attack"], r["mean"]) for r in read] == [
         (r.defense, r.attack, "" if r.mean is None else str(r.mean)) for r in result
     ]
-    assert [Row(**r) for r in json.loads((tmp_path / "out" / "sweep.json").read_text())] == result
+    assert [SweepRow(**r) for r in json.loads((tmp_path / "out" / "sweep.json").read_text())] == result
     lines = (tmp_path / "out" / "sweep.md").read_text().splitlines()[2:]
     assert [line.split(" | ")[2] for line in lines] == ["`analytic`", "`inverting_gradients`"], "the strongest of each"
     shown = matrix(result)
@@ -206,7 +206,7 @@ def test_a_defense_under_which_nothing_arrives_is_a_row_with_its_reason(
 def test_a_mismatch_is_told_in_the_row(
     tmp_path: Path, in_this_process: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Replay(1, 0, 0.5, 1.0, "the data order differs")
+    other = ReplayCheck(1, 0, 0.5, 1.0, "the data order differs")
     monkeypatch.setattr("fedgauge.server.pool.executors.replay", lambda federation, seen: other)
     found = Sweep.load(write(tmp_path, seeds=[0], attack=[IG], defense=TABLES["defense"][:1]))
     (row,) = sweep(found, tmp_path / "out", 1, Interrupt(), lambda words: None)
@@ -222,7 +222,7 @@ def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path: Path, in_this
 
 
 def test_of_several_seeds_only_the_largest_epsilon_holds_for_all() -> None:
-    row = Row("a", "b", 0, 0.5, 20.0, None, None, None, None, None, None, 1.0, 1, 0, "", "r")
+    row = SweepRow("a", "b", 0, 0.5, 20.0, None, None, None, None, None, None, 1.0, 1, 0, "", "r")
     shown = matrix([row, replace(row, seed=1, epsilon=3.0)])
     assert list(shown.columns[-1].cells) == ["3"]
 
@@ -251,9 +251,9 @@ def test_a_cell_whose_process_fails_has_its_reason_and_the_others_their_numbers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real processes: one whose data is gone by the time it begins."""
-    prepared: Callable[[Cell, Path], Run] = sweeping._prepared
+    prepared: Callable[[SweepCell, Path], Run] = sweeping._prepared
 
-    def spoilt(cell: Cell, folder: Path) -> Run:
+    def spoilt(cell: SweepCell, folder: Path) -> Run:
         run = prepared(cell, folder)
         if cell.defense != "none":
             (run.folder / "scenario.toml").write_text("rounds = 0")
@@ -276,10 +276,10 @@ def test_rows_are_written_whole(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sweep.json").read_text()) == []
 
 
-def row(defense: str, attack: str, seed: int, **values: Any) -> Row:
+def row(defense: str, attack: str, seed: int, **values: Any) -> SweepRow:
     numbers = {"accuracy": 0.8, "mean": 20.0, "low": 18.0, "high": 22.0, "best": 25.0, "baseline": 11.0}
     nothing = {"augmented": None, "limit": None, "epsilon": None, "n": 4, "failed": 0, "reason": "", "run": ""}
-    return Row(defense=defense, attack=attack, seed=seed, **{**numbers, **nothing, **values})
+    return SweepRow(defense=defense, attack=attack, seed=seed, **{**numbers, **nothing, **values})
 
 
 def test_the_summary_names_the_strongest_attack_and_the_cost_beside_the_first_defense() -> None:

@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from fedgauge.attacks.grading.audit import WHOLE_BATCH, Row
+from fedgauge.attacks.grading.audit import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Ledger, Seen
+from fedgauge.server.store.ledger import Ledger, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.analysis import Scores, leakage
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live import thumbnails
 from fedgauge.simulations.live.json_log import Events
-from fedgauge.simulations.live.progress import Standing
-from fedgauge.simulations.live.terminal import Glyphs, Picture, bar, duration, sparkline
+from fedgauge.simulations.live.progress import RunProgress
+from fedgauge.simulations.live.terminal import Glyphs, LiveDisplay, bar, duration, sparkline
 from fedgauge.simulations.live.view import Lines, View, words
 from fedgauge.simulations.live.views import view_of
 from fedgauge.simulations.run.simulate import new_run
@@ -78,7 +78,7 @@ def taped(tmp_path: Path) -> Run:
             tape.write_round(r, params, buffers)
             updates = {c: scenario.federation.client_update(params, buffers, c, r) for c in range(2)}
             digests = {c: tape.write_update(r, c, u) for c, u in updates.items()}
-            ledger.record_intake(r, [Seen(c, "accepted", "", 1, d) for c, d in digests.items()], scenario.plan)
+            ledger.record_intake(r, [Participation(c, "accepted", "", 1, d) for c, d in digests.items()], scenario.plan)
             ledger.record_round(r, 0.25 * r, 2.0, 1.0, 0.01)
         ledger.set_meta(state="trained")
     return run
@@ -91,11 +91,11 @@ def attacked(taped: Run) -> Run:
 
 
 @pytest.fixture
-def looking(attacked: Run, clock: Clock) -> Iterator[Standing]:
+def looking(attacked: Run, clock: Clock) -> Iterator[RunProgress]:
     with attacked.ledger() as ledger:
-        standing = Standing(ledger, attacked.scenario(), clock=clock)
-        standing.look()
-        yield standing
+        run_progress = RunProgress(ledger, attacked.scenario(), clock=clock)
+        run_progress.refresh()
+        yield run_progress
 
 
 def plain(lines: list[Text]) -> list[str]:
@@ -220,18 +220,20 @@ def work(ledger: Ledger, psnr: Callable[[], float | None], waves: int | None = N
         baseline = lease.attack.is_baseline
         of = [lease.attack.name] if baseline else [lease.attack.name, f"wrong_client({lease.attack.name})"]
         values = {(c, a, e): psnr() for c in lease.clients for a in of for e in (0, 1)}
-        rows: dict[int, list[Row]] = {c: [] for c in lease.clients}
+        rows: dict[int, list[ScoreRecord]] = {c: [] for c in lease.clients}
         for (c, a, e), v in values.items():
             status = "diverged" if v is None else "converged"
-            rows[c].append(Row(lease.round, c, a, e, "psnr", v, status, 0.1))
-            rows[c].append(Row(lease.round, c, a, e, "mse", v, status, 0.1))
+            rows[c].append(ScoreRecord(lease.round, c, a, e, "psnr", v, status, 0.1))
+            rows[c].append(ScoreRecord(lease.round, c, a, e, "mse", v, status, 0.1))
         for c in lease.clients:
-            rows[c].append(Row(lease.round, c, lease.attack.name, WHOLE_BATCH, "label_accuracy", 1.0, "converged", 0.1))
+            rows[c].append(
+                ScoreRecord(lease.round, c, lease.attack.name, WHOLE_BATCH, "label_accuracy", 1.0, "converged", 0.1)
+            )
         ledger.finish(lease, rows)
 
 
 def intake(ledger: Ledger, round: int, clients: int = 5) -> None:
-    seen = [Seen(c, "accepted", "", 2, f"digest {round} {c}") for c in range(clients)]
+    seen = [Participation(c, "accepted", "", 2, f"digest {round} {c}") for c in range(clients)]
     ledger.record_intake(round, seen, PLAN)
 
 
@@ -243,17 +245,17 @@ def test_what_is_read_in_pieces_is_what_the_analysis_finds_in_the_whole(ledger: 
         return None if kind < 0.2 else math.inf if kind < 0.3 else float(rng.normal(20, 30))
 
     with Ledger(ledger.path) as own:  # another process's connection, as in life
-        standing = Standing(own, Scenario.from_tables(TABLES))
+        run_progress = RunProgress(own, Scenario.from_tables(TABLES))
         incomplete = 0
         for round in (1, 2, 3):
             intake(ledger, round)
             for _ in range(9):
                 work(ledger, psnr, waves=1, crash=rng.random() < 0.2)
-                standing.look(force=True)
-                incomplete += sum(not standing.cells[key].complete for key in standing.fresh)
+                run_progress.refresh(force=True)
+                incomplete += sum(not run_progress.cells[key].complete for key in run_progress.fresh)
         assert ledger.lease() is None, "three attacks on five clients in waves of two: nine waves"
         assert incomplete > 0
-        found = {k: standing.cells.pop(k) for k in list(standing.cells)}
+        found = {k: run_progress.cells.pop(k) for k in list(run_progress.cells)}
     whole = {(k.attack, k.round): k for k in leakage(Scores.read(ledger), "psnr") if k.round is not None}
     assert found.keys() == whole.keys()
     for key, leak in whole.items():
@@ -265,59 +267,61 @@ def test_what_is_read_in_pieces_is_what_the_analysis_finds_in_the_whole(ledger: 
 
 def test_what_is_written_while_we_look_is_neither_lost_nor_called_complete_too_early(ledger: Ledger) -> None:
     with Ledger(ledger.path) as own:
-        standing = Standing(own, Scenario.from_tables(TABLES))
+        run_progress = RunProgress(own, Scenario.from_tables(TABLES))
         for round in (1, 2, 3, 4, 5, 6):
             intake(ledger, round)
         own._db.set_trace_callback(lambda _: work(ledger, lambda: 20.0, waves=1))  # a wave ends before every statement
         claimed: dict[tuple[str, int], int] = {}
         looks = 0
         while ledger.progress().queued:
-            looks += standing.look(force=True)
+            looks += run_progress.refresh(force=True)
             claimed |= {
-                k: standing.cells[k].n for k in standing.fresh if standing.cells[k].complete and k not in claimed
+                k: run_progress.cells[k].n
+                for k in run_progress.fresh
+                if run_progress.cells[k].complete and k not in claimed
             }
-        standing.look(force=True)
+        run_progress.refresh(force=True)
         own._db.set_trace_callback(None)
         assert looks > 3
-        assert len(standing.cells) == 6 * (3 + 2)
-        assert {(c.n, c.complete) for c in standing.cells.values()} == {(10, True)}
+        assert len(run_progress.cells) == 6 * (3 + 2)
+        assert {(c.n, c.complete) for c in run_progress.cells.values()} == {(10, True)}
         assert set(claimed.values()) == {10}
 
 
 def test_a_look_at_an_unchanged_ledger_reads_no_table(ledger: Ledger, clock: Clock) -> None:
     intake(ledger, 1)
     with Ledger(ledger.path) as own:
-        standing = Standing(own, Scenario.from_tables(TABLES), clock=clock)
+        run_progress = RunProgress(own, Scenario.from_tables(TABLES), clock=clock)
         asked: list[str] = []
-        assert standing.look()
+        assert run_progress.refresh()
         own._db.set_trace_callback(asked.append)
-        assert not standing.look()
+        assert not run_progress.refresh()
         assert asked == [], "a second has not passed"
         clock.now += 1
-        assert not standing.look()
+        assert not run_progress.refresh()
         assert asked == ["PRAGMA data_version"]
         work(ledger, lambda: 20.0, waves=1)
-        assert not standing.look(), "news wait for the second to pass"
+        assert not run_progress.refresh(), "news wait for the second to pass"
         clock.now += 1
-        assert standing.look()
-        assert standing.fresh == [("matching", 1), ("wrong_client(matching)", 1)]
+        assert run_progress.refresh()
+        assert run_progress.fresh == [("matching", 1), ("wrong_client(matching)", 1)]
         clock.now += 1
-        assert not standing.look()
-        standing.ledger.set_meta(state="trained")
+        assert not run_progress.refresh()
+        run_progress.ledger.set_meta(state="trained")
         clock.now += 1
-        assert standing.look(), "our own connection's writes are news, too"
+        assert run_progress.refresh(), "our own connection's writes are news, too"
 
 
 def test_a_look_reads_only_the_jobs_that_ended_since_and_every_query_has_its_index(ledger: Ledger) -> None:
     for round in (1, 2, 3):
         intake(ledger, round)
-    standing = Standing(ledger, Scenario.from_tables(TABLES))
+    run_progress = RunProgress(ledger, Scenario.from_tables(TABLES))
     work(ledger, lambda: 20.0, waves=18)
-    standing.look(force=True)
+    run_progress.refresh(force=True)
     work(ledger, lambda: 20.0, waves=1)
     asked: list[str] = []
     ledger._db.set_trace_callback(asked.append)
-    standing.look(force=True)
+    run_progress.refresh(force=True)
     ledger._db.set_trace_callback(None)
     assert len(asked) < 12
     (scores,) = [q for q in asked if "FROM jobs j JOIN scores" in q]
@@ -331,89 +335,89 @@ def test_a_look_reads_only_the_jobs_that_ended_since_and_every_query_has_its_ind
 
 def test_how_the_jobs_stand(ledger: Ledger, clock: Clock) -> None:
     scenario = Scenario.from_tables({**TABLES, "audit": {"rounds": [1, 2], "workers": 3}})
-    standing = Standing(ledger, scenario, clock=clock)
-    standing.look()
+    run_progress = RunProgress(ledger, scenario, clock=clock)
+    run_progress.refresh()
     # two rounds to be attacked, of two clients each, by analytic and two baselines
-    assert (standing.expected, standing.slots, standing.busy, standing.pace()) == (12, 3, 0, None)
+    assert (run_progress.expected, run_progress.slots, run_progress.busy, run_progress.pace()) == (12, 3, 0, None)
     intake(ledger, 1, clients=2)
     work(ledger, lambda: 20.0, waves=1)
     taken = ledger.lease()
     assert taken is not None
     clock.now += 1
-    standing.look()
+    run_progress.refresh()
     # the first round's six are there, the second's are still expected; its row in `rounds` comes after its jobs
-    assert (standing.progress.total, standing.expected) == (6, 12)
-    assert (standing.progress.done, standing.busy) == (2, 1)
-    assert standing.seconds_left() is None, "no pace from one look"
+    assert (run_progress.progress.total, run_progress.expected) == (6, 12)
+    assert (run_progress.progress.done, run_progress.busy) == (2, 1)
+    assert run_progress.seconds_left() is None, "no pace from one look"
     work(ledger, lambda: 20.0, waves=1)
     clock.now += 4
-    standing.look()
-    assert (standing.pace(), standing.seconds_left()) == (2 / 4, (12 - 4) / 0.5)
-    standing.coming = False
-    assert standing.expected == 6
+    run_progress.refresh()
+    assert (run_progress.pace(), run_progress.seconds_left()) == (2 / 4, (12 - 4) / 0.5)
+    run_progress.coming = False
+    assert run_progress.expected == 6
 
 
 def test_no_end_is_foretold_while_rounds_are_waited_for(ledger: Ledger, clock: Clock) -> None:
     """Attacks take a second each, rounds ten: time left at the attacks' pace would shrink and grow with each round."""
-    standing = Standing(ledger, Scenario.from_tables({**TABLES, "audit": {"rounds": [1, 2, 3]}}), clock=clock)
+    run_progress = RunProgress(ledger, Scenario.from_tables({**TABLES, "audit": {"rounds": [1, 2, 3]}}), clock=clock)
 
     def attacked(waves: int) -> None:
         for _ in range(waves):
             work(ledger, lambda: 20.0, waves=1)
             clock.now += 1
-            standing.look()
+            run_progress.refresh()
 
     for round in (1, 2):
         intake(ledger, round, clients=2)
         clock.now += 1
-        standing.look()
+        run_progress.refresh()
         attacked(3)
-        assert standing.seconds_left() is None, "all that is there is done"
+        assert run_progress.seconds_left() is None, "all that is there is done"
         clock.now += 10
-        standing.look()
-        assert standing.seconds_left() is None
+        run_progress.refresh()
+        assert run_progress.seconds_left() is None
     intake(ledger, 3, clients=2)
     clock.now += 1
-    standing.look()
-    assert standing.seconds_left() is None, "attacks are at work, but have mostly waited"
-    standing.coming = False
-    left = standing.seconds_left()
+    run_progress.refresh()
+    assert run_progress.seconds_left() is None, "attacks are at work, but have mostly waited"
+    run_progress.coming = False
+    left = run_progress.seconds_left()
     # two jobs a wave and second; of the first wave's second nothing is known, as the clock begins with its end
     assert left is not None and left == pytest.approx(3, rel=0.3), "six jobs, at the pace of the seconds that had jobs"
     attacked(2)
-    assert standing.seconds_left() == pytest.approx(1, rel=0.3)
+    assert run_progress.seconds_left() == pytest.approx(1, rel=0.3)
 
 
 def test_the_picture_is_of_the_best_in_the_newest_round_that_brought_something_back(ledger: Ledger) -> None:
-    standing = Standing(ledger, Scenario.from_tables(TABLES))
+    run_progress = RunProgress(ledger, Scenario.from_tables(TABLES))
     intake(ledger, 1, clients=2)
     psnr = iter([10.0, 12, 99, 99, 11, 30, 99, 99])  # the 99s are wrong_client's: no leak
     work(ledger, lambda: next(psnr), waves=1)
-    standing.look(force=True)
-    assert standing.best is not None
-    attack, round, hit = standing.best
+    run_progress.refresh(force=True)
+    assert run_progress.best is not None
+    attack, round, hit = run_progress.best
     assert (attack, round, hit.client, hit.example, hit.psnr) == ("matching", 1, 1, 1, 30.0)
     work(ledger, lambda: 20.0)
-    standing.look(force=True)
-    assert standing.best[2] == hit, "another attack of the round is worse"
+    run_progress.refresh(force=True)
+    assert run_progress.best[2] == hit, "another attack of the round is worse"
     intake(ledger, 2, clients=2)
     work(ledger, lambda: None, waves=1)
-    standing.look(force=True)
-    assert standing.best[1] == 1, "nothing came back in the new round"
+    run_progress.refresh(force=True)
+    assert run_progress.best[1] == 1, "nothing came back in the new round"
     work(ledger, lambda: 15.0, waves=1)
-    standing.look(force=True)
-    assert standing.best[:2] == ("other", 2), "the new round, though its best is worse"
+    run_progress.refresh(force=True)
+    assert run_progress.best[:2] == ("other", 2), "the new round, though its best is worse"
 
 
 # -------------------------------------------------------------------------------------------------------- the picture
 
 
-def drawn(standing: Standing, run: Run, width: int, height: int, **terminal: Any) -> str:
+def drawn(run_progress: RunProgress, run: Run, width: int, height: int, **terminal: Any) -> str:
     """What a terminal is sent."""
     file = terminal.pop("file", io.StringIO())
     given = {"force_terminal": True, "color_system": "truecolor", "legacy_windows": False, "_environ": {}, **terminal}
     console = Console(file=file, width=width, height=height, **given)
-    console.print(Picture(standing, run, console))
+    console.print(LiveDisplay(run_progress, run, console))
     if isinstance(file, io.StringIO):
         return file.getvalue()
     file.flush()
@@ -428,14 +432,14 @@ def bare(sent: str) -> list[str]:
     ("width", "height"), [(80, 24), (100, 30), (80, 45), (140, 24), (140, 45), (60, 10), (220, 60)]
 )
 def test_the_picture_fits_with_room_for_the_terminals_own_characters(
-    looking: Standing, attacked: Run, width: int, height: int
+    looking: RunProgress, attacked: Run, width: int, height: int
 ) -> None:
     lines = bare(drawn(looking, attacked, width, height))
     assert len(lines) < height
     assert max(map(len, lines)) <= width - 2, "a ^C at the end of a full line would move all below it"
 
 
-def test_thumbnails_stand_beside_the_rows_or_below_them_or_are_left_out(looking: Standing, attacked: Run) -> None:
+def test_thumbnails_stand_beside_the_rows_or_below_them_or_are_left_out(looking: RunProgress, attacked: Run) -> None:
     assert "▀" not in drawn(looking, attacked, 80, 24)
     beside = bare(drawn(looking, attacked, 140, 24))
     assert sum("▀" in line for line in beside) == 14
@@ -445,7 +449,7 @@ def test_thumbnails_stand_beside_the_rows_or_below_them_or_are_left_out(looking:
     assert len(below) > len(beside)
 
 
-def test_the_truth_stands_beside_its_reconstruction(looking: Standing, attacked: Run) -> None:
+def test_the_truth_stands_beside_its_reconstruction(looking: RunProgress, attacked: Run) -> None:
     assert looking.best is not None
     attack, round, hit = looking.best
     truth = attacked.scenario().federation.batch_at(hit.client, round).x[hit.example]
@@ -466,7 +470,7 @@ def test_the_truth_stands_beside_its_reconstruction(looking: Standing, attacked:
     assert any(line.plain.endswith(said) or said in line.plain for line in lines)
 
 
-def test_the_picture_carries_the_ledgers_numbers(looking: Standing, attacked: Run) -> None:
+def test_the_picture_carries_the_ledgers_numbers(looking: RunProgress, attacked: Run) -> None:
     with attacked.ledger() as ledger:
         leaks = {k.attack: k for k in leakage(Scores.read(ledger), "psnr") if k.round == 2}
         worst = max(r["value"] for r in ledger.scores("psnr") if r["attack"] == "analytic")
@@ -492,14 +496,14 @@ def test_the_picture_carries_the_ledgers_numbers(looking: Standing, attacked: Ru
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 45), (140, 45)])
 def test_nothing_jumps_while_numbers_come(taped: Run, clock: Clock, width: int, height: int) -> None:
     with taped.ledger() as ledger:
-        standing = Standing(ledger, taped.scenario(), clock=clock)
+        run_progress = RunProgress(ledger, taped.scenario(), clock=clock)
         seen = []
-        before = drawn(standing, taped, width, height)  # not yet looked
+        before = drawn(run_progress, taped, width, height)  # not yet looked
         for done in (False, True):
             if done:
                 serve(taped, LocalExecutor())
-            standing.look(force=True)
-            seen.append([line[:20].strip() for line in bare(drawn(standing, taped, width, height))])
+            run_progress.refresh(force=True)
+            seen.append([line[:20].strip() for line in bare(drawn(run_progress, taped, width, height))])
         seen.append([line[:20].strip() for line in bare(before)])
     rows = [lines[:8] for lines in seen]
     assert rows[0] == rows[1] == rows[2]
@@ -511,13 +515,13 @@ def test_attacks_beyond_the_room_are_counted_and_the_baseline_stays(tmp_path: Pa
     many = [{"use": "analytic", "name": f"attack{i}"} for i in range(30)]
     run = begun(tmp_path, attack=many)
     with run.ledger() as ledger:
-        lines = bare(drawn(Standing(ledger, run.scenario(), clock=clock), run, 80, 24))
+        lines = bare(drawn(RunProgress(ledger, run.scenario(), clock=clock), run, 80, 24))
         shown = [line for line in lines if line.startswith("attack")]
         assert len(lines) == 23
         assert [line.strip() for line in lines if "more" in line] == [f"and {30 - len(shown)} more attacks"]
         assert len(shown) > 10
         assert any(line.startswith("best baseline") for line in lines)
-        tall = bare(drawn(Standing(ledger, run.scenario(), clock=clock), run, 80, 60))
+        tall = bare(drawn(RunProgress(ledger, run.scenario(), clock=clock), run, 80, 60))
         assert sum(line.startswith("attack") for line in tall) == 30
 
 
@@ -527,19 +531,19 @@ def test_text_is_never_markup(tmp_path: Path, clock: Clock) -> None:
     with run.ledger() as ledger:
         ledger.add_attacks(hostile, {"[red]x[/red]": ""})
         ledger.set_meta(replay="mismatch", replay_detail="[blink]not[/blink]\n\x1b[31mred\x07")
-        standing = Standing(ledger, run.scenario(), clock=clock)
-        standing.look()
-        view = Picture(standing, run, Console())
+        run_progress = RunProgress(ledger, run.scenario(), clock=clock)
+        run_progress.refresh()
+        view = LiveDisplay(run_progress, run, Console())
         view.note = "[/] wait"
         lines = plain(view.lines(78, 23, Glyphs()))
         assert any(line.startswith("[red]x[/red] ") for line in lines)
         assert any("[/] wait" in line for line in lines)
-        sent = drawn(standing, run, 80, 24)
+        sent = drawn(run_progress, run, 80, 24)
         assert "[blink]not[/blink]" in sent
         assert "\x07" not in sent and "\x1b[31m" not in sent
 
 
-def test_a_terminal_is_sent_only_what_it_can_show(looking: Standing, attacked: Run) -> None:
+def test_a_terminal_is_sent_only_what_it_can_show(looking: RunProgress, attacked: Run) -> None:
     assert "\x1b[38;2;" in drawn(looking, attacked, 140, 45)
     assert "▀" in drawn(looking, attacked, 140, 45, color_system="256")
     for terminal in ({"no_color": True}, {"color_system": "standard"}, {"color_system": None}):
@@ -550,7 +554,7 @@ def test_a_terminal_is_sent_only_what_it_can_show(looking: Standing, attacked: R
     assert old.isascii() and "@" in old
 
 
-def test_a_reconstruction_that_is_not_kept_leaves_its_place_empty(looking: Standing, attacked: Run) -> None:
+def test_a_reconstruction_that_is_not_kept_leaves_its_place_empty(looking: RunProgress, attacked: Run) -> None:
     whole = len(bare(drawn(looking, attacked, 140, 45)))
     for file in (attacked.folder / "reconstructions").iterdir():
         file.unlink()
@@ -563,7 +567,7 @@ def test_a_picture_is_drawn_when_something_changed_or_a_second_passed(taped: Run
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, height=30, color_system="truecolor", _environ={})
     with taped.ledger() as ledger, taped.ledger() as other:
-        view = Picture(Standing(ledger, taped.scenario(), clock=clock), taped, console, clock)
+        view = LiveDisplay(RunProgress(ledger, taped.scenario(), clock=clock), taped, console, clock)
 
         def frames() -> int:
             before = file.tell()
@@ -592,7 +596,7 @@ def test_who_looks_decides_on_the_view(taped: Run) -> None:
         with taped.ledger() as ledger:
             return type(view_of(taped, ledger, taped.scenario(), console, log))
 
-    assert kind("auto", force_terminal=True) is Picture
+    assert kind("auto", force_terminal=True) is LiveDisplay
     assert kind("auto", force_terminal=True, _environ={"TERM": "dumb"}) is Lines
     assert kind("auto") is Lines
     assert kind("quiet", force_terminal=True) is View
@@ -606,7 +610,7 @@ def test_a_line_says_what_it_counts_and_what_it_waits_for(
     taped: Run, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with taped.ledger() as ledger:
-        view = Lines(Standing(ledger, taped.scenario(), clock=clock), clock)
+        view = Lines(RunProgress(ledger, taped.scenario(), clock=clock), clock)
         view.note = "waiting for Flower"
         with view.shown():
             view.update()
@@ -628,7 +632,7 @@ def test_a_line_says_what_it_counts_and_what_it_waits_for(
             assert capsys.readouterr().err == "", "where something has changed"
 
 
-def test_a_line_has_the_best_and_the_mean_of_the_attacks(looking: Standing, attacked: Run) -> None:
+def test_a_line_has_the_best_and_the_mean_of_the_attacks(looking: RunProgress, attacked: Run) -> None:
     with attacked.ledger() as ledger:
         best, mean = ledger.so_far("psnr", 60.0)
     assert f"PSNR best {best:.1f} dB, mean {mean:.1f} dB" in words(looking)
@@ -689,7 +693,7 @@ def test_numbers_that_are_not_finite_are_null(ledger: Ledger, taped: Run, capsys
     psnr = iter([math.inf, 20.0, 9.0, 9.0] * 2)
     work(ledger, lambda: next(psnr), waves=1)
     work(ledger, lambda: None, waves=1)
-    with Events(Standing(ledger, Scenario.from_tables(TABLES)), taped).shown():
+    with Events(RunProgress(ledger, Scenario.from_tables(TABLES)), taped).shown():
         pass
     events = events_of(capsys.readouterr().out)
     (round,) = [e for e in events if e["event"] == "round"]
@@ -702,11 +706,11 @@ def test_numbers_that_are_not_finite_are_null(ledger: Ledger, taped: Run, capsys
 
 
 def test_an_event_is_told_once(ledger: Ledger, taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    standing = Standing(ledger, Scenario.from_tables(TABLES))
+    run_progress = RunProgress(ledger, Scenario.from_tables(TABLES))
     ledger.record_round(1, 0.5, 1.0, 1.0, 0.0)
     ledger.set_meta(replay="ok", replay_detail="exact")
     intake(ledger, 1, clients=2)
-    view = Events(standing, taped)
+    view = Events(run_progress, taped)
     with view.shown():
         for waves in (0, 1, 0, 5):
             work(ledger, lambda: 20.0, waves=waves)

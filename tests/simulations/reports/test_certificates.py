@@ -11,7 +11,7 @@ from fedgauge.defenses.noise import gaussian, identity, laplace
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
 from fedgauge.server.views.analysis import Rate
-from fedgauge.simulations.reports.certificates import Mechanism, certified, gaussian_mechanism
+from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
 
 EACH, SGD = per_example(clip(2.0)), local_sgd(0.1)
 
@@ -77,10 +77,10 @@ def test_certified_rates_start_from_the_best_baseline() -> None:
         "mean_image": [Rate(1, 10)] * 51,
         "random_image": [Rate(0, 10)] * 51,
     }
-    found = certified(curve, Mechanism(2.0, 1))
+    found = certified(curve, GaussianMechanism(2.0, 1))
     assert found is not None
     prior = Rate(1, 10).interval[1]
     assert found == pytest.approx([scipy.stats.norm.cdf(scipy.stats.norm.ppf(prior) + 0.5)] * 51)
-    four = certified(curve, Mechanism(2.0, 2), rounds=2)
+    four = certified(curve, GaussianMechanism(2.0, 2), rounds=2)
     assert four == pytest.approx([scipy.stats.norm.cdf(scipy.stats.norm.ppf(prior) + 1.0)] * 51)
-    assert certified({"matching": [Rate(9, 10)] * 51}, Mechanism(2.0, 1)) is None
+    assert certified({"matching": [Rate(9, 10)] * 51}, GaussianMechanism(2.0, 1)) is None

@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 
 from fedgauge.attacks.plan import describe
-from fedgauge.client.deployment.owner import Drawn, State
+from fedgauge.client.deployment.owner import ClientFolder, DrawnBatch
 from fedgauge.client.protocol import Protocol
 from fedgauge.defenses.accounting import Accountant
 from fedgauge.simulations.cli.main import main
@@ -21,24 +21,34 @@ DATA = {"use": "mnist5k", "batch_size": 2, "auxiliary": 200}
 SERVERS = {"seed": 0, "rounds": 3, "clients": 2, "data": DATA, "model": {"use": "mlp"}, "chain": CHAIN}
 
 
-def write(folder: Path, **changes: Any) -> tuple[Path, State]:
+def write(folder: Path, **changes: Any) -> tuple[Path, ClientFolder]:
     path = folder / "client.toml"
     tables = {"client": 1, "data": DATA, "chain": CHAIN, "grading": {"mode": "scores"}, **changes}
     path.write_text(tomli_w.dumps(tables))
-    return path, State(folder / "state")
+    return path, ClientFolder(folder / "state")
 
 
-def lived(state: State) -> None:
+def lived(state: ClientFolder) -> None:
     """Three rounds: one graded, one without, one held back."""
     state.keep_protocol(Protocol.from_tables(SERVERS).to_json())
-    state.keep_drawn(1, Drawn(10**15, (1, 2), "ab"))
+    state.keep_drawn(1, DrawnBatch(10**15, (1, 2), "ab"))
     state.note("sent", run=10**15, round=1, examples=2)
     state.note("sent", run=10**15, round=2, examples=2)
-    told, exact = {"dlg": [21.0, 14.0], "mean_image": [55.0, 55.0]}, {"dlg": [21.18, 14.1], "mean_image": [55.1, 55.0]}
-    state.note(
-        "graded", round=1, run=10**15, told=told, answered=2, precision=0.5, exact=exact, refused={"idlg": "too many"}
+    reported, exact = (
+        {"dlg": [21.0, 14.0], "mean_image": [55.0, 55.0]},
+        {"dlg": [21.18, 14.1], "mean_image": [55.1, 55.0]},
     )
-    state.note("graded", round=1, run=10**15, told=told, answered=2, precision=0.5, exact={}, refused={})
+    state.note(
+        "graded",
+        round=1,
+        run=10**15,
+        reported=reported,
+        answered=2,
+        precision=0.5,
+        exact=exact,
+        refused={"idlg": "too many"},
+    )
+    state.note("graded", round=1, run=10**15, reported=reported, answered=2, precision=0.5, exact={}, refused={})
     state.note("withheld", run=10**15, round=3, cause="its norm is 9, above max_norm 5")
     for _ in range(2):
         state.note("refused", run=10**15, what="train", reason="this client has answered in round 2 of this run")
@@ -126,8 +136,8 @@ def test_the_doctor_says_what_is_wrong_with_an_owners_file(
 ) -> None:
     path, _ = write(tmp_path, **changes)
     assert main(["doctor", str(path)]) == 2
-    told = capsys.readouterr()
-    assert words in " ".join((told.out + told.err).split())
+    reported = capsys.readouterr()
+    assert words in " ".join((reported.out + reported.err).split())
 
 
 def test_a_damaged_log_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

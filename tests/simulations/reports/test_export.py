@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedgauge.attacks.grading.audit import Row, card
+from fedgauge.attacks.grading.audit import ScoreRecord, card
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.protocol import Federation
 from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.ledger import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import analysis
@@ -60,7 +60,7 @@ def taped(folder: Path, chosen: Scenario) -> Run:
         for r in (1, 2):
             run.tape().write_round(r, params, buffers)
             updates = {c: federation.client_update(params, buffers, c, r) for c in range(2)}
-            seen = [Seen(c, "accepted", "", 2, run.tape().write_update(r, c, u)) for c, u in updates.items()]
+            seen = [Participation(c, "accepted", "", 2, run.tape().write_update(r, c, u)) for c, u in updates.items()]
             ledger.record_intake(r, seen, chosen.plan)
             ledger.record_round(r, 0.25 * r, 2.5 - r, 1.0 + r, 0.0)
     return run
@@ -86,10 +86,10 @@ def scored(folder: Path, values: Mapping[str, float | None]) -> Run:
     plan = AttackPlan(tuple(PlannedAttack(name, {"use": "analytic"}) for name in values))
     with run.ledger() as ledger:
         ledger.add_attacks(plan, dict.fromkeys(values, "honest server"))
-        ledger.record_intake(1, [Seen(0, "accepted", "", 1, "digest")], plan)
+        ledger.record_intake(1, [Participation(0, "accepted", "", 1, "digest")], plan)
         while (lease := ledger.lease()) is not None:
             name = lease.attack.name
-            ledger.finish(lease, {0: [Row(1, 0, name, 0, "psnr", values[name], "converged", 0.1)]})
+            ledger.finish(lease, {0: [ScoreRecord(1, 0, name, 0, "psnr", values[name], "converged", 0.1)]})
     return run
 
 

@@ -19,23 +19,23 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
-from fedgauge.attacks.grading.audit import Row
+from fedgauge.attacks.grading.audit import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.protocol import Federation
-from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.ledger import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.analysis import Scores, leakage
-from fedgauge.server.views.format import LABELS
+from fedgauge.server.views.formatting import LABELS
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.figures import (
     MUTED,
     PURPLE,
-    Drawing,
-    Point,
-    Spot,
+    LeakPoint,
+    PaperFigure,
+    TradeoffPoint,
     _drawings,
-    _Subject,
+    _RunFigures,
     pareto,
     worst_psnr,
     write_figures,
@@ -93,12 +93,12 @@ def graded(
         ledger.add_attacks(plan, {name: f"honest server; {name} knows it all" for name in names})
         ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
         for r in range(1, rounds + 1):
-            ledger.record_intake(r, [Seen(c, "accepted", "", 1, f"{r}-{c}") for c in range(clients)], plan)
+            ledger.record_intake(r, [Participation(c, "accepted", "", 1, f"{r}-{c}") for c in range(clients)], plan)
             ledger.record_round(r, accuracy * r / rounds, 2.0, 1.0, 0.01)
         while (lease := ledger.lease()) is not None:
             name, r = lease.attack.name, lease.round
             rows = {
-                c: [Row(r, c, name, 0, m, v, "converged", 0.1) for m, v in how(name, r, c).items()]
+                c: [ScoreRecord(r, c, name, 0, m, v, "converged", 0.1) for m, v in how(name, r, c).items()]
                 for c in lease.clients
             }
             ledger.finish(lease, rows)
@@ -122,7 +122,7 @@ def written(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn(run: Run) -> dict[str, Figure]:
-    return {drawing.name: drawing.figure for drawing in _drawings(_Subject.read(run))}
+    return {drawing.name: drawing.figure for drawing in _drawings(_RunFigures.read(run))}
 
 
 def points(axes: Axes, color: str, dash: str | None = None) -> list[list[tuple[float, float]]]:
@@ -376,8 +376,8 @@ def test_a_picture_that_is_gone_is_said_to_be(run: Run, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- comparison
 
 
-def point(run: int, accuracy: float, leak: float, attack: str = "first") -> Point:
-    return Point(run, accuracy, Spot(attack, 0, leak, leak, None, 3))
+def point(run: int, accuracy: float, leak: float, attack: str = "first") -> TradeoffPoint:
+    return TradeoffPoint(run, accuracy, LeakPoint(attack, 0, leak, leak, None, 3))
 
 
 POINTS = st.lists(
@@ -393,7 +393,7 @@ POINTS = st.lists(
 
 
 @given(POINTS, st.booleans())
-def test_the_front_is_what_nothing_dominates(drawn: list[Point], higher: bool) -> None:
+def test_the_front_is_what_nothing_dominates(drawn: list[TradeoffPoint], higher: bool) -> None:
     """Against its definition, of each run's strongest attack; a run has one accuracy."""
     accuracy = {p.run: p.accuracy for p in drawn}
     drawn = [point(p.run, accuracy[p.run], p.leakage, p.spot.attack) for p in drawn]
@@ -473,4 +473,4 @@ def test_a_place_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_drawings_carry_their_run(run: Run) -> None:
-    assert all(isinstance(d, Drawing) and d.about.startswith("graded. ") for d in _drawings(_Subject.read(run)))
+    assert all(isinstance(d, PaperFigure) and d.about.startswith("graded. ") for d in _drawings(_RunFigures.read(run)))

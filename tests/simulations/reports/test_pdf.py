@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.attacks.grading.audit import Row
+from fedgauge.attacks.grading.audit import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.ledger import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
@@ -41,10 +41,10 @@ def run(tmp_path: Path) -> Run:
     plan = AttackPlan((PlannedAttack("analytic", {"use": "analytic"}),))
     with run.ledger() as ledger:
         ledger.add_attacks(plan, {"analytic": "honest server"})
-        ledger.record_intake(1, [Seen(0, "accepted", "", 1, "digest")], plan)
+        ledger.record_intake(1, [Participation(0, "accepted", "", 1, "digest")], plan)
         ledger.record_round(1, 0.5, 2.0, 1.0, 0.0)
         while (lease := ledger.lease()) is not None:
-            ledger.finish(lease, {0: [Row(1, 0, "analytic", 0, "psnr", 20.0, "converged", 0.1)]})
+            ledger.finish(lease, {0: [ScoreRecord(1, 0, "analytic", 0, "psnr", 20.0, "converged", 0.1)]})
     return run
 
 

@@ -29,16 +29,16 @@ from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.protocol import Federation
 from fedgauge.defenses.accounting import spent
 from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Seen
+from fedgauge.server.store.ledger import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import overview
 from fedgauge.server.views.analysis import Scores, leakage
-from fedgauge.server.views.format import number
+from fedgauge.server.views.formatting import number
 from fedgauge.server.views.png import SMALL, png
 from fedgauge.simulations.reports.export import write_csv
 from fedgauge.simulations.reports.report import write_comparison, write_report
-from fedgauge.simulations.reports.sampling import choose
+from fedgauge.simulations.reports.sampling import sample_keys
 
 HOSTILE = "<script>alert('reason')</script> & <b>bold</b>"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -72,8 +72,8 @@ def taped(folder: Path, chosen: Scenario, rounds: int = 2) -> Run:
         for r in range(1, rounds + 1):
             tape.write_round(r, params, buffers)
             digests = {c: tape.write_update(r, c, federation.client_update(params, buffers, c, r)) for c in clients}
-            seen = [Seen(c, "accepted", "", federation.shards.batch_size, d) for c, d in digests.items()]
-            ledger.record_intake(r, [*seen, Seen(len(clients), "rejected", HOSTILE)], chosen.plan)
+            seen = [Participation(c, "accepted", "", federation.shards.batch_size, d) for c, d in digests.items()]
+            ledger.record_intake(r, [*seen, Participation(len(clients), "rejected", HOSTILE)], chosen.plan)
             ledger.record_round(r, 0.1 + 0.1 * r, 2.0, 1.0, 0.01)
         ledger.set_meta(state="trained")
     return run
@@ -437,7 +437,9 @@ def test_what_others_wrote_is_text_not_markup(tmp_path: Path) -> None:
     (run.folder / "environment.json").write_text(json.dumps({"packages": {HOSTILE: HOSTILE}, "cuda": None}))
     with run.ledger() as ledger:
         ledger.add_attacks(plan, {p.name: f"honest; {HOSTILE}" for p in plan.attacks})
-        ledger.record_intake(1, [Seen(0, "accepted", "", 2, "digest"), Seen(1, "rejected", HOSTILE)], plan)
+        ledger.record_intake(
+            1, [Participation(0, "accepted", "", 2, "digest"), Participation(1, "rejected", HOSTILE)], plan
+        )
         ledger.set_meta(replay="mismatch", replay_detail=HOSTILE)
         while (lease := ledger.lease()) is not None:
             ledger.fail(lease, HOSTILE)
@@ -512,7 +514,7 @@ def test_a_server_that_was_not_curious(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "blind", scenario(audit={"curious": False}))
     with run.ledger() as ledger:
         ledger.record_round(0, 0.1, 2.3, 0.0, 0.0)
-        ledger.record_intake(1, [Seen(0, "accepted", "", 2), Seen(1, "missing", "no reply")], None)
+        ledger.record_intake(1, [Participation(0, "accepted", "", 2), Participation(1, "missing", "no reply")], None)
         ledger.record_round(1, 0.2, 2.0, 1.0, 0.0)
     page = page_of(run)
     assert "The server was not curious" in page.words
@@ -654,8 +656,8 @@ STRENGTHS = st.dictionaries(
 def test_the_choice_keeps_to_its_room_and_hides_no_extreme(
     strengths: Mapping[int, Mapping[tuple[int, int], float]], room: int
 ) -> None:
-    chosen = choose(strengths, room)
-    assert chosen == choose(strengths, room)
+    chosen = sample_keys(strengths, room)
+    assert chosen == sample_keys(strengths, room)
     shown = sum(map(len, chosen.values()))
     if sum(map(len, strengths.values())) <= room:
         assert {r: list(keys) for r, keys in chosen.items()} == {r: list(keys) for r, keys in strengths.items()}

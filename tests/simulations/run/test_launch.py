@@ -13,7 +13,7 @@ import pytest
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run import launch, processes
-from fedgauge.simulations.run.launch import Training, TrainingFailed
+from fedgauge.simulations.run.launch import TrainingFailed, TrainingProcess
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 
@@ -29,15 +29,15 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 
 @pytest.fixture
-def training(tmp_path: Path) -> Iterator[Training]:
+def training(tmp_path: Path) -> Iterator[TrainingProcess]:
     """A training that has not started anything."""
     scenario = Scenario.from_tables(TABLES)
-    made = Training(Run.create(tmp_path / "run", scenario), scenario)
+    made = TrainingProcess(Run.create(tmp_path / "run", scenario), scenario)
     yield made
     made.close()
 
 
-def deaf_child(training: Training) -> subprocess.Popen[bytes]:
+def deaf_child(training: TrainingProcess) -> subprocess.Popen[bytes]:
     """A child of the training that ignores being asked to end."""
     log = training.run.folder / "logs" / f"child-{len(training._children)}.log"
     child = processes.start([sys.executable, "-c", DEAF], log, training.environment())
@@ -50,7 +50,7 @@ def deaf_child(training: Training) -> subprocess.Popen[bytes]:
 
 
 @linux
-def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(training: Training) -> None:
+def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(training: TrainingProcess) -> None:
     children = [deaf_child(training) for _ in range(2)]
 
     def interrupt(number: int, frame: object) -> None:
@@ -69,7 +69,7 @@ def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(training: 
 
 
 @pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, training: Training):  # type: ignore[no-untyped-def]  # a function
+def answering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, training: TrainingProcess):  # type: ignore[no-untyped-def]  # a function
     """Puts a program called flwr where the training looks for Flower's: it begins run 7, and answers as told."""
 
     def answer(script: str, begun: str = "Successfully started run 7") -> None:
@@ -90,14 +90,14 @@ def answering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, training: Trainin
     "said",
     ['{"runs": null}', '{"runs": []}', '{"runs": [{}]}', "[]", "null", "oops", ""],
 )
-def test_an_answer_that_is_none_is_a_failure_in_words(training: Training, answering, said: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_answer_that_is_none_is_a_failure_in_words(training: TrainingProcess, answering, said: str) -> None:  # type: ignore[no-untyped-def]
     answering(f"echo '{said}'; echo 'the link is down' >&2")
     with pytest.raises(TrainingFailed, match="its status is unknown: the link is down"):
         training.verify()
 
 
 def test_an_answer_that_never_comes_is_a_failure_in_words(
-    training: Training,
+    training: TrainingProcess,
     answering,
     monkeypatch: pytest.MonkeyPatch,  # type: ignore[no-untyped-def]
 ) -> None:
@@ -107,7 +107,7 @@ def test_an_answer_that_never_comes_is_a_failure_in_words(
         training.verify()
 
 
-def test_a_run_that_failed_is_told_with_the_end_of_its_log(training: Training, answering) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_that_failed_is_told_with_the_end_of_its_log(training: TrainingProcess, answering) -> None:  # type: ignore[no-untyped-def]
     answering("""echo '{"runs": [{"status": "finished:failed"}]}'""")
     with training.run.log("flower.log").open("a") as log:
         log.write("first\n" * 50 + "the last words\n")
@@ -120,26 +120,26 @@ def test_a_run_that_failed_is_told_with_the_end_of_its_log(training: Training, a
 
 
 @linux
-def test_a_ctrl_c_of_the_terminals_does_not_reach_who_is_asked(training: Training, answering) -> None:  # type: ignore[no-untyped-def]
+def test_a_ctrl_c_of_the_terminals_does_not_reach_who_is_asked(training: TrainingProcess, answering) -> None:  # type: ignore[no-untyped-def]
     answering("""echo "{\\"runs\\": [{\\"status\\": \\"session $(cut -d' ' -f6 /proc/$$/stat)\\"}]}\"""")
     with pytest.raises(TrainingFailed, match=r"session \d+") as told:
         training.verify()
     assert f"session {os.getsid(0)}" not in str(told.value)
 
 
-def test_a_run_that_completed_is_believed(training: Training, answering) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_that_completed_is_believed(training: TrainingProcess, answering) -> None:  # type: ignore[no-untyped-def]
     answering("""echo '{"runs": [{"status": "finished:completed"}]}'""")
     training.verify()
     assert os.path.isdir(training.scratch)
 
 
-def test_a_submission_asks_for_its_own_run(training: Training, answering) -> None:  # type: ignore[no-untyped-def]
+def test_a_submission_asks_for_its_own_run(training: TrainingProcess, answering) -> None:  # type: ignore[no-untyped-def]
     answering("""echo "{\\"runs\\": [{\\"status\\": \\"$*\\"}]}\"""")
     with pytest.raises(TrainingFailed, match="--run-id 7 --format json"):
         training.verify()
 
 
-def test_a_submission_that_was_refused_never_began(training: Training, answering) -> None:  # type: ignore[no-untyped-def]
+def test_a_submission_that_was_refused_never_began(training: TrainingProcess, answering) -> None:  # type: ignore[no-untyped-def]
     answering("echo never asked; exit 1", begun="no SuperLink is there")
     with pytest.raises(TrainingFailed, match="it never began"):
         training.verify()

@@ -20,8 +20,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.run import in_memory as inmemory
-from fedgauge.simulations.run import processes
+from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.simulate import create_run, resume
 
 TABLES: dict[str, Any] = {
@@ -49,11 +48,14 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             raise Died
         entered(self, round, seen)
 
-    run, entered = create_run(Scenario.from_tables(TABLES), tmp_path / "runs" / "stopped"), server_app.Tap.enter
+    run, entered = (
+        create_run(Scenario.from_tables(TABLES), tmp_path / "runs" / "stopped"),
+        server_app.UpdateRecorder.enter,
+    )
     with monkeypatch.context() as patched:
-        patched.setattr(server_app.Tap, "enter", enter)
+        patched.setattr(server_app.UpdateRecorder, "enter", enter)
         with pytest.raises(Died):
-            inmemory.train(run)
+            in_memory.train(run)
     return run
 
 
@@ -69,7 +71,7 @@ def test_a_run_is_resumed_by_its_folder_or_its_name(stopped: Run, monkeypatch: p
     went_on = []
 
     def simulate(run: Run, scenario: Scenario, *_: object) -> None:
-        inmemory.train(run)
+        in_memory.train(run)
         went_on.append((run.folder.resolve(), scenario))
 
     monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", simulate)
@@ -81,11 +83,11 @@ def test_a_run_is_resumed_by_its_folder_or_its_name(stopped: Run, monkeypatch: p
 
 
 def test_a_complete_run_says_so(stopped: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    inmemory.train(stopped)
+    in_memory.train(stopped)
     words = refused(stopped, capsys)
     assert f"{stopped.folder} is complete: its 4 rounds are trained; 24 attacks wait: fedgauge audit" in words
     before = stopped.model.read_bytes()
-    inmemory.train(stopped)
+    in_memory.train(stopped)
     assert stopped.model.read_bytes() == before, "and a server that is started on it again changes nothing"
 
 
@@ -175,7 +177,7 @@ def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
     ours = uuid.uuid4().hex
     monkeypatch.setenv("FEDGAUGE_TEST", ours)
     whole = create_run(Scenario.from_tables(TABLES), tmp_path / "whole")
-    inmemory.train(whole)
+    in_memory.train(whole)
     (tmp_path / "small.toml").write_text(tomli_w.dumps(TABLES))
     command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "run"]
     driver = subprocess.Popen(

@@ -17,7 +17,7 @@ import pytest
 from fedgauge.attacks.grading.replay import TOLERANCE
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.run import in_memory as inmemory
+from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.processes import MARK
 from fedgauge.simulations.run.simulate import create_run
 
@@ -161,7 +161,7 @@ def test_the_trained_model_is_the_same_with_curiosity_off(finished: Run, tmp_pat
 def test_a_federation_in_memory_is_the_same_federation(finished: Run, tmp_path: Path) -> None:
     """What a sweep trains without Flower's transport is what Flower trains, bit for bit."""
     run = create_run(finished.scenario(), tmp_path / "run")
-    inmemory.train(run)
+    in_memory.train(run)
     assert (run.folder / "model.safetensors").read_bytes() == (finished.folder / "model.safetensors").read_bytes()
     tapes = [{p.name: p.read_bytes() for p in (r.folder / "tape").glob("*.safetensors")} for r in (run, finished)]
     assert len(tapes[0]) > 4 and tapes[0] == tapes[1]

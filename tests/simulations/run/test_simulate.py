@@ -12,8 +12,8 @@ from rich.console import Console
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious import Tap
-from fedgauge.server.strategy.validator import Accepted, Intake
+from fedgauge.server.strategy.curious import UpdateRecorder
+from fedgauge.server.strategy.validator import AcceptedReply, RoundReplies
 from fedgauge.simulations.run import simulate as module
 from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
 from fedgauge.simulations.run.simulate import RESTARTS, Interrupt, new_run, simulate
@@ -42,8 +42,8 @@ def begun(tmp_path: Path) -> Callable[[object], tuple[Run, Scenario]]:
         params, buffers = scenario.federation.initial()
         updates = [scenario.federation.client_update(params, buffers, c, 1) for c in range(2)]
         with run.ledger() as ledger:
-            accepted = tuple(Accepted(c, u, 1, {}) for c, u in enumerate(updates))
-            Tap(ledger, run.tape(), scenario.plan)(Intake(1, params, buffers, accepted, ()))
+            accepted = tuple(AcceptedReply(c, u, 1, {}) for c, u in enumerate(updates))
+            UpdateRecorder(ledger, run.tape(), scenario.plan)(RoundReplies(1, params, buffers, accepted, ()))
         return run, scenario
 
     return make
@@ -59,7 +59,7 @@ def quietly() -> Console:
 def trains(monkeypatch: pytest.MonkeyPatch, work: Callable[[Ledger, Interrupt], None]) -> None:
     """In the place of Flower's minutes: what happens while a federation trains, as far as it matters here."""
 
-    def train(run: Run, ledger: Ledger, scenario: Scenario, keeper: object, interrupt: Interrupt) -> None:
+    def train(run: Run, ledger: Ledger, scenario: Scenario, supervisor: object, interrupt: Interrupt) -> None:
         work(ledger, interrupt)
 
     monkeypatch.setattr(module, "_train", train)

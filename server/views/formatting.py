@@ -54,7 +54,7 @@ def rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
-def drawn(metric: str, value: float | None) -> float | None:
+def plotted_value(metric: str, value: float | None) -> float | None:
     """Where a value is drawn: an exact hit's PSNR at the cap, or it would flatten all others."""
     return min(value, PSNR_CAP) if metric.startswith("psnr") and value is not None else value
 
@@ -74,7 +74,7 @@ def chain(tables: Mapping[str, Any]) -> str:
     return " > ".join(map(component, tables["chain"]))
 
 
-def facts(tables: Mapping[str, Any]) -> str:
+def scenario_line(tables: Mapping[str, Any]) -> str:
     """A scenario in a line."""
     clients, rounds = tables["clients"], tables["rounds"]
     parts = [
@@ -88,14 +88,14 @@ def facts(tables: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def band(leak: Leak) -> tuple[float | None, float | None]:
+def interval_label(leak: Leak) -> tuple[float | None, float | None]:
     """A mean's 95 % interval: Wilson's for a rate, else clustered by client."""
     return analysis.rate(leak).interval if leak.metric in RATES else (leak.low, leak.high)
 
 
-def told(leak: Leak) -> str:
+def point_label(leak: Leak) -> str:
     """A point of a figure."""
-    low, high = band(leak)
+    low, high = interval_label(leak)
     digits = 1 if leak.metric.startswith("psnr") or "%" in LABELS.get(leak.metric, "") else 3
     if analysis.is_limit(leak.attack):
         return number(leak.mean, digits)
