@@ -11,7 +11,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.client.update import Batch, Chain, Loss, Params, StochasticLayer, Update, UpdateFn, gradient
+from fedgauge.client.chain import Chain
+from fedgauge.client.training import StochasticLayer, gradient
+from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
 
 Stream = Callable[..., Generator]  # stream("start", restart): a generator of its own for one purpose of one observation
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]

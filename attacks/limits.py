@@ -22,20 +22,11 @@ from torch import Generator, Tensor
 from torch.func import functional_call, jvp, vmap
 
 from fedgauge.attacks.base import Knowledge
+from fedgauge.client.chain import Chain
 from fedgauge.client.models.losses import is_cross_entropy, logit_gradient
-from fedgauge.client.update import (
-    Batch,
-    BatchTransform,
-    Chain,
-    Link,
-    Params,
-    StochasticLayer,
-    Update,
-    UpdateDistribution,
-    UpdateFn,
-    gradient,
-    per_example,
-)
+from fedgauge.client.training import StochasticLayer, gradient
+from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution, per_example
+from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
 Precision = Callable[[Update], Update]  # the noise-free update -> Fisher information about each of its entries
 FULL = 256  # pixels of a batch: up to here the whole F is formed, one derivative a pixel

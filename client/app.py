@@ -19,23 +19,16 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedgauge.client.arrays import npy_header
+from fedgauge.client.deployment.deployed_client import DeployedClient, self_audit
 from fedgauge.client.deployment.grading import batch_to_grade
 from fedgauge.client.deployment.grading import grade as grade_images
 from fedgauge.client.deployment.guard import WITHHELD, UpdatePolicy, guard_memory, inspect_message, withheld
-from fedgauge.client.deployment.owner import (
-    ClientFolder,
-    DeployedClient,
-    DrawnBatch,
-    GuardPolicy,
-    OwnerConfig,
-    RequestRefused,
-    ServerTerms,
-    digest_of,
-    self_audit,
-)
-from fedgauge.client.inspection import REASON
+from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
+from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch, digest_of
+from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
+from fedgauge.client.federation import Federation, federation
+from fedgauge.client.inspection.policy import REASON
 from fedgauge.client.models.vision import detached_params, floating_buffers
-from fedgauge.client.protocol import Federation, federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
 

@@ -25,9 +25,8 @@ from fedgauge.client.registry import ALLOW, OWN, PLUG_INS, Entry, allowed, is_in
 Table = Mapping[str, Any]  # what TOML or JSON gives: values of mixed type, checked here
 ALLOW_PATH = "FEDGAUGE_ALLOW_PATH"  # folders, besides Python's own path, in which allowed packages are looked for
 _Types = tuple[type, ...]
-# the packages that components were named by before they had short names, and the short names that are not the old ones' end
+# the packages by which components were named before they had short names
 _FORMER = ("client", "defenses", "attacks", "server", "simulations")
-_RENAMED = {"attacks.text.lamp:dlg": "dlg_text", "attacks.text.learning:learning_to_invert": "learning_to_invert_text"}
 
 
 class SpecError(ValueError):
@@ -287,7 +286,7 @@ def _meant(name: str, kind: ComponentKind) -> str:
 def _replaced(name: str, kind: ComponentKind) -> str:
     """What says today what an old, dotted name of fedgauge's own said; nothing where there is no such component."""
     module, _, last = name.partition(":")
-    short = _RENAMED.get(name, last)
+    short = f"{last}_text" if ".text." in module and f"{last}_text" in kind.names() else last
     if module.split(".")[0] not in (*_FORMER, OWN) or short not in kind.names():
         return ""
     return f"components have short names now: use = {short!r} in place of {name!r}"

@@ -6,8 +6,10 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import Generator, Tensor
 
+from fedgauge.client.chain import Chain
 from fedgauge.client.rng import secret_generator
-from fedgauge.client.update import Chain, Transform, UpdateTransform
+from fedgauge.client.transforms import UpdateTransform
+from fedgauge.client.update import Transform
 
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 

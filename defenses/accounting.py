@@ -17,16 +17,11 @@ from typing import Literal
 
 from torch import nn
 
-from fedgauge.client.protocol import Federation
-from fedgauge.client.update import (
-    BatchTransform,
-    Chain,
-    StatefulTransform,
-    Transform,
-    UpdateTransform,
-    local_sgd,
-    per_example,
-)
+from fedgauge.client.chain import Chain
+from fedgauge.client.federation import Federation
+from fedgauge.client.training import local_sgd
+from fedgauge.client.transforms import BatchTransform, StatefulTransform, UpdateTransform, per_example
+from fedgauge.client.update import Transform
 from fedgauge.defenses.ats import ats
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.dp_sgd import dp_sgd

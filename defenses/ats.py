@@ -14,7 +14,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedgauge.client.update import Batch, BatchTransform, Link, UpdateDistribution
+from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution
+from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import identity
 
 Policy = tuple[int, ...]

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Generator
 
-from fedgauge.client.update import Update, UpdateTransform, norm
+from fedgauge.client.transforms import UpdateTransform
+from fedgauge.client.update import Update, norm
 
 
 @dataclass(frozen=True)

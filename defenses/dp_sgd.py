@@ -5,17 +5,9 @@ from typing import ClassVar
 
 from torch import Generator
 
-from fedgauge.client.update import (
-    Batch,
-    Chain,
-    Link,
-    Params,
-    Transform,
-    Update,
-    UpdateDistribution,
-    UpdateFn,
-    per_example,
-)
+from fedgauge.client.chain import Chain
+from fedgauge.client.transforms import Link, UpdateDistribution, per_example
+from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 

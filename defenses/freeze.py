@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Generator, nn
 
-from fedgauge.client.update import Update, UpdateDistribution, UpdateTransform
+from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
+from fedgauge.client.update import Update
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import torch
 from torch import Generator, Tensor
 
 from fedgauge.client.rng import seed_of
-from fedgauge.client.update import Link, Update, UpdateDistribution, UpdateTransform
+from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
+from fedgauge.client.update import Update
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator
 
-from fedgauge.client.update import Link, Update, UpdateDistribution, UpdateFn, UpdateTransform
+from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
+from fedgauge.client.update import Update, UpdateFn
 
 
 @dataclass(frozen=True)

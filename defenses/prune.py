@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.update import Update, UpdateDistribution, UpdateTransform
+from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
+from fedgauge.client.update import Update
 
 
 @dataclass(frozen=True)

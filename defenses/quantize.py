@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.update import Link, Update, UpdateDistribution, UpdateTransform
+from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
+from fedgauge.client.update import Update
 from fedgauge.defenses.noise import identity
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from torch import Generator
 
-from fedgauge.client.update import Link, Update, UpdateDistribution, UpdateTransform
+from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
+from fedgauge.client.update import Update
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.update import Batch, Link, Params, Update, UpdateDistribution, UpdateFn, without_running_stats
+from fedgauge.client.training import without_running_stats
+from fedgauge.client.transforms import Link, UpdateDistribution
+from fedgauge.client.update import Batch, Params, Update, UpdateFn
 from fedgauge.defenses.noise import identity
 
 OFFSET = 0.1  # the published code's: a feature of zero has a score

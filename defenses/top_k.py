@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.update import Link, StatefulTransform, Update, UpdateDistribution, UpdateTransform
+from fedgauge.client.transforms import Link, StatefulTransform, UpdateDistribution, UpdateTransform
+from fedgauge.client.update import Update
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from flwr.serverapp.strategy import Strategy
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgauge.attacks.malicious.targeting import knowledge
+from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, resolve
 from fedgauge.client.data.images import batch_of
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy, per_example_accuracy
-from fedgauge.client.protocol import Federation
 from fedgauge.server.store import checkpoint
-from fedgauge.server.store.ledger import Ledger, Participation
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
@@ -115,7 +116,7 @@ def _malicious(run: Run, ledger: Ledger, scenario: Scenario, inner: Strategy) ->
         ledger.set_meta(server_attack=words)
 
     malicious = MaliciousStrategy(
-        inner, scenario.server_attack, knowledge(scenario.federation), scenario.protocol, trouble=trouble
+        inner, scenario.server_attack, public_knowledge(scenario.federation), scenario.protocol, trouble=trouble
     )
     for o in ledger.observations():
         if o["status"] == "accepted" and o["digest"] and malicious.is_stateful(o["round"], o["client"]):

@@ -14,11 +14,13 @@ from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import HealthCheck, settings
 
 from fedgauge.attacks.base import Observation, Wave
-from fedgauge.attacks.grading.audit import card
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
+from fedgauge.client.federation import Federation
 from fedgauge.client.local_data import data_folder
-from fedgauge.client.protocol import Federation, Protocol
-from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Participation
+from fedgauge.client.protocol import Protocol
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 
@@ -179,7 +181,7 @@ def make_taped() -> Callable[..., Run]:
         params, buffers = federation.initial()
         tape, clients = run.tape(), range(chosen.protocol.clients - 1)
         with run.ledger() as ledger:
-            ledger.add_attacks(chosen.plan, {p.name: card(federation, p) for p in chosen.plan.attacks})
+            ledger.add_attacks(chosen.plan, {p.name: knowledge_card(federation, p) for p in chosen.plan.attacks})
             ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
             for r in range(1, rounds + 1):
                 tape.write_round(r, params, buffers)

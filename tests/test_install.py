@@ -1,30 +1,180 @@
-"""What an installation holds, which a checkout cannot tell: `pip install .` takes what is listed, an editable one the tree."""
+"""What an installation is, which a checkout cannot show: the wheel, installed alone, beside a user's own files."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
+import tomllib
+import uuid
+import venv
 import zipfile
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+
+import pytest
+import tomli_w
+
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.run import processes
+from fedgauge.simulations.run.launch import child_environment
+from tests.server.strategy.test_foreign_app import write_audit
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("client", "defenses", "attacks", "server", "simulations")
-WHEEL = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation"]
+WHEEL = ["wheel", "--no-deps", "--no-index", "--no-build-isolation"]
+PROGRAM = "#!{python}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
 
 
-def test_a_wheel_holds_every_module_and_every_scenario(tmp_path: Path) -> None:
-    source = tmp_path / "source"  # a build leaves folders in what it builds
+def pip(*arguments: str | Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a build leaves folders in what it builds
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    done = subprocess.run([*WHEEL, "--wheel-dir", str(tmp_path), str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    pip(*WHEEL, "--wheel-dir", folder, source)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that holds the wheel, and reaches what it depends on where the tests have it."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    program = folder / "bin" / "python"
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    # a path in a .pth file is searched, but its own .pth files, such as an editable fedgauge's, are not read
+    (site / "dependencies.pth").write_text("\n".join({p for p in sys.path if p.endswith("site-packages")}))
+    pip("--python", program, "install", "--no-deps", "--no-index", wheel)
+    for entry in metadata.entry_points(group="console_scripts"):
+        if entry.dist is not None and entry.dist.name in ("flwr", "ray"):
+            script = folder / "bin" / entry.name
+            script.write_text(PROGRAM.format(python=program, module=entry.module, function=entry.attr))
+            script.chmod(0o755)
+    return program
+
+
+def test_a_wheel_holds_every_module_and_every_scenario(wheel: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
-    ours = [
-        path for name in PACKAGES for suffix in ("py", "toml", "html") for path in (ROOT / name).rglob(f"*.{suffix}")
-    ]
-    owed = {path.relative_to(ROOT).as_posix() for path in ours}
+    suffixes = ("py", "toml", "html", "js", "css")
+    ours = [path for name in PACKAGES for suffix in suffixes for path in (ROOT / name).rglob(f"*.{suffix}")]
+    owed = {f"fedgauge/{path.relative_to(ROOT).as_posix()}" for path in ours}
     assert len(owed) > 100
     assert owed - held == set()
+
+
+def test_a_wheel_installs_one_top_level_package(wheel: Path) -> None:
+    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"fedgauge"}
+
+
+def test_every_folder_of_code_is_listed_as_a_package() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {
+        "fedgauge." + ".".join(path.parent.relative_to(ROOT).parts)
+        for name in PACKAGES
+        for path in (ROOT / name).rglob("*.py")
+    }
+    assert sorted(listed) == sorted(folders)
+
+
+# ------------------------------------------------------------------------------------- beside files of the user's own
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Flower app in the usual shape, client.py and server.py, with three more files whose names are fedgauge's folders'."""
+    app = tmp_path_factory.mktemp("app")
+    shutil.copytree(ROOT / "tests/foreign/quickstart", app / "quickstart", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("client", "server"):
+        (app / f"{name}.py").write_text(f"from quickstart.{name}_app import app\n")
+    for name in ("attacks", "defenses", "simulations"):
+        (app / f"{name}.py").write_text(f"raise RuntimeError('the {name}.py of the user was imported')\n")
+    described = tomllib.loads((ROOT / "tests/foreign/pyproject.toml").read_text())
+    described["tool"]["flwr"]["app"]["components"] = {"serverapp": "server:app", "clientapp": "client:app"}
+    (app / "pyproject.toml").write_text(tomli_w.dumps(described))
+    return app
+
+
+def run(python: Path, folder: Path, *command: str | Path) -> str:
+    env = {**os.environ, "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]])}
+    done = subprocess.run(
+        [python.parent / "fedgauge", *command], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_doctor_finds_everything_in_a_users_folder(python: Path, folder: Path) -> None:
+    assert "Ray" in run(python, folder, "doctor")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
+def test_a_run_with_ray_workers_works_in_a_users_folder(python: Path, folder: Path, tmp_path: Path) -> None:
+    run(python, folder, "init", tmp_path / "mine.toml")
+    settings = ["audit.rounds=[1]", "audit.executor=ray", "attack.0.iterations=4", "attack.1.iterations=4"]
+    chosen = [part for setting in settings for part in ("--set", setting)]
+    run(python, folder, "run", tmp_path / "mine.toml", "--rounds", "2", "--runs", tmp_path / "runs", *chosen)
+    (made,) = (tmp_path / "runs").iterdir()
+    assert (made / "report.html").is_file()
+    with Run.open(made).ledger() as ledger:
+        assert ledger.meta()["state"] == "trained"
+        assert ledger.progress().done == ledger.progress().total > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
+def test_a_foreign_app_has_a_curious_strategy_under_flower(python: Path, folder: Path, tmp_path: Path) -> None:
+    record, mark, port = write_audit(tmp_path, clients=2), uuid.uuid4().hex, processes.free_port()
+    (tmp_path / "home").mkdir()
+    links = {"default": "here", "here": {"address": f"127.0.0.1:{port}", "insecure": True}}
+    (tmp_path / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
+    short = Path(tempfile.mkdtemp(prefix="fl-"))  # Ray's sockets live below it
+    env = child_environment(short, mark) | {"FLWR_HOME": str(tmp_path / "home"), "FEDGAUGE_ALLOW": "quickstart"}
+    env["PATH"] = os.pathsep.join([str(python.parent), env["PATH"]])
+    superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--port", str(port)]
+    process = processes.start([str(python.parent / superlink[0]), *superlink[1:]], tmp_path / "superlink.log", env)
+    try:
+        wait(lambda: processes.listens(port), 90, process)
+        federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
+        flwr = [str(python.parent / "flwr")]
+        command = [*flwr, "run", str(folder), "here", "--stream", "--run-config", f'record-to="{record}" examples=1']
+        trained = subprocess.run(
+            [*command, "--federation-config", federation], env=env, capture_output=True, text=True, timeout=600
+        )
+        listing = subprocess.run(
+            [*flwr, "ls", "here", "--format", "json"], env=env, capture_output=True, text=True, timeout=120
+        )
+        status = json.loads(listing.stdout)["runs"][0]["status"]
+        log = (tmp_path / "superlink.log").read_text()
+        assert status == "finished:completed", trained.stdout[-3000:] + log[-3000:]
+    finally:
+        processes.end(process)
+        processes.sweep(mark)
+        shutil.rmtree(short, ignore_errors=True)
+    with Run.open(record).ledger() as ledger:
+        rows = ledger.observations()
+    places = [(round, client, "accepted") for round in (1, 2) for client in (0, 1)]
+    assert [(row["round"], row["client"], row["status"]) for row in rows] == places
+    assert all(row["digest"] for row in rows)
+
+
+def wait(ready: Callable[[], bool], seconds: float, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert process.poll() is None and time.monotonic() < deadline, "the SuperLink did not start"
+        time.sleep(0.1)

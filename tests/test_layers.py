@@ -1,10 +1,13 @@
 """Who may import whom: read from every source file, so that a notebook needs torch alone and training never needs Ray."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +15,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("client", "defenses", "attacks", "server", "simulations")
-FLOWER = {
-    *("client/app.py", "client/deployment/guard.py", "client/mods.py", "client/deployment/secure_sum_mod.py"),
-    *(
-        "server/app.py",
-        "server/store/checkpoint.py",
-        "server/strategy/curious.py",
-        "server/strategy/validator.py",
-        "server/strategy/node_discovery.py",
-        "server/strategy/client_grading.py",
-        "server/strategy/malicious_strategy.py",
-        "server/strategy/secure_aggregation.py",
-        "server/strategy/wrapper.py",
-    ),
-}
+FLOWER = (
+    "client/app.py",
+    "client/mods.py",
+    "client/deployment/",
+    "server/app.py",
+    "server/strategy/",
+    "server/store/checkpoint.py",
+)
 LEAN = ("client", "defenses", "attacks")  # need torch alone
 MAY_IMPORT = {
     "client": {"client"},
@@ -47,7 +44,8 @@ class Import:
 
     @property
     def top(self) -> str:
-        return self.module.split(".")[0]
+        """The package that is imported: one of ours by its folder, another by its name."""
+        return self.module.removeprefix("fedgauge.").split(".")[0]
 
     @property
     def package(self) -> str:
@@ -58,6 +56,7 @@ def sources() -> list[str]:
     return sorted(p.relative_to(ROOT).as_posix() for package in OURS for p in (ROOT / package).rglob("*.py"))
 
 
+@cache
 def parse(file: str) -> ast.Module:
     return ast.parse((ROOT / file).read_text(), file)
 
@@ -85,12 +84,30 @@ def imports(file: str) -> Iterator[Import]:
             yield Import(file, node.lineno, name, node not in lazy)
 
 
+def docstrings(tree: ast.Module) -> set[ast.AST]:
+    """Strings that stand alone: nothing reads them."""
+    return {n.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+
+
+def names_in_strings(file: str) -> Iterator[Import]:
+    """What a file names without importing it: modules and folders of ours in strings that the program uses."""
+    tree = parse(file)
+    silent = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in silent:
+            for name in re.findall(rf"\b(?:fedgauge\.)?(?:{'|'.join(OURS)})(?:[./][a-z_]+)+", node.value):
+                dotted = name.replace("/", ".").removeprefix("fedgauge.")
+                if (ROOT / dotted.replace(".", "/")).is_dir() or (ROOT / (dotted.replace(".", "/") + ".py")).is_file():
+                    yield Import(file, node.lineno, dotted, False)
+
+
 ALL = [i for file in sources() for i in imports(file)]
+NAMED = [i for file in sources() for i in names_in_strings(file)]
 
 
-def outside(top: set[str], allowed: set[str]) -> list[Import]:
-    """Imports of these packages from files that may not."""
-    return [i for i in ALL if i.top in top and i.file not in allowed]
+def outside(top: set[str], allowed: tuple[str, ...]) -> list[Import]:
+    """Imports of these packages from files, or folders, that may not."""
+    return [i for i in ALL if i.top in top and not i.file.startswith(allowed)]
 
 
 def test_the_reader_sees_every_file_and_both_kinds_of_import() -> None:
@@ -102,8 +119,12 @@ def test_the_reader_sees_every_file_and_both_kinds_of_import() -> None:
 
 @pytest.mark.parametrize("package", OURS)
 def test_a_package_imports_only_what_stands_below_it(package: str) -> None:
-    wrong = [i for i in ALL if i.package == package and i.top in OURS and i.top not in MAY_IMPORT[package]]
-    assert wrong == []
+    everything = [i for i in [*ALL, *NAMED] if i.package == package and i.top in OURS]
+    assert [i for i in everything if i.top not in MAY_IMPORT[package]] == []
+
+
+def test_the_reader_sees_modules_that_are_named_in_strings() -> None:
+    assert {"server.app", "client.app"} <= {i.module for i in NAMED if i.file == "simulations/run/launch.py"}
 
 
 def test_attacks_and_defenses_do_not_know_each_other() -> None:
@@ -117,33 +138,33 @@ def test_the_server_asks_defenses_only_what_they_promise() -> None:
 
 
 def test_only_the_faces_to_flower_import_flower() -> None:
-    simulations = {file for file in sources() if file.startswith("simulations/")}
-    assert outside({"flwr"}, FLOWER | simulations) == []
+    assert outside({"flwr"}, (*FLOWER, "simulations/")) == []
 
 
 def test_only_the_pool_imports_ray() -> None:
-    assert outside({"ray"}, {"server/pool/executors.py"}) == []
+    assert outside({"ray"}, ("server/pool/",)) == []
 
 
 def test_only_the_ledger_imports_sqlite() -> None:
-    assert outside({"sqlite3"}, {"server/store/ledger.py"}) == []
+    assert outside({"sqlite3"}, ("server/store/ledger",)) == []
 
 
 def test_only_the_dashboard_imports_a_web_framework() -> None:
-    dashboard = {file for file in sources() if file.startswith("server/dashboard")}
-    assert outside({"starlette", "uvicorn", "fastapi"}, dashboard) == []
+    assert outside({"starlette", "uvicorn", "fastapi"}, ("server/dashboard/",)) == []
 
 
 def test_client_defenses_and_attacks_need_torch_alone_at_import() -> None:
     allowed = {*sys.stdlib_module_names, "torch", "numpy", *OURS}
-    eager = [i for i in ALL if i.package in LEAN and i.file not in FLOWER and i.eager and i.top not in allowed]
+    eager = [i for i in ALL if i.package in LEAN and not i.file.startswith(FLOWER) and i.eager and i.top not in allowed]
     assert eager == [], "import it where it is used"
 
 
 def test_a_notebook_loads_nothing_but_torch() -> None:
     """The same in a fresh process, where what torch and NumPy import for themselves is the only other thing."""
     modules = [
-        f.removesuffix(".py").replace("/", ".") for f in sources() if f.split("/")[0] in LEAN and f not in FLOWER
+        "fedgauge." + f.removesuffix(".py").replace("/", ".")
+        for f in sources()
+        if f.split("/")[0] in LEAN and not f.startswith(FLOWER)
     ]
     heavy = ["flwr", "ray", "starlette", "scipy", "torchvision", "torchmetrics", "lpips", "datasets", "flwr_datasets"]
     program = f"""
@@ -159,14 +180,58 @@ assert not loaded, loaded
 
 def test_nothing_of_the_server_side_is_imported_anywhere_in_them() -> None:
     heavy = {"flwr", "ray", "sqlite3", "starlette", "uvicorn", "fastapi", "server", "simulations"}
-    assert [i for i in ALL if i.package in LEAN and i.file not in FLOWER and i.top in heavy] == []
+    assert [i for i in ALL if i.package in LEAN and not i.file.startswith(FLOWER) and i.top in heavy] == []
 
 
 def test_a_package_mends_torchvision_before_anything_else() -> None:
     """Every process of ours passes through one of these files first."""
     for package in set(OURS) - {"client"}:
-        assert "client" in [i.module for i in imports(f"{package}/__init__.py")], package
+        assert "fedgauge.client" in [i.module for i in imports(f"{package}/__init__.py")], package
     assert "mend_torchvision()" in (ROOT / "client/__init__.py").read_text()
+
+
+# ------------------------------------------------------------------------------------------------ the shape of the house
+
+MOST_FILES = 20  # beside each other in one folder
+
+
+@cache
+def siblings() -> dict[str, dict[str, set[str]]]:
+    """For each folder, which of its files and folders import which others of it."""
+    files = {f.removesuffix(".py").removesuffix("/__init__").replace("/", "."): f for f in sources()}
+    found: dict[str, dict[str, set[str]]] = {}
+    for file in sources():
+        for node in ast.walk(parse(file)):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("fedgauge."):
+                continue
+            module = str(node.module).removeprefix("fedgauge.")
+            for target in {files.get(f"{module}.{a.name}", files.get(module)) for a in node.names} - {None, file}:
+                mine, other = file.split("/"), str(target).split("/")
+                if "__init__.py" in (mine[-1], other[-1]):
+                    continue  # a package's face
+                depth = next(i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b)
+                found.setdefault("/".join(mine[:depth]), {}).setdefault(mine[depth], set()).add(other[depth])
+    return found
+
+
+@pytest.mark.parametrize("folder", sorted({"", *(f.rpartition("/")[0] for f in sources())}))
+def test_no_circle_ties_the_files_and_folders_of_a_folder(folder: str) -> None:
+    graph = dict(siblings().get(folder, {}))
+    while free := [node for node in graph if not graph[node] & graph.keys()]:
+        for node in free:
+            del graph[node]
+    assert graph == {}, "these import each other in a circle"
+
+
+def test_the_reader_of_circles_sees_imports_between_folders() -> None:
+    assert "client" in siblings()[""]["attacks"]
+    assert len(siblings()) > 15
+
+
+def test_no_folder_has_more_files_than_a_reader_can_hold() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    count = Counter(file.rpartition("/")[0] for file in listed)
+    assert {folder: n for folder, n in count.items() if n > MOST_FILES} == {}
 
 
 # ------------------------------------------------------------------------------------------- nothing is ever unpickled
@@ -186,7 +251,7 @@ def calls(file: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def test_nothing_is_unpickled() -> None:
-    assert outside(UNPICKLERS, set()) == []
+    assert outside(UNPICKLERS, ()) == []
     found = [
         f"{file}:{line}: {name}"
         for file in sources()

@@ -13,8 +13,9 @@ from fedgauge.attacks.grading.image_metrics import BACKBONES, image_metrics, lpi
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.components import ComponentKind
+from fedgauge.client.federation import DATASET, TRANSFORM
+from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
-from fedgauge.client.protocol import DATASET, MODEL, TRANSFORM
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import _parser
 from fedgauge.simulations.experiments.sweep import Sweep, SweepRow, summary

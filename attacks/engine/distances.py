@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fedgauge.client.update import Update, UpdateDistribution, norm
+from fedgauge.client.transforms import UpdateDistribution
+from fedgauge.client.update import Update, norm
 
 _TINY = 1e-20
 

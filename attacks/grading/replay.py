@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Observation
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import detached_params
-from fedgauge.client.protocol import Federation
-from fedgauge.client.update import Loss, Update, gradient, norm
+from fedgauge.client.training import gradient
+from fedgauge.client.update import Loss, Update, norm
 
 TOLERANCE = 1e-4  # relative; float32 rounding of another machine's kernels stays far below
 

@@ -15,25 +15,17 @@ from torch.func import vmap
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Knowledge, Wave
-from fedgauge.attacks.engine.gradients import Unsupported, examples_are_independent, gradients, local_training_changes
+from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, gradients, local_training_changes
+from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.attacks.learned.cache import TensorCache, digest
 from fedgauge.attacks.learned.feature_hashing import Sketch, check_memory
+from fedgauge.client.chain import Chain
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.rng import generator
-from fedgauge.client.update import (
-    Batch,
-    Chain,
-    GroupMean,
-    Params,
-    Update,
-    UpdateFn,
-    UpdateTransform,
-    gradient,
-    is_identity,
-    local_sgd,
-    per_example,
-)
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import GroupMean, UpdateTransform, is_identity, per_example
+from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
 CHUNK = 128  # clients at once: LeNet's updates of so many are 8 MB
 NUMBERS = 2**26  # in the updates that are computed at once, 256 MB: of a language model's but a few

@@ -16,8 +16,10 @@ from torch.func import functional_call
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, probe_batch, why_not_one_gradient
+from fedgauge.client.chain import Chain
 from fedgauge.client.models.vision import last_linear
-from fedgauge.client.update import Chain, Params, Update, UpdateTransform, is_per_example
+from fedgauge.client.transforms import UpdateTransform, is_per_example
+from fedgauge.client.update import Params, Update
 
 CERTAIN = 30.0  # a distance of logits at which softmax rounds to 0 or 1 in float32
 ALONE = 1e-3  # how near to one the number of fished examples is, that one counts as isolated

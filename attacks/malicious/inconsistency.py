@@ -12,8 +12,11 @@ from torch import Generator, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.malicious.server_attack import DelegatingAttack, OmittedParameters, ServerAttack, probe_batch
+from fedgauge.client.chain import Chain
 from fedgauge.client.models.vision import last_linear
-from fedgauge.client.update import Chain, GroupMean, Params, gradient
+from fedgauge.client.training import gradient
+from fedgauge.client.transforms import GroupMean
+from fedgauge.client.update import Params
 
 FAR = 1e4  # a shift at which sigmoid and ReLU are zero and flat in float32, whatever the image
 _SHIFTED = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)

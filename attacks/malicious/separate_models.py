@@ -15,10 +15,12 @@ from torch import Generator, Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, fill_with_mean
+from fedgauge.client.chain import Chain
 from fedgauge.client.components import Table
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Params, is_per_example, relative_error
+from fedgauge.client.transforms import is_per_example
+from fedgauge.client.update import Batch, Params, relative_error
 
 MOVED = 1e-3  # root mean square in pixels, 60 dB: by how much an image is moved to see what its update makes of it
 FARTHER = 10  # times as far as what is unexplained of its part of the update, where an image is proven

@@ -14,7 +14,8 @@ from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.components import ComponentKind, Table, build
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Params, Update, UpdateTransform
+from fedgauge.client.transforms import UpdateTransform
+from fedgauge.client.update import Batch, Params, Update
 
 
 class ServerAttack(ABC):

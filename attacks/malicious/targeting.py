@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.malicious.inconsistency import lone_target
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, DelegatingAttack, ServerAttack
 from fedgauge.attacks.plan import ATTACK, PlannedAttack, describe
+from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import SpecError, Table, build, call, check_arguments
-from fedgauge.client.protocol import Federation, Protocol
+from fedgauge.client.federation import Federation
+from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 
 
@@ -78,26 +79,10 @@ def _listed(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def knowledge(fed: Federation) -> Knowledge:
-    """What a server knows of its federation when it crafts weights: of what it will see, under a secure sum a group's."""
-    dataset, members = fed.shards.dataset, len(fed.protocol.groups(1)[0])
-    return Knowledge(
-        model=fed.model,
-        chain=fed.as_seen(fed.chain, members),
-        shape=dataset.shape,
-        classes=dataset.classes,
-        batch_size=members * fed.shards.batch_size,
-        mean=dataset.mean,
-        std=dataset.std,
-        auxiliary=fed.shards.auxiliary_batch(),
-        loss=fed.loss,
-    )
-
-
 def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
     """Craft each malice's weights once, before anything starts; SpecError where the network lacks what it needs."""
     params, _ = fed.initial()
-    known = knowledge(fed)
+    known = public_knowledge(fed)
     for i, aimed in enumerate(plan, 1):
         where = f"[[server_attack]] #{i}: {aimed.table['use']}"
         if aimed.server_attack.is_stateful and fed.protocol.secure_sum is not None:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.distances import Distance, cosine, left_out, visible_columns
 from fedgauge.attacks.engine.trace import check_snapshots
-from fedgauge.attacks.matching.gradient_matching import GradientMatching, inverting_gradients
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.client.update import Batch
 
 

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.scheduler import Variables
-from fedgauge.attacks.matching.problems import ObservedUpdates, Problems
+from fedgauge.attacks.matching.observed_updates import ObservedUpdates
+from fedgauge.attacks.matching.problems import Problems
 
 Found = tuple[Tensor, Variables]
 Step = Callable[..., Found]

@@ -12,9 +12,9 @@ from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.generators import GeneratorTraining, ImageGenerator, check, generator_of
-from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.settings import MatchingSettings
 from fedgauge.client.update import Params
 
 TOGETHER = 16  # problems, each with a generator of its own
@@ -67,9 +67,9 @@ class gi_gip(Attack):
             trained = GeneratorTraining(self.latent, self.width, self.training)
             generator = generator_of(self.generator, trained, known).to(like)
             labels = labelling.restore(wave, known)
-            matching = GradientMatching(priors=(total_variation(self.tv),))
+            settings = MatchingSettings(priors=(total_variation(self.tv),))
             problems = Problems(
-                matching, wave, known, labels.repeat_interleave(budget.restarts, 0), budget.restarts, like.dtype
+                settings, wave, known, labels.repeat_interleave(budget.restarts, 0), budget.restarts, like.dtype
             )
         except ValueError as error:
             return not_applicable(wave, str(error))

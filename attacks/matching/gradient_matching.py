@@ -6,9 +6,8 @@ reconstruct argmin_x  likelihood(seen, forward(x)) + sum of weight * prior(x)  f
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,99 +15,22 @@ from torch import Tensor
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
-from fedgauge.attacks.engine.distances import Distance, cosine, squared
-from fedgauge.attacks.engine.optimizers import Optimizer, adam, lbfgs, per_iteration_count
+from fedgauge.attacks.engine.optimizers import adam, lbfgs, per_iteration_count
 from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Variables, advance
 from fedgauge.attacks.engine.trace import Tracer, check_snapshots
 from fedgauge.attacks.matching import local_steps
-from fedgauge.attacks.matching.priors import PRIOR, Prior, batch_statistics, magnitude, total_variation
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.quasi_newton import QuasiNewton
-from fedgauge.client.components import Table, build
+from fedgauge.attacks.matching.settings import MatchingSettings
 from fedgauge.client.models.losses import takes_probabilities
 from fedgauge.client.update import Update
 
-CUTS = (3 / 8, 5 / 8, 7 / 8)
 Step = Callable[[Variables, Tensor, Tensor | float, Tensor | None], tuple[Tensor, Variables]]
 
 
 @dataclass(frozen=True)
-class GradientMatching(Attack):
-    """The engine; its fields make the recipe.
-
-    Args:
-        likelihood: of the seen update; None: what the chain's own noise makes it, as far as the attacker knows the chain.
-        priors: on the images; group: pulls an observation's restarts towards their mean (GradInversion).
-        optimizer: adam or lbfgs; for lbfgs the budget's iterations are evaluations of a problem, restarts included.
-        box: keep pixels in [0, 1] after each step (adam).
-        labels: "restored" before matching (or given by the threat model), or "optimised" beside the image as in DLG.
-        anneal: the likelihood's weight at the start; it grows geometrically to 1 over the first half of the iterations.
-        samples, radius: average the objective over images drawn uniformly from a box of this half-width round the guess.
-        surrogate: for several local steps: match one gradient, at a point between the weights before and after them that
-            is found too (SME: Zhu et al., 2023), instead of unrolling the steps.
-        latent: for a model whose layers draw noise: find that too, under its normal density of this weight (of a mean
-            number's square / 2); None: by their mean.
-        draws: average the objective over so many of the attacker's own draws of what has no noise-free form (expectation
-            over transformation); 0: none is drawn.
-        double: in float64, for attacks that are exact.
-        tied: where local steps take slices of the batch in an order that is not known, in every epoch another: the weight of
-            the term that ties the epochs' copies of the images (fedgauge.attacks.matching.local_steps); 0: the order is known.
-        aggregate: of an epoch's images, which is tied.
-        compile: the whole step by torch.compile, once for a wave of this size; needs a C++ compiler, without which the attack
-            is not applicable. LeNet on a CPU thread: 1.5 to 3 times faster, after 60 to 85 CPU seconds of compiling, which
-            pays from 3,000 iterations (K = 64) or 8,000 (K = 8).
-        trace: about so many snapshots are kept of each problem on its way; 0: none.
-    """
-
-    likelihood: Distance | None = None
-    priors: tuple[Prior, ...] = ()
-    optimizer: Optimizer = field(default_factory=adam)
-    box: bool = True
-    labels: Literal["restored", "optimised"] = "restored"
-    group: float = 0.0
-    anneal: float = 1.0
-    samples: int = 1
-    radius: float = 0.0
-    surrogate: bool = False
-    latent: float | None = None
-    draws: int = 0
-    double: bool = False
-    tied: float = 0.0
-    aggregate: local_steps.Aggregate = "mean"
-    compile: bool = False
-    trace: int = 0
-
-    def __post_init__(self) -> None:
-        weights = {"group": self.group, "radius": self.radius, "tied": self.tied, "latent": self.latent or 0.0}
-        for name, value in {**weights, "draws": self.draws}.items():
-            if not value >= 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
-        for prior in self.priors:
-            if not prior.weight >= 0:
-                raise ValueError(f"the weight of {type(prior).__name__} must not be negative, got {prior.weight}")
-        if not 0 < self.anneal <= 1:
-            raise ValueError(f"anneal must be above 0 and at most 1, got {self.anneal}")
-        if self.samples < 1:
-            raise ValueError(f"samples must be at least 1, got {self.samples}")
-        if self.trace:
-            check_snapshots(self.trace)
-        if self.latent is not None and (self.tied or self.surrogate):
-            raise ValueError("latent needs local steps whose examples are known: it goes without tied and surrogate")
-        if self.draws and (self.surrogate or self.compile):
-            raise ValueError(
-                "draws needs the whole chain, and what it draws is not compiled: without surrogate and compile"
-            )
-        if self.tied and self.surrogate:
-            raise ValueError("surrogate takes no local steps whose order could be unknown: it goes without tied")
-        if isinstance(self.optimizer, lbfgs):
-            if self.group or self.radius or self.anneal < 1 or self.surrogate:
-                raise ValueError(
-                    "lbfgs needs one smooth objective a problem: without group, anneal, radius and surrogate"
-                )
-            if self.compile:
-                raise ValueError(
-                    "lbfgs advances fewer problems from step to step, and each number is compiled anew: adam"
-                )
+class GradientMatching(MatchingSettings, Attack):
+    """The engine: it searches all observations and restarts of a wave together, by the settings of a recipe."""
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -355,124 +277,3 @@ def _doubled(wave: Wave, known: Knowledge) -> tuple[Wave, Knowledge]:
     wave = replace(wave, params=double(wave.params), update=double(wave.update))
     loss = copy.deepcopy(known.loss).double() if isinstance(known.loss, torch.nn.Module) else known.loss
     return wave, replace(known, model=copy.deepcopy(known.model).double(), loss=loss)
-
-
-# ------------------------------------------------------------------------------------------------------------- recipes
-
-
-def _with(prior: Table | None, *others: Prior) -> tuple[Prior, ...]:
-    """Priors with one more that a table names (fedgauge.attacks.matching.priors); those of no weight are left out."""
-    if prior is None:
-        return others
-    named = build(prior, "prior", PRIOR)
-    assert isinstance(named, Prior)
-    return tuple(p for p in (*others, named) if p.weight)
-
-
-def inverting_gradients(
-    tv: float = 0.01,
-    rate: float = 0.1,
-    patience: int = 0,
-    compile: bool = False,
-    prior: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
-) -> GradientMatching:
-    """Inverting Gradients (Geiping et al., NeurIPS 2020): cosine, total variation, signed Adam, three cuts of the rate.
-
-    Args:
-        patience: iterations without a fall after which a problem ends; 0: the paper's whole schedule.
-        compile: the whole step; see GradientMatching.
-        prior: one more: {use = "generator_prior", weight = 1e-5}.
-    """
-    descent = adam(rate, signed=True, cuts=CUTS, patience=patience)
-    return GradientMatching(cosine(), _with(prior, total_variation(tv)), descent, compile=compile)
-
-
-def dlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True) -> GradientMatching:
-    """Deep Leakage from Gradients (Zhu et al., NeurIPS 2019): squared distance, images and soft labels found together.
-
-    By L-BFGS, as in the paper, but with a line search.
-
-    Args:
-        restart_above: a relative squared distance above which a search that has ended starts again, within the budget.
-        tolerance: where it stops.
-        double: in float64; in float32 the search ends at a squared distance of 1e-6 or so, short of a sharp image in colour.
-    """
-    return GradientMatching(
-        squared(),
-        (),
-        lbfgs(history=100, restart_above=restart_above, tolerance=tolerance),
-        box=False,
-        labels="optimised",
-        double=double,
-    )
-
-
-def idlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True) -> GradientMatching:
-    """iDLG (Zhao et al., 2020): DLG with the labels restored before matching."""
-    return GradientMatching(
-        squared(), (), lbfgs(history=100, restart_above=restart_above, tolerance=tolerance), box=False, double=double
-    )
-
-
-def bayes(
-    conditional: Literal["known", "squared", "cosine"] = "known",
-    tv: float = 1e-2,
-    rate: float = 0.1,
-    decay: float = 1.0,
-    anneal: float = 1.0,
-    samples: int = 1,
-    radius: float = 0.0,
-    box: bool = True,
-    prior: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
-) -> GradientMatching:
-    """The Bayesian framework's attack (Balunović et al., ICLR 2022, Algorithm 1): the chain's own likelihood, total variation.
-
-    Args:
-        conditional: "known": that of the chain's noise and masks; the two others are the paper's baselines.
-        tv: the prior's weight beta, relative to the likelihood's own scale.
-        decay: of the rate at each iteration; anneal: the likelihood's weight at the start.
-        samples, radius: k and delta; at the centre where radius is 0, as in the paper's tables.
-        prior: one more: {use = "generator_prior"}; tv = 0 leaves it alone.
-    """
-    chosen = {"known": None, "squared": squared(), "cosine": cosine()}[conditional]
-    priors = _with(prior, total_variation(tv))
-    return GradientMatching(chosen, priors, adam(rate, decay=decay), box, anneal=anneal, samples=samples, radius=radius)
-
-
-def grad_inversion(
-    tv: float = 1e-4, l2: float = 1e-6, bn: float = 0.1, group: float = 0.01, rate: float = 0.1
-) -> GradientMatching:
-    """See through Gradients (Yin et al., CVPR 2021): squared distance, image and BatchNorm priors, restarts held together.
-
-    The restarts of an observation are pulled towards their mean pixel by pixel; the paper registers them first.
-
-    Args:
-        bn: weight of the BatchNorm statistics, where the model keeps any.
-    """
-    priors = (total_variation(tv, power=2), magnitude(l2), batch_statistics(bn))
-    return GradientMatching(squared(), tuple(p for p in priors if p.weight), adam(rate, cuts=CUTS), group=group)
-
-
-def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
-    """Surrogate model extension (Zhu et al., ICLR 2023): several local steps matched by one gradient between their ends.
-
-    The cheap alternative to unrolling them, which inverting_gradients does.
-    """
-    return GradientMatching(cosine(), (total_variation(tv),), adam(rate, signed=True, cuts=CUTS), surrogate=True)
-
-
-def federated_averaging(
-    tied: float = 1.0, aggregate: local_steps.Aggregate = "mean", tv: float = 1e-3, rate: float = 0.1
-) -> GradientMatching:
-    """Data leakage in federated averaging (Dimitrov et al., TMLR 2022): local steps over slices whose order is not known.
-
-    The steps are unrolled over copies of the images for every epoch, which an order-invariant term ties; restarts try which
-    slice of which epoch holds which label. At the end copies are paired and averaged. By signed Adam, which finds more here
-    than the paper's Adam.
-
-    Args:
-        tied: the term's weight.
-        aggregate: of an epoch's images, which is compared between epochs: their mean, as in the paper's tables, or maximum.
-    """
-    descent = adam(rate, signed=True, cuts=CUTS)
-    return GradientMatching(cosine(), (total_variation(tv),), descent, tied=tied, aggregate=aggregate)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedgauge.client.update import Chain
+from fedgauge.client.chain import Chain
 
 Aggregate = Literal["mean", "max"]
 

@@ -11,7 +11,8 @@ from torch.func import functional_call
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.learned.generators import GeneratorTraining, check, generator_of
 from fedgauge.client.components import ComponentKind
-from fedgauge.client.update import Params, without_running_stats
+from fedgauge.client.training import without_running_stats
+from fedgauge.client.update import Params
 
 Energy = Callable[[Tensor], Tensor]  # x (B, C, H, W) -> a scalar
 

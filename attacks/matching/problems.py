@@ -1,63 +1,35 @@
 """The problems of a wave: each one's objective as a function of its images, likelihood and priors, and its slopes."""
 
-import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
-from torch import Generator, Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
-from torch.func import grad_and_value, vmap
-from torch.nn import functional as F
+from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.distances import (
     InnerProductDistance,
-    InnerProducts,
-    between,
     left_out,
     likelihood,
     visible,
     visible_columns,
 )
-from fedgauge.attacks.engine.gradients import (
-    FactoredGradient,
-    Gradients,
-    Unsupported,
-    examples_are_independent,
-    factored,
-    flattened,
-    gradients,
-    local_training_changes,
-)
+from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, flattened
+from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
+from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.attacks.engine.scheduler import Variables
-from fedgauge.attacks.engine.strided_conv import without_stride
 from fedgauge.attacks.matching import local_steps
+from fedgauge.attacks.matching.observed_updates import ObservedUpdates
+from fedgauge.attacks.matching.over_problems import KnownGradient, each_with_slopes, over_problems
 from fedgauge.attacks.matching.priors import Energy, LatentPrior
+from fedgauge.attacks.matching.settings import MatchingSettings
+from fedgauge.attacks.matching.whole_batch import whole_batch_update
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.rng import generator
-from fedgauge.client.update import (
-    Batch,
-    Chain,
-    Loss,
-    Params,
-    StochasticLayer,
-    Update,
-    UpdateTransform,
-    gradient,
-    is_identity,
-    is_per_example,
-    local_sgd,
-    noise_free,
-)
-
-if TYPE_CHECKING:
-    from fedgauge.attacks.matching.gradient_matching import GradientMatching
-
-Forms = dict[tuple[str, ...], tuple[Tensor, ...]]
+from fedgauge.client.training import StochasticLayer, gradient
+from fedgauge.client.transforms import is_per_example
+from fedgauge.client.update import Batch, Update
 
 
 class Problems:
@@ -70,7 +42,7 @@ class Problems:
 
     def __init__(
         self,
-        attack: "GradientMatching",
+        settings: MatchingSettings,
         wave: Wave,
         known: Knowledge,
         labels: Tensor | None,
@@ -78,23 +50,23 @@ class Problems:
         dtype: torch.dtype,
         epochs: int = 1,
     ):
-        self.attack, self.known, self.labels, self.restarts, self.epochs = attack, known, labels, restarts, epochs
+        self.settings, self.known, self.labels, self.restarts, self.epochs = settings, known, labels, restarts, epochs
         self.dtype = dtype  # of the images that are handed out
         self.params = wave.params
         self.count = len(wave) * restarts
         noise = known.chain.update_distribution
-        own = attack.likelihood or likelihood(noise, known.batch_size)
+        own = settings.likelihood or likelihood(noise, known.batch_size)
         if noise is not None and noise.sparse:  # what was dropped is not compared, whatever a guess would have lost
-            own = own if attack.likelihood is None else visible(own)
+            own = own if settings.likelihood is None else visible(own)
             self.known = replace(known, chain=known.chain.visible)
         self.likelihood = left_out(own, known.chain.hidden)
         known = self.known
-        bound = [(p.weight, p.bind(known, wave.params)) for p in attack.priors]
+        bound = [(p.weight, p.bind(known, wave.params)) for p in settings.priors]
         self.energies: list[tuple[float, Energy]] = [(w, e) for w, e in bound if not isinstance(e, LatentPrior)]
         explained = [(w, e) for w, e in bound if isinstance(e, LatentPrior)]
         self.explained = {f"latents {i}": both for i, both in enumerate(explained)}  # by the variable's name
-        self.noise: dict[str, LatentNoise] = {} if attack.latent is None else drawn(known)
-        generally = attack.surrogate or attack.draws or self.noise or not is_mean(known.loss, known.classes)
+        self.noise: dict[str, LatentNoise] = {} if settings.latent is None else drawn(known)
+        generally = settings.surrogate or settings.draws or self.noise or not is_mean(known.loss, known.classes)
         self.step = None if generally else whole_batch_update(known.chain, known.loss)
         self.update = wave.update
         self.factors: dict[str, FactoredGradient | None] = {}
@@ -104,7 +76,7 @@ class Problems:
     @property
     def units(self) -> Tensor:
         """(U, R) problems that only advance together: all restarts of an observation where they feel each other."""
-        return torch.arange(self.count).view(-1, self.restarts if self.attack.group else 1)
+        return torch.arange(self.count).view(-1, self.restarts if self.settings.group else 1)
 
     @property
     def images(self) -> int:
@@ -153,7 +125,7 @@ class Problems:
     def differentiated(
         self,
         variables: Variables,
-        seen: "ObservedUpdates",
+        seen: ObservedUpdates,
         labels: Tensor | None,
         likelihood_weight: Tensor | float,
         nearby: Tensor | None,
@@ -175,7 +147,7 @@ class Problems:
         found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
         return value.detach(), dict(zip(leaves, found, strict=True))
 
-    def chosen(self, rows: Tensor) -> tuple["ObservedUpdates", Tensor | None]:
+    def chosen(self, rows: Tensor) -> tuple[ObservedUpdates, Tensor | None]:
         """What was seen of some problems, and their labels where they are known; gathered once for the same problems."""
         if self._chosen is None or not torch.equal(self._chosen[0], rows):
             labels = None if self.labels is None else self.labels[rows]
@@ -183,10 +155,10 @@ class Problems:
         return self._chosen[1:]
 
     def _objectives(
-        self, variables: Variables, seen: "ObservedUpdates", labels: Tensor | None, likelihood_weight: Tensor | float
+        self, variables: Variables, seen: ObservedUpdates, labels: Tensor | None, likelihood_weight: Tensor | float
     ) -> Tensor:
         """Objectives (N,) of some problems, differentiable."""
-        x, attack = variables["x"], self.attack
+        x, settings = variables["x"], self.settings
         y = variables["y"].softmax(2) if labels is None else labels
         beside = {name: t for name, t in variables.items() if name not in ("x", "y", *self.explained)}
         objectives = likelihood_weight * self._distances(x, y, seen, beside)
@@ -199,16 +171,16 @@ class Problems:
                 -1, self.epochs
             ).mean(1)
         if self.epochs > 1:
-            objectives = objectives + attack.tied * local_steps.aggregate_gap(x, self.epochs, attack.aggregate)
+            objectives = objectives + settings.tied * local_steps.aggregate_gap(x, self.epochs, settings.aggregate)
         for name in self.noise:
-            objectives = objectives + 0.5 * (attack.latent or 0.0) * variables[name].square().flatten(1).mean(1)
-        if attack.group and self.restarts > 1:
+            objectives = objectives + 0.5 * (settings.latent or 0.0) * variables[name].square().flatten(1).mean(1)
+        if settings.group and self.restarts > 1:
             together = x.view(-1, self.restarts, *x.shape[1:])
             apart = (together - together.mean(1, keepdim=True).detach()).square()
-            objectives = objectives + attack.group * apart.flatten(2).mean(2).flatten()
+            objectives = objectives + settings.group * apart.flatten(2).mean(2).flatten()
         return objectives
 
-    def _distances(self, x: Tensor, y: Tensor, seen: "ObservedUpdates", beside: Variables) -> Tensor:
+    def _distances(self, x: Tensor, y: Tensor, seen: ObservedUpdates, beside: Variables) -> Tensor:
         if self.step is not None:
             try:
                 if not self.checked and not examples_are_independent(self.known.model, self.params, x):
@@ -223,15 +195,15 @@ class Problems:
     def _generally(self, x: Tensor, y: Tensor, seen: Update, beside: Variables) -> Tensor:
         """The distances by vmap over whole problems, whatever the chain and the model are."""
         names = tuple(beside)
-        one = partial(self._at_surrogate if self.attack.surrogate else self._one, names)
+        one = partial(self._at_surrogate if self.settings.surrogate else self._one, names)
         inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(beside.values(), 3))}
         arguments: list[Tensor | Update] = [x.detach(), y.detach(), seen, *(t.detach() for t in beside.values())]
         # grad within vmap: autograd round a vmap of grad is faster, and wrong for some layers (LayerNorm in torch 2.13)
-        draws: Literal["same", "error"] = "same" if self.attack.draws else "error"
-        slopes, value = _each_with_slopes(one, tuple(inputs), draws, *arguments)
-        return cast(Tensor, _KnownGradient.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
+        draws: Literal["same", "error"] = "same" if self.settings.draws else "error"
+        slopes, value = each_with_slopes(one, tuple(inputs), draws, *arguments)
+        return cast(Tensor, KnownGradient.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
 
-    def _compare(self, seen: "ObservedUpdates", expected: Gradients) -> Tensor:
+    def _compare(self, seen: ObservedUpdates, expected: Gradients) -> Tensor:
         if isinstance(self.likelihood, visible_columns):
             pruned = self.likelihood.names
             expected = {k: seen.columns_of(k, t) if k in pruned else t for k, t in expected.items()}
@@ -253,7 +225,7 @@ class Problems:
         noise = {self.noise[name].layer: t for name, t in zip(names, beside, strict=True)}
         client = known.given(noise) if noise else known.forward
         # the same draws in every iteration and for all problems: the objective stays one function, and packing changes nothing
-        count = self.attack.draws
+        count = self.settings.draws
         rngs: list[Generator | None] = [generator("draw", j) for j in range(count)] if count else [None]
         return torch.stack([self.likelihood(seen, client(self.params, batch, rng)) for rng in rngs]).mean(0)
 
@@ -280,163 +252,3 @@ def drawn(known: Knowledge) -> dict[str, LatentNoise]:
     # of a sum, one client's after the other's
     shape = (steps.steps * known.chain.parts, known.chain.slice_of(known.batch_size))
     return {f"noise of {n}": LatentNoise(n, (*shape, numbers)) for n, numbers in layers.items()}
-
-
-class ObservedUpdates:
-    """What was seen of some problems' observations; each form of it is gathered when it is first needed.
-
-    Args:
-        update: of all K observations.
-        owners: (N,) the problems' observations.
-        factors: of large layers' updates (K, ...), where they are products; filled here, and kept for other problems.
-
-    Attributes:
-        forms: what was gathered so far: enough for the same matching of other problems.
-    """
-
-    def __init__(self, update: Update, owners: Tensor, factors: dict[str, FactoredGradient | None]) -> None:
-        self.update, self.owners, self.factors = update, owners, factors
-        self.whole = torch.equal(owners, torch.arange(len(next(iter(update.values())))))
-        self.forms: Forms = {}
-
-    def with_forms(self, forms: Forms) -> "ObservedUpdates":
-        """The same, with tensors in place of what it would gather."""
-        other = copy.copy(self)
-        other.forms = forms
-        return other
-
-    def form(self, kind: str, *names: str) -> tuple[Tensor, ...]:
-        """One of the forms, gathered if it was not yet."""
-        key = (kind, *names)
-        if key not in self.forms:
-            gather: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-                "tensor": self._tensor,
-                "flat": self._flat,
-                "square": self._square,
-                "factors": self._factors,
-                "columns": self._columns,
-            }
-            self.forms[key] = gather[kind](*names)
-        return self.forms[key]
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor (N, ...)."""
-        return self.form("tensor", name)[0]
-
-    def formed(self) -> Update:
-        """The updates."""
-        return {name: self.tensor(name) for name in self.update}
-
-    def together(self, expected: Update) -> InnerProducts:
-        """Inner products with some tensors of another update, all of them as one."""
-        *matrices, square = self.form("flat", *expected)
-        return between(matrices, flattened(expected), square)
-
-    def columns_of(self, name: str, expected: Tensor | FactoredGradient) -> Tensor | FactoredGradient:
-        """Another update's matrix (N, out, in), zero in the columns that are zero here."""
-        columns = self.form("columns", name)[0][:, None]
-        if isinstance(expected, FactoredGradient):
-            return FactoredGradient(expected.signal, expected.input * columns)
-        return expected * columns
-
-    def products(self, name: str, expected: Tensor | FactoredGradient) -> InnerProducts:
-        """Inner products with another update's tensor."""
-        if not isinstance(expected, FactoredGradient):
-            return self.together({name: expected})
-        (square,) = self.form("square", name)
-        if name not in self.factors:
-            self.factors[name] = factored(self.update[name], expected.rows)
-        other = self.tensor(name) if self.factors[name] is None else FactoredGradient(*self.form("factors", name))
-        inner, own = expected.products(other)
-        return InnerProducts(inner, square, own)
-
-    def _tensor(self, name: str) -> tuple[Tensor, ...]:
-        return (self.update[name] if self.whole else self.update[name][self.owners],)
-
-    def _flat(self, *names: str) -> tuple[Tensor, ...]:
-        matrices = flattened({name: self._tensor(name)[0] for name in names})  # not kept twice
-        return *matrices, torch.stack([t.square().sum(1) for t in matrices]).sum(0)
-
-    def _square(self, name: str) -> tuple[Tensor, ...]:
-        return (torch.stack([torch.dot(t, t) for t in self.update[name].flatten(1)])[self.owners],)
-
-    def _columns(self, name: str) -> tuple[Tensor, ...]:
-        matrices = self.update[name]
-        return ((matrices != 0).any(1).to(matrices)[self.owners],)
-
-    def _factors(self, name: str) -> tuple[Tensor, ...]:
-        found = self.factors[name]
-        assert found is not None
-        return tuple(found.of(self.owners))
-
-
-Step = Callable[[nn.Module, Params, Tensor, Tensor, bool], Gradients]
-
-
-def whole_batch_update(chain: Chain, loss: Loss = F.cross_entropy) -> Step | None:
-    """The update of a chain whose local steps each take one gradient of the whole batch; None where more is changed.
-
-    What else is in the chain may change the finished update, or the only gradient. The loss is the mean of its examples'.
-    """
-    steps, links = chain.local, [noise_free(link) for link in chain.links]
-    if steps.batch_size is not None:
-        return None
-    place = next(i for i, link in enumerate(links) if isinstance(link, local_sgd))
-    before, after = ([link for link in part if not is_identity(link)] for part in (links[:place], links[place + 1 :]))
-    if not before and not after:
-        return lambda model, params, x, y, factors: local_training_changes(model, params, x, y, steps, factors, loss)
-    if not all(isinstance(link, UpdateTransform) for link in before + after) or (before and steps.steps > 1):
-        return None
-    rest = Chain(tuple([*before, steps, *after] if before else after))
-
-    def through(model: nn.Module, params: Params, x: Tensor, y: Tensor, factors: bool) -> Gradients:
-        def one(found: Gradients, x: Tensor, y: Tensor) -> Update:
-            return rest(lambda *_: cast(Update, found))(params, Batch(x, y), None)
-
-        alone = partial(gradients, factor=1.0) if before else partial(local_training_changes, local=steps)
-        return {**vmap(one)(alone(model, params, x, y, factors=False, loss=loss), x, y)}
-
-    return through
-
-
-def over_problems(function: Callable[..., Tensor], *arguments: Tensor | Update) -> Tensor:
-    """A function of one problem, for all of them: on the first axis of every tensor; a single one without vmap."""
-    first = arguments[0]
-    count = len(first if isinstance(first, Tensor) else next(iter(first.values())))
-    if count > 1:
-        mapped: Tensor = vmap(function)(*arguments)
-        return mapped
-    alone = [a[0] if isinstance(a, Tensor) else {k: t[0] for k, t in a.items()} for a in arguments]
-    return function(*alone)[None]
-
-
-def _each_with_slopes(
-    function: Callable[..., Tensor],
-    by: tuple[int, ...],
-    draws: Literal["same", "error"],
-    *arguments: Tensor | Update,
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """A function of one problem for all of them, and its gradients by some of its arguments."""
-    with without_stride():
-        if len(cast(Tensor, arguments[0])) > 1:
-            slopes, value = vmap(grad_and_value(function, by), randomness=draws)(*arguments)
-        else:
-            alone = [a[0] if isinstance(a, Tensor) else {k: t[0] for k, t in a.items()} for a in arguments]
-            slopes, value = grad_and_value(function, by)(*alone)
-            slopes, value = tuple(s[None] for s in slopes), value[None]
-    return slopes, value
-
-
-class _KnownGradient(Function):
-    """A value (N,) whose gradients by its inputs (N, ...) are known already: inputs first, then as many gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, inputs: int, *both: Tensor) -> Tensor:
-        ctx.save_for_backward(*both[inputs:])
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        slopes = [s * g.view(-1, *[1] * (s.dim() - 1)) for s in ctx.saved_tensors]
-        return None, None, *slopes, *[None] * len(slopes)

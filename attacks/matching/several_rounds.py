@@ -26,7 +26,8 @@ from fedgauge.attacks.base import (
 from fedgauge.attacks.engine.distances import Distance, likelihood
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.matching.priors import total_variation
-from fedgauge.client.update import Batch, Params, Update, UpdateDistribution
+from fedgauge.client.transforms import UpdateDistribution
+from fedgauge.client.update import Batch, Params, Update
 
 ALONE = 0.25  # of the iterations go to the newest round, before the others have a say
 CUTS = (3 / 8, 5 / 8, 7 / 8)  # of the rate, by ten each, as Inverting Gradients does

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
 from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
+from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.update import Batch, Chain, Params, Update, gradient, norm, relative_error
+from fedgauge.client.training import gradient
+from fedgauge.client.update import Batch, Params, Update, norm, relative_error
 
 TOLERANCE = 1e-5  # relative, a hundred roundings of float32; two words of an untrained network exchanged are 6e-4
 MOST_ORDERS = 24  # of labels or of sentences that are tried: a batch of four stands in so many

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.distances import signs
-from fedgauge.attacks.engine.gradients import Unsupported
+from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.attacks.text.ghost_products import (
     ObservedGradients,
     ProductTable,
@@ -23,7 +23,9 @@ from fedgauge.attacks.text.ghost_products import (
 )
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_mean
-from fedgauge.client.update import Batch, Params, Update, UpdateFn, is_identity, local_sgd, noise_free
+from fedgauge.client.training import local_sgd
+from fedgauge.client.transforms import is_identity, noise_free
+from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
 TOGETHER = 32  # problems in one pass, whose graph is held until it is differentiated
 FEW = 4  # of those whose gradients are formed together

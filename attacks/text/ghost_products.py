@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgauge.attacks.engine.gradients import FORM_BELOW, CallRecorder, FactoredGradient, Unsupported, factored
+from fedgauge.attacks.engine.gradients.factored import FORM_BELOW, FactoredGradient, factored
+from fedgauge.attacks.engine.gradients.recording import CallRecorder, Unsupported
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.update import Loss, Params, Update
 

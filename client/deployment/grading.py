@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgauge.client.deployment.owner import ClientFolder, GradingPolicy, OwnerConfig, RequestRefused, digest_of
+from fedgauge.client.deployment.owner import GradingPolicy, OwnerConfig
+from fedgauge.client.deployment.state_folder import ClientFolder, digest_of
+from fedgauge.client.deployment.terms import RequestRefused
 from fedgauge.client.pairing import PSNR_CAP, match, psnr_of
 from fedgauge.client.update import Batch
 

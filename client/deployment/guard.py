@@ -17,10 +17,12 @@ import torch
 from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from torch import Generator, Tensor
 
-from fedgauge.client.inspection import ALARM, REASON, InspectionPolicy, ProbeSet, probe_examples
+from fedgauge.client.federation import Federation
+from fedgauge.client.inspection.policy import ALARM, REASON, InspectionPolicy
+from fedgauge.client.inspection.probes import ProbeSet, probe_examples
 from fedgauge.client.mods import Mod
-from fedgauge.client.protocol import Federation
-from fedgauge.client.update import Params, TransformState, Update, norm
+from fedgauge.client.transforms import TransformState
+from fedgauge.client.update import Params, Update, norm
 
 _LOG = logging.getLogger("fedgauge")
 WITHHELD = 111  # an error code of our own

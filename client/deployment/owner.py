@@ -1,28 +1,16 @@
-"""A client of a deployment does what its owner's file says: data, chain, grading and guard; the server only names the model.
+"""The owner's file: data, chain, grading and guard of a client of a deployment."""
 
-The server's protocol is taken at its word for the seed, the number of rounds and clients, and the model. All else in it is
-what the server assumes.
-"""
-
-import fcntl
-import hashlib
-import json
-import os
-import time
 import tomllib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 
 from fedgauge.client.components import (
-    ComponentKind,
     SpecError,
     Table,
     allowing,
@@ -30,36 +18,17 @@ from fedgauge.client.components import (
     call,
     check_arguments,
     coerce,
-    is_own,
     with_absolute_paths,
 )
-from fedgauge.client.data.images import Dataset, Shards, batch_of, split
-from fedgauge.client.files import replacing
-from fedgauge.client.inspection import FIRST_NETWORK, InspectionPolicy, Mode
-from fedgauge.client.local_data import may_download
+from fedgauge.client.data.images import Dataset, batch_of
+from fedgauge.client.federation import DATASET
+from fedgauge.client.inspection.policy import InspectionPolicy, Mode
 from fedgauge.client.models.losses import CROSS_ENTROPY
-from fedgauge.client.protocol import DATASET, MODEL, Federation, Protocol, build_model
-from fedgauge.client.rng import secret_generator
-from fedgauge.client.update import Batch, Params, TransformState, Update
+from fedgauge.client.update import Batch
 
-MOST_PARAMETERS = 2**28  # of a model that a server may name: 1 GiB
 MOST_CLIENTS = 100_000
-MOST_TEXT = 2**16  # characters of a protocol
-MOST_MODEL = 2**12  # of them of the model: a list of layers is built before it is measured
 _TOP = ("client", "state", "allow", "data", "loss", "chain", "updates", "grading", "guard")
-NO_FILE = "[model]: a server does not make a client read a file"
 _SPLIT = ("partition", "alpha", "shards_per_client", "auxiliary")  # of a data set that several clients share
-
-
-class RequestRefused(Exception):
-    """What the server asked for is not done; the message is for the server, and tells nothing of the data."""
-
-
-class DamagedState(Exception):
-    """A file of the client's own folder cannot be read; the message names it, and is for the owner alone."""
-
-
-# ---------------------------------------------------------------------------------------------------- the owner's file
 
 
 @dataclass(frozen=True)
@@ -235,291 +204,3 @@ def _options(kind: Any, value: Any, where: str) -> Any:
         names = ", ".join(f.name for f in fields(kind))
         raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {names})")
     return call(kind, check_arguments(kind, table, where), where)
-
-
-# ------------------------------------------------------------------------------------------------ the server's protocol
-
-
-@dataclass(frozen=True)
-class ServerTerms:
-    """What a client takes from the server's protocol."""
-
-    seed: int
-    rounds: int
-    clients: int
-    model: Table
-
-    @classmethod
-    def parse(cls, text: str) -> "ServerTerms":
-        """From the protocol's JSON; Refused with the reason."""
-        if len(text) > MOST_TEXT:
-            raise RequestRefused(f"the protocol has {len(text)} characters, more than {MOST_TEXT}")
-        try:
-            spec = coerce(json.loads(text), dict, "the protocol")
-            numbers = {key: coerce(spec.get(key), int, key) for key in ("seed", "rounds", "clients")}
-            model = coerce(spec.get("model"), dict, "[model]")
-        except (ValueError, RecursionError) as error:
-            raise RequestRefused(f"the protocol cannot be read: {error}") from error
-        for key, least, most in (("seed", 0, 2**63 - 1), ("rounds", 1, 2**31), ("clients", 1, MOST_CLIENTS)):
-            if not least <= numbers[key] <= most:
-                raise RequestRefused(f"{key} must lie in {least}..{most}, got {numbers[key]}")
-        if len(json.dumps(model)) > MOST_MODEL:
-            raise RequestRefused(f"[model] has more than {MOST_MODEL} characters")
-        if "weights" in model:
-            raise RequestRefused(NO_FILE)
-        return cls(**numbers, model=model)
-
-
-@dataclass(frozen=True, eq=False)
-class DeployedClient(Federation):
-    """The federation as one client of a deployment computes it: its owner's data and chain, the server's model."""
-
-    owner: OwnerConfig
-
-    @classmethod
-    def of(cls, owner: OwnerConfig, terms: ServerTerms) -> "DeployedClient":
-        """Built and checked; Refused where the server's part is at fault, SpecError where the owner's is."""
-        if owner.client >= terms.clients:
-            raise RequestRefused(f"this is client {owner.client}, the protocol has {terms.clients} clients")
-        protocol = Protocol(
-            terms.seed, terms.rounds, terms.clients, owner.data, terms.model, owner.chain, loss=owner.loss
-        )
-        own = cls(protocol, owner)
-        try:
-            _ = own.shards, own.model
-            with owner.allowing():
-                _ = own.loss, own.chain, self_audit(owner.guard) if owner.guard else None
-        except SpecError as error:
-            raise SpecError(f"{owner.path}: {error}") from error
-        return own
-
-    @cached_property
-    def shards(self) -> Shards:
-        """The owner's images: all of them, or the part that the protocol's seed deals out to this client."""
-        owner, clients, data = self.owner, self.protocol.clients, self.owner.dataset
-        if not owner.whole:
-            fixed = {"dataset": data, "clients": clients, "seed": self.protocol.seed}
-            table = {**owner.split, "batch_size": owner.batch_size}
-            dealt: Shards = call(split, check_arguments(split, table, "[data]", fixed), "[data]")
-            return dealt
-        if len(data.y) < owner.batch_size:
-            raise SpecError(f"[data]: {data.name} has {len(data.y)} images, fewer than batch_size {owner.batch_size}")
-        none = torch.zeros(0, dtype=torch.int64)
-        indices = tuple(torch.arange(len(data.y)) if c == owner.client else none for c in range(clients))
-        return Shards(data, indices, none, owner.batch_size, self.protocol.seed)
-
-    @cached_property
-    def model(self) -> nn.Module:
-        """The network that the server names, if it is small enough to be held, and here, of a place that the owner allows."""
-        table = dict(self.protocol.model)
-        offered = self.shards.dataset.offered
-        allowed = may_download.set(False)  # a server names what a client has, and makes it fetch nothing
-        try:
-            mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
-            with self.owner.allowing():
-                if with_absolute_paths(table, MODEL, Path(os.sep)) != table:
-                    raise RequestRefused(NO_FILE)
-                if is_own(table, MODEL):  # a package that the owner allows is the owner's to trust
-                    self._check_size(table, offered)
-                return build_model(table, "[model]", offered, self.protocol.seed, beside=("mode",)).train(
-                    mode == "train"
-                )
-        except SpecError as error:
-            raise RequestRefused(str(error)) from error
-        finally:
-            may_download.reset(allowed)
-
-    def _check_size(self, table: Table, offered: Mapping[str, Any]) -> None:
-        with torch.device("meta"):  # shapes alone, before any memory is taken
-            shadow = build_model(table, "[model]", offered, self.protocol.seed, beside=("mode",))
-        size = sum(t.numel() for t in (*shadow.parameters(), *shadow.buffers()))
-        if size > MOST_PARAMETERS:
-            raise RequestRefused(f"[model]: it has {size} parameters, more than {MOST_PARAMETERS}")
-
-    def draw(self, round: int) -> list[int]:
-        """The rows of the training images that a round trains on."""
-        if self.owner.sampling == "agreed":
-            return self.shards.rows_at(self.owner.client, round).tolist()
-        mine = self.shards.indices[self.owner.client]
-        drawn = mine[torch.randperm(len(mine), generator=secret_generator())]
-        return drawn[: self.owner.batch_size].tolist()
-
-    def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: TransformState) -> Update:
-        """What leaves the client, with noise that nobody else can draw again."""
-        self.load_buffers(buffers)
-        return self.update_fn(memory)(params, batch, secret_generator())
-
-
-class SelfAudit(ABC):
-    """What a client tries on its own update before it leaves; a frozen dataclass of an attack's name and its budget."""
-
-    @abstractmethod
-    def leak(
-        self, own: Federation, params: Params, buffers: Mapping[str, Tensor], update: Update, batch: Batch
-    ) -> float:
-        """PSNR in dB of the best reconstructed example; -inf where the attack got none.
-
-        Raises:
-            ValueError: the attack does not apply, so that nothing can be said.
-        """
-
-
-SELF_AUDIT = ComponentKind("an audit of one's own update", ("fedgauge.audits",), SelfAudit)
-INVERSION = "invert_own"  # attacks stand above clients: it is found by its name, where an owner asks for it
-
-
-def self_audit(guard: GuardPolicy) -> SelfAudit | None:
-    """The audit that an owner asks for."""
-    if guard.audit is None:
-        return None
-    table = {"use": INVERSION, "attack": guard.audit, "iterations": guard.iterations, "seconds": guard.seconds}
-    found: SelfAudit = build(table, "[guard]", SELF_AUDIT)
-    return found
-
-
-# ------------------------------------------------------------------------------------------------- the client's own folder
-
-
-@dataclass(frozen=True)
-class DrawnBatch:
-    """What a client trained on in a round.
-
-    Args:
-        run: Flower's number of the run.
-        digest: of the examples; else rows would mean others where the owner's data has changed.
-        sent: whether the update left: of one that the owner's guard held back nothing is told, not even its leak.
-    """
-
-    run: int
-    rows: tuple[int, ...]
-    digest: str
-    sent: bool = False
-
-
-@dataclass(frozen=True)
-class ClientFolder:
-    """The client's own folder: what it drew, what it answered, and its log; nothing in it ever travels."""
-
-    folder: Path
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the folder alone: counts must not be read by two at the same time."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _private(self.folder / "lock") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    def drawn(self, run: int, round: int) -> DrawnBatch | None:
-        """What was trained on in a round of one of the server's runs; None where that round never came."""
-        table = _read(self._round(run, round))
-        if table is None:
-            return None
-        try:
-            return DrawnBatch(
-                int(table["run"]), tuple(map(int, table["rows"])), str(table["digest"]), table["sent"] is True
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedState(f"{self._round(run, round)} is damaged: {error!r}") from error
-
-    def draws(self) -> int:
-        """How often a round's examples were drawn, in all runs."""
-        return sum(1 for _ in (self.folder / "rounds").glob("run-*.json"))
-
-    def keep_drawn(self, round: int, drawn: DrawnBatch) -> None:
-        """Write a round's draw down."""
-        _write(self._round(drawn.run, round), asdict(drawn))
-
-    def answers(self, digest: str) -> dict[str, Any]:
-        """What was answered on a batch, by round and attack."""
-        return _read(self._answers(digest)) or {}
-
-    def keep_answers(self, digest: str, answers: Mapping[str, Any]) -> None:
-        """Write down what will be answered: before it leaves, so that a crash forgets no answer."""
-        _write(self._answers(digest), answers)
-
-    def protocol(self) -> str | None:
-        """The server's last protocol; None before the first."""
-        try:
-            return (self.folder / "protocol.json").read_text()
-        except FileNotFoundError:
-            return None
-
-    def keep_protocol(self, text: str) -> None:
-        """Write the server's protocol down, for the owner's own account."""
-        with replacing(self.folder / "protocol.json") as file:
-            file.write(text.encode())
-
-    @contextmanager
-    def met(self, run: int) -> Iterator[TransformState]:
-        """What an inspection remembers of the weights of one of the server's runs; what is changed in it is kept.
-
-        The network that was met first is that of all runs: an owner who agrees to another one deletes the file, or names it.
-        Weights are not compared between runs.
-        """
-        from safetensors import SafetensorError
-        from safetensors.torch import load, save
-
-        path, mine = self.folder / "inspected.safetensors", torch.tensor(list(str(run).encode()), dtype=torch.uint8)
-        try:
-            memory: TransformState = load(path.read_bytes())
-        except FileNotFoundError:
-            memory = {}
-        except (OSError, SafetensorError) as error:
-            raise DamagedState(f"{path} is damaged: {error}") from error
-        if not torch.equal(memory.pop("run", mine), mine):
-            memory = {k: t for k, t in memory.items() if k == FIRST_NETWORK}
-        yield memory
-        with replacing(path, durable=True) as file:
-            file.write(save({**{k: t.contiguous() for k, t in memory.items()}, "run": mine}))
-
-    @property
-    def log(self) -> Path:
-        """A line of JSON for each thing that was done, answered or refused."""
-        return self.folder / "log.jsonl"
-
-    def note(self, event: str, **facts: object) -> None:
-        """Append to the log."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **facts}) + "\n"
-        with _private(self.log) as file:
-            os.write(file, line.encode())  # at once: two writers' lines do not mix
-
-    def _round(self, run: int, round: int) -> Path:
-        return self.folder / "rounds" / f"run-{run}-round-{round:05d}.json"
-
-    def _answers(self, digest: str) -> Path:
-        # by batch, not by round: a server that has the same examples trained on again has spent its questions on them
-        return self.folder / "answers" / f"{digest}.json"
-
-
-def digest_of(batch: Batch) -> str:
-    """Tells batches apart, whatever the order of their examples."""
-    each = sorted(hashlib.sha256(x.contiguous().numpy().tobytes()).digest() for x in batch.x)
-    return hashlib.sha256(b"".join(each)).hexdigest()[:32]
-
-
-@contextmanager
-def _private(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise DamagedState(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise DamagedState(f"{path} is damaged: it holds no table")
-    return found
-
-
-def _write(path: Path, table: Mapping[str, Any]) -> None:
-    with replacing(path, durable=True) as file:  # a count that a power cut forgets is one that a server can reset
-        file.write(json.dumps(table).encode())

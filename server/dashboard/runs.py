@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-from fedgauge.server.store.ledger import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import Reading
 

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
 from fedgauge.server.dashboard.events import EventStream
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
-from fedgauge.server.store.ledger import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.views.clients import client, clients
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.gallery import Gallery, Query, Sort, through_rounds, trace

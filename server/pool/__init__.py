@@ -1,1 +1,1 @@
-"""The attack service: it leases waves of jobs and has workers attack them."""
+"""The attack pool: a service leases waves of jobs and has workers attack them."""

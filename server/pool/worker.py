@@ -9,9 +9,10 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Observation, Reconstruction, Wave
 from fedgauge.attacks.engine.batch_limiter import keep_freed_memory
-from fedgauge.attacks.grading.audit import Auditor, ScoreRecord
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.protocol import federation
+from fedgauge.client.federation import federation
 from fedgauge.server.store.tape import as_arrays, as_tensors
 
 

@@ -19,8 +19,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgauge.client.update import Params, StatefulTransform
-from fedgauge.server.store.ledger import Ledger, Participation
+from fedgauge.client.transforms import StatefulTransform
+from fedgauge.client.update import Params
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_bytes, write_tensors

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedgauge.server.store.ledger import Ledger, LedgerError
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, read_tensors, sweep, write_bytes, write_tensors
 

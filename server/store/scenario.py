@@ -20,9 +20,11 @@ from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.attacks.plan import IMAGE_BASELINES, LIMITS, TEXT_BASELINES, AttackPlan
 from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce, with_absolute_paths
 from fedgauge.client.data.corpora import Text
-from fedgauge.client.inspection import fingerprint
+from fedgauge.client.federation import DATASET, Federation
+from fedgauge.client.inspection.policy import fingerprint
+from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
-from fedgauge.client.protocol import DATASET, MODEL, Federation, Protocol
+from fedgauge.client.protocol import Protocol
 from fedgauge.defenses.accounting import DELTA, Accountant, NoGuarantee
 from fedgauge.server.store.tape import Keep
 
@@ -186,10 +188,14 @@ def _malice(tables: Table) -> tuple[TargetedServerAttack, ...]:
     if planned and server == "honest":
         raise SpecError('[[server_attack]] is of a malicious server: say server = "malicious"')
     if server == "malicious" and not planned:
-        raise SpecError(f'server = "malicious" needs a [[server_attack]]; use is one of {", ".join(SERVER_ATTACK.names())}')
+        raise SpecError(
+            f'server = "malicious" needs a [[server_attack]]; use is one of {", ".join(SERVER_ATTACK.names())}'
+        )
     rounds, clients = (coerce(tables.get(key, 1), int, key) for key in ("rounds", "clients"))
     return tuple(
-        TargetedServerAttack.from_table(coerce(t, dict, f"[[server_attack]] #{i}"), f"[[server_attack]] #{i}", rounds, clients)
+        TargetedServerAttack.from_table(
+            coerce(t, dict, f"[[server_attack]] #{i}"), f"[[server_attack]] #{i}", rounds, clients
+        )
         for i, t in enumerate(planned, 1)
     )
 

@@ -16,9 +16,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedgauge.attacks.grading.audit import WHOLE_BATCH, ScoreRecord, has_images
+from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord, has_images
 from fedgauge.attacks.plan import BASELINES
-from fedgauge.server.store.ledger import UNGRADED, Ledger, Ungraded, sanitised
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import UNGRADED, Ungraded, sanitised
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 

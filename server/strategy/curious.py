@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.server.store.ledger import Ledger, Participation
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.tape import Keep, Tape
 from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 

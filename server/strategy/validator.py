@@ -25,7 +25,7 @@ from fedgauge.client.arrays import npy_header
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import seed_of
 from fedgauge.client.update import Params, Update, average
-from fedgauge.server.store.ledger import Participation
+from fedgauge.server.store.ledger_rows import Participation
 
 WEIGHT = "num-examples"
 CLIENT_ABSENT = "it was not there when the round began"

@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
-from fedgauge.server.views import analysis, formatting
-from fedgauge.server.views.analysis import Floats, Scores
+from fedgauge.server.views import formatting
 from fedgauge.server.views.gallery import Gallery
+from fedgauge.server.views.intervals import Floats
 from fedgauge.server.views.png import reconstruction
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.roles import is_attack, planned_attacks
+from fedgauge.server.views.scores import Scores, capped
 
 
 def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
         "metric": metric,
         "label": formatting.LABELS.get(metric, metric),
         "attack": attack or "",
-        "attacks": [a for a in reading.order if analysis.is_attack(a)],
+        "attacks": [a for a in reading.order if is_attack(a)],
         "metrics": [{"name": m, "label": formatting.LABELS.get(m, m)} for m in reading.metrics],
         "rounds": rounds,
         "clients": ids,
@@ -41,7 +43,7 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
 
 def _graded(scores: Scores, metric: str, attack: str | None) -> Scores:
     rows = scores.of_metric(metric)
-    chosen = np.array([a == attack if attack else analysis.is_attack(a) for a in rows.attacks], bool)
+    chosen = np.array([a == attack if attack else is_attack(a) for a in rows.attacks], bool)
     own = np.array([m == metric for m in rows.metrics], bool)
     return rows.where(chosen[rows.attack] & own[rows.metric] & ~np.isnan(rows.value))
 
@@ -56,7 +58,7 @@ def _worst(rows: Scores, ids: list[int], rounds: list[int], metric: str) -> Floa
 
 def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) -> list[dict[str, Any]]:
     rows = _graded(reading.scores, metric, attack)
-    given = {name for name, planned in analysis.planned_attacks(reading.ledger).items() if planned.labels == "given"}
+    given = {name for name, planned in planned_attacks(reading.ledger).items() if planned.labels == "given"}
     hits, labels = (_graded(reading.scores, m, attack) for m in ("identified", "label_accuracy"))
     if attack is None:  # of each example what leaks most; labels that the threat model gave away are no leak
         labels = labels.where(np.array([a not in given for a in labels.attacks], bool)[labels.attack])
@@ -74,7 +76,7 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
             {
                 "client": client,
                 "n": len(values),
-                "mean": formatting.rounded(analysis.in_means(metric, values).mean()) if len(values) else None,
+                "mean": formatting.rounded(capped(metric, values).mean()) if len(values) else None,
                 "worst": formatting.rounded(worst),
                 "exact": metric.startswith("psnr") and formatting.is_exact(worst),
                 "identified": {"count": int(identified.sum()), "n": len(identified)} if len(identified) else None,

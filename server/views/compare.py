@@ -5,10 +5,11 @@ from itertools import count
 from typing import Any
 
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
-from fedgauge.server.views import analysis, formatting
-from fedgauge.server.views.analysis import Leak
+from fedgauge.server.views import formatting
+from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.overview import privacy, rate_in_numbers
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.roles import is_attack, is_baseline, is_limit
 
 Settings = dict[str, Any]
 
@@ -51,7 +52,7 @@ def _run(name: str, reading: Reading, metric: str) -> dict[str, Any]:
         "facts": formatting.scenario_line(reading.tables),
         "accuracy": _accuracy(reading),
         "state": reading.state,
-        "limit": _best(reading.pooled(metric), metric, analysis.is_limit),
+        "limit": _best(reading.pooled(metric), metric, is_limit),
         "epsilon": privacy(reading)["epsilon"],
     }
 
@@ -63,7 +64,7 @@ def _accuracy(reading: Reading) -> float | None:
 def _points(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]]:
     pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", "label_accuracy"))
     spent = privacy(reading)
-    for attack in [a for a in reading.order if analysis.is_attack(a) and a in pooled]:
+    for attack in [a for a in reading.order if is_attack(a) and a in pooled]:
         leak, hit, restored = pooled[attack], hits.get(attack), labels.get(attack)
         yield {
             "run": name,
@@ -74,7 +75,7 @@ def _points(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]
             "high": formatting.rounded(formatting.interval_label(leak)[1]),
             "worst": formatting.rounded(leak.best),
             "exact": metric.startswith("psnr") and formatting.is_exact(leak.best),
-            "identified": rate_in_numbers(analysis.rate(hit)) if hit and hit.n else None,
+            "identified": rate_in_numbers(as_rate(hit)) if hit and hit.n else None,
             "labels": formatting.rounded(restored.mean) if restored and restored.n else None,
             "n": leak.n,
             "epsilon": spent["epsilon"],
@@ -105,13 +106,13 @@ def _better(one: Mapping[str, Any], other: Mapping[str, Any], sign: int) -> bool
 
 
 def _matrix(named: Mapping[str, Reading], metric: str) -> dict[str, Any]:
-    attacks = list(dict.fromkeys(a for reading in named.values() for a in reading.order if analysis.is_attack(a)))
+    attacks = list(dict.fromkeys(a for reading in named.values() for a in reading.order if is_attack(a)))
     pooled = [reading.pooled(metric) for reading in named.values()]
     return {
         "rows": list(named),
         "columns": attacks,
         "mean": [[formatting.rounded(found[a].mean) if a in found else None for a in attacks] for found in pooled],
-        "baseline": [_best(found, metric, analysis.is_baseline) for found in pooled],
+        "baseline": [_best(found, metric, is_baseline) for found in pooled],
     }
 
 
@@ -124,8 +125,8 @@ def _best(pooled: Mapping[str, Leak], metric: str, kind: Callable[[str], bool]) 
 
 
 def _curves(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]]:
-    leaks = [leak for leak in reading.leaks(metric) if leak.round is not None and analysis.is_attack(leak.attack)]
-    for attack in [a for a in reading.order if analysis.is_attack(a)]:
+    leaks = [leak for leak in reading.leaks(metric) if leak.round is not None and is_attack(leak.attack)]
+    for attack in [a for a in reading.order if is_attack(a)]:
         own = [leak for leak in leaks if leak.attack == attack]
         if own:
             yield {

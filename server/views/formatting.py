@@ -6,8 +6,8 @@ from typing import Any
 
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP
 from fedgauge.attacks.plan import describe
-from fedgauge.server.views import analysis
-from fedgauge.server.views.analysis import Leak
+from fedgauge.server.views.leakage import Leak, as_rate
+from fedgauge.server.views.roles import is_limit
 
 LABELS = {
     "psnr": "PSNR (dB)",
@@ -90,14 +90,14 @@ def scenario_line(tables: Mapping[str, Any]) -> str:
 
 def interval_label(leak: Leak) -> tuple[float | None, float | None]:
     """A mean's 95 % interval: Wilson's for a rate, else clustered by client."""
-    return analysis.rate(leak).interval if leak.metric in RATES else (leak.low, leak.high)
+    return as_rate(leak).interval if leak.metric in RATES else (leak.low, leak.high)
 
 
 def point_label(leak: Leak) -> str:
     """A point of a figure."""
     low, high = interval_label(leak)
     digits = 1 if leak.metric.startswith("psnr") or "%" in LABELS.get(leak.metric, "") else 3
-    if analysis.is_limit(leak.attack):
+    if is_limit(leak.attack):
         return number(leak.mean, digits)
     within = "" if low is None else f" ({number(low, digits)} to {number(high, digits)})"
     worst = "" if leak.metric in RATES else f", worst case {number(leak.best, digits)}"

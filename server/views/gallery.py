@@ -10,15 +10,17 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from fedgauge.attacks.grading.audit import WHOLE_BATCH
+from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Shards
-from fedgauge.server.store.ledger import UNGRADED
-from fedgauge.server.views import analysis, formatting
-from fedgauge.server.views.analysis import Floats, Ints, Scores
+from fedgauge.server.store.ledger_rows import UNGRADED
+from fedgauge.server.views import formatting
+from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.png import SMALL, png, reconstruction
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.roles import is_attack, planned_attacks
+from fedgauge.server.views.scores import OF_TEXT, Scores
 
 WORD_BYTES = 40  # of a marked word
 PAGE_BYTES = 1_500_000  # of pictures in one answer
@@ -115,12 +117,12 @@ class Gallery:
     @cached_property
     def attacks(self) -> list[str]:
         """The real ones, in the plan's order."""
-        return [a for a in self.reading.order if analysis.is_attack(a)]
+        return [a for a in self.reading.order if is_attack(a)]
 
     @cached_property
     def given(self) -> set[str]:
         """The attacks to which the threat model hands the labels."""
-        planned = analysis.planned_attacks(self.reading.ledger)
+        planned = planned_attacks(self.reading.ledger)
         return {name for name, attack in planned.items() if attack.labels == "given"}
 
     @cached_property
@@ -136,7 +138,7 @@ class Gallery:
     @property
     def kind(self) -> Literal["image", "text"]:
         """What was attacked."""
-        return "text" if self.reading.scores.measure == analysis.OF_TEXT else "image"
+        return "text" if self.reading.scores.measure == OF_TEXT else "image"
 
     @cached_property
     def text(self) -> Text | None:
@@ -148,7 +150,7 @@ class Gallery:
     def psnr(self) -> Scores:
         """The PSNR of real attacks, of text their ROUGE-1."""
         psnr = self.reading.scores.of_metric(self.reading.scores.measure.metric)
-        return psnr.where(np.array([analysis.is_attack(a) for a in psnr.attacks], bool)[psnr.attack])
+        return psnr.where(np.array([is_attack(a) for a in psnr.attacks], bool)[psnr.attack])
 
     @cached_property
     def cells(self) -> set[tuple[int, str]]:

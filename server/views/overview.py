@@ -7,18 +7,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fedgauge.attacks.grading.audit import NO_DERIVATIVE
 from fedgauge.attacks.grading.image_metrics import LPIPS_PIXELS, PSNR_CAP
+from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.limits import known_noise
 from fedgauge.attacks.plan import describe
 from fedgauge.client.components import SpecError
 from fedgauge.defenses.accounting import privacy_statement
-from fedgauge.server.store.ledger import EMPTY
+from fedgauge.server.store.ledger_rows import EMPTY
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views import analysis, formatting, server_attacks
-from fedgauge.server.views.analysis import Leak, Rate
+from fedgauge.server.views import formatting, server_attacks
 from fedgauge.server.views.formatting import LABELS, RATES, percent, rounded
+from fedgauge.server.views.intervals import Rate
+from fedgauge.server.views.leakage import Leak, as_rate
+from fedgauge.server.views.participation import rounds_seen
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.roles import is_attack, is_limit, planned_attacks, role_of
+from fedgauge.server.views.scores import OF_TEXT
+from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
+from fedgauge.server.views.verdict import ungraded_reason, verdict
 
 REASONS = 40  # rows of a table of reasons
 LIMIT = "Bayes limit, Gaussian prior fitted to the auxiliary images"
@@ -41,7 +47,7 @@ def overview(reading: Reading) -> dict[str, Any]:
         **figure(reading),
         "success": success(reading),
         "ungraded": ungraded(reading),
-        "thresholds": analysis.THRESHOLDS,
+        "thresholds": THRESHOLDS,
         "summary": [_in_short(row) for row in summary(reading)],
         "limit": limit(reading),
         "privacy": privacy(reading),
@@ -56,7 +62,7 @@ def overview(reading: Reading) -> dict[str, Any]:
 
 
 def _verdict(reading: Reading) -> dict[str, str]:
-    found = analysis.verdict(reading.scores, reading.ledger)
+    found = verdict(reading.scores, reading.ledger)
     return {"word": found.word, "sentence": found.sentence}
 
 
@@ -202,8 +208,8 @@ def series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dic
             by_attack.setdefault(leak.attack, []).append(leak)
     return [
         {
-            "name": LIMIT if analysis.is_limit(attack) else attack,
-            "kind": analysis.kind(attack),
+            "name": LIMIT if is_limit(attack) else attack,
+            "kind": role_of(attack),
             "x": [leak.round for leak in found],
             "mean": [rounded(leak.mean) for leak in found],
             "low": [rounded(formatting.interval_label(leak)[0]) for leak in found],
@@ -217,18 +223,18 @@ def series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dic
 
 
 def _has_worst_case(leak: Leak) -> bool:
-    return leak.metric not in RATES and analysis.is_attack(leak.attack)
+    return leak.metric not in RATES and is_attack(leak.attack)
 
 
 def success(reading: Reading) -> list[dict[str, Any]]:
     """For each attack and baseline, the part of the examples that reach each PSNR."""
-    curve = analysis.success_curve(reading.scores, reading.ledger) if len(reading.scores) else {}
+    curve = success_curve(reading.scores, reading.ledger) if len(reading.scores) else {}
     return success_series(curve)
 
 
 def ungraded(reading: Reading) -> dict[str, Any]:
     """How many reconstructions by attacks a deployment's clients did not grade, and why, as they say."""
-    return {"count": analysis.ungraded(reading.scores), "reason": analysis.not_graded(reading.ledger)}
+    return {"count": count_ungraded(reading.scores), "reason": ungraded_reason(reading.ledger)}
 
 
 def success_series(curve: Mapping[str, Sequence[Rate]]) -> list[dict[str, Any]]:
@@ -236,7 +242,7 @@ def success_series(curve: Mapping[str, Sequence[Rate]]) -> list[dict[str, Any]]:
     return [
         {
             "name": attack,
-            "kind": analysis.kind(attack),
+            "kind": role_of(attack),
             "y": [rounded(r.fraction) for r in rates],
             "told": [f"{r.count} of {r.n} ({percent(r.interval[0])} to {percent(r.interval[1])})" for r in rates],
         }
@@ -260,10 +266,10 @@ def summary(reading: Reading) -> list[dict[str, Any]]:
         rows.append(
             {
                 "attack": attack,
-                "kind": analysis.kind(attack),
+                "kind": role_of(attack),
                 "psnr": found.pop(reading.scores.measure.metric),
                 "others": found,
-                "identified": analysis.rate(identified) if identified and identified.n else None,
+                "identified": as_rate(identified) if identified and identified.n else None,
                 "labels": labels if labels and labels.n else None,
             }
         )
@@ -301,7 +307,7 @@ def limit(reading: Reading) -> dict[str, Any]:
 
     state: drawn, pending, none (no noise: nothing is hidden for good), unknown (randomness without a known density).
     """
-    planned = [row for row in reading.attacks if analysis.is_limit(row["name"])]
+    planned = [row for row in reading.attacks if is_limit(row["name"])]
     if planned:
         name = planned[0]["name"]
         drawn = "mse" in reading.metrics and reading.pooled("mse").get(name) is not None
@@ -311,7 +317,7 @@ def limit(reading: Reading) -> dict[str, Any]:
         chain = reading.scenario.federation.chain
     except SpecError:
         return {"state": "unknown", "parts": []}
-    if reading.scores.measure == analysis.OF_TEXT:  # its limit is not known, unless nothing is hidden
+    if reading.scores.measure == OF_TEXT:  # its limit is not known, unless nothing is hidden
         return {
             "state": "unknown" if chain.update_distribution is None or chain.update_distribution.noisy else "none",
             "parts": [],
@@ -334,7 +340,7 @@ def _privacy(reading: Reading) -> dict[str, Any]:
         return {"epsilon": None, "client": None, "delta": None, "words": f"No epsilon on this machine: {error}."}
     missing = {where for (status, _), places in reading.missed.items() if status == "missing" for where in places}
     replies = [(round, client) for round, client in reading.sizes if (client, round) not in missing]
-    seen = analysis.rounds_seen(scenario.protocol, replies)
+    seen = rounds_seen(scenario.protocol, replies)
     each, secret = {c: len(rounds) for c, rounds in seen.items()}, not reading.ledger.deployed
     found = privacy_statement(scenario.federation, each, scenario.privacy.delta, secret)
     return {
@@ -348,13 +354,13 @@ def _privacy(reading: Reading) -> dict[str, Any]:
 def knowledge(reading: Reading) -> dict[str, Any]:
     """What all attackers knew, and the knowledge card of each attack, real ones first."""
     attacks = reading.attacks
-    real = [row["knowledge"].split("; ") for row in attacks if analysis.is_attack(row["name"])]
+    real = [row["knowledge"].split("; ") for row in attacks if is_attack(row["name"])]
     shared = [part for part in (real[0] if real else []) if all(part in other for other in real)]
-    planned = analysis.planned_attacks(reading.ledger)
+    planned = planned_attacks(reading.ledger)
     cards = [
         {
             "name": row["name"],
-            "kind": analysis.kind(row["name"]),
+            "kind": role_of(row["name"]),
             "component": describe(planned[row["name"]].table),
             "parts": row["knowledge"].split("; "),
             "own": [part for part in row["knowledge"].split("; ") if part not in shared],

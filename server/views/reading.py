@@ -11,11 +11,14 @@ import numpy as np
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.local_data import may_download
-from fedgauge.server.store.ledger import EMPTY, Ledger, LedgerError, ScoreRow
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_rows import EMPTY, ScoreRow
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views import analysis
-from fedgauge.server.views.analysis import Leak, Scores
+from fedgauge.server.views.leakage import Leak, leakage_by_round, leakage_of_all
+from fedgauge.server.views.roles import attack_order
+from fedgauge.server.views.scores import Scores, known_metrics
 
 State = Literal["training", "attacking", "complete", "attacks waiting", "interrupted", "failed"]
 View = TypeVar("View")
@@ -62,7 +65,7 @@ class Reading:
         self.ledger = run.ledger(readonly=True)
         self.inode = self.ledger.path.stat().st_ino
         self.tables = tables_of(run)
-        self.scores = Scores.none()
+        self.scores = Scores.empty()
         self.rounds: dict[int, Mapping[str, Any]] = {}
         self.sizes: dict[tuple[int, int], int] = {}
         self.participation: Counter[tuple[int, str]] = Counter()  # (client, status)
@@ -113,7 +116,7 @@ class Reading:
                 self.missed.setdefault((o["status"], o["reason"]), []).append((o["client"], o["round"]))
         if (finished := self.ledger.finished()) > self._finished:
             touched: set[int] = set()
-            self.scores = self.scores.and_also(_noting(self.ledger.scores_since(self._finished), touched))
+            self.scores = self.scores.extended(_noting(self.ledger.scores_since(self._finished), touched))
             for rounds in self._leaks.values():
                 for round in touched:
                     rounds.pop(round, None)
@@ -149,7 +152,7 @@ class Reading:
     def metrics(self) -> list[str]:
         """Those that are shown; the measure always, so that failures are told where nothing else is."""
         measure = self.scores.measure.metric
-        return list(dict.fromkeys([measure, *analysis.known_metrics(self.scores)])) if len(self.scores) else []
+        return list(dict.fromkeys([measure, *known_metrics(self.scores)])) if len(self.scores) else []
 
     @property
     def newest(self) -> int:
@@ -159,19 +162,19 @@ class Reading:
     @property
     def order(self) -> list[str]:
         """Names in the scores: attacks in the plan's order, limits, baselines."""
-        return analysis.attack_order(self.ledger, self.scores.attacks)
+        return attack_order(self.ledger, self.scores.attacks)
 
     def leaks(self, metric: str) -> list[Leak]:
-        """As analysis.leakage gives it; rounds without new rows are remembered."""
+        """As leakage gives it; rounds without new rows are remembered."""
         known = self._leaks.setdefault(metric, {})
         rounds = np.unique(self.scores.round).tolist()
         if missing := [round for round in rounds if round not in known]:
             known |= {round: [] for round in missing}
             some = self.scores.where(np.isin(self.scores.round, missing))
-            for leak in analysis.leakage_by_round(some, metric):
+            for leak in leakage_by_round(some, metric):
                 assert leak.round is not None
                 known[leak.round].append(leak)
-        pooled = self.view(("pooled", metric), lambda: analysis.leakage_of_all(self.scores, metric))
+        pooled = self.view(("pooled", metric), lambda: leakage_of_all(self.scores, metric))
         return [leak for round in rounds for leak in known[round]] + pooled
 
     def pooled(self, metric: str) -> dict[str, Leak]:

@@ -3,8 +3,10 @@
 from typing import Any
 
 from fedgauge.server.store.run import Run
-from fedgauge.server.views import analysis, formatting
+from fedgauge.server.views import formatting
 from fedgauge.server.views.reading import state_of, tables_of
+from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.scores import best_so_far
 
 
 def run_summary(run: Run) -> dict[str, Any]:
@@ -13,7 +15,7 @@ def run_summary(run: Run) -> dict[str, Any]:
     with run.ledger(readonly=True) as ledger:
         progress, last = ledger.progress(), ledger.last_round()
         rounds = ledger.rounds_since(last)
-        measure, best = analysis.best_so_far(ledger)
+        measure, best = best_so_far(ledger)
         return {
             "id": run.name,
             "state": state_of(run, ledger),
@@ -22,7 +24,7 @@ def run_summary(run: Run) -> dict[str, Any]:
             "chain": formatting.chain(tables),
             "data": formatting.component(tables["data"]),
             "model": formatting.component(tables["model"]),
-            "attacks": [row["name"] for row in ledger.attacks() if analysis.is_attack(row["name"])],
+            "attacks": [row["name"] for row in ledger.attacks() if is_attack(row["name"])],
             "accuracy": formatting.rounded(rounds[-1]["accuracy"]) if rounds else None,
             "best": formatting.rounded(best),
             "exact": formatting.is_exact(best),

@@ -6,10 +6,11 @@ from statistics import mean
 from typing import Any
 
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP
-from fedgauge.client.inspection import is_alarm
+from fedgauge.client.inspection.policy import is_alarm
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.analysis import Scores, is_attack
+from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.scores import Scores
 
 MOST_WORDS = 240  # letters of what a client says that are told
 Key = tuple[int, int]  # round, client

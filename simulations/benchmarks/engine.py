@@ -13,12 +13,15 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP, psnr
 from fedgauge.attacks.matching.compiled_step import missing
-from fedgauge.attacks.matching.gradient_matching import GradientMatching, Step, inverting_gradients
+from fedgauge.attacks.matching.gradient_matching import GradientMatching, Step
 from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.client.chain import chain
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, chain, local_sgd
+from fedgauge.client.training import local_sgd
+from fedgauge.client.update import Batch
 from fedgauge.simulations.benchmarks.published import invert
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
 

@@ -8,10 +8,13 @@ from torch import nn
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.labels import METHODS
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import Dataset, batch_of, mnist5k
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator, seed_of
-from fedgauge.client.update import Chain, Params, Update, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Params, Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune

@@ -14,9 +14,11 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.learned.learning_to_invert import Trainer, learning_to_invert
 from fedgauge.attacks.learned.shadow_updates import Simulator
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread

@@ -11,12 +11,14 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Recons
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP, psnr
 from fedgauge.attacks.labels import restore
-from fedgauge.attacks.matching.gradient_matching import inverting_gradients
+from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar10, mnist5k
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, chain, local_sgd
+from fedgauge.client.training import local_sgd
+from fedgauge.client.update import Batch
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 RATE = 0.1

@@ -7,12 +7,15 @@ import torch
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP, mse, psnr
-from fedgauge.attacks.matching.gradient_matching import GradientMatching, dlg, idlg
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.recipes import dlg, idlg
+from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar100, mnist5k
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, chain, local_sgd
+from fedgauge.client.training import local_sgd
+from fedgauge.client.update import Batch
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 EVALUATIONS = 300 * 20  # of the published loops: 300 steps of L-BFGS, each of up to 20 evaluations

@@ -12,11 +12,13 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Sentences, Wave
 from fedgauge.attacks.text.distance import Kind, Matcher, SentenceGuess
+from fedgauge.client.chain import chain
 from fedgauge.client.models.language import LanguageModel, encoder
 from fedgauge.client.models.tokenizer import load_tokenizer
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Params, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch, Params
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
 
 MINILM = "minilm"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.engine.gradients import examples_are_independent
+from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
 from fedgauge.attacks.grading.image_metrics import BACKBONES, lpips_weights
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.plan import describe
@@ -27,13 +27,17 @@ from fedgauge.client.components import SpecError, build
 from fedgauge.client.data import images
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Dataset, batch_of
-from fedgauge.client.deployment.owner import ClientFolder, DeployedClient, OwnerConfig, RequestRefused, ServerTerms
+from fedgauge.client.deployment.deployed_client import DeployedClient
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.state_folder import ClientFolder
+from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
+from fedgauge.client.federation import DATASET, Federation
 from fedgauge.client.local_data import cache_folder, data_folder
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy, is_mean, takes_probabilities
-from fedgauge.client.protocol import DATASET, Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, StochasticLayer, gradient, without_running_stats
+from fedgauge.client.training import StochasticLayer, gradient, without_running_stats
+from fedgauge.client.update import Batch
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run.environment import PACKAGES, package
 
@@ -95,7 +99,7 @@ def _torchvision() -> str:
 
 
 def _ray() -> str:
-    from fedgauge.server.pool.executors import RayExecutor
+    from fedgauge.server.pool.ray_executor import RayExecutor
 
     executor = RayExecutor(workers=1)
     try:

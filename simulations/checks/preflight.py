@@ -22,10 +22,12 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP, label_accuracy, match, psnr_of
 from fedgauge.attacks.limits import bayes_limit, known_noise
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import trained_on
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, GroupMean, is_identity, trained_on
+from fedgauge.client.transforms import GroupMean, is_identity
+from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import decibel, percent

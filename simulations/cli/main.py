@@ -24,12 +24,15 @@ from fedgauge.client.deployment.grading import NOT_ALLOWED
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.files import replacing
 from fedgauge.client.local_data import data_folder
-from fedgauge.server.store.ledger import Ledger, LedgerError
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.scenario import Scenario, apply_setting
 from fedgauge.server.store.tape import TapeError
-from fedgauge.server.views.analysis import RoundLeak, Scores, best_so_far, is_attack, round_table
+from fedgauge.server.views.leakage import RoundLeak, round_table
 from fedgauge.server.views.reading import state_of, tables_of
+from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.scores import Scores, best_so_far
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.simulations.cli import deploy_commands
 from fedgauge.simulations.live import json_log
@@ -123,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
 
 def audit(options: argparse.Namespace) -> int:
     """fedgauge audit RUN: attack what is on the tape, with the run's own plan or another attack; goes on where it stopped."""
-    from fedgauge.server.pool.executors import make_executor, serve
+    from fedgauge.server.pool.service import make_executor, serve
     from fedgauge.simulations.run.simulate import INTERRUPTED, Interrupt, cards
 
     if options.follow and options.attack:

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import tomli_w
 
 from fedgauge.client.components import SpecError, package_of
+from fedgauge.client.federation import DATASET, TRANSFORM
+from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
-from fedgauge.client.protocol import DATASET, MODEL, TRANSFORM
 from fedgauge.client.registry import OWN
-from fedgauge.server.store.ledger import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy.pki import alternative_names, write_authority, write_node_key, write_secret

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedgauge.server.store.ledger import EMPTY, Ledger
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import EMPTY
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy.folder import Deployment, state_of_training

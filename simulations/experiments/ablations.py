@@ -2,8 +2,9 @@
 
 from fedgauge.attacks.engine.distances import cosine, squared
 from fedgauge.attacks.engine.optimizers import adam, lbfgs
-from fedgauge.attacks.matching.gradient_matching import CUTS, GradientMatching
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.priors import total_variation
+from fedgauge.attacks.matching.recipes import CUTS
 
 
 def without_cosine(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:

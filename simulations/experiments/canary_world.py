@@ -11,7 +11,8 @@ import torch
 from torch import Generator, Tensor
 
 from fedgauge.attacks.grading.canary import canary, combine_iterates, cosines, empirical_epsilon, gaussian_epsilon
-from fedgauge.client.protocol import Federation, Protocol
+from fedgauge.client.federation import Federation
+from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Update
 from fedgauge.defenses.clip import clip

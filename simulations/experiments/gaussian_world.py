@@ -19,9 +19,11 @@ from fedgauge.attacks.engine.optimizers import lbfgs
 from fedgauge.attacks.limits import GaussianPrior, fisher, known_noise, precision, van_trees
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.priors import Prior, gaussian, laplacian
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Params, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch, Params
 from fedgauge.defenses import noise
 
 RATIOS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # sigma / |g|

@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 from torch import Generator, Tensor
 
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
-from fedgauge.attacks.malicious.targeting import knowledge
+from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table, build
-from fedgauge.client.inspection import DetectorResults, InspectionPolicy, ProbeSet, fingerprint, inspect, probe_examples
-from fedgauge.client.protocol import Federation, Protocol
+from fedgauge.client.federation import Federation
+from fedgauge.client.inspection.policy import InspectionPolicy, fingerprint, inspect
+from fedgauge.client.inspection.probes import ProbeSet, probe_examples
+from fedgauge.client.inspection.results import DetectorResults
+from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, average
-from fedgauge.server.views.analysis import Rate
+from fedgauge.server.views.intervals import Rate
 from fedgauge.simulations.experiments.gaussian_world import WorldFigure
 
 CLIENTS = 4
@@ -111,7 +114,7 @@ class InspectedRound:
     def crafted(self, server_attack: ServerAttack) -> Params:
         """What a dishonest server sends in their place; ValueError where the network does not have what it needs."""
         rng = generator(self.federation.protocol.seed, "malice", self.client, self.round)
-        return server_attack.craft(self.params, knowledge(self.federation), rng)
+        return server_attack.craft(self.params, public_knowledge(self.federation), rng)
 
 
 def honest(fed: Federation, rounds: int) -> Iterator[InspectedRound]:

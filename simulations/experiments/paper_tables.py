@@ -19,9 +19,9 @@ from fedgauge.attacks.matching.feedback_blending import FeedbackBlending
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.corpora import Longer
+from fedgauge.client.federation import TRANSFORM
 from fedgauge.client.models.tokenizer import Task
-from fedgauge.client.protocol import TRANSFORM
-from fedgauge.client.update import Link, per_example
+from fedgauge.client.transforms import Link, per_example
 
 # as a scenario names them, and attacks with one part exchanged
 ATTACK = ComponentKind("an attack", (*plan.ATTACK.groups, "fedgauge.ablations"), Attack)

@@ -19,12 +19,13 @@ from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP, match, mse, psnr
 from fedgauge.attacks.grading.text_metrics import match_sentences, text_metrics
 from fedgauge.attacks.matching.feedback_blending import FeedbackBlending
+from fedgauge.client.chain import Chain
 from fedgauge.client.components import SpecError
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.tokenizer import Tokenizer
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain
-from fedgauge.server.views.analysis import Rate, clustered_interval
+from fedgauge.client.update import Batch
+from fedgauge.server.views.intervals import Rate, clustered_interval
 from fedgauge.simulations.experiments.canary_world import canary_world
 from fedgauge.simulations.experiments.gaussian_world import bayes_fig4, gaussian_world
 from fedgauge.simulations.experiments.guard_detection import guard_world, patient_world

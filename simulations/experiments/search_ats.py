@@ -19,7 +19,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from fedgauge.client.components import SpecError
-from fedgauge.client.protocol import Federation
+from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, UpdateFn
 from fedgauge.defenses.ats import OPERATIONS, Policy, ats

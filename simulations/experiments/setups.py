@@ -11,31 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Sentences
+from fedgauge.client.chain import Chain, trained_on
 from fedgauge.client.components import SpecError, build, call
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Dataset, batch_of
+from fedgauge.client.federation import DATASET
 from fedgauge.client.local_data import data_folder
+from fedgauge.client.models.build import build_model
 from fedgauge.client.models.losses import next_token, per_example_accuracy
 from fedgauge.client.models.tokenizer import Tokenizer
 from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
-from fedgauge.client.protocol import DATASET, build_model
 from fedgauge.client.rng import generator
-from fedgauge.client.update import (
-    Batch,
-    Chain,
-    GroupMean,
-    Loss,
-    Params,
-    Transform,
-    UpdateFn,
-    UpdateTransform,
-    average,
-    gradient,
-    local_sgd,
-    norm,
-    per_example,
-    trained_on,
-)
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import GroupMean, UpdateTransform, per_example
+from fedgauge.client.update import Batch, Loss, Params, Transform, UpdateFn, average, norm
 from fedgauge.simulations.experiments.paper_tables import OFFERED, Images, Setting, build_link
 
 AUXILIARY = 200  # training images that no network is trained on

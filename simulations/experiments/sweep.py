@@ -30,9 +30,9 @@ from fedgauge.client.components import SpecError, Table, coerce
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views import analysis
 from fedgauge.server.views.overview import privacy
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.roles import is_baseline, is_limit
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.launch import blame, child_environment
 from fedgauge.simulations.run.simulate import INTERRUPTED, Interrupt, create_run
@@ -329,8 +329,8 @@ def _without(cell: SweepCell, attack: str, reason: str) -> SweepRow:
 def _row(cell: SweepCell, attack: str, reading: Reading) -> SweepRow:
     pooled, changed = reading.pooled("psnr"), reading.pooled("psnr" + AUGMENTED)
     leak, last = pooled.get(attack), max(reading.rounds, default=None)
-    floors = [found.mean for name, found in pooled.items() if analysis.is_baseline(name) and found.mean is not None]
-    limits = [found.mean for name, found in pooled.items() if analysis.is_limit(name) and found.mean is not None]
+    floors = [found.mean for name, found in pooled.items() if is_baseline(name) and found.mean is not None]
+    limits = [found.mean for name, found in pooled.items() if is_limit(name) and found.mean is not None]
     told = [*reading.ledger.reasons(), *reading.ledger.reasons("failed")]
     reasons = [f"{r['reason']} ({r['jobs']} x)" for r in told if r["attack"] == attack]
     if reading.meta.get("replay") == "mismatch":

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import in_memory
 

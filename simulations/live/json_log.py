@@ -13,7 +13,10 @@ from math import isfinite
 from pathlib import Path
 
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.analysis import Leak, Scores, attack_order, kind, leakage, verdict
+from fedgauge.server.views.leakage import Leak, leakage
+from fedgauge.server.views.roles import attack_order, role_of
+from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.verdict import verdict
 from fedgauge.simulations.live.progress import AttackProgress, RunProgress
 from fedgauge.simulations.live.view import View
 
@@ -129,7 +132,7 @@ def _measured(metric: str, attack: str, mean: float | None, best: float | None) 
     exact = best is not None and not isfinite(best)
     return {
         "attack": attack,
-        "kind": kind(attack),
+        "kind": role_of(attack),
         "metric": metric,
         "mean": mean,
         "best": _finite(best),

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
-from fedgauge.client.inspection import is_alarm
-from fedgauge.server.store.ledger import Ledger, Progress, ScoreRow
+from fedgauge.client.inspection.policy import is_alarm
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import Progress, ScoreRow
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.analysis import OF_IMAGES, is_attack, is_baseline, measure_of
 from fedgauge.server.views.overview import jobs_of_remaining_rounds
+from fedgauge.server.views.roles import is_attack, is_baseline
+from fedgauge.server.views.scores import OF_IMAGES, measure_of
 from fedgauge.server.views.server_attacks import first_alarm, shortened
 
 EVERY = 1.0  # seconds between looks at the ledger

@@ -15,8 +15,8 @@ from torch import Tensor
 from fedgauge.client.data import corpora
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
-from fedgauge.server.views.analysis import is_attack, is_limit
 from fedgauge.server.views.gallery import marked, token_strings
+from fedgauge.server.views.roles import is_attack, is_limit
 from fedgauge.simulations.live import thumbnails
 from fedgauge.simulations.live.progress import BestExample, Clock, RunProgress
 from fedgauge.simulations.live.view import View

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from fedgauge.server.views.analysis import is_attack
+from fedgauge.server.views.roles import is_attack
 from fedgauge.simulations.live.progress import Clock, RunProgress
 
 Log = Literal["auto", "quiet", "json"]  # how a command tells what it does

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from fedgauge.attacks.limits import reconstruction_robustness
-from fedgauge.client.update import Chain
+from fedgauge.client.chain import Chain
 from fedgauge.defenses import accounting
-from fedgauge.server.views.analysis import Rate, is_baseline
+from fedgauge.server.views.intervals import Rate
+from fedgauge.server.views.roles import is_baseline
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,12 @@ from rich.table import Table
 
 from fedgauge.attacks.plan import describe
 from fedgauge.client.components import SpecError
-from fedgauge.client.deployment.owner import (
-    ClientFolder,
-    DamagedState,
-    DeployedClient,
-    OwnerConfig,
-    RequestRefused,
-    ServerTerms,
-)
+from fedgauge.client.deployment.deployed_client import DeployedClient
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.state_folder import ClientFolder, DamagedState
+from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.defenses.accounting import PrivacyStatement, privacy_statement
-from fedgauge.server.views.analysis import is_attack
+from fedgauge.server.views.roles import is_attack
 
 MOST_REASONS = 10
 

@@ -20,11 +20,13 @@ from fedgauge.client.files import replacing
 from fedgauge.defenses.accounting import Accountant, NoGuarantee
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
-from fedgauge.server.views import analysis
-from fedgauge.server.views.analysis import Leak, Scores
 from fedgauge.server.views.formatting import RATES
 from fedgauge.server.views.gallery import Card, Gallery
+from fedgauge.server.views.leakage import Leak, leakage
+from fedgauge.server.views.participation import rounds_seen
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.roles import attack_order, is_limit
+from fedgauge.server.views.scores import Scores, capped, known_metrics
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class _Epsilons:
         self.delta = scenario.privacy.delta
         self._shards = [len(mine) for mine in scenario.federation.shards.indices]
         replies = [(o["round"], o["client"]) for o in ledger.observations() if o["status"] != "missing"]
-        self._seen = analysis.rounds_seen(scenario.protocol, replies)
+        self._seen = rounds_seen(scenario.protocol, replies)
         self._known: dict[tuple[int, int], float] = {}
 
     def __call__(self, client: int, round: int) -> float | None:
@@ -118,7 +120,7 @@ def write_tensorboard(run: Run, folder: Path) -> str:
     """As a folder of event files; returns in words which examples are pictured.
 
     Training and each attack, limit and baseline are TensorBoard runs of their own, so that equal tags (psnr/mean,
-    psnr/worst_case, ...) lie over each other; the step is the round. Values are analysis.leakage's, in single precision;
+    psnr/worst_case, ...) lie over each other; the step is the round. Values are leakage's, in single precision;
     an infinite PSNR is capped, and what has no value is left out. A picture is a row: truth, then each attack's
     reconstruction, white where there is none.
 
@@ -134,9 +136,9 @@ def write_tensorboard(run: Run, folder: Path) -> str:
         with SummaryWriter(place / TRAINING) as writer:
             writer.add_text("scenario", f"```\n{(run.folder / 'scenario.toml').read_text()}\n```", 0, clock(0))
             _write_rounds(writer, ledger, clock)
-        leaks = [k for metric in analysis.known_metrics(scores) for k in analysis.leakage(scores, metric)]
+        leaks = [k for metric in known_metrics(scores) for k in leakage(scores, metric)]
         cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}
-        for attack in analysis.attack_order(ledger, scores.attacks):
+        for attack in attack_order(ledger, scores.attacks):
             with SummaryWriter(place / _folder_name(attack)) as writer:
                 if attack in cards:
                     writer.add_text("knowledge", cards[attack], 0, clock(0))
@@ -177,10 +179,10 @@ def _write_leakage(writer: "SummaryWriter", leaks: Sequence[Leak], clock: RoundT
         if leak.round is None or leak.mean is None or leak.best is None:
             continue
         _add(writer, f"{leak.metric}/mean", leak.mean, leak.round, clock)
-        if leak.metric not in RATES and not analysis.is_limit(
+        if leak.metric not in RATES and not is_limit(
             leak.attack
         ):  # of 0 and 1, and of a bound, it says nothing
-            worst = float(analysis.in_means(leak.metric, np.array(leak.best)))
+            worst = float(capped(leak.metric, np.array(leak.best)))
             _add(writer, f"{leak.metric}/worst_case", worst, leak.round, clock)
 
 

@@ -25,13 +25,16 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views import analysis
-from fedgauge.server.views.analysis import Leak, Rate, Scores
 from fedgauge.server.views.compare import distinct
 from fedgauge.server.views.formatting import LABELS, RATES
 from fedgauge.server.views.gallery import Card, Gallery
+from fedgauge.server.views.intervals import Rate
+from fedgauge.server.views.leakage import Leak, as_rate, leakage
 from fedgauge.server.views.overview import LIMIT
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.roles import Role, attack_order, is_attack, is_baseline, is_limit, role_of
+from fedgauge.server.views.scores import OF_TEXT, Scores, capped, known_metrics
+from fedgauge.server.views.success import THRESHOLDS, success_curve
 from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
 from fedgauge.simulations.reports.export import pixels
 from fedgauge.simulations.reports.sampling import sample_examples
@@ -170,15 +173,15 @@ class _RunFigures:
         with run.ledger() as ledger:
             scores = Scores.read(ledger)
             planned = [row["name"] for row in ledger.attacks()]
-            order = analysis.attack_order(ledger, {*scores.attacks, *planned})
-            curve = analysis.success_curve(scores, ledger) if len(scores) else {}
+            order = attack_order(ledger, {*scores.attacks, *planned})
+            curve = success_curve(scores, ledger) if len(scores) else {}
             mechanism = _mechanism(run)
             return cls(
                 run=run,
                 scores=scores,
                 order=order,
                 line_styles=line_styles(order),
-                leaks={m: analysis.leakage(scores, m) for m in analysis.known_metrics(scores)},
+                leaks={m: leakage(scores, m) for m in known_metrics(scores)},
                 curve=curve,
                 accuracy={r["round"]: r["accuracy"] for r in ledger.rounds() if r["accuracy"] is not None},
                 certified=certified(curve, mechanism) if mechanism and curve else None,
@@ -189,7 +192,7 @@ class _RunFigures:
     @property
     def attacks(self) -> list[str]:
         """The real ones, in the plan's order."""
-        return [a for a in self.order if analysis.is_attack(a)]
+        return [a for a in self.order if is_attack(a)]
 
 
 def _mechanism(run: Run) -> GaussianMechanism | None:
@@ -213,7 +216,7 @@ def _strip(run: Run) -> list[Card]:
 
 def _knowledge(ledger: Ledger) -> str:
     """What each attacker knew, which a figure must not be parted from."""
-    real = [row for row in ledger.attacks() if not analysis.is_baseline(row["name"])]
+    real = [row for row in ledger.attacks() if not is_baseline(row["name"])]
     return ". ".join(f"{row['name']}: {row['knowledge']}" for row in real)
 
 
@@ -221,7 +224,7 @@ def line_styles(order: Sequence[str]) -> dict[str, LineStyle]:
     """Attacks in colours with a marker each, baselines grey and dashed, limits purple in long dashes."""
     found, attacks, baselines = {}, count(), count()
     for name in order:
-        match analysis.kind(name):
+        match role_of(name):
             case "attack":
                 i = next(attacks)
                 found[name] = LineStyle(COLOURS[i % len(COLOURS)], "-", MARKERS[i % len(MARKERS)], 1.3)
@@ -260,9 +263,9 @@ class LeakPoint:
     clusters: int
 
     @property
-    def kind(self) -> analysis.Role:
+    def kind(self) -> Role:
         """What the attack is."""
-        return analysis.kind(self.attack)
+        return role_of(self.attack)
 
 
 def _spots(leaks: Sequence[Leak]) -> list[LeakPoint]:
@@ -273,21 +276,21 @@ def _spots(leaks: Sequence[Leak]) -> list[LeakPoint]:
 
 
 def _worst(leak: Leak) -> float | None:
-    if leak.best is None or leak.metric in RATES or not analysis.is_attack(leak.attack):
+    if leak.best is None or leak.metric in RATES or not is_attack(leak.attack):
         return None
-    return float(analysis.in_means(leak.metric, np.array(leak.best)))
+    return float(capped(leak.metric, np.array(leak.best)))
 
 
 def _band(leak: Leak) -> tuple[float, float] | None:
     if leak.metric in RATES:
-        return analysis.rate(leak).interval
+        return as_rate(leak).interval
     return None if leak.low is None or leak.high is None else (leak.low, leak.high)
 
 
 def _leakage(subject: _RunFigures, metric: str, leaks: Sequence[Leak]) -> Figure:
     spots = _spots([leak for leak in leaks if leak.round is not None])
     by_attack = {a: own for a in subject.order if (own := [s for s in spots if s.attack == a])}
-    attacks = [a for a in by_attack if analysis.is_attack(a)]
+    attacks = [a for a in by_attack if is_attack(a)]
     figure, axes = _canvas()
     last = max(1, *subject.accuracy, *(spot.round for spot in spots))
     handles: list[Artist] = []
@@ -395,18 +398,18 @@ def _success(subject: _RunFigures) -> Figure:
     for attack, rates in subject.curve.items():
         look = subject.line_styles[attack]
         part = [rate.fraction or 0.0 for rate in rates]
-        if analysis.is_attack(attack):
+        if is_attack(attack):
             low, high = zip(*(rate.interval for rate in rates), strict=True)
-            axes.fill_between(analysis.THRESHOLDS, low, high, color=look.color, alpha=0.15, linewidth=0)
+            axes.fill_between(THRESHOLDS, low, high, color=look.color, alpha=0.15, linewidth=0)
         handles += axes.plot(
-            analysis.THRESHOLDS, part, **look.line, marker=look.marker if analysis.is_attack(attack) else "",
+            THRESHOLDS, part, **look.line, marker=look.marker if is_attack(attack) else "",
             markevery=10, label=_named(attack),
         )  # fmt: skip
     if subject.certified:
         handles += axes.plot(
-            analysis.THRESHOLDS, subject.certified, color=PURPLE, ls=LONG_DASH, label="certified (ReRo), one round"
+            THRESHOLDS, subject.certified, color=PURPLE, ls=LONG_DASH, label="certified (ReRo), one round"
         )
-    axes.set(xlim=(analysis.THRESHOLDS[0], analysis.THRESHOLDS[-1]), xlabel="PSNR of at least (dB)")
+    axes.set(xlim=(THRESHOLDS[0], THRESHOLDS[-1]), xlabel="PSNR of at least (dB)")
     axes.set(ylabel="part of the examples", ylim=PERCENT)
     _percent(axes.yaxis)
     _legend(figure, handles)
@@ -419,10 +422,10 @@ def worst_psnr(scores: Scores) -> dict[tuple[int, int], float]:
     Of text, the highest ROUGE-1.
     """
     psnr = scores.of_metric(scores.measure.metric)
-    real = np.array([analysis.is_attack(a) for a in psnr.attacks], dtype=bool)
+    real = np.array([is_attack(a) for a in psnr.attacks], dtype=bool)
     psnr = psnr.where(real[psnr.attack]) if len(psnr) else psnr
     found: dict[tuple[int, int], float] = {}
-    values = analysis.in_means(scores.measure.metric, psnr.value)
+    values = capped(scores.measure.metric, psnr.value)
     for client, round, value in zip(psnr.client.tolist(), psnr.round.tolist(), values.tolist(), strict=True):
         found[client, round] = float(np.fmax(found.get((client, round), np.nan), value))
     return found
@@ -496,7 +499,7 @@ def _sentences(subject: _RunFigures) -> Figure:
 
 def _gallery(subject: _RunFigures) -> Figure:
     """The truth over each attack's reconstruction, the PSNR below."""
-    if subject.scores.measure == analysis.OF_TEXT:
+    if subject.scores.measure == OF_TEXT:
         return _sentences(subject)
     cards, attacks = subject.cards[:ROOM], subject.attacks
     truths = [pixels(card.truth) for card in cards if card.truth is not None]
@@ -674,7 +677,7 @@ def _canvas(height: float = TALL) -> tuple[Figure, Axes]:
 
 
 def _named(attack: str) -> str:
-    return LIMIT.replace(" to the ", "\nto the ") if analysis.is_limit(attack) else attack
+    return LIMIT.replace(" to the ", "\nto the ") if is_limit(attack) else attack
 
 
 def _percent(axis: Axis) -> None:

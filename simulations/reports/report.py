@@ -14,18 +14,22 @@ from fedgauge.client.components import SpecError
 from fedgauge.server import dashboard
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views import analysis, overview
-from fedgauge.server.views.analysis import Leak, Rate
+from fedgauge.server.views import overview
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.formatting import decibel, number, percent, rounded, scenario_line
 from fedgauge.server.views.gallery import Gallery
+from fedgauge.server.views.intervals import Rate
+from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.scores import OF_IMAGES, OF_TEXT
+from fedgauge.server.views.success import THRESHOLDS, success_curve
+from fedgauge.server.views.verdict import verdict
 from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
 STATIC = Path(dashboard.__file__).parent / "static"  # the live page's script and style, which are the report's too
-OWN_COLUMNS = (analysis.OF_IMAGES.metric, analysis.OF_TEXT.metric, "identified", "label_accuracy")
+OWN_COLUMNS = (OF_IMAGES.metric, OF_TEXT.metric, "identified", "label_accuracy")
 AT = 20  # dB: of the words on certified rates
 
 
@@ -80,19 +84,19 @@ def _content(reading: Reading) -> dict[str, Any]:
     """Everything that the template shows."""
     ledger, scores = reading.ledger, reading.scores
     gallery, reasons = Gallery(reading), ledger.reasons()
-    curve = analysis.success_curve(scores, ledger) if len(scores) else {}
+    curve = success_curve(scores, ledger) if len(scores) else {}
     certificate, shown = _certificate(reading, curve), sample_examples(gallery)
     known = overview.knowledge(reading)
     return {
         "name": reading.run.name,
         "facts": scenario_line(reading.tables),
-        "verdict": analysis.verdict(scores, ledger),
+        "verdict": verdict(scores, ledger),
         "notices": overview.notices(reading),
         "misdeeds": overview.server_attack_effects(reading),
         "limit": overview.limit(reading),
         "privacy": overview.privacy(reading),
         "certificate": certificate,
-        "lines": _by_round(analysis.round_table(scores, ledger)),
+        "lines": _by_round(round_table(scores, ledger)),
         "reasons": reasons[: overview.REASONS],
         "more_reasons": max(0, len(reasons) - overview.REASONS),
         "summary": overview.summary(reading),
@@ -124,7 +128,7 @@ def _data(
             **overview.figure(reading),
             "success": overview.success(reading) + ([certificate.series] if certificate else []),
             "ungraded": overview.ungraded(reading),
-            "thresholds": analysis.THRESHOLDS,
+            "thresholds": THRESHOLDS,
             "knowledge": overview.knowledge(reading),
         },
         "gallery": {
@@ -172,12 +176,12 @@ def _certificate(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> Certi
         return None
     words = [f"at most {percent(v)} of the examples, by any attack on one round" for v in once]
     series = {"name": "certified (ReRo), one round", "kind": "limit", "y": [rounded(v) for v in once], "told": words}
-    at = analysis.THRESHOLDS.index(AT)
+    at = THRESHOLDS.index(AT)
     return Certificate(mechanism, series, AT, once[at], always[at], rounds)
 
 
-def _by_round(lines: Sequence[analysis.RoundLeak]) -> list[list[analysis.RoundLeak]]:
-    rounds: dict[int, list[analysis.RoundLeak]] = {}
+def _by_round(lines: Sequence[RoundLeak]) -> list[list[RoundLeak]]:
+    rounds: dict[int, list[RoundLeak]] = {}
     for line in lines:
         rounds.setdefault(line.round, []).append(line)
     return list(rounds.values())

@@ -14,10 +14,12 @@ from typing import Literal
 
 from rich.console import Console
 
-from fedgauge.attacks.grading.audit import NO_TRUTH, card
+from fedgauge.attacks.grading.audit import NO_TRUTH
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger import DEPLOYMENT, Ledger
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import DEPLOYMENT
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_bytes
@@ -156,7 +158,7 @@ def check_deployable(scenario: Scenario) -> None:
 
 def cards(scenario: Scenario, plan: AttackPlan, mode: str = "simulation") -> dict[str, str]:
     """The knowledge card of each attack of a plan; in a deployment it says who graded."""
-    found = {planned.name: card(scenario.federation, planned, server=scenario.server) for planned in plan.attacks}
+    found = {planned.name: knowledge_card(scenario.federation, planned, server=scenario.server) for planned in plan.attacks}
     if mode != DEPLOYMENT:
         return found
     assumed = "; assumed of the clients, each of whom does what its own file says"

@@ -31,7 +31,7 @@ from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.attacks.matching.adaptive import leave_layer_out, precode_joint
 from fedgauge.attacks.matching.feedback_blending import feedback_blending
 from fedgauge.attacks.matching.gi_gip import gi_gip
-from fedgauge.attacks.matching.gradient_matching import (
+from fedgauge.attacks.matching.recipes import (
     bayes,
     dlg,
     federated_averaging,
@@ -42,7 +42,7 @@ from fedgauge.attacks.matching.gradient_matching import (
 )
 from fedgauge.attacks.matching.several_rounds import several_rounds
 from fedgauge.attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
-from fedgauge.client.protocol import Federation
+from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.server.store.tape import read_tensors, write_tensors
 
@@ -74,7 +74,7 @@ STATUSES = {"converged", "out_of_budget", "diverged", "not_applicable"}
 every = pytest.mark.parametrize("name", ATTACKS)
 with_memory = pytest.mark.parametrize("name", [n for n, make in ATTACKS.items() if isinstance(make(), StatefulAttack)])
 SEARCHES = (
-    "fedgauge.attacks.matching.gradient_matching:",
+    "fedgauge.attacks.matching.recipes:",
     "fedgauge.attacks.matching.feedback_blending:",
     "fedgauge.attacks.matching.adaptive:",
 )

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.attacks.grading.image_metrics import label_accuracy
 from fedgauge.attacks.labels import METHODS, assignments, auto, fedavg, grad_inversion, idlg, ilrg, llg, restore
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import Dataset, batch_of, mnist5k
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Params, Update, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch, Params, Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian

@@ -16,7 +16,9 @@ from sklearn.covariance import LedoitWolf
 from torch import Generator, Tensor, nn
 
 from fedgauge.attacks import limits
-from fedgauge.attacks.grading.audit import WHOLE_BATCH, Auditor, card
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
+from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.limits import (
     GaussianPrior,
     bayes_limit,
@@ -30,20 +32,13 @@ from fedgauge.attacks.limits import (
     van_trees,
 )
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import Chain, chain
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.vision import detached_params, mlp
-from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import (
-    Batch,
-    Chain,
-    Params,
-    Update,
-    UpdateDistribution,
-    chain,
-    gradient,
-    local_sgd,
-    per_example,
-)
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import UpdateDistribution, per_example
+from fedgauge.client.update import Batch, Params, Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian, identity, laplace
@@ -548,7 +543,7 @@ def test_an_audit_counts_a_limit_that_does_not_apply(make_federation: Make, obse
 
 def test_its_card_names_prior_and_form(make_federation: Make) -> None:
     fed = make_federation(data={"auxiliary": 50}, chain=NOISY)
-    assert card(fed, LIMIT) == (
+    assert knowledge_card(fed, LIMIT) == (
         "chain gaussian(sigma=0.1) > local_sgd(rate=0.1); 1 example an update; "
         "Gaussian prior fitted to 50 auxiliary images (Ledoit-Wolf shrinkage); labels known; "
         "Fisher information by its trace in 8 blocks of the prior's directions (a weaker bound), averaged over 16 "

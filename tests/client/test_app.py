@@ -17,7 +17,8 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import Tensor
 
 from fedgauge.client.app import STRAGGLED, app
-from fedgauge.client.protocol import Federation, Protocol, federation
+from fedgauge.client.federation import Federation, federation
+from fedgauge.client.protocol import Protocol
 
 pytestmark = pytest.mark.usefixtures("identity")
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.components import ComponentKind, SpecError, build, check_arguments, coerce, resolve
+from fedgauge.client.federation import DATASET, TRANSFORM
+from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
-from fedgauge.client.protocol import DATASET, MODEL, TRANSFORM
 from fedgauge.defenses.clip import clip
 
 KINDS = {"dataset": DATASET, "model": MODEL, "loss": LOSS, "transform": TRANSFORM, "attack": ATTACK}

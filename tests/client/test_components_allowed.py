@@ -13,8 +13,10 @@ from torch import nn
 
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, allowed, allowing, build, resolve, with_absolute_paths
+from fedgauge.client.federation import DATASET, TRANSFORM, Federation
+from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
-from fedgauge.client.protocol import DATASET, MODEL, TRANSFORM, Federation, Protocol
+from fedgauge.client.protocol import Protocol
 
 OWN = """
 import os

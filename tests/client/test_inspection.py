@@ -10,25 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.client.inspection import (
-    FEWEST,
-    FIRST_NETWORK,
-    LARGEST,
-    MOST_ROWS,
-    PROBE,
-    THRESHOLDS,
-    DetectorResult,
-    DetectorResults,
-    InspectionPolicy,
-    ProbeSet,
-    fingerprint,
-    inspect,
-    inspect_weights,
-    probe_examples,
-)
+from fedgauge.client.inspection.policy import FIRST_NETWORK, InspectionPolicy, fingerprint, inspect
+from fedgauge.client.inspection.probes import PROBE, ProbeSet, probe_examples
+from fedgauge.client.inspection.results import LARGEST, THRESHOLDS, DetectorResult, DetectorResults
+from fedgauge.client.inspection.weights import FEWEST, MOST_ROWS, inspect_weights
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Params, TransformState, gradient
+from fedgauge.client.training import gradient
+from fedgauge.client.transforms import TransformState
+from fedgauge.client.update import Batch, Params
 from tests.conftest import MakeFederation
 
 SHAPE, CLASSES = (1, 12, 12), 5

@@ -18,8 +18,11 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import Generator, Tensor
 
+from fedgauge.client.chain import chain
 from fedgauge.client.mods import Mod, as_mod
-from fedgauge.client.update import Batch, Link, Params, Update, UpdateFn, UpdateTransform, chain, local_sgd, per_example
+from fedgauge.client.training import local_sgd
+from fedgauge.client.transforms import Link, UpdateTransform, per_example
+from fedgauge.client.update import Batch, Params, Update, UpdateFn
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.sign import sign

@@ -9,10 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError
-from fedgauge.client.protocol import Federation, Protocol, Stragglers, federation
+from fedgauge.client.federation import Federation, federation
+from fedgauge.client.protocol import Protocol, Stragglers
 from fedgauge.client.rng import generator
-from fedgauge.client.update import chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.server.store.run import Run

@@ -12,27 +12,19 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.rng import generator, seed_of
-from fedgauge.client.update import (
-    Batch,
+from fedgauge.client.training import StochasticLayer, gradient, local_sgd
+from fedgauge.client.transforms import (
     BatchTransform,
-    Chain,
     Link,
-    Params,
     StatefulTransform,
-    StochasticLayer,
-    Transform,
     TransformState,
-    Update,
-    UpdateFn,
     UpdateTransform,
-    chain,
-    gradient,
-    local_sgd,
     noise_free,
-    norm,
     per_example,
 )
+from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, norm
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian, identity
 

@@ -15,23 +15,12 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 from torch import Generator
 
+from fedgauge.client.chain import Chain, chain
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.vision import detached_params, mlp
-from fedgauge.client.protocol import Federation
-from fedgauge.client.update import (
-    Batch,
-    Chain,
-    Link,
-    Params,
-    StatefulTransform,
-    Update,
-    UpdateFn,
-    UpdateTransform,
-    chain,
-    gradient,
-    local_sgd,
-    norm,
-    per_example,
-)
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import Link, StatefulTransform, UpdateTransform, per_example
+from fedgauge.client.update import Batch, Params, Update, UpdateFn, norm
 from fedgauge.defenses.accounting import (
     Accountant,
     Mechanism,

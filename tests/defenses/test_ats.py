@@ -14,9 +14,12 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError, build
-from fedgauge.client.protocol import TRANSFORM, Federation
-from fedgauge.client.update import Batch, UpdateDistribution, chain, local_sgd
+from fedgauge.client.federation import TRANSFORM, Federation
+from fedgauge.client.training import local_sgd
+from fedgauge.client.transforms import UpdateDistribution
+from fedgauge.client.update import Batch
 from fedgauge.defenses.ats import OPERATIONS, apply_operation, ats, crop_and_flip, magnitude, per_draw
 
 SHAPE = (3, 32, 32)

@@ -9,25 +9,13 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import vmap
 
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import build
+from fedgauge.client.federation import TRANSFORM
 from fedgauge.client.models.vision import detached_params
-from fedgauge.client.protocol import TRANSFORM
-from fedgauge.client.update import (
-    Batch,
-    Chain,
-    Link,
-    Params,
-    StatefulTransform,
-    Transform,
-    Update,
-    UpdateFn,
-    UpdateTransform,
-    chain,
-    gradient,
-    local_sgd,
-    noise_free,
-    per_example,
-)
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import Link, StatefulTransform, UpdateTransform, noise_free, per_example
+from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn
 
 # arguments under which a defense changes a small gradient visibly; a new defense needs a line here
 ARGUMENTS: dict[str, dict[str, Any]] = {

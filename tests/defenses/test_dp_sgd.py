@@ -11,22 +11,13 @@ from torch import Generator, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.limits import known_noise
+from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.vision import detached_params, lenet
-from fedgauge.client.protocol import Federation
-from fedgauge.client.update import (
-    Batch,
-    Params,
-    Transform,
-    Update,
-    UpdateDistribution,
-    UpdateFn,
-    chain,
-    gradient,
-    local_sgd,
-    norm,
-    per_example,
-)
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import UpdateDistribution, per_example
+from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, norm
 from fedgauge.defenses.accounting import mechanism
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.dp_sgd import dp_sgd

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from fedgauge.client.components import SpecError
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.vision import detached_params
-from fedgauge.client.protocol import Federation
-from fedgauge.client.update import Update, UpdateDistribution, norm
+from fedgauge.client.transforms import UpdateDistribution
+from fedgauge.client.update import Update, norm
 from fedgauge.defenses.freeze import freeze
 
 Make = Callable[..., Federation]

@@ -13,7 +13,7 @@ from fedgauge.attacks.base import Budget
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError
-from fedgauge.client.protocol import Federation
+from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
 from fedgauge.defenses.mixup import mixup
 

@@ -16,11 +16,13 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.grading.image_metrics import psnr
+from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.vision import detached_params, last_linear, lenet, mlp
-from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, StochasticLayer, Update, chain, gradient, local_sgd
+from fedgauge.client.training import StochasticLayer, gradient, local_sgd
+from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.precode import precode
 
 SGD = {"use": "local_sgd", "rate": 0.1}

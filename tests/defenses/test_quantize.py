@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor
 
-from fedgauge.client.update import UpdateDistribution
+from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.defenses.quantize import quantize
 
 

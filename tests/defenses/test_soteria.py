@@ -15,21 +15,13 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.engine.distances import likelihood
 from fedgauge.attacks.limits import known_noise
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.vision import convbig, detached_params, lenet
-from fedgauge.client.protocol import Federation
-from fedgauge.client.update import (
-    Batch,
-    Chain,
-    Params,
-    Update,
-    UpdateDistribution,
-    chain,
-    gradient,
-    local_sgd,
-    noise_free,
-    per_example,
-)
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import UpdateDistribution, noise_free, per_example
+from fedgauge.client.update import Batch, Params, Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian, laplace

@@ -20,12 +20,16 @@ from torch import Generator
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.replay import replay
+from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError
-from fedgauge.client.protocol import Federation
-from fedgauge.client.update import Batch, TransformState, Update, UpdateDistribution, chain, local_sgd
+from fedgauge.client.federation import Federation
+from fedgauge.client.training import local_sgd
+from fedgauge.client.transforms import TransformState, UpdateDistribution
+from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.top_k import largest, top_k
-from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Participation
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run.in_memory import train

@@ -18,11 +18,13 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.serde import message_to_proto
 
-from fedgauge.attacks.grading.audit import WHOLE_BATCH
+from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.client.components import SpecError
-from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
 from fedgauge.server.store.checkpoint import Checkpoint
-from fedgauge.server.store.ledger import Ledger, LedgerError
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, TapeError, read_tensors

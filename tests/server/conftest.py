@@ -22,9 +22,9 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.supercore.run import Run as FlowerRun
 
-from fedgauge.attacks.grading.audit import card
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.app import app as client_app
-from fedgauge.client.protocol import Federation
+from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -136,7 +136,7 @@ def make_run(folder: Path, scenario: Scenario, rounds: int = 1, tape: bool = Tru
     run = Run.create(folder, scenario)
     federation = Federation(scenario.protocol)
     with run.ledger() as ledger:
-        ledger.add_attacks(scenario.plan, {p.name: card(federation, p) for p in scenario.plan.attacks})
+        ledger.add_attacks(scenario.plan, {p.name: knowledge_card(federation, p) for p in scenario.plan.attacks})
         if tape:
             record_rounds(run, ledger, scenario, federation, rounds)
     return run

@@ -13,11 +13,14 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
 from fedgauge.attacks.engine import batch_limiter
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, host_memory, largest_batch, peak_bytes
-from fedgauge.attacks.matching.gradient_matching import GradientMatching, grad_inversion, idlg, inverting_gradients
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.recipes import grad_inversion, idlg, inverting_gradients
+from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch
 
 CPU = torch.device("cpu")
 SHAPE, CLASSES, MEBI = (1, 8, 8), 4, 2**20

@@ -13,12 +13,15 @@ from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.distances import cosine
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.engine.scheduler import CHECK_EVERY, Deadline, OptimizerState, advance
-from fedgauge.attacks.matching.gradient_matching import CUTS, GradientMatching, inverting_gradients
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.recipes import CUTS, inverting_gradients
+from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch
 
 SHAPE, CLASSES = (1, 8, 8), 4
 NEVER = Deadline(0.0, None)

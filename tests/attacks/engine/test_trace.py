@@ -15,19 +15,14 @@ from fedgauge.attacks.engine.distances import squared
 from fedgauge.attacks.engine.optimizers import lbfgs
 from fedgauge.attacks.engine.trace import Tracer
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.matching.gradient_matching import (
-    GradientMatching,
-    bayes,
-    dlg,
-    grad_inversion,
-    idlg,
-    inverting_gradients,
-    surrogate,
-)
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.recipes import bayes, dlg, grad_inversion, idlg, inverting_gradients, surrogate
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch
 
 Make = Callable[..., Any]
 SHAPE, CLASSES = (1, 8, 8), 4

@@ -11,8 +11,11 @@ from torch import nn
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.grading.image_metrics import psnr
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import Activation, detached_params, lenet, mlp
-from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip
 
 SHAPE, CLASSES = (1, 6, 6), 5

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.exact.unmixing import cocktail_party, spear
 from fedgauge.attacks.grading.image_metrics import match, psnr
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.models.vision import Activation, detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune

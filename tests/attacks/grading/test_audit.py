@@ -2,34 +2,32 @@
 
 import json
 import math
-import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 import fedgauge.client.data.images
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, StatefulAttack, Wave
 from fedgauge.attacks.grading import image_metrics
-from fedgauge.attacks.grading.audit import NO_DERIVATIVE, WHOLE_BATCH, Auditor, ScoreRecord, card, invert_own
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.malicious.carried_input import carried_input
 from fedgauge.attacks.malicious.fishing import class_fishing
 from fedgauge.attacks.malicious.imprint import imprint
 from fedgauge.attacks.malicious.optimised_features import optimised_features
 from fedgauge.attacks.malicious.separate_models import separate_models
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.attacks.malicious.targeting import knowledge
 from fedgauge.attacks.malicious.trap_weights import trap_weights
-from fedgauge.attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
+from fedgauge.attacks.plan import ATTACK, DECODERS, IMAGE_ATTACKS, IMAGE_BASELINES, PlannedAttack
+from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.data.images import Shards
-from fedgauge.client.protocol import Federation
+from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Update, UpdateTransform
+from fedgauge.client.update import Batch
 
 Make = Callable[..., Any]
 MLP = {"use": "mlp", "hidden": [16]}
@@ -96,13 +94,9 @@ SMALL: dict[str, dict[str, int]] = {  # an attack that trains first trains littl
 }
 
 
-# those of text: test_text_audit.py, text/test_contract.py; decoders of a malicious server's weights: below
-OF_IMAGES = [
-    use
-    for use in ATTACK.names()
-    if not use.startswith((TEXT_ATTACKS, "fedgauge.attacks.malicious.")) and not use.endswith(":random_words")
-]
-DECODED: dict[str, ServerAttack | None] = {  # by decoder, the malice whose answers it reads
+# attacks on text: test_text_audit.py, text/test_text_contract.py; decoders of a malicious server's weights: below
+OF_IMAGES = [*(entry.name for entry in ATTACK.entries() if entry.group == IMAGE_ATTACKS), *IMAGE_BASELINES]
+DECODED: dict[str, ServerAttack | None] = {  # by decoder, the server attack whose answers it reads
     "read_carried": carried_input(),
     "lone_example": class_fishing(),
     "read_imprint": imprint(bins=8),
@@ -114,7 +108,7 @@ DECODED: dict[str, ServerAttack | None] = {  # by decoder, the malice whose answ
 
 
 def malicious_setup(use: str, make_federation: Make) -> tuple[Federation, Wave]:
-    """A federation under a malice, and what its first client (or group of two) answers."""
+    """A federation under a server attack, and what its first client (or group of two) answers."""
     server_attack = DECODED[use]
     changes = (
         [server_attack.architecture] if server_attack is not None and server_attack.architecture is not None else []
@@ -126,12 +120,12 @@ def malicious_setup(use: str, make_federation: Make) -> tuple[Federation, Wave]:
     if isinstance(server_attack, class_fishing):
         server_attack = class_fishing(int(fed.batch_at(0, 1).y[0]))
     if server_attack is not None:
-        params = server_attack.craft(params, knowledge(fed), generator("malice"))
+        params = server_attack.craft(params, public_knowledge(fed), generator("malice"))
     return fed, Wave.stack([Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)])
 
 
 def test_every_decoder_is_held_to_the_truths_order_of_events() -> None:
-    assert sorted(DECODED) == [use for use in ATTACK.names() if use.startswith("fedgauge.attacks.malicious.")]
+    assert sorted(DECODED) == sorted(entry.name for entry in ATTACK.entries() if entry.group == DECODERS)
 
 
 @pytest.mark.parametrize("use", DECODED)
@@ -160,7 +154,7 @@ def test_no_attack_touches_private_data(
     assert "asked" not in events[:begin], "the truth was fetched before the attack"
     assert events[begin + 1] == "attack ends"
     # two clients graded, each as itself and, baselines apart, as the other's wrong client
-    assert events[end:].count("truth") == (2 if "baselines" in use else 4)
+    assert events[end:].count("truth") == (2 if use in IMAGE_BASELINES else 4)
     for outcome in audited:
         values = rows_of(outcome.rows, plan.name, "psnr")
         assert len(values) == 1
@@ -340,9 +334,7 @@ def test_the_wrong_client_is_graded_against_the_others_truth(make_federation: Ma
 @pytest.mark.parametrize("baseline", ["mean_image", "random_image"])
 def test_a_baseline_has_no_wrong_client(baseline: str, make_federation: Make, observe: Make) -> None:
     fed = make_federation()
-    (outcome,) = Auditor(fed).audit(
-        planned(f"fedgauge.attacks.grading.baselines:{baseline}"), observe(fed, (0,)), others={0: 1}
-    )
+    (outcome,) = Auditor(fed).audit(planned(baseline), observe(fed, (0,)), others={0: 1})
     assert {row.attack for row in outcome.rows} == {baseline}
 
 
@@ -405,114 +397,6 @@ def test_the_attackers_form_holds_no_noise_of_the_client(make_federation: Make) 
     assert all(torch.equal(expected[k], bare[k]) for k in bare)
 
 
-@pytest.mark.parametrize(
-    ("changes", "table", "text"),
-    [
-        (
-            {},
-            {"use": "idlg"},
-            "honest server; labels restored; chain known: local_sgd(rate=0.1); 1 example an update; "
-            "normalisation known, 1000 auxiliary images of the same distribution; 500 iterations x 1 restart",
-        ),
-        (
-            {
-                "data": {"batch_size": 4, "auxiliary": 20},
-                "chain": [{"use": "clip", "max_norm": 1.0, "each": True}, {**SGD, "steps": 2}],
-            },
-            {"use": "dlg", "labels": "given", "defense": "unknown", "iterations": 7, "restarts": 3},
-            "honest server; labels given; chain unknown: each clip(max_norm=1.0) > local_sgd(rate=0.1, steps=2); "
-            "4 examples an update; normalisation known, 20 auxiliary images of the same distribution; "
-            "7 iterations x 3 restarts",
-        ),
-        (
-            {"model": {"use": "convnet", "width": 1, "mode": "train"}, "data": {"batch_size": 2}},
-            {"use": "idlg"},
-            "honest server; labels restored; chain known: local_sgd(rate=0.1); 2 examples an update; normalisation "
-            "known, 1000 auxiliary images of the same distribution; BatchNorm in train mode, statistics known; "
-            "500 iterations x 1 restart",
-        ),
-        (
-            {},
-            {"use": "dlg", "iterations": 1500, "seconds": 60},  # it looks for labels beside the image
-            "honest server; labels optimised; chain known: local_sgd(rate=0.1); 1 example an update; normalisation "
-            "known, 1000 auxiliary images of the same distribution; 1,500 iterations x 1 restart, at most 60 s a wave",
-        ),
-        (
-            {},
-            {"use": "feedback_blending", "attack": "dlg"},
-            "honest server; labels optimised; chain known: local_sgd(rate=0.1); 1 example an update; normalisation "
-            "known, 1000 auxiliary images of the same distribution; each client's earlier rounds; 500 iterations x 1 restart",
-        ),
-        (
-            {"data": {"auxiliary": 20}},
-            {"use": "mean_image"},
-            "20 auxiliary images of the same distribution and nothing else",
-        ),
-    ],
-)
-def test_the_card_is_the_threat_model_in_words(
-    changes: dict[str, Any], table: dict[str, Any], text: str, make_federation: Make
-) -> None:
-    fed, plan = make_federation(**changes), PlannedAttack.from_table(table, "here")
-    assert card(fed, plan) == text
-
-
-@pytest.fixture
-def defense() -> Iterator[Callable[[Callable[[Tensor], Tensor]], dict[str, Any]]]:
-    """Adds a defense to the package as a new file would, an entrywise function; gives its table."""
-    added = []
-
-    def add(entrywise: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        @dataclass(frozen=True)
-        class plugin(UpdateTransform):
-            def apply(self, update: Update, rng: Generator | None) -> Update:
-                return {k: entrywise(t) for k, t in update.items()}
-
-        name = f"defenses.plugin_{len(added)}"
-        plugin.__module__ = name
-        module = types.ModuleType(name)
-        module.plugin = plugin  # type: ignore[attr-defined]  # what a file would hold
-        sys.modules[name] = module
-        added.append(name)
-        return {"use": f"{name}:plugin"}
-
-    yield add
-    for name in added:
-        del sys.modules[name]
-
-
-FLAT = [lambda t: t.floor(), lambda t: (100 * t).round() / 100, lambda t: t.sign(), lambda t: t.detach()]
-
-
-@pytest.mark.parametrize("entrywise", FLAT, ids=["floor", "round", "sign", "detach"])
-@pytest.mark.parametrize("before", [True, False])
-def test_a_chain_that_lets_no_derivative_through_is_said_to(
-    entrywise: Callable[[Tensor], Tensor], before: bool, make_federation: Make, defense: Make
-) -> None:
-    link = defense(entrywise)
-    fed = make_federation(model=MLP, chain=[link, SGD] if before else [SGD, link])
-    assert NO_DERIVATIVE in card(fed, planned("inverting_gradients"))
-    assert NO_DERIVATIVE not in card(fed, planned("inverting_gradients", defense="unknown"))
-    assert NO_DERIVATIVE not in card(fed, planned("analytic")), "it needs no derivative"
-
-
-@pytest.mark.parametrize("link", [
-    {"use": "clip", "max_norm": 0.01, "each": True},
-    {"use": "gaussian", "sigma": 1.0},
-    {"use": "sign"},
-    {"use": "prune", "keep": 0.01},
-    {"use": "mask", "keep": 0.1},
-], ids=lambda link: link["use"])  # fmt: skip
-def test_every_shipped_defense_has_a_derivative(link: dict[str, Any], make_federation: Make) -> None:
-    fed = make_federation(model=MLP, chain=[link, SGD])
-    assert NO_DERIVATIVE not in card(fed, planned("inverting_gradients"))
-
-
-def test_an_update_that_is_zero_is_not_the_derivatives_fault(make_federation: Make, defense: Make) -> None:
-    fed = make_federation(model=MLP, chain=[SGD, defense(lambda t: 0 * t)])
-    assert NO_DERIVATIVE not in card(fed, planned("inverting_gradients"))
-
-
 # --------------------------------------------------------------------------------------------------------------- plan
 
 
@@ -523,17 +407,3 @@ def test_a_planned_attack_travels_as_json() -> None:
     assert again.budget == Budget(2, 2, 3.0)
     assert again.build() == plan.build()
     assert json.loads(plan.to_json())["table"] == {"use": "inverting_gradients", "tv": 0.1}
-
-
-def test_a_clients_own_audit_that_ends_without_images_says_nothing_rather_than_safe(
-    make_federation: Make, observe: Make
-) -> None:
-    """The weights are the server's choice: weights that make the attack diverge must not open the guard."""
-    fed = make_federation(model=MLP)
-    wave = observe(fed, (0,))
-    update = {k: t[0] for k, t in wave.update.items()}
-    own = invert_own("inverting_gradients", iterations=2)
-    assert own.leak(fed, wave.params, wave.buffers, update, fed.batch_at(0, wave.round)) > 0
-    broken = {k: torch.full_like(t, 1e38) for k, t in wave.params.items()}
-    with pytest.raises(ValueError, match="not finite|no images|overflow"):
-        own.leak(fed, broken, wave.buffers, update, fed.batch_at(0, wave.round))

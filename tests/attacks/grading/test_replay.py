@@ -8,9 +8,10 @@ import torch
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.replay import TOLERANCE, ReplayCheck, replay
-from fedgauge.client.protocol import Federation
+from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Update, gradient
+from fedgauge.client.training import gradient
+from fedgauge.client.update import Update
 
 Make = Callable[..., Any]
 SGD = {"use": "local_sgd", "rate": 0.1}

@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Budget, Observation
-from fedgauge.attacks.grading.audit import Auditor, ScoreRecord, card
+from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.baselines import random_words
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.grading.replay import replay
+from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.grading.text_metrics import text_metrics
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.data.images import batch_of
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import norm
 from fedgauge.server.app import evaluate
@@ -83,7 +85,7 @@ def test_a_tiny_gpt2_learns_in_a_round_of_local_sgd(make: Make) -> None:
         {"use": "dp_sgd", "max_norm": 0.1, "noise_multiplier": 1.0},
         {"use": "quantize", "bits": 4},
     ],
-    ids=lambda link: link["use"].split(":")[1] + ("_each" if link.get("each") else ""),
+    ids=lambda link: link["use"] + ("_each" if link.get("each") else ""),
 )
 def test_defenses_of_updates_work_on_text_as_they_are(make: Make, link: dict[str, Any]) -> None:
     fed = make(chain=[link, LOCAL])
@@ -94,7 +96,7 @@ def test_defenses_of_updates_work_on_text_as_they_are(make: Make, link: dict[str
     assert any(not torch.equal(update[k], bare[k]) for k in params)
     again = fed.client_update(params, buffers, 0, 1)
     assert all(torch.equal(update[k], again[k]) for k in params)
-    if link["use"].endswith(":clip"):
+    if link["use"] == "clip":
         assert float(norm(update)) <= 0.1 * LOCAL["rate"] * (1 + 1e-5)  # type: ignore[operator]
     assert replay(fed, seen_of(fed)).ok
 
@@ -154,7 +156,7 @@ def test_random_words_are_graded_by_every_metric(made: Callable[[Make], Federati
     names = {m.name for m in text_metrics(fed.shards.dataset.tokenizer)}  # type: ignore[attr-defined]
     assert {(r.metric, r.example) for r in found} == {(name, i) for name in names for i in range(2)}
     assert all(r.value is not None and 0 <= r.value <= 100 for r in found)
-    assert "200 auxiliary sentences" in card(fed, planned)
+    assert "200 auxiliary sentences" in knowledge_card(fed, planned)
 
 
 def test_random_words_are_as_frequent_as_in_auxiliary_text(make: Make, observe: Any) -> None:
@@ -219,7 +221,7 @@ def test_lengths_and_labels_are_handed_over_where_the_threat_model_says_so(make:
         assert torch.equal(y.sort().values, batch.y.sort().values)
         told = sorted((x == 9).sum(1).tolist())
         assert told == (sorted((batch.x != 0).sum(1).tolist()) if lengths == "given" else [0, 0])
-        assert f"lengths {lengths}" in card(fed, planned)
+        assert f"lengths {lengths}" in knowledge_card(fed, planned)
 
 
 @pytest.mark.usefixtures("own")

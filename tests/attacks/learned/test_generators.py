@@ -24,13 +24,15 @@ from fedgauge.attacks.learned.generators import (
     with_absolute_paths,
 )
 from fedgauge.attacks.matching.gi_gip import gi_gip
-from fedgauge.attacks.matching.gradient_matching import bayes, dlg, inverting_gradients
 from fedgauge.attacks.matching.priors import generator_prior, total_variation
+from fedgauge.attacks.matching.recipes import bayes, dlg, inverting_gradients
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian
 
 SHAPE = (1, 6, 5)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.grading.audit import Auditor, card
+from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.image_metrics import match, mse
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.learned import feature_hashing, learning_to_invert
 from fedgauge.attacks.learned.auxiliary import Auxiliary, check_disjoint, cosine_matrix, pseudo_images
 from fedgauge.attacks.learned.cache import TensorCache, digest
@@ -30,11 +31,14 @@ from fedgauge.attacks.learned.shadow_updates import (
     stages,
 )
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, GroupMean, Update, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import GroupMean, per_example
+from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
@@ -533,7 +537,7 @@ def test_the_knowledge_card_and_the_knowledge_have_the_chosen_images(make_federa
     assert known.auxiliary is not None
     assert len(known.auxiliary.x) == 50
     assert set(known.auxiliary.y[:40].tolist()) == {0, 1}
-    assert "40 auxiliary images, 100% of them of classes 0, 1 alone and 10 pseudo-images, normal in the cosine" in card(
+    assert "40 auxiliary images, 100% of them of classes 0, 1 alone and 10 pseudo-images, normal in the cosine" in knowledge_card(
         fed, planned
     )
     assert PlannedAttack.from_json(planned.to_json()) == planned

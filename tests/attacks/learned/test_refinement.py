@@ -17,10 +17,13 @@ from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
 from fedgauge.attacks.learned.refinement import Refinement, UpdateLikelihood, WhitenedPrior, _line
 from fedgauge.attacks.learned.ridge import FittedRidge, ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, GroupMean, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import GroupMean, per_example
+from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign

@@ -21,10 +21,12 @@ from fedgauge.attacks.malicious.carried_input import (
     reversible_blocks,
 )
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import build
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Params, Update, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch, Params, Update
 from fedgauge.defenses.noise import gaussian
 
 SHAPE, CLASSES = (3, 6, 6), 6

@@ -9,12 +9,15 @@ import torch
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.malicious.fishing import class_fishing, count_isolated, feature_fishing, lone_example
 from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack
-from fedgauge.attacks.matching.gradient_matching import dlg
+from fedgauge.attacks.matching.recipes import dlg
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError
 from fedgauge.client.models.vision import detached_params, last_linear, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, GroupMean, Params, Update, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import GroupMean, per_example
+from fedgauge.client.update import Batch, Params, Update
 from fedgauge.defenses.clip import clip
 
 SHAPE, CLASSES, SIZE = (1, 5, 5), 6, 8
@@ -136,8 +139,8 @@ def test_what_is_said_of_one_client_does_not_depend_on_who_else_is_in_the_wave()
 
 def test_the_attack_that_inverts_it_is_named_by_a_table_of_a_scenario() -> None:
     table = {"use": "dlg", "restarts": 2}
-    for use in ("fishing:lone_example", "inconsistency:lone_target", "separate:separated"):
-        made = PlannedAttack("a", {"use": f"fedgauge.attacks.malicious.{use}", "attack": {"use": "dlg"}}).build()
+    for use in ("lone_example", "lone_target", "separated"):
+        made = PlannedAttack("a", {"use": use, "attack": {"use": "dlg"}}).build()
         assert isinstance(made, DelegatingAttack) and made.inner == dlg()
     with pytest.raises(SpecError, match="unknown argument|restarts"):
         PlannedAttack("a", {"use": "lone_example", "attack": table}).build()

@@ -13,11 +13,14 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction
 from fedgauge.attacks.malicious.decoding import LayerRows, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.imprint import Imprinted, imprint, imprint_block, read_imprint
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import build
+from fedgauge.client.models.build import build_model
 from fedgauge.client.models.vision import detached_params, lenet, mlp
-from fedgauge.client.protocol import build_model
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Params, Update, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch, Params, Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 

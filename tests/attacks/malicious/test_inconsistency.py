@@ -9,9 +9,12 @@ from torch import nn
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.grading.image_metrics import match, psnr
 from fedgauge.attacks.malicious.inconsistency import dead_layer, lone_target
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import convnet, detached_params, last_linear, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, GroupMean, average, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import GroupMean
+from fedgauge.client.update import Batch, average
 
 CLASSES, MEMBERS = 5, 4
 

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.malicious.optimised_features import Linear, optimised_features, read_features
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Params, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch, Params
 from fedgauge.defenses.noise import gaussian
 
 SHAPE, CLASSES = (3, 8, 8), 10

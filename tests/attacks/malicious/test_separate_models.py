@@ -14,10 +14,13 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction
 from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.malicious.separate_models import SeparateNetworks, separate, separate_models, separated
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError, build
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Params, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch, Params
 from fedgauge.defenses.clip import clip
 
 SHAPE, CLASSES = (1, 6, 6), 5

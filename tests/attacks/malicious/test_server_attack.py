@@ -10,12 +10,14 @@ import torch
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.malicious.label_flipping import label_flipping
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
-from fedgauge.attacks.plan import ATTACK
+from fedgauge.attacks.plan import ATTACK, DECODERS
+from fedgauge.client.chain import chain
 from fedgauge.client.components import build
+from fedgauge.client.models.build import build_model
 from fedgauge.client.models.vision import detached_params, last_linear
-from fedgauge.client.protocol import build_model
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch
 
 SHAPE, CLASSES, SIZE = (3, 8, 8), 5, 2
 ARGUMENTS: dict[str, dict[str, Any]] = {"feature_fishing": {"target": 1}}  # those without a default
@@ -24,7 +26,7 @@ NETWORKS: tuple[dict[str, Any], ...] = (
     {"use": "lenet"},
     {"use": "lenet", "stride": 1},
 )
-DECODERS = [name for name in ATTACK.names() if name.startswith("fedgauge.attacks.malicious.")]
+DECODER_NAMES = [entry.name for entry in ATTACK.entries() if entry.group == DECODERS]
 every = pytest.mark.parametrize("name", SERVER_ATTACK.names())
 
 
@@ -67,7 +69,7 @@ def test_a_malice_crafts_weights_of_the_same_form_and_leaves_the_honest_ones_alo
     assert how.architecture is not None or any(not torch.equal(sent[k], t) for k, t in once.items())
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", DECODER_NAMES)
 def test_a_decoder_says_why_an_honest_update_is_not_for_it(name: str) -> None:
     threat = known()
     params = detached_params(threat.model)

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.malicious.trap_weights import SCALES, activated_alone, read_rows, trap_weights
+from fedgauge.client.chain import chain
 from fedgauge.client.components import build
 from fedgauge.client.data.images import batch_of, cifar10
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Params, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch, Params
 
 SHAPE, CLASSES, ROWS = (3, 6, 6), 5, 60
 MEAN, STD = (0.4, 0.5, 0.3), (0.3, 0.2, 0.25)

@@ -14,25 +14,16 @@ from fedgauge.attacks.engine.distances import Distance, cosine, visible_columns,
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.matching.adaptive import leave_layer_out, precode_joint
-from fedgauge.attacks.matching.gradient_matching import GradientMatching, bayes, dlg, inverting_gradients
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.recipes import bayes, dlg, inverting_gradients
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar10, mnist5k
 from fedgauge.client.models.vision import convbig, convsmall, detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import (
-    Batch,
-    BatchTransform,
-    Chain,
-    Link,
-    StochasticLayer,
-    Transform,
-    Update,
-    UpdateFn,
-    chain,
-    gradient,
-    local_sgd,
-    per_example,
-)
+from fedgauge.client.training import StochasticLayer, gradient, local_sgd
+from fedgauge.client.transforms import BatchTransform, Link, per_example
+from fedgauge.client.update import Batch, Transform, Update, UpdateFn
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.precode import precode
 from fedgauge.defenses.soteria import soteria

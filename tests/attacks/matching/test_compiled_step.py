@@ -16,12 +16,15 @@ from fedgauge.attacks.engine.distances import Distance, cosine, squared
 from fedgauge.attacks.engine.optimizers import adam, lbfgs
 from fedgauge.attacks.matching import compiled_step
 from fedgauge.attacks.matching.compiled_step import CompiledStep, missing
-from fedgauge.attacks.matching.gradient_matching import CUTS, GradientMatching, dlg, inverting_gradients
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.recipes import CUTS, dlg, inverting_gradients
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch
 
 CPU = torch.device("cpu")
 SHAPE, CLASSES = (1, 8, 8), 4
@@ -55,7 +58,7 @@ CASES: dict[str, tuple[Distance, Chain]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile itself uses
 @pytest.mark.parametrize("case", CASES)
 def test_the_compiled_step_is_the_plain_one_for_any_problems(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedgauge.attacks.engine.gradients.FORM_BELOW", 300)
+    monkeypatch.setattr("fedgauge.attacks.engine.gradients.factored.FORM_BELOW", 300)
     distance, links = CASES[case]
     wave, known = scene(4, links)
     attack = GradientMatching(distance, (total_variation(0.01),))

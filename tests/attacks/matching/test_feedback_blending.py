@@ -12,10 +12,13 @@ from fedgauge.attacks.base import Budget, ClientState, Knowledge, Observation, R
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.matching.feedback_blending import FeedbackBlending, feedback_blending
-from fedgauge.attacks.matching.gradient_matching import GradientMatching, dlg, idlg
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.recipes import dlg, idlg
+from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, chain, local_sgd
+from fedgauge.client.training import local_sgd
+from fedgauge.client.update import Batch
 
 SHAPE = (1, 4, 4)
 

@@ -14,9 +14,12 @@ from fedgauge.attacks.grading.image_metrics import mse
 from fedgauge.attacks.learned.cache import TensorCache
 from fedgauge.attacks.learned.generators import Decoder, GeneratorTraining
 from fedgauge.attacks.matching.gi_gip import gi_gip
+from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Link, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import Link
+from fedgauge.client.update import Batch
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
 

@@ -17,22 +17,18 @@ from fedgauge.attacks.engine.optimizers import adam, lbfgs
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.matching import problems
-from fedgauge.attacks.matching.gradient_matching import (
-    CUTS,
-    GradientMatching,
-    bayes,
-    dlg,
-    idlg,
-    inverting_gradients,
-    surrogate,
-)
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.recipes import CUTS, bayes, dlg, idlg, inverting_gradients, surrogate
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import Chain, chain
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.vision import detached_params, lenet, mlp
-from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Params, Update, UpdateFn, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch, Params, Update, UpdateFn
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import laplace
 
@@ -541,7 +537,9 @@ def test_samples_in_a_box_average_the_objective() -> None:
 def test_updates_of_large_layers_are_compared_by_their_factors_to_the_same_end(
     disturbed: bool, distance: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedgauge.attacks.engine.gradients.FORM_BELOW", 300)  # 1.weight and 3.weight, not 5.weight
+    monkeypatch.setattr(
+        "fedgauge.attacks.engine.gradients.factored.FORM_BELOW", 300
+    )  # 1.weight and 3.weight, not 5.weight
     torch.manual_seed(0)
     wave, known, batches = scene(clients=3, model=mlp(SHAPE, CLASSES, (24, 20), "tanh"))
     if disturbed:

@@ -16,11 +16,15 @@ from fedgauge.attacks.engine.distances import squared
 from fedgauge.attacks.grading.image_metrics import match, psnr
 from fedgauge.attacks.labels import assignments
 from fedgauge.attacks.matching import local_steps
-from fedgauge.attacks.matching.gradient_matching import GradientMatching, federated_averaging, surrogate
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.recipes import federated_averaging, surrogate
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Link, Params, Update, UpdateFn, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import Link
+from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
 SHAPE, CLASSES = (1, 8, 8), 4
 

@@ -46,9 +46,11 @@ from fedgauge.attacks.matching.priors import (
     magnitude,
     total_variation,
 )
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Update, chain, local_sgd
+from fedgauge.client.training import local_sgd
+from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian as gaussian_noise

@@ -9,11 +9,12 @@ import torch
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.grading.image_metrics import psnr
-from fedgauge.attacks.matching.gradient_matching import inverting_gradients
+from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.client.chain import chain
 from fedgauge.client.data.images import batch_of, cifar10
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
-from fedgauge.client.update import chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
 
 
 @pytest.mark.slow

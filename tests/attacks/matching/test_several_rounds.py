@@ -9,9 +9,11 @@ import torch
 from fedgauge.attacks.base import Budget, ClientState, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.matching.several_rounds import several_rounds
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian
 from fedgauge.server.store.tape import read_tensors, write_tensors
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
 from fedgauge.attacks.text.dager import dager
 from fedgauge.attacks.text.spans import span
+from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import Text, cola, phrases, targets
 from fedgauge.client.models.language import LanguageModel, encoder, tiny_bert, tiny_gpt2, transformer3
 from fedgauge.client.models.language_parts import Projection
@@ -20,7 +21,8 @@ from fedgauge.client.models.losses import next_token
 from fedgauge.client.models.tokenizer import MINILM
 from fedgauge.client.models.vision import detached_params, floating_buffers
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Transform, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch, Transform
 from fedgauge.defenses.noise import gaussian
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")

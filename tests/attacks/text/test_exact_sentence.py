@@ -14,13 +14,15 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, why_unprovable
 from fedgauge.attacks.text.exact_sentence import _words, exact
+from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import Text, cola, phrases, targets
 from fedgauge.client.models.language import LanguageModel, encoder, tiny_bert, tiny_gpt2, transformer3
 from fedgauge.client.models.losses import next_token
 from fedgauge.client.models.tokenizer import MINILM, framed
 from fedgauge.client.models.vision import detached_params, floating_buffers
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Transform, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch, Transform
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian

@@ -11,16 +11,19 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Sentences, Wave
-from fedgauge.attacks.engine.gradients import FactoredGradient, factored
+from fedgauge.attacks.engine.gradients.factored import FactoredGradient, factored
 from fedgauge.attacks.text.distance import Kind, Matcher, SentenceGuess, Way
 from fedgauge.attacks.text.ghost_products import gradients
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.language import LanguageModel, tiny_bert, tiny_gpt2, transformer3
 from fedgauge.client.models.losses import next_token
 from fedgauge.client.models.tokenizer import Tokenizer, framed, wordpiece
 from fedgauge.client.models.transformer import Transformer
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Loss, Transform, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch, Loss, Transform
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian

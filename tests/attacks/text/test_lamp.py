@@ -29,12 +29,15 @@ from fedgauge.attacks.text.text_matching import (
     lengths_of,
     staircase,
 )
+from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import Text, phrases
 from fedgauge.client.models.language import LanguageModel, tiny_bert, tiny_gpt2
 from fedgauge.client.models.losses import next_token
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, Loss, Transform, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch, Loss, Transform
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian
@@ -364,7 +367,7 @@ def test_the_model_and_the_global_generator_are_left_alone(make: Callable[..., S
 
 
 def test_recipes_are_found_and_carry_the_papers_weights() -> None:
-    assert {f"fedgauge.attacks.text.lamp:{name}" for name in ("dlg", "tag", "lamp")} <= set(ATTACK.names())
+    assert {"dlg_text", "tag", "lamp"} <= set(ATTACK.names())
     cosine, squares = lamp(), lamp("l2_l1")
     assert (cosine.kind, cosine.length, cosine.lm_weight) == ("cosine", 1.0, 0.2)
     assert (squares.kind, squares.length, squares.lm_weight, squares.l1) == ("l2_l1", 25.0, 60.0, 0.01)

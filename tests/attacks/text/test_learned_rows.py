@@ -12,13 +12,14 @@ from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.grading.text_metrics import token_accuracy
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.text.learned_rows import _PositionTraining, _RowFeatures, learned_rows
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.corpora import Text, phrases
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.models.language import LanguageModel, tiny_bert, transformer3
 from fedgauge.client.models.losses import next_token
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Chain, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign

@@ -26,13 +26,16 @@ from fedgauge.attacks.text.learning_to_invert_text import (
     matched_nll,
     pseudo_sentences,
 )
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.corpora import Text, phrases
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.models.language import LanguageModel, tiny_bert, transformer3
 from fedgauge.client.models.losses import IGNORED, next_token
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign

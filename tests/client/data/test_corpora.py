@@ -23,10 +23,13 @@ from fedgauge.client.data.corpora import cola as read_cola
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data.images import batch_of, split
 from fedgauge.client.data.own_images import image_dataset_error
-from fedgauge.client.deployment.owner import DeployedClient, OwnerConfig, ServerTerms
+from fedgauge.client.deployment.deployed_client import DeployedClient
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.terms import ServerTerms
+from fedgauge.client.federation import Federation
 from fedgauge.client.local_data import may_download
 from fedgauge.client.models.tokenizer import SPECIAL, Tokenizer, framed, wordpiece
-from fedgauge.client.protocol import Federation, Protocol
+from fedgauge.client.protocol import Protocol
 
 LINES = ("The cat, sat on the mat!", "a dog barks; it BARKS", "unbelievably éclair")
 

@@ -19,7 +19,8 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import held_out
 from fedgauge.client.data.images import Dataset
 from fedgauge.client.data.own_images import hugging_face, image_dataset_error, image_folder, npz
-from fedgauge.client.protocol import Federation, Protocol
+from fedgauge.client.federation import Federation
+from fedgauge.client.protocol import Protocol
 
 SIZE = 8
 

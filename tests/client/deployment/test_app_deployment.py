@@ -26,10 +26,12 @@ from fedgauge.client import app as module
 from fedgauge.client.app import FAILED, NOT_GRADED, REFUSED, app
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.guard import WITHHELD
-from fedgauge.client.deployment.owner import ClientFolder, OwnerConfig
-from fedgauge.client.inspection import REASON
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.state_folder import ClientFolder
+from fedgauge.client.federation import Federation
+from fedgauge.client.inspection.policy import REASON
 from fedgauge.client.pairing import match, psnr_of
-from fedgauge.client.protocol import Federation, Protocol
+from fedgauge.client.protocol import Protocol
 
 pytestmark = pytest.mark.usefixtures("identity")
 

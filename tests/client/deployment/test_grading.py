@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgauge.client.deployment.grading import MOST_NAMES, batch_to_grade, grade, rounded
-from fedgauge.client.deployment.owner import (
-    ClientFolder,
-    DrawnBatch,
-    GradingPolicy,
-    OwnerConfig,
-    RequestRefused,
-    digest_of,
-)
+from fedgauge.client.deployment.owner import GradingPolicy, OwnerConfig
+from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch, digest_of
+from fedgauge.client.deployment.terms import RequestRefused
 from fedgauge.client.pairing import match, mse_of, psnr_of
 from fedgauge.client.update import Batch
 

@@ -17,10 +17,13 @@ from torch.nn import functional as F
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.guard import INSPECTED, REASON, WITHHELD, guard, inspect_message
-from fedgauge.client.deployment.owner import ClientFolder, DamagedState, GuardPolicy, OwnerConfig
-from fedgauge.client.inspection import FIRST_NETWORK, InspectionPolicy, Mode, ProbeSet, fingerprint
+from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
+from fedgauge.client.deployment.state_folder import ClientFolder, DamagedState
+from fedgauge.client.inspection.policy import FIRST_NETWORK, InspectionPolicy, Mode, fingerprint
+from fedgauge.client.inspection.probes import ProbeSet
 from fedgauge.client.models.vision import convnet, detached_params
-from fedgauge.client.update import Batch, Params, TransformState
+from fedgauge.client.transforms import TransformState
+from fedgauge.client.update import Batch, Params
 from tests.conftest import MakeFederation
 
 pytestmark = pytest.mark.usefixtures("identity")

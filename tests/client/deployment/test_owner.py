@@ -13,19 +13,13 @@ import tomli_w
 import torch
 
 from fedgauge.client.components import SpecError
-from fedgauge.client.deployment.owner import (
-    MOST_TEXT,
-    ClientFolder,
-    DamagedState,
-    DeployedClient,
-    DrawnBatch,
-    OwnerConfig,
-    RequestRefused,
-    ServerTerms,
-    digest_of,
-)
+from fedgauge.client.deployment.deployed_client import DeployedClient
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.state_folder import ClientFolder, DamagedState, DrawnBatch, digest_of
+from fedgauge.client.deployment.terms import MOST_TEXT, RequestRefused, ServerTerms
+from fedgauge.client.federation import Federation
 from fedgauge.client.local_data import may_download
-from fedgauge.client.protocol import Federation, Protocol
+from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip

@@ -15,7 +15,9 @@ from fedgauge.client.models.language import LanguageModel, decoder, encoder, tin
 from fedgauge.client.models.language_parts import ModelParts
 from fedgauge.client.models.tokenizer import MINILM, Tokenizer, framed, load_tokenizer, wordpiece
 from fedgauge.client.models.vision import detached_params, floating_buffers
-from fedgauge.client.update import Batch, gradient, per_example
+from fedgauge.client.training import gradient
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch
 
 transformers = pytest.importorskip("transformers", reason="the extra [text] is not installed")
 torch.set_num_threads(1)

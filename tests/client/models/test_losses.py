@@ -13,15 +13,19 @@ from torch.nn import functional as F
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Budget, Observation, Wave
-from fedgauge.attacks.engine.gradients import FactoredGradient, gradients, local_training_changes
+from fedgauge.attacks.engine.gradients.factored import FactoredGradient
+from fedgauge.attacks.engine.gradients.per_problem import gradients, local_training_changes
 from fedgauge.attacks.exact.analytic import analytic
-from fedgauge.attacks.grading.audit import Auditor, card
+from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.image_metrics import psnr_of
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.limits import BLOCKS, bayes_limit, trace_bound
-from fedgauge.attacks.matching.gradient_matching import dlg, inverting_gradients
+from fedgauge.attacks.matching.recipes import dlg, inverting_gradients
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError, allowing
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import (
     build_loss,
     cross_entropy,
@@ -34,9 +38,10 @@ from fedgauge.client.models.losses import (
     takes_probabilities,
 )
 from fedgauge.client.models.vision import detached_params, lenet, mlp
-from fedgauge.client.protocol import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, GroupMean, chain, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import GroupMean
+from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian
 
 SQUARED = {"use": "mean_squared_error"}
@@ -267,7 +272,7 @@ def test_the_attacker_matches_the_loss_that_it_knows(own: None, make_federation:
     wrong = replace(known, loss=cross_entropy(0.5))
     (other,) = attack.continued(wave, wrong, Budget(1), streams, batch.x[None])
     assert right.objective < 1e-4 and other.objective > 10 * max(right.objective, 1e-6)
-    assert f"loss {loss['use'].split(':')[1]}() known" in card(fed, planned("inverting_gradients"))
+    assert f"loss {loss['use'].split(':')[1]}() known" in knowledge_card(fed, planned("inverting_gradients"))
 
 
 def test_labels_are_not_read_off_another_loss(make_federation: MakeFederation) -> None:
@@ -280,8 +285,8 @@ def test_labels_are_not_read_off_another_loss(make_federation: MakeFederation) -
     assert told.reconstruction.status == "not_applicable" and 'labels = "given"' in told.reconstruction.reason
     (found,) = auditor.audit(planned("idlg", iterations=2, labels="given"), wave)
     assert found.reconstruction.status != "not_applicable"
-    assert "loss mean_squared_error() known" in card(fed, planned("idlg"))
-    assert "loss" not in card(make_federation(), planned("idlg"))
+    assert "loss mean_squared_error() known" in knowledge_card(fed, planned("idlg"))
+    assert "loss" not in knowledge_card(make_federation(), planned("idlg"))
 
 
 def test_optimised_labels_need_a_loss_of_probabilities(own: None, make_federation: MakeFederation) -> None:
@@ -307,7 +312,7 @@ def test_a_defense_is_not_inferred_from_another_losss_zeros(make_federation: Mak
     with pytest.raises(
         ValueError, match="a defense is inferred from zeros that the cross-entropy's gradient never has"
     ):
-        Auditor(fed).inferred(wave_of(fed))
+        Auditor(fed).infer_defense(wave_of(fed))
 
 
 def test_the_replay_check_names_a_client_that_minimises_the_cross_entropy(make_federation: MakeFederation) -> None:

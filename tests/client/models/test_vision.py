@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedgauge.client.components import SpecError, build
 from fedgauge.client.models import vision
-from fedgauge.client.protocol import MODEL
+from fedgauge.client.models.build import MODEL
 
 CIFAR = (3, 32, 32)
 MNIST = (1, 28, 28)

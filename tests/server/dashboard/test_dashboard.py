@@ -25,19 +25,20 @@ from PIL import Image
 from starlette.applications import Starlette
 
 import fedgauge.server.views.gallery
-from fedgauge.attacks.grading.audit import ScoreRecord
+from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.defenses.accounting import spent
 from fedgauge.server.dashboard.web import make_app
-from fedgauge.server.store.ledger import Participation
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views import analysis
-from fedgauge.server.views.analysis import Scores
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare, differences
+from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.overview import progress
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.verdict import verdict
 
 Get = Callable[..., Any]
 
@@ -102,8 +103,8 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
     page = get("/api/runs/complete/overview")
     with attacked_run.ledger() as ledger:
         scores = Scores.read(ledger)
-        told = {m: analysis.leakage(scores, m) for m in ("psnr", "ssim", "identified")}
-        assert page["verdict"]["sentence"] == analysis.verdict(scores, ledger).sentence
+        told = {m: leakage(scores, m) for m in ("psnr", "ssim", "identified")}
+        assert page["verdict"]["sentence"] == verdict(scores, ledger).sentence
     shown = {m["name"]: {s["name"]: s for s in m["series"]} for m in page["metrics"]}
     for metric, leaks in told.items():
         for leak in leaks:
@@ -343,7 +344,7 @@ def test_what_is_read_in_pieces_is_what_is_read_at_once(
             ledger.finish(lease, rows)
             with reading.now():
                 assert reading.version != before
-                assert reading.leaks("psnr") == analysis.leakage(Scores.read(ledger), "psnr")
+                assert reading.leaks("psnr") == leakage(Scores.read(ledger), "psnr")
     reading.close()
 
 

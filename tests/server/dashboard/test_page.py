@@ -13,17 +13,19 @@ from typing import Any
 
 import pytest
 
-from fedgauge.attacks.grading.audit import WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.dashboard.web import make_app
-from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import UNGRADED, Participation
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger_rows import UNGRADED, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views import analysis
-from fedgauge.server.views.analysis import Scores
 from fedgauge.server.views.formatting import LABELS
+from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.png import png
+from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.verdict import verdict
 from fedgauge.simulations.reports.report import write_comparison, write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
@@ -140,8 +142,8 @@ def test_a_finished_run_opens_with_its_numbers(watched: Watched, address: str, f
     expect(page.locator(".js-line").first).to_be_visible()
     with Run(folder / "first").ledger() as ledger:
         scores = Scores.read(ledger)
-        (leak,) = [k for k in analysis.leakage(scores, "psnr") if k.round is None and k.attack == "inverting_gradients"]
-        expect(page.locator(".verdict")).to_have_text(analysis.verdict(scores, ledger).sentence)
+        (leak,) = [k for k in leakage(scores, "psnr") if k.round is None and k.attack == "inverting_gradients"]
+        expect(page.locator(".verdict")).to_have_text(verdict(scores, ledger).sentence)
     row = page.get_by_role("region", name="All rounds together").locator("tbody tr").first
     assert leak.mean is not None and leak.best is not None
     expect(row.locator("td").nth(2)).to_have_text(f"{leak.mean:.1f}")

@@ -15,13 +15,15 @@ from rich.console import Console
 
 from fedgauge.client.components import allowing
 from fedgauge.server.dashboard.web import make_app
-from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views import analysis
-from fedgauge.server.views.analysis import Scores
 from fedgauge.server.views.gallery import Gallery, Query, marked, token_strings
+from fedgauge.server.views.leakage import round_table
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.scores import OF_TEXT, Scores
+from fedgauge.server.views.verdict import verdict
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.terminal import LiveDisplay
 from fedgauge.simulations.live.view import words
@@ -106,8 +108,8 @@ def test_a_word_is_right_misplaced_as_often_as_the_truth_has_it_or_wrong(run: Ru
 def test_the_verdict_compares_by_rouge_with_the_floor_of_text(run: Run) -> None:
     with run.ledger() as ledger:
         scores = Scores.read(ledger)
-        found, lines = analysis.verdict(scores, ledger), analysis.round_table(scores, ledger)
-    assert scores.measure == analysis.OF_TEXT
+        found, lines = verdict(scores, ledger), round_table(scores, ledger)
+    assert scores.measure == OF_TEXT
     assert "% ROUGE-1 on average" in found.sentence and "sentences" in found.sentence and "dB" not in found.sentence
     assert found.strongest is not None
     assert found.strongest.baseline in ("random_words", "wrong_client(copies)")

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
-from fedgauge.attacks.grading.audit import Auditor, card
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.matching.feedback_blending import FeedbackBlending
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.client.components import SpecError
-from fedgauge.client.protocol import Federation
-from fedgauge.server.pool.executors import LocalExecutor, Result, serve
+from fedgauge.client.federation import Federation
+from fedgauge.server.pool.executors import LocalExecutor, Result
+from fedgauge.server.pool.service import serve
 from fedgauge.server.pool.worker import Task
-from fedgauge.server.store.ledger import Ledger, Progress
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 
@@ -354,7 +357,7 @@ def test_another_attack_with_memory_can_be_run_on_an_old_tape(
     before = kept(whole)
     other = with_attack(scenario, name="other", fit=1e9)
     with whole.ledger() as ledger:
-        ledger.add_attacks(other.plan, {p.name: card(other.federation, p) for p in other.plan.attacks})
+        ledger.add_attacks(other.plan, {p.name: knowledge_card(other.federation, p) for p in other.plan.attacks})
         ledger.enqueue(other.plan)
     serve(whole, LocalExecutor())
     after = kept(whole)

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
-from fedgauge.attacks.grading.audit import WHOLE_BATCH
-from fedgauge.client.protocol import Federation
-from fedgauge.server.pool.executors import ATTEMPTS, LocalExecutor, Result, WorkerDied, make_executor, serve
+from fedgauge.attacks.grading.scores import WHOLE_BATCH
+from fedgauge.client.federation import Federation
+from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied
+from fedgauge.server.pool.service import ATTEMPTS, make_executor, serve
 from fedgauge.server.pool.worker import Task
-from fedgauge.server.store.ledger import Progress
+from fedgauge.server.store.ledger_rows import Progress
 from fedgauge.server.store.run import Run, RunBusy
 
 IG = {"use": "inverting_gradients", "iterations": 4}

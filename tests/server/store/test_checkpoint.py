@@ -24,7 +24,8 @@ from fedgauge.server import app as server_app
 from fedgauge.server.app import build_strategy, federate, stock_strategies
 from fedgauge.server.store import checkpoint
 from fedgauge.server.store.checkpoint import Checkpoint, ResumedStrategy, restore, starting_point
-from fedgauge.server.store.ledger import Ledger, Participation
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fedgauge.server.app import federate
-from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
 from fedgauge.server.store import checkpoint, tape
 from fedgauge.server.store.run import Run
 

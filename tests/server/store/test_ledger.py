@@ -18,11 +18,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import fedgauge.server.store.ledger
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.grading.audit import WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
-from fedgauge.server.store.ledger import APPLICATION, Lease, Ledger, LedgerError, Participation, Progress
+from fedgauge.server.store import ledger_file
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_file import APPLICATION, LedgerError
+from fedgauge.server.store.ledger_rows import Lease, Participation, Progress
 
 DLG = {"use": "dlg"}
 FEEDBACK = {"use": "feedback_blending"}  # an attack with memory
@@ -80,7 +82,7 @@ def test_a_new_ledger_is_in_wal_mode_and_says_what_it_is(path: Path) -> None:
     with sqlite3.connect(path) as db:
         assert db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
         assert db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION == int.from_bytes(b"flek", "big")
-        assert db.execute("PRAGMA user_version").fetchone()[0] == len(fedgauge.server.store.ledger._MIGRATIONS)
+        assert db.execute("PRAGMA user_version").fetchone()[0] == len(ledger_file.MIGRATIONS)
         assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
     db.close()
 
@@ -144,10 +146,10 @@ MIGRATION = "ALTER TABLE rounds ADD COLUMN epsilon REAL; CREATE INDEX by_epsilon
 def test_an_older_ledger_is_brought_up_to_date_and_keeps_its_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with filled(path, plan_of("a")) as old:
         old.record_round(1, 0.5, 1.0, 2.0, 0.1)
-        versions = len(fedgauge.server.store.ledger._MIGRATIONS)
+        versions = len(ledger_file.MIGRATIONS)
         before = [dict(o) for o in old.observations()], jobs(old)
     monkeypatch.setattr(
-        fedgauge.server.store.ledger, "_MIGRATIONS", (*fedgauge.server.store.ledger._MIGRATIONS, MIGRATION)
+        ledger_file, "MIGRATIONS", (*ledger_file.MIGRATIONS, MIGRATION)
     )
     for _ in range(2):  # the second finds nothing to do
         with Ledger(path) as ledger:
@@ -160,12 +162,12 @@ def test_an_older_ledger_is_brought_up_to_date_and_keeps_its_rows(path: Path, mo
 def test_a_migration_that_fails_leaves_the_old_ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(path, plan_of("a")).close()
     with monkeypatch.context() as patch:
-        broken = (*fedgauge.server.store.ledger._MIGRATIONS, MIGRATION + "; CREATE TABLE rounds (twice)")
-        patch.setattr(fedgauge.server.store.ledger, "_MIGRATIONS", broken)
+        broken = (*ledger_file.MIGRATIONS, MIGRATION + "; CREATE TABLE rounds (twice)")
+        patch.setattr(ledger_file, "MIGRATIONS", broken)
         with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger: table rounds already exists"):
             Ledger(path)
     with Ledger(path) as ledger:
-        assert ledger._db.execute("PRAGMA user_version").fetchone()[0] == len(fedgauge.server.store.ledger._MIGRATIONS)
+        assert ledger._db.execute("PRAGMA user_version").fetchone()[0] == len(ledger_file.MIGRATIONS)
         assert "epsilon" not in [row[1] for row in ledger._db.execute("PRAGMA table_info(rounds)")]
         assert ledger.progress().queued == 4
 
@@ -416,7 +418,7 @@ def test_a_job_that_is_done_at_last_has_no_error_left(path: Path) -> None:
 
 def test_a_ledger_of_the_first_version_loses_a_column_and_no_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(fedgauge.server.store.ledger, "_MIGRATIONS", fedgauge.server.store.ledger._MIGRATIONS[:1])
+        patch.setattr(ledger_file, "MIGRATIONS", ledger_file.MIGRATIONS[:1])
         Ledger(path, create=True).close()
     plan = plan_of("a", wave=2)
     old = sqlite3.connect(path)
@@ -671,12 +673,12 @@ def test_two_connections_never_lease_the_same_job(path: Path) -> None:
 WORKER = """
 import random, sys, time
 from pathlib import Path
-from fedgauge.attacks.grading.audit import Row
+from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.server.store.ledger import Ledger
 ledger = Ledger(Path(sys.argv[1]))
 print("ready", flush=True)
 while (lease := ledger.lease()) is not None:
-    rows = {c: [Row(lease.round, c, lease.attack.name, e, "psnr", 1.0, "converged", 0.1) for e in range(400)]
+    rows = {c: [ScoreRecord(lease.round, c, lease.attack.name, e, "psnr", 1.0, "converged", 0.1) for e in range(400)]
             for c in lease.clients}
     ledger.finish(lease, rows)
     print(*lease.jobs, flush=True)
@@ -871,7 +873,7 @@ def test_a_reader_cannot_write_and_does_not_wait(path: Path) -> None:
 
 def test_a_reader_leaves_an_older_schema_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(fedgauge.server.store.ledger, "_MIGRATIONS", fedgauge.server.store.ledger._MIGRATIONS[:2])
+        patch.setattr(ledger_file, "MIGRATIONS", ledger_file.MIGRATIONS[:2])
         Ledger(path, create=True).close()
     with pytest.raises(LedgerError, match=f"older fedgauge; bring it up to date with: fedgauge report {path.parent}"):
         Ledger(path, readonly=True)

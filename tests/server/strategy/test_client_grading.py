@@ -18,9 +18,10 @@ from PIL import Image
 
 from fedgauge.attacks.grading.audit import NO_TRUTH, Auditor
 from fedgauge.client.components import SpecError
-from fedgauge.client.protocol import Federation
+from fedgauge.client.federation import Federation
 from fedgauge.defenses.accounting import Accountant
-from fedgauge.server.pool.executors import NO_REPLAY, LocalExecutor, serve
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import NO_REPLAY, serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario

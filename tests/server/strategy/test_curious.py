@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.server.store.ledger import Ledger, Participation
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.tape import Tape, TapeError
 from fedgauge.server.strategy.curious import UpdateRecorder
 from fedgauge.server.strategy.validator import AcceptedReply, RoundReplies

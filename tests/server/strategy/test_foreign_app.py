@@ -21,7 +21,8 @@ from flwr.app import Context, RecordDict
 
 from fedgauge.attacks.grading.image_metrics import psnr_of
 from fedgauge.client.components import allowing
-from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.launch import child_environment

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 import torch
 
-from fedgauge.attacks.grading.audit import card
 from fedgauge.attacks.malicious.fishing import count_isolated
-from fedgauge.attacks.malicious.targeting import knowledge
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import SpecError
 from fedgauge.client.update import Params, average
-from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Participation
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
-from fedgauge.server.views.analysis import Scores
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.simulations.live.progress import guarded
 from fedgauge.simulations.reports.report import write_report
@@ -85,7 +85,7 @@ def test_the_client_answered_to_what_it_was_sent(fishing: Run) -> None:
     own = scenario.federation.client_update(seen.params, seen.buffers, 1, 2)
     torch.testing.assert_close(dict(seen.update), {k: t.detach() for k, t in own.items()}, rtol=1e-5, atol=1e-7)
     labels = scenario.federation.batch_at(1, 2).y
-    assert count_isolated(seen, knowledge(scenario.federation)) == pytest.approx(int((labels == 3).sum()), abs=1e-3)
+    assert count_isolated(seen, public_knowledge(scenario.federation)) == pytest.approx(int((labels == 3).sum()), abs=1e-3)
 
 
 @pytest.mark.parametrize("aggregate", [False, True])
@@ -129,7 +129,7 @@ def test_the_audit_attacks_each_at_the_weights_it_was_sent_and_says_whose_server
     assert set(found.values()) == {"not_applicable"}  # at honest weights nothing is isolated
     assert "malicious server: class_fishing(target=3) to client 1 in round 2" in knowledge_card
     honest = make_scenario()
-    assert "honest server" in card(honest.federation, PlannedAttack("x", {"use": "dlg"}))
+    assert "honest server" in knowledge_card(honest.federation, PlannedAttack("x", {"use": "dlg"}))
 
 
 def test_it_remembers_its_answers_over_a_restart(make_scenario: Callable[..., Scenario], tmp_path: Path) -> None:

@@ -14,16 +14,18 @@ from torch import Tensor
 
 from fedgauge.attacks import labels
 from fedgauge.attacks.base import Observation, Wave
-from fedgauge.attacks.grading.audit import Auditor, card
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.client.app import train as fedgauges_train
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.secure_sum_mod import RECORD, read, secure_sum
-from fedgauge.client.protocol import Federation
-from fedgauge.client.update import gradient
+from fedgauge.client.federation import Federation
+from fedgauge.client.training import gradient
 from fedgauge.defenses.secure_sum import PairwiseMasking
 from fedgauge.server.app import build_strategy
-from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
@@ -430,7 +432,7 @@ def test_a_run_under_a_secure_sum_is_replayed_attacked_and_shown(kit: Any, tmp_p
     run = Run.create(tmp_path / "run", scenario)
     federation = Federation(scenario.protocol)
     with run.ledger() as ledger:
-        ledger.add_attacks(scenario.plan, {p.name: card(federation, p) for p in scenario.plan.attacks})
+        ledger.add_attacks(scenario.plan, {p.name: knowledge_card(federation, p) for p in scenario.plan.attacks})
         tap = UpdateRecorder(ledger, run.tape(), scenario.plan)
         network = kit.grid(scenario)
         validator = CuriousStrategy(
@@ -479,7 +481,7 @@ def test_sums_of_several_sizes_in_one_wave_are_each_attacked_as_what_they_are(ki
         assert torch.allclose(a.reconstruction.x, alone.reconstruction.x, atol=1e-4)  # type: ignore[arg-type]
         compared = {r.client for r in a.rows if r.attack.startswith("wrong_client")}
         assert compared == ({others[a.client]} if len(members[others[a.client]]) == len(members[a.client]) else set())
-    assert "sum of 3 to 4 clients" in card(federation, planned)
+    assert "sum of 3 to 4 clients" in knowledge_card(federation, planned)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -14,8 +14,8 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedgauge.client.components import SpecError
+from fedgauge.client.federation import Federation
 from fedgauge.client.mods import as_mod
-from fedgauge.client.protocol import Federation
 from fedgauge.defenses.clip import clip
 from fedgauge.server.app import app as server_app
 from fedgauge.server.app import build_strategy, evaluate, stock_strategies

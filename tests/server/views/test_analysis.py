@@ -12,21 +12,19 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.attacks.grading.audit import NO_DERIVATIVE, WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
+from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.protocol import Protocol
-from fedgauge.server.store.ledger import UNGRADED, Ledger, Participation
-from fedgauge.server.views import analysis
-from fedgauge.server.views.analysis import (
-    Leak,
-    Rate,
-    RoundLeak,
-    Scores,
-    clustered_interval,
-    is_baseline,
-    leakage,
-    round_table,
-)
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import UNGRADED, Participation
+from fedgauge.server.views.intervals import Rate, clustered_interval
+from fedgauge.server.views.leakage import Leak, RoundLeak, leakage, round_table
+from fedgauge.server.views.participation import rounds_seen
+from fedgauge.server.views.roles import attack_order, is_baseline, role_of
+from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
+from fedgauge.server.views.verdict import Verdict, excesses, verdict
 
 PLAN = AttackPlan(
     (
@@ -96,11 +94,11 @@ def table_of(ledger: Ledger) -> list[RoundLeak]:
 
 
 def curve_of(ledger: Ledger) -> dict[str, list[Rate]]:
-    return analysis.success_curve(Scores.read(ledger), ledger)
+    return success_curve(Scores.read(ledger), ledger)
 
 
-def verdict_of(ledger: Ledger) -> analysis.Verdict:
-    return analysis.verdict(Scores.read(ledger), ledger)
+def verdict_of(ledger: Ledger) -> Verdict:
+    return verdict(Scores.read(ledger), ledger)
 
 
 def one(found: Sequence[Leak], attack: str, round: int | None) -> Leak:
@@ -212,10 +210,10 @@ def test_one_query_reads_the_scores(ledger: Ledger) -> None:
 )
 def test_scores_in_pieces_are_the_scores_at_once(keys: list[tuple[int, int, str, str]], shuffled: Random) -> None:
     rows = [(r, c, a, 0, m, "converged", float(i)) for i, (r, c, a, m) in enumerate(keys)]
-    whole = Scores.none().and_also(rows)
+    whole = Scores.empty().extended(rows)
     shuffled.shuffle(rows)
     cut = shuffled.randint(0, len(rows))
-    pieces = Scores.none().and_also(rows[:cut]).and_also(rows[cut:])
+    pieces = Scores.empty().extended(rows[:cut]).extended(rows[cut:])
     for field in fields(Scores):
         assert np.array_equal(getattr(whole, field.name), getattr(pieces, field.name)), field.name
     assert [whole.attacks[a] for a in whole.attack] == [a for _, _, a, _ in sorted(keys)]
@@ -317,7 +315,7 @@ def test_the_success_curve_counts_every_example_that_was_attacked(ledger: Ledger
         },
         examples=3,
     )
-    curve = dict(zip(analysis.THRESHOLDS, curve_of(ledger)["matching"], strict=True))
+    curve = dict(zip(THRESHOLDS, curve_of(ledger)["matching"], strict=True))
     assert (curve[10], curve[25], curve[26], curve[60]) == (Rate(2, 9), Rate(2, 9), Rate(1, 9), Rate(1, 9))
 
 
@@ -338,11 +336,11 @@ def test_what_nobody_graded_counts_neither_way(ledger: Ledger) -> None:
     score(ledger, {(1, 0, "matching"): {"psnr": [40.0]}, **ungraded("matching", (1, 2))}, examples=1)
     refuse(ledger, (1, 2))
     assert set(curve_of(ledger)) == {"matching"}
-    curve = dict(zip(analysis.THRESHOLDS, curve_of(ledger)["matching"], strict=True))
+    curve = dict(zip(THRESHOLDS, curve_of(ledger)["matching"], strict=True))
     assert (curve[20], curve[40], curve[41]) == (Rate(1, 1), Rate(1, 1), Rate(0, 1))
     leak = one(leaks(ledger, "psnr"), "matching", 1)
     assert (leak.n, leak.failed, leak.ungraded, leak.mean) == (1, {}, 2, 40.0)
-    assert analysis.ungraded(Scores.read(ledger)) == 2
+    assert count_ungraded(Scores.read(ledger)) == 2
 
 
 def test_where_nobody_grades_there_is_no_curve_and_no_word_of_a_missing_image(ledger: Ledger) -> None:
@@ -381,7 +379,7 @@ def drawn(
     return cells
 
 
-def judged(folder: Path, cells: Mapping[Cell, Values | None], **meta: str) -> analysis.Verdict:
+def judged(folder: Path, cells: Mapping[Cell, Values | None], **meta: str) -> Verdict:
     with Ledger(folder / f"{len(list(folder.iterdir()))}.sqlite", create=True) as ledger:
         ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
         if meta:
@@ -514,7 +512,7 @@ def test_pairs_are_of_the_same_example(ledger: Ledger) -> None:
             (1, 1, "mean_image"): {"psnr": [50.0, 50.0]},
         },
     )
-    (excess,) = analysis.excesses(Scores.read(ledger))
+    (excess,) = excesses(Scores.read(ledger))
     assert (excess.mean, excess.psnr, excess.floor, excess.baseline) == (5.0, 20.0, 15.0, "mean_image")
 
 
@@ -523,7 +521,7 @@ def test_pairs_are_of_the_same_example(ledger: Ledger) -> None:
 
 def test_a_limit_is_neither_an_attack_nor_a_baseline() -> None:
     names = ["matching", "bayes_limit", "mean_image", "wrong_client(matching)"]
-    assert [analysis.kind(name) for name in names] == ["attack", "limit", "baseline", "baseline"]
+    assert [role_of(name) for name in names] == ["attack", "limit", "baseline", "baseline"]
 
 
 def test_a_limit_above_every_attack_changes_no_verdict(tmp_path: Path) -> None:
@@ -540,7 +538,7 @@ def test_a_limit_above_every_attack_changes_no_verdict(tmp_path: Path) -> None:
         assert [line.attack for line in table_of(ledger)] == ["matching"]
         assert "bayes_limit" not in curve_of(ledger)
         assert one(leaks(ledger, "mse"), "bayes_limit", 1).mean == 1e-4
-        assert analysis.attack_order(ledger, ["mean_image", "bayes_limit", "matching"]) == [
+        assert attack_order(ledger, ["mean_image", "bayes_limit", "matching"]) == [
             "matching",
             "bayes_limit",
             "mean_image",
@@ -561,6 +559,6 @@ def test_under_a_secure_sum_every_member_has_taken_part(tables: Callable[..., di
     """The ledger knows a group by its first client; its sum holds the updates of all."""
     replies = [(1, 0), (1, 2), (2, 0)]
     alone = Protocol.from_tables(tables(clients=4))
-    assert analysis.rounds_seen(alone, replies) == {0: {1, 2}, 2: {1}}
+    assert rounds_seen(alone, replies) == {0: {1, 2}, 2: {1}}
     summed = Protocol.from_tables(tables(clients=4, secure_sum={"group": 2}))
-    assert analysis.rounds_seen(summed, replies) == {0: {1, 2}, 1: {1, 2}, 2: {1}, 3: {1}}
+    assert rounds_seen(summed, replies) == {0: {1, 2}, 1: {1, 2}, 2: {1}, 3: {1}}

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from fedgauge.attacks.grading.audit import ScoreRecord
+from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.client.protocol import Federation
-from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Participation
+from fedgauge.client.federation import Federation
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.reading import state_of
@@ -460,7 +461,7 @@ def test_settings_reach_the_scenario_that_is_kept(tmp_path: Path) -> None:
     assert Federation(again.protocol).chain.local.rate == 0.5
     environment = json.loads((run.folder / "environment.json").read_text())
     assert environment["packages"]["torch"] and environment["cores"] >= 1
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if (root / ".git").exists():
         command = ["git", "-C", str(root), "rev-parse", "HEAD"]
         assert environment["commit"].removesuffix("-dirty") == subprocess.check_output(command, text=True).strip()

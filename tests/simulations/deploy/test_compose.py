@@ -11,7 +11,7 @@ import yaml
 from fedgauge.simulations.deploy.folder import HARDENED, IN_COMPOSE, VERSION, container, override
 from fedgauge.simulations.deploy.services import Addresses, ray_worker, services
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
 TABLE = services(Addresses(), IN_COMPOSE)

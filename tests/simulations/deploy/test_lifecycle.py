@@ -24,8 +24,10 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.server.app import federate
-from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Ledger, Participation
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.strategy.validator import CLIENT_ABSENT
 from fedgauge.server.views.overview import notices

@@ -11,7 +11,8 @@ from fedgauge.attacks.engine.optimizers import lbfgs
 from fedgauge.attacks.limits import van_trees
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.priors import gaussian
-from fedgauge.client.update import chain, local_sgd
+from fedgauge.client.chain import chain
+from fedgauge.client.training import local_sgd
 from fedgauge.defenses import noise
 from fedgauge.simulations.experiments import gaussian_world as world_of
 from fedgauge.simulations.experiments.gaussian_world import RATIOS, STD, VARIANCE, WorldFigure

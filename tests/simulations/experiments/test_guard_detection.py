@@ -10,7 +10,7 @@ from torch import Generator
 from fedgauge.attacks.base import Knowledge, Observation
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.client.components import build
-from fedgauge.client.protocol import Federation
+from fedgauge.client.federation import Federation
 from fedgauge.client.update import Params
 from fedgauge.simulations.experiments import guard_detection
 from fedgauge.simulations.experiments.guard_detection import (

@@ -21,8 +21,9 @@ from fedgauge.client.data.images import Dataset, mnist5k
 from fedgauge.client.models.losses import next_token
 from fedgauge.client.models.tokenizer import framed, load_tokenizer
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, gradient
-from fedgauge.server.views.analysis import clustered_interval
+from fedgauge.client.training import gradient
+from fedgauge.client.update import Batch
+from fedgauge.server.views.intervals import clustered_interval
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments import reproduce, setups
 from fedgauge.simulations.experiments.paper_tables import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from fedgauge.client.protocol import Federation
+from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch, Update
 from fedgauge.simulations.experiments.search_ats import PolicyScorer, accuracy, candidates, main, privacy, search
 

@@ -207,7 +207,7 @@ def test_a_mismatch_is_told_in_the_row(
     tmp_path: Path, in_this_process: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = ReplayCheck(1, 0, 0.5, 1.0, "the data order differs")
-    monkeypatch.setattr("fedgauge.server.pool.executors.replay", lambda federation, seen: other)
+    monkeypatch.setattr("fedgauge.server.pool.service.replay", lambda federation, seen: other)
     found = Sweep.load(write(tmp_path, seeds=[0], attack=[IG], defense=TABLES["defense"][:1]))
     (row,) = sweep(found, tmp_path / "out", 1, Interrupt(), lambda words: None)
     assert row.mean is None and "not attacked, as the replay check fails" in row.reason

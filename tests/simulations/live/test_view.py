@@ -18,13 +18,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from fedgauge.attacks.grading.audit import WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
-from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Ledger, Participation
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.analysis import Scores, leakage
+from fedgauge.server.views.leakage import leakage
+from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live import thumbnails
 from fedgauge.simulations.live.json_log import Events

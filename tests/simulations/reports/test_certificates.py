@@ -4,13 +4,16 @@ import pytest
 import scipy.stats
 import torch
 
+from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, mlp
-from fedgauge.client.update import Batch, Chain, chain, gradient, local_sgd, norm, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch, norm
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian, identity, laplace
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
-from fedgauge.server.views.analysis import Rate
+from fedgauge.server.views.intervals import Rate
 from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
 
 EACH, SGD = per_example(clip(2.0)), local_sgd(0.1)

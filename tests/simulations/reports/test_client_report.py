@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 
 from fedgauge.attacks.plan import describe
-from fedgauge.client.deployment.owner import ClientFolder, DrawnBatch
+from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch
 from fedgauge.client.protocol import Protocol
 from fedgauge.defenses.accounting import Accountant
 from fedgauge.simulations.cli.main import main

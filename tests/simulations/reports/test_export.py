@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedgauge.attacks.grading.audit import ScoreRecord, card
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
+from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
-from fedgauge.client.protocol import Federation
-from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Participation
+from fedgauge.client.federation import Federation
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views import analysis
-from fedgauge.server.views.analysis import Scores
+from fedgauge.server.views.leakage import leakage
+from fedgauge.server.views.scores import Scores, known_metrics
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.export import MARK, write_tensorboard
 
@@ -55,7 +57,7 @@ def taped(folder: Path, chosen: Scenario) -> Run:
     run, federation = Run.create(folder, chosen), Federation(chosen.protocol)
     params, buffers = federation.initial()
     with run.ledger() as ledger:
-        ledger.add_attacks(chosen.plan, {p.name: card(federation, p) for p in chosen.plan.attacks})
+        ledger.add_attacks(chosen.plan, {p.name: knowledge_card(federation, p) for p in chosen.plan.attacks})
         ledger.record_round(0, 0.1, 2.5, 0.5, 0.0)
         for r in (1, 2):
             run.tape().write_round(r, params, buffers)
@@ -133,8 +135,8 @@ def test_scalars_are_the_analysis(attacked: Run, exported: Path) -> None:
         scores = Scores.read(ledger)
     for attack in (*ATTACKS, *BASELINES):
         expected = {}
-        for metric in analysis.known_metrics(scores):
-            for leak in analysis.leakage(scores, metric):
+        for metric in known_metrics(scores):
+            for leak in leakage(scores, metric):
                 if leak.attack == attack and leak.round is not None and leak.mean is not None:
                     expected[f"{metric}/mean", leak.round] = leak.mean
                     if metric != "identified":

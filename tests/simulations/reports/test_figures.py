@@ -19,14 +19,15 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
-from fedgauge.attacks.grading.audit import ScoreRecord
+from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
-from fedgauge.client.protocol import Federation
-from fedgauge.server.store.ledger import Participation
+from fedgauge.client.federation import Federation
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.analysis import Scores, leakage
 from fedgauge.server.views.formatting import LABELS
+from fedgauge.server.views.leakage import leakage
+from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.figures import (
     MUTED,

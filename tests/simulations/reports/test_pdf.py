@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.attacks.grading.audit import ScoreRecord
+from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger import Participation
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main

@@ -24,18 +24,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedgauge.attacks.grading.audit import NO_DERIVATIVE, card
+from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE, knowledge_card
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
-from fedgauge.client.protocol import Federation
+from fedgauge.client.federation import Federation
 from fedgauge.defenses.accounting import spent
-from fedgauge.server.pool.executors import LocalExecutor, serve
-from fedgauge.server.store.ledger import Participation
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import overview
-from fedgauge.server.views.analysis import Scores, leakage
 from fedgauge.server.views.formatting import number
+from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.png import SMALL, png
+from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.reports.export import write_csv
 from fedgauge.simulations.reports.report import write_comparison, write_report
 from fedgauge.simulations.reports.sampling import sample_keys
@@ -67,7 +69,7 @@ def taped(folder: Path, chosen: Scenario, rounds: int = 2) -> Run:
     params, buffers = federation.initial()
     tape, clients = run.tape(), range(chosen.protocol.clients - 1)
     with run.ledger() as ledger:
-        ledger.add_attacks(chosen.plan, {p.name: card(federation, p) for p in chosen.plan.attacks})
+        ledger.add_attacks(chosen.plan, {p.name: knowledge_card(federation, p) for p in chosen.plan.attacks})
         ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
         for r in range(1, rounds + 1):
             tape.write_round(r, params, buffers)

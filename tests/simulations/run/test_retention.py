@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fedgauge.client.components import SpecError
-from fedgauge.server.pool.executors import LocalExecutor, serve
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main

@@ -11,7 +11,7 @@ from fedgauge.simulations.cli.main import main
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
 pytest.importorskip("rouge_score", reason="the extra [text] is not installed")
-QUICKSTART = Path(__file__).parents[2] / "simulations" / "quickstart-text.toml"
+QUICKSTART = Path(__file__).parents[3] / "simulations" / "quickstart-text.toml"
 NEXT = [
     "data.task=next_token",
     "model.use=tiny_gpt2",

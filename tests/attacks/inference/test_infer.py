@@ -12,13 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.defense_inference import Inferred, infer
-from fedgauge.attacks.grading.audit import Auditor, card
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
+from fedgauge.attacks.inference.evidence import Inferred
+from fedgauge.attacks.inference.infer import infer
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, mnist5k
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Transform, Update, chain, gradient, local_sgd, norm, per_example
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch, Transform, Update, norm
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian, laplace
@@ -310,8 +315,8 @@ def test_the_card_says_what_was_inferred_and_what_was_true(make_federation: Any,
     fed = make_federation(clients=2, chain=[{"use": "local_sgd", "rate": 0.1}, {"use": "sign", "scale": 0.5}])
     true = "(the true one: local_sgd(rate=0.1) > sign(scale=0.5))"
     auditor, plan = Auditor(fed), planned(defense="inferred")
-    assert f"chain inferred: from the updates of each wave {true}" in card(fed, plan)
-    inferred = auditor.inferred(observe(fed, (0, 1)))
+    assert f"chain inferred: from the updates of each wave {true}" in knowledge_card(fed, plan)
+    inferred = auditor.infer_defense(observe(fed, (0, 1)))
     assert str(inferred) == "sign(scale~0.5) from 2 updates"
     known = auditor.knowledge(plan, inferred=inferred)
     assert not any(isinstance(link, sign) for link in known.chain.links), "the attacker holds a link of its own"
@@ -322,10 +327,12 @@ def test_the_card_says_what_was_inferred_and_what_was_true(make_federation: Any,
 def test_nothing_of_the_true_chain_but_its_local_training_is_asked(make_federation: Any, observe: Any) -> None:
     def found(**changes: Any) -> Inferred:
         fed = make_federation(clients=2, **changes)
-        return Auditor(fed).inferred(pruned)
+        return Auditor(fed).infer_defense(pruned)
 
     local = {"use": "local_sgd", "rate": 0.1}
     fed = make_federation(clients=2, chain=[local, {"use": "prune", "keep": 0.1}])
     pruned = observe(fed, (0, 1))
     for link in ({"use": "prune", "keep": 0.5}, {"use": "sign"}):
-        assert found(chain=[local, link]).chain == found(chain=[local]).chain == Auditor(fed).inferred(pruned).chain
+        assert (
+            found(chain=[local, link]).chain == found(chain=[local]).chain == Auditor(fed).infer_defense(pruned).chain
+        )

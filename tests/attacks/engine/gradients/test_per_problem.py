@@ -11,19 +11,13 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional as F
 
-from fedgauge.attacks.engine import gradients as module
-from fedgauge.attacks.engine.gradients import (
-    EXACT,
-    FactoredGradient,
-    Unsupported,
-    examples_are_independent,
-    factored,
-    flattened,
-    gradients,
-    local_training_changes,
-)
+from fedgauge.attacks.engine.gradients import convolution, factored, layers
+from fedgauge.attacks.engine.gradients.factored import FactoredGradient, flattened
+from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, gradients, local_training_changes
+from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
-from fedgauge.client.update import Batch, Update, gradient, local_sgd
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch, Update
 
 SHAPE, CLASSES = (3, 12, 12), 7
 pytestmark = pytest.mark.usefixtures("double")
@@ -104,13 +98,13 @@ def oracle(model: nn.Module, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(("problems", "size"), [(1, 1), (1, 3), (4, 1), (3, 2)])
-@pytest.mark.parametrize(("wide", "kept"), [(module.WIDE, module.KEPT), (module.WIDE, 0), (1, 0)])
+@pytest.mark.parametrize(("wide", "kept"), [(layers.WIDE, layers.KEPT), (layers.WIDE, 0), (1, 0)])
 def test_they_are_plain_autograds_and_so_are_their_derivatives(
     name: str, problems: int, size: int, wide: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "WIDE", wide)
-    monkeypatch.setattr(module, "KEPT", kept)
-    monkeypatch.setattr(module, "FORM_BELOW", 1)
+    monkeypatch.setattr(layers, "WIDE", wide)
+    monkeypatch.setattr(layers, "KEPT", kept)
+    monkeypatch.setattr(factored, "FORM_BELOW", 1)
     model = make(name)
     params = detached_params(model)
     rng = torch.Generator().manual_seed(1)
@@ -127,8 +121,8 @@ def test_they_are_plain_autograds_and_so_are_their_derivatives(
         assert any(isinstance(t, FactoredGradient) for t in found.values()) == factors
         ours = torch.zeros(())
         for k, t in found.items():
-            formed = module._form(t, params[k].shape)
-            torch.testing.assert_close(formed, torch.stack([-0.1 * g[k] for g in expected]), rtol=1e-9, atol=1e-12)
+            whole = factored.formed(t, params[k].shape)
+            torch.testing.assert_close(whole, torch.stack([-0.1 * g[k] for g in expected]), rtol=1e-9, atol=1e-12)
             inner, square = t.products(weights[k]) if isinstance(t, FactoredGradient) else (t * weights[k], t.square())
             ours = ours + inner.sum() / -0.1 + square.sum() / 0.01
         (found_by_x,) = torch.autograd.grad(ours, x)
@@ -141,7 +135,7 @@ def test_they_are_plain_autograds_and_so_are_their_derivatives(
 def test_local_steps_are_the_clients_and_so_are_their_derivatives(
     name: str, problems: int, size: int, form: int, local: local_sgd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FORM_BELOW", form)
+    monkeypatch.setattr(factored, "FORM_BELOW", form)
     model = make(name)
     params, client = detached_params(model), local(gradient(model))
     rng = torch.Generator().manual_seed(1)
@@ -156,10 +150,10 @@ def test_local_steps_are_the_clients_and_so_are_their_derivatives(
         found = local_training_changes(model, params, x, y, local, factors)
         assert list(found) == list(params)
         assert any(isinstance(t, FactoredGradient) for t in found.values()) == (factors and form == 1)
-        formed = {k: module._form(t, params[k].shape) for k, t in found.items()}
-        for k, t in formed.items():
+        whole = {k: factored.formed(t, params[k].shape) for k, t in found.items()}
+        for k, t in whole.items():
             torch.testing.assert_close(t, torch.stack([e[k] for e in expected]), rtol=1e-9, atol=1e-11)
-        ours = torch.stack([(t * weights[k] + t.square()).sum() for k, t in formed.items()]).sum()
+        ours = torch.stack([(t * weights[k] + t.square()).sum() for k, t in whole.items()]).sum()
         (found_by_x,) = torch.autograd.grad(ours, x)
         torch.testing.assert_close(found_by_x, by_x, rtol=1e-9, atol=1e-9 * float(by_x.abs().max()))
 
@@ -249,9 +243,9 @@ def test_any_geometry_of_a_convolution(
     model = nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(features, 3))
     x, y = torch.randn(3, 2, channels, *size).requires_grad_(), torch.randint(3, (3, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CACHE", cache)
-        patch.setattr(module, "KEPT", kept)
-        patch.setattr(module, "WIDE", wide)
+        patch.setattr(convolution, "CACHE", cache)
+        patch.setattr(layers, "KEPT", kept)
+        patch.setattr(layers, "WIDE", wide)
         found = gradients(model, detached_params(model), x, y, 1.0, False)
         (ours,) = torch.autograd.grad(sum(t.square().sum() for t in found.values() if isinstance(t, Tensor)), x)
     expected = oracle(model, x, y)
@@ -318,107 +312,3 @@ class Centre(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
-
-
-def products(problems: int, rank: int, seed: int = 0, out: int = 30, wide: int = 50) -> tuple[Tensor, Tensor]:
-    """Signals (P, rank, out) and inputs (P, rank, wide)."""
-    rng = torch.Generator().manual_seed(seed)
-    return torch.randn(problems, rank, out, generator=rng), torch.randn(problems, rank, wide, generator=rng)
-
-
-@settings(max_examples=80)
-@given(
-    rank=st.integers(1, 5),
-    others=st.integers(1, 5),
-    problems=st.integers(1, 3),
-    scales=st.lists(st.floats(-8, 8), min_size=5, max_size=5),
-    dead=st.floats(0, 1),
-    alike=st.booleans(),
-    seed=st.integers(0, 999),
-)
-def test_factors_of_a_product_are_the_product(
-    rank: int, others: int, problems: int, scales: list[float], dead: float, alike: bool, seed: int
-) -> None:
-    """Also where examples differ by sixteen orders of magnitude, are alike, or leave neurons dead: all of them at 1."""
-    signal, input = products(problems, rank, seed)
-    living = torch.rand(problems, 1, 30, generator=torch.Generator().manual_seed(seed)) >= dead
-    signal *= 10 ** torch.tensor(scales[:rank])[:, None] * living
-    input = input[:, :1].expand_as(input) if alike else input
-    matrices = FactoredGradient(signal, input).form()
-    found = factored(matrices, rank)
-    assert found is not None
-    size = float(matrices.norm())
-    assert float((found.form() - matrices).norm()) <= 2e-12 * size
-    other = FactoredGradient(*products(problems, others, seed + 1))
-    length = float(other.form().norm())
-    leaves = [t.requires_grad_() for t in other]
-    (by_factors, square), by_entries = other.products(found), (other.form() * matrices).flatten(1).sum(1)
-    torch.testing.assert_close(square, other.form().square().flatten(1).sum(1))
-    assert float((by_factors - by_entries).detach().abs().max()) <= 1e-10 * size * length
-    for ours, theirs in zip(*(torch.autograd.grad(v.sum(), leaves) for v in (by_factors, by_entries)), strict=True):
-        assert float((ours - theirs).norm()) <= 1e-9 * float(theirs.norm()) + 1e-12 * size * length
-
-
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("rank", [1, 4])
-def test_rounding_is_let_pass_and_nothing_more(dtype: torch.dtype, rank: int) -> None:
-    matrices = torch.stack([(s.T @ i).to(dtype) for s, i in zip(*products(40, rank), strict=True)])
-    assert factored(matrices, rank) is not None
-    assert factored(1e-30 * matrices, rank) is not None, "also where squares would be zero"
-    unlike = torch.randn(matrices.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
-    for noise in (1.0, 100 * EXACT[dtype]):
-        assert factored(matrices + noise * unlike, rank) is None
-        assert factored(1e-25 * (matrices + noise * unlike), rank) is None
-        assert factored(noise * unlike, rank) is None
-    spoilt = matrices.clone()
-    spoilt[-1, 3, 5] += 0.01
-    assert factored(spoilt, rank) is None, "one problem's one entry"
-    assert (factored(matrices.sign(), rank) is None) == (rank > 1), "the signs of one product are another"
-    assert factored(torch.where(unlike > 0, matrices, 0.0), rank) is None, "pruned"
-
-
-def test_an_update_of_nothing_has_factors_of_nothing() -> None:
-    found = factored(torch.zeros(2, 30, 50), 3)
-    assert found is not None
-    assert float(found.form().abs().max()) == 0
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e308])
-def test_what_cannot_be_computed_with_is_left_as_it_is(value: float) -> None:
-    assert factored(torch.full((2, 30, 50), value), 1) is None
-
-
-def test_a_rank_that_saves_nothing_is_left_as_it_is() -> None:
-    signal, input = products(1, 10)
-    assert factored(FactoredGradient(signal, input).form(), 10) is None
-    assert factored(FactoredGradient(signal[:, :9], input[:, :9]).form(), 9) is not None
-
-
-def test_flattening_keeps_every_entry() -> None:
-    seen = {"kernel": torch.randn(4, 2, 3, 5, 5), "weight": torch.randn(4, 2, 3), "bias": torch.randn(4, 2)}
-    (flat,) = flattened(seen)
-    assert flat.shape == (4, 150 + 6 + 2)
-    assert sorted(flat[1].tolist()) == sorted(x for t in seen.values() for x in t[1].flatten().tolist())
-
-
-def test_what_is_large_is_not_copied_to_be_flat() -> None:
-    kernel = torch.randn(2, 64, 3, 3, 64).permute(0, 1, 4, 2, 3)
-    large, small = flattened({"bias": torch.randn(2, 5), "kernel": kernel, "weight": torch.randn(2, 3, 4)})
-    assert large.data_ptr() == kernel.data_ptr()
-    assert (large.shape, small.shape) == ((2, 64 * 64 * 9), (2, 5 + 12))
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_seen_kernel_of_few_positions_is_a_product(batch: int) -> None:
-    model = make("few positions")
-    params, rng = detached_params(model), torch.Generator().manual_seed(1)
-    x = torch.randn(3, batch, *SHAPE, generator=rng).requires_grad_()
-    found = gradients(model, params, x, torch.randint(CLASSES, (3, batch), generator=rng), 1.0, False)
-    kernel = found["2.weight"]
-    assert isinstance(kernel, Tensor)
-    kernel = kernel.detach()
-    rows = factored(kernel, 4 * batch)
-    assert rows is not None
-    torch.testing.assert_close(module._form(rows, kernel.shape[1:]), kernel)
-    other = FactoredGradient(*products(3, 4, out=32, wide=72))
-    torch.testing.assert_close(other.products(rows), other.products(kernel))

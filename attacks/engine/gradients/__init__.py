@@ -1,0 +1,1 @@
+"""Gradients of many problems in one pass, twice differentiable."""

@@ -1,0 +1,169 @@
+"""Factored gradients: a layer's gradient kept as signal x input, where forming the product would cost more."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+EXACT = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative distance at which a product is the matrix itself
+FORM_BELOW = 2**15  # entries: below, a weight's gradient is formed though factors would do, and compared with others
+CACHE = 2**18  # numbers that a core's own cache holds beside what else is in use
+
+
+class FactoredGradient(NamedTuple):
+    """The gradient (P, out, in) of a fully connected layer as the sum over rows of signal x input, not formed.
+
+    Or the gradient (P, out, kh * kw * in) of a convolution's kernel that has few positions: rows are the input's windows.
+    """
+
+    signal: Tensor  # (P, rows, out)
+    input: Tensor  # (P, rows, in)
+
+    @property
+    def rows(self) -> int:
+        return self.signal.shape[1]
+
+    def products(self, other: "Tensor | FactoredGradient") -> tuple[Tensor, Tensor]:
+        """Inner products (P,) with another gradient, as Factors or formed, and squared norms (P,)."""
+        if isinstance(other, FactoredGradient):
+            return apply_two(_FactorProducts, *self, *other)
+        signals, inputs = (torch.bmm(t, t.transpose(1, 2)) for t in self)
+        inner = torch.bmm(self.signal, as_matrices(other)) * self.input
+        return inner.flatten(1).sum(1), (signals * inputs).flatten(1).sum(1)
+
+    def of(self, problems: Tensor) -> "FactoredGradient":
+        """Those of some problems."""
+        return FactoredGradient(self.signal[problems], self.input[problems])
+
+    def form(self) -> Tensor:
+        """The gradient itself, a kernel's as (P, out, kh * kw * in)."""
+        return torch.bmm(self.signal.transpose(1, 2), self.input)
+
+    @staticmethod
+    def fewer(rows: int, high: int, wide: int) -> bool:
+        """Whether inner products of so many rows are cheaper than a gradient of this size."""
+        return 2 * rows * (high + wide) <= high * wide
+
+
+class _FactorProducts(Function):
+    """Inner products (P,) of products by rows with others that are constant, and with themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, signal: Tensor, input: Tensor, other_signal: Tensor, other_input: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(signal, input, other_signal, other_input)
+        ctx.tables = [
+            torch.bmm(mine, t.transpose(1, 2))
+            for mine, other in ((signal, other_signal), (input, other_input))
+            for t in (other, mine)
+        ]
+        signals, own_signals, inputs, own_inputs = ctx.tables
+        return (signals * inputs).flatten(1).sum(1), (own_signals * own_inputs).flatten(1).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_inner: Tensor, by_square: Tensor) -> tuple[Tensor | None, ...]:
+        signal, input, other_signal, other_input = ctx.saved_tensors
+        signals, own_signals, inputs, own_inputs = ctx.tables
+        first, second = by_inner[:, None, None], 2 * by_square[:, None, None]
+        by_signal = torch.bmm(first * inputs, other_signal).baddbmm_(second * own_inputs, signal)
+        by_input = torch.bmm(first * signals, other_input).baddbmm_(second * own_signals, input)
+        return by_signal, by_input, None, None
+
+
+Gradients = dict[str, Tensor | FactoredGradient]
+
+
+def plus(
+    step: Tensor | FactoredGradient, before: Tensor | FactoredGradient | None, kept: float, shape: Sequence[int]
+) -> Tensor | FactoredGradient:
+    """A step's change of a parameter of a shape, added to what is kept of those before."""
+    if before is None:
+        return step
+    if isinstance(step, FactoredGradient) and isinstance(before, FactoredGradient):
+        signals = [before.signal if kept == 1 else kept * before.signal, step.signal]
+        return FactoredGradient(torch.cat(signals, 1), torch.cat([before.input, step.input], 1))
+    before = formed(before, shape)
+    return (before if kept == 1 else kept * before) + formed(step, shape)
+
+
+def is_large(part: Tensor | FactoredGradient) -> bool:
+    return isinstance(part, FactoredGradient) and part.signal.shape[2] * part.input.shape[2] >= FORM_BELOW
+
+
+def formed(part: Tensor | FactoredGradient, shape: Sequence[int]) -> Tensor:
+    """The gradient itself, of a parameter of a shape."""
+    if not isinstance(part, FactoredGradient):
+        return part
+    return part.form() if len(shape) == 2 else as_kernels(part.form(), (shape[2], shape[3]))
+
+
+def as_kernels(matrices: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """(P, out, kh * kw * in) as (P, out, in, kh, kw)."""
+    return matrices.view(*matrices.shape[:2], *kernel, -1).permute(0, 1, 4, 2, 3)
+
+
+def as_matrices(t: Tensor) -> Tensor:
+    """The inverse of `as_kernels`; what is no kernel stays as it is."""
+    return t.permute(0, 1, 3, 4, 2).flatten(2) if t.dim() == 5 else t
+
+
+def factored(matrices: Tensor, rank: int) -> FactoredGradient | None:
+    """Matrices (P, out, in) as Factors of this many rows; None where one of them is no such product up to rounding.
+
+    Kernels (P, out, in, kh, kw) count as matrices. What was seen of a fully connected layer is a product, with a row for
+    each example, unless something disturbed it. Its row space is that of random sums of its rows, refined once (Halko,
+    Martinsson & Tropp, 2011, algorithm 4.4).
+    """
+    matrices = as_matrices(matrices)
+    high, wide = matrices.shape[1:]
+    if not FactoredGradient.fewer(rank, high, wide) or matrices.dtype not in EXACT:
+        return None
+    sums = torch.randn(rank, high, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrices)
+    signals, inputs = [], []
+    for matrix in matrices:  # one after the other: the first that is none ends it
+        basis = _orthonormal(matrix @ _orthonormal((sums @ matrix).T))
+        signals.append(basis.T)
+        inputs.append(basis.T @ matrix)
+        if not _is_product(matrix, basis, inputs[-1]):
+            return None
+    return FactoredGradient(torch.stack(signals), torch.stack(inputs))
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.qr(columns).Q
+    return found
+
+
+def _is_product(matrix: Tensor, basis: Tensor, rows: Tensor) -> bool:
+    """Whether a matrix is basis @ rows up to the rounding of its entries; the basis is orthonormal."""
+    size = float(rows.double().norm())
+    scale = 1 / size if size else 1.0  # squares of tiny entries would be zero
+    few = max(1, CACHE // matrix.shape[1])
+    parts = zip(matrix.split(few), basis.split(few), strict=True)
+    rests = [torch.addmm(part, lines, rows, beta=scale, alpha=-scale).norm() for part, lines in parts]
+    return bool(torch.stack(rests).norm() <= EXACT[matrix.dtype])
+
+
+def flattened(update: Mapping[str, Tensor]) -> list[Tensor]:
+    """Stacked updates as matrices (P, entries), kernels in the order in which this file forms them.
+
+    Large tensors are matrices by themselves, since putting them together would be a copy; small ones are together.
+    """
+    rows = [as_matrices(t).flatten(1) for t in update.values()]
+    small = [t for t in rows if t.shape[1] < FORM_BELOW]
+    return [t for t in rows if t.shape[1] >= FORM_BELOW] + ([torch.cat(small, 1)] if small else [])
+
+
+def apply(function: type[Function], *arguments: Any) -> Tensor:
+    applied: Tensor = function.apply(*arguments)
+    return applied
+
+
+def apply_two(function: type[Function], *arguments: Any) -> tuple[Tensor, Tensor]:
+    applied: tuple[Tensor, Tensor] = function.apply(*arguments)
+    return applied

@@ -1,0 +1,265 @@
+"""The layers whose gradients are known: each call of one, and its parameters' gradients for each problem."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from fedgauge.attacks.engine.gradients.convolution import Convolution, KernelGradient, WindowProduct
+from fedgauge.attacks.engine.gradients.factored import (
+    FactoredGradient,
+    Gradients,
+    apply,
+    apply_two,
+    as_kernels,
+    as_matrices,
+    formed,
+)
+from fedgauge.attacks.engine.gradients.recording import CallRecorder, Unsupported
+from fedgauge.attacks.engine.gradients.shifted_kernels import PixelRows, ShiftedKernelGradient
+from fedgauge.attacks.engine.gradients.windows import Unfold, Windows
+from fedgauge.client.update import Params
+
+KEPT = 2**21  # numbers up to which an input's windows are kept from one pass to the next, not made again
+WIDE = 64  # channels from which a convolution's kernel gradient is computed without windows
+
+
+class Examples:
+    """All problems' examples as one batch; the windows of its images are the same for all local steps."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.problems, self.size = x.shape[:2]
+        self.x, self.y = x.flatten(0, 1), y.flatten(0, 1)
+        self._kept: dict[Windows, Tensor] = {}
+
+    def windows(self, input: Tensor, windows: "Windows") -> Tensor:
+        """Those of a layer's input (P, positions, kh * kw * C)."""
+        if input is not self.x:
+            return apply(Unfold, input, windows, self.problems)
+        if windows not in self._kept:
+            self._kept[windows] = apply(Unfold, input, windows, self.problems)
+        return self._kept[windows]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall(ABC):
+    """One use of a layer: its input, its output as it was when it was new, and its parameters' names."""
+
+    input: Tensor
+    out: Tensor
+    weight: str
+    bias: str | None
+    version: int
+
+    @abstractmethod
+    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
+        """The gradients of its parameters, each problem's apart."""
+
+    def _with_bias(
+        self, weight: Tensor | FactoredGradient, bias: Callable[[], Tensor]
+    ) -> dict[str, Tensor | FactoredGradient]:
+        return {self.weight: weight} if self.bias is None else {self.weight: weight, self.bias: bias()}
+
+
+class _LinearCall(LayerCall):
+    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
+        signal = signal.reshape(problems, -1, signal.shape[-1])
+        factors = FactoredGradient(signal, self.input.reshape(problems, -1, self.input.shape[-1]))
+        return self._with_bias(factors, lambda: signal.sum(1))
+
+
+@dataclass(frozen=True, eq=False)
+class _UnfoldedConvCall(LayerCall):
+    """A convolution as a product with its input's windows."""
+
+    rows: Tensor
+    windows: "Windows"
+
+    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
+        signal = signal.permute(0, 2, 3, 1).reshape(problems, -1, signal.shape[1])
+        factors = FactoredGradient(signal, self.rows)
+        if FactoredGradient.fewer(factors.rows, signal.shape[2], self.rows.shape[2]):
+            return self._with_bias(factors, lambda: signal.sum(1))
+        return self._with_bias(as_kernels(factors.form(), self.windows.kernel), lambda: signal.sum(1))
+
+
+@dataclass(frozen=True, eq=False)
+class _ConvCall(LayerCall):
+    windows: "Windows"
+
+    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
+        if self.input.shape[1] >= WIDE and self.windows.regular:
+            flat = apply(ShiftedKernelGradient, self.input, signal, PixelRows(problems, self.windows))
+        else:
+            flat = apply(KernelGradient, self.input, signal, problems, self.windows)
+        kernels = as_kernels(flat, self.windows.kernel)
+        return self._with_bias(kernels, lambda: signal.sum((2, 3)).view(problems, -1, signal.shape[1]).sum(1))
+
+
+@dataclass(frozen=True, eq=False)
+class _NormCall(LayerCall):
+    """A normalisation's y = weight * (input - centre) * spread + bias for each channel."""
+
+    centre: Tensor
+    spread: Tensor
+
+    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
+        bias, product = (t.view(problems, -1, t.shape[1]).sum(1) for t in apply_two(_ChannelSums, signal, self.input))
+        return self._with_bias((product - self.centre * bias) * self.spread, lambda: bias)
+
+
+class _ChannelSums(Function):
+    """Sums (N, C) over positions of a signal, and of its product with an input."""
+
+    @staticmethod
+    def forward(ctx: Any, signal: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(signal, input)
+        return signal.sum((2, 3)), (signal * input).sum((2, 3))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_sum: Tensor, by_product: Tensor) -> tuple[Tensor | None, ...]:
+        signal, input = ctx.saved_tensors
+        by_sum, by_product = by_sum[:, :, None, None], by_product[:, :, None, None]
+        return torch.addcmul(by_sum, input, by_product), signal * by_product
+
+
+class GradientRecorder(CallRecorder):
+    """Keeps what every use of a parameter needs for its gradient."""
+
+    def __init__(self, params: Params, moves: Gradients, examples: Examples, copies: bool) -> None:
+        super().__init__({id(t): name for name, t in params.items()}, _LAYERS)
+        self.moves, self.examples, self.copies = moves, examples, copies
+        self.calls: list[LayerCall] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("inplace"):
+            kwargs["inplace"] = False
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def keep(self, call: LayerCall) -> Tensor:
+        self.calls.append(call)
+        return call.out.clone() if self.copies else call.out
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = F.linear(input, weight, bias)
+        if self.moves:
+            rows = input.reshape(self.examples.problems, -1, input.shape[-1])
+            out = out + self.by_move(rows, self.moves[self.names[id(weight)]], bias).view_as(out)
+        return self.keep(_LinearCall(input, out, self.names[id(weight)], self.name(bias), out._version))
+
+    def by_move(self, rows: Tensor, weight: Tensor | FactoredGradient, bias: Tensor | None) -> Tensor:
+        """What the moves add to a fully connected layer's output (P, rows, out)."""
+        if isinstance(weight, FactoredGradient):
+            found = torch.bmm(torch.bmm(rows, weight.input.transpose(1, 2)), weight.signal)
+        else:
+            found = torch.bmm(rows, weight.transpose(1, 2))
+        return found if bias is None else found + self.move(bias)[:, None]
+
+    def move(self, t: Tensor) -> Tensor:
+        """Each problem's own move of a parameter (P, ...)."""
+        return formed(self.moves[self.names[id(t)]], t.shape)
+
+    def conv2d(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        if groups != 1 or _pair(dilation) != (1, 1) or isinstance(padding, str) or input.dim() != 4:
+            raise Unsupported("a convolution with groups, dilation or padding in words")
+        if self.moves and input.shape[1] >= WIDE:
+            raise Unsupported("a wide convolution with weights of each problem's own")
+        kernel = (weight.shape[2], weight.shape[3])
+        windows = Windows(tuple(input.shape), kernel, _pair(stride), _pair(padding))
+        names = self.names[id(weight)], self.name(bias)
+        positions = self.examples.size * math.prod(windows.out)
+        few = FactoredGradient.fewer(positions, weight.shape[0], weight[0].numel())
+        if few or (input.shape[1] < WIDE and (self.moves or windows.numbers <= KEPT)):
+            rows = self.examples.windows(input, windows)
+            out = self.product(input, rows, weight, bias, windows)
+            return self.keep(_UnfoldedConvCall(input, out, *names, out._version, rows, windows))
+        out = apply(Convolution, input, weight, bias, windows)
+        return self.keep(_ConvCall(input, out, *names, out._version, windows))
+
+    def product(self, input: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, windows: "Windows") -> Tensor:
+        """A convolution by its input's windows, (N, out, h, w)."""
+        if not self.moves:
+            return apply(WindowProduct, input, rows, weight, bias, windows)
+        out = torch.bmm(rows, as_matrices(weight[None] + self.move(weight)).transpose(1, 2))
+        out = out if bias is None else out + (bias + self.move(bias))[:, None]
+        return out.view(len(input), *windows.out, -1).permute(0, 3, 1, 2)
+
+    def batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if training or running_mean is None or running_var is None or input.dim() != 4:
+            raise Unsupported("BatchNorm over the batch's own statistics mixes its examples")
+        return self.affine(input, weight, bias, running_mean, (running_var + eps).rsqrt())
+
+    def group_norm(
+        self,
+        input: Tensor,
+        num_groups: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        normal = F.group_norm(input, num_groups, None, None, eps)
+        return self.affine(normal, weight, bias, input.new_zeros(input.shape[1]), input.new_ones(input.shape[1]))
+
+    def affine(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, centre: Tensor, spread: Tensor
+    ) -> Tensor:
+        """weight * (input - centre) * spread + bias for each channel, with what does not depend on the input put together."""
+        if weight is None or bias is None:
+            raise Unsupported("a normalisation with only one of weight and bias")
+        scale = self.own(weight) * _channels(spread)
+        out = torch.addcmul(self.own(bias) - _channels(centre) * scale, input, scale)
+        names = self.names[id(weight)], self.names[id(bias)]
+        return self.keep(_NormCall(input, out, *names, out._version, centre, spread))
+
+    def own(self, t: Tensor) -> Tensor:
+        """A parameter of the channels, as it is for each example."""
+        if not self.moves:
+            return _channels(t)
+        return (t + self.move(t)).repeat_interleave(self.examples.size, 0)[:, :, None, None]
+
+
+# not in the spy itself: a cycle of references would keep every iteration's graph until Python looks for cycles
+_LAYERS: dict[Any, Callable[..., Tensor]] = {
+    F.linear: GradientRecorder.linear,
+    F.conv2d: GradientRecorder.conv2d,
+    F.batch_norm: GradientRecorder.batch_norm,
+    F.group_norm: GradientRecorder.group_norm,
+}
+
+
+def _channels(t: Tensor) -> Tensor:
+    return t.view(1, -1, 1, 1)
+
+
+def _pair(value: int | Sequence[int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])

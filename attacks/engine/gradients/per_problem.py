@@ -1,0 +1,119 @@
+"""Gradients of many problems that share weights, in one ordinary pass, differentiable once more.
+
+The model runs on all problems' examples as one batch, with one copy of the weights. Each layer's input and the loss's
+derivative by its output then give its gradient for every problem apart: a batched product, which for a fully connected layer,
+or a convolution with few positions, need not be carried out (its inner products follow from the two factors). Weights that
+local steps have moved apart are the shared ones and each problem's own move. vmap gives the same, several times slower.
+"""
+
+import math
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fedgauge.attacks.engine.gradients.factored import Gradients, formed, is_large, plus
+from fedgauge.attacks.engine.gradients.layers import Examples, GradientRecorder, LayerCall
+from fedgauge.client.models.losses import is_cross_entropy
+from fedgauge.client.training import StochasticLayer, local_sgd
+from fedgauge.client.update import Loss, Params
+
+
+def gradients(
+    model: nn.Module,
+    params: Params,
+    x: Tensor,
+    y: Tensor,
+    factor: float,
+    factors: bool,
+    loss: Loss = F.cross_entropy,
+) -> Gradients:
+    """factor times the gradients (P, ...) of P problems' loss by every parameter.
+
+    Args:
+        x: (P, B, ...) as the model is fed; requires grad, and so will what is returned.
+        y: (P, B) labels, or (P, B, classes) probabilities.
+        factors: leave large gradients that are products as Factors.
+        loss: the mean of its examples' losses.
+
+    Raises:
+        Unsupported: the model cannot be treated so.
+    """
+    return _gradients(model, params, {}, Examples(x, y), factor, factors, loss)
+
+
+def local_training_changes(
+    model: nn.Module,
+    params: Params,
+    x: Tensor,
+    y: Tensor,
+    local: local_sgd,
+    factors: bool,
+    loss: Loss = F.cross_entropy,
+) -> Gradients:
+    """The changes (P, ...) of the weights by local steps on the whole batch; arguments as for `gradients`."""
+    examples = Examples(x, y)
+    change: Gradients = {}
+    for _ in range(local.steps):
+        step = _gradients(model, params, change, examples, -local.rate, True, loss)
+        kept = 1 - local.rate * local.proximal_mu
+        change = {k: plus(t, change.get(k), kept, params[k].shape) for k, t in step.items()}
+    return change if factors else {k: formed(t, params[k].shape) for k, t in change.items()}
+
+
+def _gradients(
+    model: nn.Module,
+    params: Params,
+    moves: Gradients,
+    examples: Examples,
+    factor: float,
+    factors: bool,
+    loss: Loss,
+) -> Gradients:
+    """`gradients` where each problem has moved from params by its own `moves`, or none has."""
+    problems = examples.problems
+    logits, calls = _run(model, params, moves, examples)
+    total = _summed(loss, logits, examples.y) * (factor / examples.size)
+    outs = [call.out for call in calls]
+    signals = torch.autograd.grad(total, outs, create_graph=True, materialize_grads=True)
+    result: Gradients = {}
+    for call, signal in zip(calls, signals, strict=True):
+        for name, part in call.parts(signal, problems).items():
+            result[name] = plus(part, result.get(name), 1, params[name].shape)  # more than one: a shared weight
+    unused = params.keys() - result.keys()
+    result |= {name: logits.new_zeros(problems, *params[name].shape) for name in unused}
+    return {k: result[k] if factors and is_large(result[k]) else formed(result[k], p.shape) for k, p in params.items()}
+
+
+def _summed(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
+    """All examples' losses, of which `loss` gives the mean."""
+    return F.cross_entropy(logits, y, reduction="sum") if is_cross_entropy(loss) else loss(logits, y) * len(logits)
+
+
+_overwriting: WeakSet[nn.Module] = WeakSet()  # models that change layers' outputs in place, known from their first run
+
+
+def _run(model: nn.Module, params: Params, moves: Gradients, examples: Examples) -> tuple[Tensor, list["LayerCall"]]:
+    """Logits, and every use of a parameter; from copies where the model would overwrite what a layer gave."""
+    spy = GradientRecorder(params, moves, examples, copies=model in _overwriting)
+    with spy:
+        logits: Tensor = functional_call(model, params, (examples.x,))
+    if any(call.out._version != call.version for call in spy.calls):
+        _overwriting.add(model)
+        return _run(model, params, moves, examples)
+    return logits, spy.calls
+
+
+def examples_are_independent(model: nn.Module, params: Params, x: Tensor) -> bool:
+    """Whether the first problem of x (P, B, ...) gets the same logits alone as among the others, and no layer draws."""
+    if any(
+        isinstance(m, StochasticLayer) for m in model.modules()
+    ):  # what it adds to the loss is no cross-entropy either
+        return False
+    with torch.no_grad():
+        together = functional_call(model, params, (x.flatten(0, 1),))[: x.shape[1]]
+        alone = functional_call(model, params, (x[0],))
+    size = float(alone.abs().max())
+    return math.isfinite(size) and torch.allclose(together, alone, rtol=1e-3, atol=1e-5 * size)

@@ -1,0 +1,130 @@
+"""Knowledge cards: an attack's threat model in one sentence, shown beside its scores."""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Generator, nn
+
+from fedgauge.attacks.base import StatefulAttack
+from fedgauge.attacks.limits import limit_method
+from fedgauge.attacks.matching.feedback_blending import FeedbackBlending
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.plan import PlannedAttack, describe
+from fedgauge.client.data.corpora import Text
+from fedgauge.client.data.images import batch_of
+from fedgauge.client.federation import Federation
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.losses import is_cross_entropy
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, UpdateFn
+
+NO_DERIVATIVE = (  # on the card of an attack that cannot move
+    "the chain's noise-free form has no derivative, so gradient matching cannot work: give the link a differentiable mean"
+)
+
+
+def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "honest server") -> str:
+    """The threat model in words; of a limit, the assumptions that it bounds.
+
+    Args:
+        server: what the server does, in words.
+    """
+    auxiliary = _auxiliary(fed, planned)
+    if planned.is_baseline:
+        return f"{auxiliary} and nothing else"
+    links = " > ".join(map(describe, fed.protocol.chain))
+    batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update" + _sum_of(fed)
+    if planned.is_limit:
+        return "; ".join([f"chain {links}", batch, *_limit_parts(fed)])
+    attack = planned.build()
+    search = attack.attack if isinstance(attack, FeedbackBlending) else attack
+    matching = isinstance(search, GradientMatching)
+    own = search.labels if isinstance(search, GradientMatching) else "restored"
+    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
+    parts = [
+        server,
+        f"labels {own if planned.labels == 'restored' else planned.labels}",
+        f"chain {_known_chain(planned, links)}",
+        *([NO_DERIVATIVE] if matching and planned.defense == "known" and _is_flat(fed) else []),
+        *([] if is_cross_entropy(fed.loss) else [f"loss {describe(fed.protocol.loss)} known"]),
+        batch,
+        f"{f'lengths {planned.lengths}' if isinstance(fed.shards.dataset, Text) else 'normalisation known'}, {auxiliary}",
+        *([f"BatchNorm in {'train' if fed.model.training else 'eval'} mode, statistics known"] if norms else []),
+        *(["each client's earlier rounds"] if isinstance(attack, StatefulAttack) else []),
+        str(planned.budget),
+    ]
+    return "; ".join(parts)
+
+
+def _auxiliary(fed: Federation, planned: PlannedAttack) -> str:
+    """The auxiliary examples in words."""
+    if isinstance(fed.shards.dataset, Text):
+        return f"{len(fed.shards.auxiliary)} auxiliary sentences of the same distribution"
+    chosen = planned.images()
+    if chosen.size is None and chosen.classes:
+        return f"all fitting {chosen}"
+    return f"{chosen.size or len(fed.shards.auxiliary)} {chosen}"
+
+
+def _known_chain(planned: PlannedAttack, links: str) -> str:
+    if planned.defense == "inferred":
+        return f"inferred: from the updates of each wave (the true one: {links})"
+    return f"{planned.defense}: {links}"
+
+
+def _sum_of(fed: Federation) -> str:
+    """How many clients' updates the server sees as one."""
+    together = fed.protocol.secure_sum
+    if together is None:
+        return ""
+    fewest = f"{together.least} to " if together.least < together.group and fed.protocol.stragglers.probability else ""
+    return f", sum of {fewest}{together.group} clients"
+
+
+def _limit_parts(fed: Federation) -> list[str]:
+    return [
+        f"Gaussian prior fitted to {len(fed.shards.auxiliary)} auxiliary images (Ledoit-Wolf shrinkage)",
+        "labels known",
+        limit_method(len(fed.protocol.groups(1)[0]) * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)),
+    ]
+
+
+# ---------------------------------------------------------------------------------------- does the chain have a derivative
+
+
+@lru_cache(maxsize=1)
+def _is_flat(fed: Federation) -> bool:
+    """Whether the chain's noise-free form has a zero derivative by the images where bare local training has none."""
+    if len(fed.chain.links) == 1:
+        return False
+    batch = _test_batch(fed, generator(fed.protocol.seed, "derivative"))
+    bare = fed.gradient
+    try:
+        update, slope = _slope(fed, fed.chain.mean(bare), batch)
+        return update > 0 and slope == 0 and _slope(fed, fed.chain.local(bare), batch)[1] > 0
+    except RuntimeError:  # a network without a second derivative: each attack then fails with torch's own message
+        return False
+
+
+def _test_batch(fed: Federation, rng: Generator) -> Batch:
+    """Two examples by which an update can be differentiated: random pixels, or the embeddings of auxiliary sentences."""
+    shards = fed.shards
+    if isinstance(fed.model, LanguageModel):
+        chosen = batch_of(shards.dataset.x, shards.dataset.y, shards.auxiliary[:2])
+        return Batch(fed.model.embed(chosen.x).detach(), chosen.y)
+    labels = torch.randint(shards.dataset.classes, (2,), generator=rng)
+    return Batch(torch.rand(2, *shards.dataset.shape, generator=rng), labels)
+
+
+def _slope(fed: Federation, client: UpdateFn, batch: Batch) -> tuple[float, float]:
+    """The largest entry of an update, and of the derivative of a random projection of it by the images."""
+    x = batch.x.clone().requires_grad_()
+    update = client(fed.initial()[0], Batch(x, batch.y), None)
+    rng = generator(fed.protocol.seed, "projection")
+    projected = torch.stack([(t * torch.randn(t.shape, generator=rng)).sum() for t in update.values()]).sum()
+    largest = max(float(t.detach().abs().max()) for t in update.values())
+    if not projected.requires_grad:
+        return largest, 0.0
+    (slope,) = torch.autograd.grad(projected, x, allow_unused=True)
+    return largest, 0.0 if slope is None else float(slope.abs().max())

@@ -1,0 +1,139 @@
+"""Scores: grade one reconstruction against the truth, one row for each metric and example."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Reconstruction, Trace
+from fedgauge.attacks.grading.image_metrics import (
+    AUGMENTED,
+    HIGHER_IS_BETTER,
+    Metric,
+    image_metrics,
+    label_accuracy,
+    match,
+)
+from fedgauge.attacks.grading.text_metrics import match_sentences, text_metrics
+from fedgauge.client.data.corpora import Text
+from fedgauge.client.data.images import Dataset
+from fedgauge.client.update import Batch
+
+OBJECTIVE = (
+    "objective"  # the metric of a row that holds the attack's own objective, where there is no truth to grade by
+)
+WHOLE_BATCH = -1  # the example number of a row about the whole batch
+
+
+@dataclass(frozen=True)
+class ScoreRecord:
+    """One score, as the ledger keeps it."""
+
+    round: int
+    client: int
+    attack: str
+    example: int
+    metric: str
+    value: float | None
+    status: str
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Grader:
+    """Grades reconstructions of the examples of one dataset.
+
+    Args:
+        dataset: decides how examples are paired and which metrics they get.
+        gallery: public images (N, C, H, W) for the metric `identified`; unused for text.
+    """
+
+    dataset: Dataset
+    gallery: Tensor
+
+    @cached_property
+    def metrics(self) -> list[Metric]:
+        """The metrics of every reconstruction."""
+        if isinstance(self.dataset, Text):
+            return text_metrics(self.dataset.tokenizer)
+        return image_metrics(self.dataset.shape, self.gallery)
+
+    def pairing(self, truth: Tensor, guess: Tensor) -> Tensor:
+        """Order (B,) that pairs guess[order[i]] with truth[i], one to one."""
+        if isinstance(self.dataset, Text):
+            return match_sentences(truth, guess, self.dataset.tokenizer)
+        return match(truth, guess)
+
+    def grade(
+        self,
+        attack: str,
+        round: int,
+        client: int,
+        result: Reconstruction,
+        truth: Batch,
+        augmented: Batch | None = None,
+    ) -> tuple[Reconstruction, list[ScoreRecord]]:
+        """The reconstruction in the truth's order, and its rows.
+
+        Args:
+            augmented: the examples as the chain changed them before training: a second truth, with rows of its own.
+        """
+
+        def row(example: int, metric: str, value: float | None) -> ScoreRecord:
+            return ScoreRecord(round, client, attack, example, metric, value, result.status, result.seconds)
+
+        rows = []
+        if result.y is not None and truth.y.dim() == 1:
+            rows.append(row(WHOLE_BATCH, "label_accuracy", label_accuracy(truth.y, result.y)))
+        if result.x is None or not has_images(result.x):
+            rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(truth.y))]
+            return result, rows
+        order = self.pairing(truth.x, result.x)
+        x = result.x[order]
+        for metric in self.metrics:
+            rows += [row(i, metric.name, value) for i, value in enumerate(metric(truth.x, x).double().tolist())]
+        if augmented is not None:
+            nearest = result.x[self.pairing(augmented.x, result.x)]
+            for metric in self.metrics:
+                if (name := metric.name + AUGMENTED) in HIGHER_IS_BETTER:
+                    rows += [row(i, name, v) for i, v in enumerate(metric(augmented.x, nearest).double().tolist())]
+        y = None if result.y is None else result.y[order]
+        return replace(result, x=x, y=y, trace=_reordered(result.trace, order)), rows
+
+
+def ungraded_rows(
+    attack: str, round: int, client: int, result: Reconstruction, examples: int, other: int | None
+) -> list[ScoreRecord]:
+    """Rows of a reconstruction without its truth: its objective, or that there is nothing to grade.
+
+    Args:
+        other: the client of the baseline wrong_client(attack), where there is one.
+    """
+
+    def row(client: int, attack: str, example: int, metric: str, value: float | None) -> ScoreRecord:
+        return ScoreRecord(round, client, attack, example, metric, value, result.status, result.seconds)
+
+    objective = result.objective if math.isfinite(result.objective) else None
+    rows = [row(client, attack, WHOLE_BATCH, OBJECTIVE, objective)]
+    if not has_images(result.x):
+        rows += [row(client, attack, i, "psnr", None) for i in range(examples)]
+        if other is not None:
+            rows += [row(other, wrong_client(attack), i, "psnr", None) for i in range(examples)]
+    return rows
+
+
+def wrong_client(attack: str) -> str:
+    """The name of the baseline that grades an attack's reconstruction against another client's truth."""
+    return f"wrong_client({attack})"
+
+
+def has_images(x: Tensor | None) -> bool:
+    """Whether a reconstruction has anything to grade."""
+    return x is not None and bool(torch.isfinite(x).all())
+
+
+def _reordered(trace: Trace | None, order: Tensor) -> Trace | None:
+    """Every snapshot's examples in the final snapshot's order, so that each keeps its truth."""
+    return trace if trace is None else replace(trace, x=trace.x[:, order])

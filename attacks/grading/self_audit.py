@@ -1,0 +1,49 @@
+"""Self audit: a client attacks its own update before it leaves, and the client's guard decides by the result."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedgauge.attacks.base import Observation, Wave
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.deployment.deployed_client import SelfAudit
+from fedgauge.client.federation import Federation
+from fedgauge.client.update import Batch, Params, Update
+
+
+@dataclass(frozen=True)
+class invert_own(SelfAudit):
+    """Inverts the client's own update and reports the best PSNR.
+
+    Args:
+        attack: as [[attack]] use names it; it knows the whole chain, restores the labels, and has no auxiliary images.
+        iterations, seconds: the most that it may spend.
+    """
+
+    attack: str
+    iterations: int = 100
+    seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        _ = self._planned  # so that an unknown attack is an error here
+
+    @property
+    def _planned(self) -> PlannedAttack:
+        table = {"use": self.attack, "iterations": self.iterations, "seconds": self.seconds}
+        return PlannedAttack.from_table(table, "audit")
+
+    def leak(
+        self, own: Federation, params: Params, buffers: Mapping[str, Tensor], update: Update, batch: Batch
+    ) -> float:
+        wave = Wave.stack([Observation(1, 0, params, update, buffers)])
+        (audited,) = Auditor(own).audit(self._planned, wave, truth=lambda client, round: batch)
+        result = audited.reconstruction
+        # the server chooses the weights, so weights that make the attack diverge must not pass for safe
+        if result.status in ("not_applicable", "diverged"):
+            raise ValueError(result.reason)
+        values = [r.value for r in audited.rows if r.metric == "psnr" and r.value is not None]
+        if not values:
+            raise ValueError("the attack left no images")
+        return max(values)

@@ -1,0 +1,1 @@
+"""Which defense the clients use, read off their updates."""

@@ -1,0 +1,236 @@
+"""Pruning and masks: entries are zero that no network makes zero."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Generator, Tensor
+from torch.distributions import Binomial
+
+from fedgauge.attacks.inference.evidence import FEW, Inferred, TensorEvidence, UpdateEvidence, live_by_neighbours
+from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
+from fedgauge.client.update import Update
+
+AGAINST = 20.0  # nats against pruning by a count that it cannot leave
+
+
+def find_sparsity(read: UpdateEvidence) -> Inferred | None:
+    if not read.holes:
+        return None
+    zeros = f"{read.holes:,} of {sum(t.live for t in read.certain):,} entries that no network makes zero are zero"
+    if (keeps := _common_keep(read.every)) is not None:
+        keep = _roundest(*keeps, [t for t in read.every if t.pierced])
+        evidence = (
+            f"{zeros}; every tensor keeps round(keep * entries), keep from {keeps[0]:.6g} to {keeps[1]:.6g}, or fewer"
+        )
+        return read.verdict("prune", {"keep": keep}, _prune(keep), evidence, _surprise(read.certain))
+    margin = _counts(read) + _places(read) + _small_survivors(read)
+    if margin < 0:
+        # no tensor keeps less than each of those that were summed, and most keep more
+        keep = min(1.0, *(t.share for t in read.certain if t.pierced))
+        evidence = f"{zeros}; large entries are left, in counts that differ: several prunings were summed"
+        return read.summed("prune", {"keep": keep}, _prune, evidence, -margin)
+    evidence = f"{zeros}; what is left lies anywhere and is small as well as large"
+    common = _shared(read, _share(read, 1))
+    keep = _share(read, len(read.updates) if common is None else 1)
+    if common is None:
+        return read.verdict("mask", {"keep": keep}, _mask(keep), evidence, margin)
+    evidence += f"; the same places in all {len(read.updates)} updates: a mask that everybody knows"
+    return read.verdict("mask", {"keep": keep}, _shown(common), evidence, margin)
+
+
+def _common_keep(tallies: Sequence[TensorEvidence]) -> tuple[float, float] | None:
+    """Lowest and highest keep that explains every tensor's count; None when there is none.
+
+    Pruning keeps max(1, round(keep * size)) entries and those tied with the last of them, unless nature leaves fewer.
+    """
+    pierced = [t for t in tallies if t.pierced]
+    low, densest = 0.0, pierced[0]
+    for t in tallies:
+        if t.seen > t.tied and (t.seen - t.tied + 0.5) / t.size > low:
+            low, densest = (t.seen - t.tied + 0.5) / t.size, t
+    high = min(1.0, *((t.seen + 0.5) / t.size for t in pierced))
+    if low > high or any(t.seen == 0 for t in pierced):
+        return None
+    # the densest of all has hardly come by nature to lie between the others' limits
+    return low, min(high, (densest.seen + 0.5) / densest.size)
+
+
+def _roundest(low: float, high: float, pierced: Sequence[TensorEvidence]) -> float:
+    """The keep with the fewest digits between two limits that leaves the counts that were seen: people choose such ones."""
+    middle = (low + high) / 2
+    rounded = (float(f"{middle:.{digits}g}") for digits in range(1, 16))
+    fitting = (r for r in rounded if low <= r <= high and all(t.fits(r) for t in pierced))
+    return next(fitting, middle)
+
+
+def _surprise(tallies: Sequence[TensorEvidence]) -> float:
+    """-log of how likely a random mask leaves these very counts, less that of the one that any keep fits."""
+    live, shown = _live_and_shown(tallies)
+    surprises = -Binomial(live, shown.sum() / live.sum()).log_prob(shown)
+    return float(surprises.sum() - surprises.max())
+
+
+def _counts(read: UpdateEvidence) -> float:
+    """Nats by which the tensors' counts speak for a mask: binomial with one keep, against anything that pruning can leave.
+
+    Summed over steps and examples it leaves between keep and `rows` times that.
+    """
+    pierced = [t for t in read.certain if t.pierced]
+    low = min((t.seen + 0.5) / t.size for t in pierced)
+    most = [read.rows * max(1, round(low * t.size)) for t in read.every]
+    if any(t.seen == 0 for t in pierced) or any(t.seen - t.tied > m for t, m in zip(read.every, most, strict=True)):
+        return AGAINST
+    live, shown = _live_and_shown(read.certain)
+    any_count = (min(1.0, read.rows * low) - low) * live + 1
+    return float((Binomial(live, shown.sum() / live.sum()).log_prob(shown) + any_count.log()).sum())
+
+
+def _live_and_shown(tallies: Sequence[TensorEvidence]) -> tuple[Tensor, Tensor]:
+    """`live` and `shown` of each."""
+    live, shown = zip(*((t.live, t.shown) for t in tallies), strict=True)
+    return torch.tensor(live, dtype=torch.float64), torch.tensor(shown, dtype=torch.float64)
+
+
+def _places(read: UpdateEvidence) -> float:
+    """Nats by which rows and columns of the classifier's weight speak for a mask, which does not know them.
+
+    Pruning leaves more of a row with a large signal, and of a column with a large feature.
+    """
+    name = read.layers.classifier
+    if name is None or name not in read.updates[0]:
+        return 0.0
+    seen = [u[name] != 0 for u in read.updates]
+    live = [live_by_neighbours(u[name]) for u in read.updates]
+    rows = [_rows_alike(la.sum(1).double(), (s & la).sum(1).double()) for s, la in zip(seen, live, strict=True)]
+    # one update may be odd by nature: in some of its steps a label's signal p - 1 was rounded to zero
+    return sum(max(-AGAINST, nats) for nats in rows) + _columns_alike(torch.cat([s.sum(0) for s in seen]), len(seen[0]))
+
+
+def _rows_alike(live: Tensor, shown: Tensor) -> float:
+    """Counts of rows: binomial with one keep, against any."""
+    if not 0 < shown.sum() < live.sum():
+        return 0.0
+    return float((Binomial(live, shown.sum() / live.sum()).log_prob(shown) + (live + 1).log()).sum())
+
+
+def _columns_alike(shown: Tensor, high: int) -> float:
+    """Counts of columns that show anything: binomial, against their own histogram, for whose freedom BIC charges."""
+    often = torch.bincount(shown, minlength=high + 1)[1:].double()
+    total, kinds = float(often.sum()), int((often > 0).sum())
+    if not often[:-1].any():
+        return 0.0
+    keeps = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)[:, None]
+    counts = torch.arange(1, high + 1, dtype=torch.float64)
+    binomial = Binomial(torch.tensor(float(high)), keeps).log_prob(counts) - torch.log1p(-((1 - keeps) ** high))
+    own = (often / total).clamp_min(1e-12).log()
+    return float((binomial * often).sum(1).max() - (own * often).sum()) + max(0, kinds - 2) / 2 * math.log(total)
+
+
+def _small_survivors(read: UpdateEvidence) -> float:
+    """Nats, at most 0, by which missing small entries speak against a mask.
+
+    A mask leaves small entries at the rate at which they come; their density is about constant near zero, at least in one
+    of the tensors. Where they are there, steps or examples may have cancelled. A tensor from which pruning took nothing, as
+    nature had left too little, keeps a smaller part than any other.
+    """
+    least = min(t.share for t in read.certain if t.pierced)
+    part = 0.05 if least > 0.5 else 0.25
+    found = []
+    for tallies in zip(*read.tallies, strict=True):
+        small = seen = 0
+        for t in (t for t in tallies if t.share >= least and len(t.sizes)):
+            small += int((t.sizes < part * t.sizes.median()).sum())
+            seen += len(t.sizes)
+        expected, seldom = part / 2 * seen, part / 16 * seen
+        if seen >= FEW:
+            found.append(small * math.log(expected / seldom) - (expected - seldom))
+    return min(0.0, max(found, default=0.0))
+
+
+def _share(read: UpdateEvidence, masks: int) -> float:
+    """The part that so many masks let through: nature only adds zeros, so the densest place tells that is large enough."""
+    places = [(sum(t.shown for t in read.certain), sum(t.live for t in read.certain))]
+    places += [(sum(t.seen for t in ts), sum(t.size for t in ts)) for ts in zip(*read.tallies, strict=True)]
+    for name in read.layers.linear:
+        neighboured = [(u[name][live_by_neighbours(u[name])] != 0) for u in read.updates if name in u]
+        places.append((sum(int(s.sum()) for s in neighboured), sum(len(s) for s in neighboured)))
+    copies = len(read.updates) / masks
+    seen, size = max((p for p in places if p[1]), key=lambda place: _at_least(place[0] / copies, place[1] / copies))
+    return seen / size
+
+
+def _at_least(seen: float, size: float) -> float:
+    """Wilson's lower limit of a share at 3 standard errors, as many places are asked."""
+    share, z = seen / size, 3.0
+    spread = math.sqrt(share * (1 - share) / size + z**2 / (4 * size**2))
+    return (share + z**2 / (2 * size) - z * spread) / (1 + z**2 / size)
+
+
+def _shared(read: UpdateEvidence, keep: float) -> dict[str, Tensor] | None:
+    """Where any update shows something, if all have their zeros in the same places; else None."""
+    seen = [{k: t != 0 for k, t in u.items()} for u in read.updates]
+    live = [read.layers.live(u, read.rows) for u in read.updates]
+    sure = [
+        _overlap(a, b, {k: la[k] & lb[k] for k in a})
+        for (a, b), (la, lb) in zip(pairwise(seen), pairwise(live), strict=True)
+    ]
+    both, either = map(sum, zip((0, 0), *sure, strict=True))
+    if either < FEW:
+        both, either = map(sum, zip((0, 0), *(_overlap(a, b, {}) for a, b in pairwise(seen)), strict=True))
+    by_chance = keep / (2 - keep)
+    if not either or both / either < (1 + by_chance) / 2:
+        return None
+    return {k: torch.stack([s[k] for s in seen]).any(0) for k in seen[0]}
+
+
+def _overlap(a: Mapping[str, Tensor], b: Mapping[str, Tensor], among: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Entries that both show, and that either shows; among some."""
+    counts = [
+        (int((a[k] & b[k] & among.get(k, a[k] | b[k])).sum()), int(((a[k] | b[k]) & among.get(k, a[k] | b[k])).sum()))
+        for k in a
+    ]
+    return sum(c[0] for c in counts), sum(c[1] for c in counts)
+
+
+@dataclass(frozen=True)
+class _prune(UpdateTransform):
+    """The largest part of each tensor's entries by magnitude."""
+
+    keep: float
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        return {k: self._largest(t) for k, t in update.items()}
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        return replace(before, sparse=True)
+
+    def _largest(self, t: Tensor) -> Tensor:
+        kept = min(t.numel(), max(1, round(self.keep * t.numel())))
+        least = t.detach().abs().flatten().topk(kept).values[-1]
+        return torch.where(t.abs() >= least, t, torch.zeros_like(t))
+
+
+@dataclass(frozen=True)
+class _mask(UpdateTransform):
+    """The average over masks that are not known."""
+
+    keep: float
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        return {k: self.keep * t for k, t in update.items()}
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        return replace(before, sparse=True, shrink=self.keep * before.shrink)
+
+
+@dataclass(frozen=True, eq=False)
+class _shown(UpdateTransform):
+    """A mask that everybody knows: where any update shows something."""
+
+    places: Mapping[str, Tensor]
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        return {k: torch.where(self.places[k], t, torch.zeros_like(t)) for k, t in update.items()}

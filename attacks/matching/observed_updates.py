@@ -1,0 +1,104 @@
+"""The observed updates that problems are matched to, in whatever form the likelihood needs them."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.engine.distances import (
+    InnerProducts,
+    between,
+)
+from fedgauge.attacks.engine.gradients.factored import FactoredGradient, factored, flattened
+from fedgauge.client.update import Update
+
+Forms = dict[tuple[str, ...], tuple[Tensor, ...]]
+
+
+class ObservedUpdates:
+    """What was seen of some problems' observations; each form of it is gathered when it is first needed.
+
+    Args:
+        update: of all K observations.
+        owners: (N,) the problems' observations.
+        factors: of large layers' updates (K, ...), where they are products; filled here, and kept for other problems.
+
+    Attributes:
+        forms: what was gathered so far: enough for the same matching of other problems.
+    """
+
+    def __init__(self, update: Update, owners: Tensor, factors: dict[str, FactoredGradient | None]) -> None:
+        self.update, self.owners, self.factors = update, owners, factors
+        self.whole = torch.equal(owners, torch.arange(len(next(iter(update.values())))))
+        self.forms: Forms = {}
+
+    def with_forms(self, forms: Forms) -> "ObservedUpdates":
+        """The same, with tensors in place of what it would gather."""
+        other = copy.copy(self)
+        other.forms = forms
+        return other
+
+    def form(self, kind: str, *names: str) -> tuple[Tensor, ...]:
+        """One of the forms, gathered if it was not yet."""
+        key = (kind, *names)
+        if key not in self.forms:
+            gather: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+                "tensor": self._tensor,
+                "flat": self._flat,
+                "square": self._square,
+                "factors": self._factors,
+                "columns": self._columns,
+            }
+            self.forms[key] = gather[kind](*names)
+        return self.forms[key]
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor (N, ...)."""
+        return self.form("tensor", name)[0]
+
+    def formed(self) -> Update:
+        """The updates."""
+        return {name: self.tensor(name) for name in self.update}
+
+    def together(self, expected: Update) -> InnerProducts:
+        """Inner products with some tensors of another update, all of them as one."""
+        *matrices, square = self.form("flat", *expected)
+        return between(matrices, flattened(expected), square)
+
+    def columns_of(self, name: str, expected: Tensor | FactoredGradient) -> Tensor | FactoredGradient:
+        """Another update's matrix (N, out, in), zero in the columns that are zero here."""
+        columns = self.form("columns", name)[0][:, None]
+        if isinstance(expected, FactoredGradient):
+            return FactoredGradient(expected.signal, expected.input * columns)
+        return expected * columns
+
+    def products(self, name: str, expected: Tensor | FactoredGradient) -> InnerProducts:
+        """Inner products with another update's tensor."""
+        if not isinstance(expected, FactoredGradient):
+            return self.together({name: expected})
+        (square,) = self.form("square", name)
+        if name not in self.factors:
+            self.factors[name] = factored(self.update[name], expected.rows)
+        other = self.tensor(name) if self.factors[name] is None else FactoredGradient(*self.form("factors", name))
+        inner, own = expected.products(other)
+        return InnerProducts(inner, square, own)
+
+    def _tensor(self, name: str) -> tuple[Tensor, ...]:
+        return (self.update[name] if self.whole else self.update[name][self.owners],)
+
+    def _flat(self, *names: str) -> tuple[Tensor, ...]:
+        matrices = flattened({name: self._tensor(name)[0] for name in names})  # not kept twice
+        return *matrices, torch.stack([t.square().sum(1) for t in matrices]).sum(0)
+
+    def _square(self, name: str) -> tuple[Tensor, ...]:
+        return (torch.stack([torch.dot(t, t) for t in self.update[name].flatten(1)])[self.owners],)
+
+    def _columns(self, name: str) -> tuple[Tensor, ...]:
+        matrices = self.update[name]
+        return ((matrices != 0).any(1).to(matrices)[self.owners],)
+
+    def _factors(self, name: str) -> tuple[Tensor, ...]:
+        found = self.factors[name]
+        assert found is not None
+        return tuple(found.of(self.owners))

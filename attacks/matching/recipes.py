@@ -1,0 +1,130 @@
+"""Recipes of gradient matching: one function a paper, each a likelihood times priors and a way to descend."""
+
+from typing import Literal
+
+from fedgauge.attacks.engine.distances import cosine, squared
+from fedgauge.attacks.engine.optimizers import adam, lbfgs
+from fedgauge.attacks.matching import local_steps
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.priors import PRIOR, Prior, batch_statistics, magnitude, total_variation
+from fedgauge.client.components import Table, build
+
+CUTS = (3 / 8, 5 / 8, 7 / 8)
+
+
+def _with(prior: Table | None, *others: Prior) -> tuple[Prior, ...]:
+    """Priors with one more that a table names (fedgauge.attacks.matching.priors); those of no weight are left out."""
+    if prior is None:
+        return others
+    named = build(prior, "prior", PRIOR)
+    assert isinstance(named, Prior)
+    return tuple(p for p in (*others, named) if p.weight)
+
+
+def inverting_gradients(
+    tv: float = 0.01,
+    rate: float = 0.1,
+    patience: int = 0,
+    compile: bool = False,
+    prior: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
+) -> GradientMatching:
+    """Inverting Gradients (Geiping et al., NeurIPS 2020): cosine, total variation, signed Adam, three cuts of the rate.
+
+    Args:
+        patience: iterations without a fall after which a problem ends; 0: the paper's whole schedule.
+        compile: the whole step; see GradientMatching.
+        prior: one more: {use = "generator_prior", weight = 1e-5}.
+    """
+    descent = adam(rate, signed=True, cuts=CUTS, patience=patience)
+    return GradientMatching(cosine(), _with(prior, total_variation(tv)), descent, compile=compile)
+
+
+def dlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True) -> GradientMatching:
+    """Deep Leakage from Gradients (Zhu et al., NeurIPS 2019): squared distance, images and soft labels found together.
+
+    By L-BFGS, as in the paper, but with a line search.
+
+    Args:
+        restart_above: a relative squared distance above which a search that has ended starts again, within the budget.
+        tolerance: where it stops.
+        double: in float64; in float32 the search ends at a squared distance of 1e-6 or so, short of a sharp image in colour.
+    """
+    return GradientMatching(
+        squared(),
+        (),
+        lbfgs(history=100, restart_above=restart_above, tolerance=tolerance),
+        box=False,
+        labels="optimised",
+        double=double,
+    )
+
+
+def idlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True) -> GradientMatching:
+    """iDLG (Zhao et al., 2020): DLG with the labels restored before matching."""
+    return GradientMatching(
+        squared(), (), lbfgs(history=100, restart_above=restart_above, tolerance=tolerance), box=False, double=double
+    )
+
+
+def bayes(
+    conditional: Literal["known", "squared", "cosine"] = "known",
+    tv: float = 1e-2,
+    rate: float = 0.1,
+    decay: float = 1.0,
+    anneal: float = 1.0,
+    samples: int = 1,
+    radius: float = 0.0,
+    box: bool = True,
+    prior: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
+) -> GradientMatching:
+    """The Bayesian framework's attack (Balunović et al., ICLR 2022, Algorithm 1): the chain's own likelihood, total variation.
+
+    Args:
+        conditional: "known": that of the chain's noise and masks; the two others are the paper's baselines.
+        tv: the prior's weight beta, relative to the likelihood's own scale.
+        decay: of the rate at each iteration; anneal: the likelihood's weight at the start.
+        samples, radius: k and delta; at the centre where radius is 0, as in the paper's tables.
+        prior: one more: {use = "generator_prior"}; tv = 0 leaves it alone.
+    """
+    chosen = {"known": None, "squared": squared(), "cosine": cosine()}[conditional]
+    priors = _with(prior, total_variation(tv))
+    return GradientMatching(chosen, priors, adam(rate, decay=decay), box, anneal=anneal, samples=samples, radius=radius)
+
+
+def grad_inversion(
+    tv: float = 1e-4, l2: float = 1e-6, bn: float = 0.1, group: float = 0.01, rate: float = 0.1
+) -> GradientMatching:
+    """See through Gradients (Yin et al., CVPR 2021): squared distance, image and BatchNorm priors, restarts held together.
+
+    The restarts of an observation are pulled towards their mean pixel by pixel; the paper registers them first.
+
+    Args:
+        bn: weight of the BatchNorm statistics, where the model keeps any.
+    """
+    priors = (total_variation(tv, power=2), magnitude(l2), batch_statistics(bn))
+    return GradientMatching(squared(), tuple(p for p in priors if p.weight), adam(rate, cuts=CUTS), group=group)
+
+
+def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
+    """Surrogate model extension (Zhu et al., ICLR 2023): several local steps matched by one gradient between their ends.
+
+    The cheap alternative to unrolling them, which inverting_gradients does.
+    """
+    return GradientMatching(cosine(), (total_variation(tv),), adam(rate, signed=True, cuts=CUTS), surrogate=True)
+
+
+def federated_averaging(
+    tied: float = 1.0, aggregate: local_steps.Aggregate = "mean", tv: float = 1e-3, rate: float = 0.1
+) -> GradientMatching:
+    """Data leakage in federated averaging (Dimitrov et al., TMLR 2022): local steps over slices whose order is not known.
+
+    The steps are unrolled over copies of the images for every epoch, which an order-invariant term ties; restarts try which
+    slice of which epoch holds which label. At the end copies are paired and averaged. By signed Adam, which finds more here
+    than the paper's Adam.
+
+    Args:
+        tied: the term's weight.
+        aggregate: of an epoch's images, which is compared between epochs: their mean, as in the paper's tables, or maximum.
+    """
+    descent = adam(rate, signed=True, cuts=CUTS)
+    return GradientMatching(cosine(), (total_variation(tv),), descent, tied=tied, aggregate=aggregate)

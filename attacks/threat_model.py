@@ -1,0 +1,71 @@
+"""The threat model as data: what an attacker knows of a federation before it sees an update."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Knowledge, Sentences
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import Chain
+from fedgauge.client.data.corpora import Text
+from fedgauge.client.federation import Federation
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.update import Batch
+
+
+def public_knowledge(
+    fed: Federation, auxiliary: Batch | None = None, chain: Chain | None = None, members: int | None = None
+) -> Knowledge:
+    """What the server of a federation knows: the agreed protocol and public examples.
+
+    Args:
+        auxiliary: the public examples; default: all of the federation's.
+        chain: the clients' chain as the attacker believes it to be; default: the true one.
+        members: clients whose updates the server sees as one, under a secure sum; default: a whole group.
+    """
+    dataset, members = fed.shards.dataset, members or len(fed.protocol.groups(1)[0])
+    return Knowledge(
+        model=fed.model,
+        chain=fed.as_seen(fed.chain if chain is None else chain, members),
+        shape=dataset.shape,
+        classes=dataset.classes,
+        batch_size=members * fed.shards.batch_size,
+        mean=dataset.mean,
+        std=dataset.std,
+        auxiliary=fed.shards.auxiliary_batch() if auxiliary is None else auxiliary,
+        loss=fed.loss,
+        text=Sentences() if isinstance(dataset, Text) else None,
+    )
+
+
+def needs_truth(planned: PlannedAttack) -> bool:
+    """Whether the plan gives the attacker something of the private batch: labels or lengths."""
+    return "given" in (planned.labels, planned.lengths)
+
+
+def with_given_truth(planned: PlannedAttack, known: Knowledge, batches: Sequence[Batch]) -> Knowledge:
+    """The knowledge with the labels and lengths that the plan gives the attacker; never the examples themselves.
+
+    Labels are sorted, and lengths come by label, then by length, so that their order carries no other information.
+    """
+    if planned.labels == "given":
+        if batches[0].y.dim() > 1:
+            raise ValueError(
+                'labels = "given" would give away the sentences: the labels of next_token are their words; use "restored"'
+            )
+        known = replace(known, labels=torch.stack([batch.y.sort().values for batch in batches]))
+    if planned.lengths == "given":
+        if known.text is None or not isinstance(known.model, LanguageModel):
+            raise ValueError('lengths = "given" is for sentences, and the examples here are images: leave it out')
+        known = replace(known, text=Sentences(torch.stack([_lengths(batch, known.model.pad) for batch in batches])))
+    return known
+
+
+def _lengths(batch: Batch, pad: int) -> Tensor:
+    lengths = (batch.x != pad).sum(1)
+    if batch.y.dim() > 1:
+        return lengths.sort().values
+    order = sorted(range(len(lengths)), key=lambda i: (int(batch.y[i]), int(lengths[i])))
+    return lengths[order]

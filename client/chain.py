@@ -1,0 +1,165 @@
+"""A chain: the transforms of a client, in the order a gradient travels.
+
+The position of a transform says what it acts on: before `local_sgd` on the gradient of a local step (inside
+`per_example` on each example's gradient), after it on the finished update.
+"""
+
+from dataclasses import dataclass
+
+from torch import Generator
+
+from fedgauge.client.training import local_sgd
+from fedgauge.client.transforms import (
+    BatchTransform,
+    GroupMean,
+    Link,
+    StatefulTransform,
+    TransformState,
+    UpdateDistribution,
+    UpdateTransform,
+    is_identity,
+    is_per_example,
+    noise_free,
+    per_example,
+)
+from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, concatenate
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Transforms applied in the order a gradient travels: the first is nearest the gradient."""
+
+    links: tuple[Transform, ...]
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        for link in self.links:
+            compute = link(compute)
+        return compute
+
+    @property
+    def mean(self) -> "Chain":
+        return Chain(tuple(noise_free(link) for link in self.links))
+
+    @property
+    def update_distribution(self) -> UpdateDistribution | None:
+        """The distribution of what the chain uploads around its noise-free form; None: not known in closed form."""
+        known: UpdateDistribution | None = UpdateDistribution()
+        for link in self.links:
+            if isinstance(link, Link) and known is not None:
+                known = link.update_distribution(known)
+            elif noise_free(link) != link or known != UpdateDistribution():
+                return None
+        return known
+
+    @property
+    def visible(self) -> "Chain":
+        """The chain without the links that only drop entries: for an attacker who compares what is left.
+
+        Which entries a guess would lose says nothing of those that were seen.
+        """
+        return Chain(tuple(link for link in self.links if not _drops(link)))
+
+    @property
+    def parts(self) -> int:
+        """Clients in the update, where it matters which of them has which examples; else 1."""
+        return next((link.members for link in self.links if isinstance(link, GroupMean) and not link.together), 1)
+
+    def slice_of(self, batch_size: int) -> int:
+        """Examples that one local step of one client takes, of the so many behind an update."""
+        own = batch_size // self.parts
+        return min(self.local.batch_size or own, own)
+
+    @property
+    def hidden(self) -> frozenset[str]:
+        """Parameters whose updates one of the links hides, whatever the others make of them."""
+        return frozenset().union(*map(_hidden, self.links))
+
+    def remembering(self, memory: TransformState) -> "Chain":
+        """The chain of a client that has been here before: its links with memory read it from there and leave it there."""
+        return Chain(
+            tuple(
+                link.bound(memory, f"{i}.") if isinstance(link, StatefulTransform) else link
+                for i, link in enumerate(self.links)
+            )
+        )
+
+    def check(self) -> None:
+        """Refuse an order of links that makes no sense.
+
+        Raises:
+            ValueError: in a sentence that says which link belongs where.
+        """
+        local = self.links.index(self.local)
+        for i, link in enumerate(self.links):
+            if not is_per_example(link):
+                continue
+            if isinstance(link, per_example) and is_per_example(link.inner):
+                raise ValueError(f"{_named(link, i)} takes examples one by one already: leave each = true out")
+            if i > local:
+                raise ValueError(f"{_named(link, i)} takes examples one by one, so it belongs before local_sgd")
+            for j, nearer in enumerate(self.links[:i]):
+                if isinstance(nearer, UpdateTransform | BatchTransform) and not is_identity(nearer):
+                    raise ValueError(
+                        f"{_named(link, i)} takes examples one by one, {_named(nearer, j)}, nearer the gradient, all of them "
+                        "together: put it behind, or let it take them one by one, too (each = true)"
+                    )
+
+    @property
+    def local(self) -> "local_sgd":
+        """The chain's one `local_sgd`; ValueError when there is none or more than one."""
+        found = [link for link in self.links if isinstance(link, local_sgd)]
+        if len(found) != 1:
+            raise ValueError(
+                f"a chain needs exactly one local_sgd, which turns gradients into an update; this one has {len(found)}"
+            )
+        return found[0]
+
+
+def _drops(link: Transform) -> bool:
+    known = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
+    return known == UpdateDistribution(sparse=True)
+
+
+def _hidden(link: Transform) -> frozenset[str]:
+    if isinstance(link, per_example):
+        return _hidden(link.inner)
+    if isinstance(link, Chain):
+        return link.hidden
+    known = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
+    return frozenset() if known is None else known.hidden
+
+
+def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rng: Generator | None) -> Batch | None:
+    """A batch as a client's chain makes it before it trains; None where it leaves the examples as they are.
+
+    Where they are made anew in each local step: as the first steps saw them, until each example was seen once.
+
+    Args:
+        compute: the gradient at the chain's inner end; rng: the client's.
+    """
+    first = next((i for i, link in enumerate(chain.links) if isinstance(link, BatchTransform)), None)
+    if first is None:
+        return None
+    batches: list[Batch] = []
+
+    def watched(compute: UpdateFn) -> UpdateFn:
+        def noted(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            batches.append(batch)
+            return compute(params, batch, rng)
+
+        return noted
+
+    # not at the gradient: there the examples may come one by one, inside vmap
+    Chain((*chain.links[:first], watched, *chain.links[first:]))(compute)(params, batch, rng)
+    count = len(batch.x) // len(batches[0].x)
+    assert len(batches[0].x) * count == len(batch.x)
+    return concatenate(batches[:count])
+
+
+def _named(link: Transform, place: int) -> str:
+    return f"#{place + 1} ({type(link.inner if isinstance(link, per_example) else link).__name__})"
+
+
+def chain(*links: Transform) -> Chain:
+    """Compose transforms: `chain(clip(1.0), local_sgd(0.1))(gradient(model))` is a whole client."""
+    return Chain(links)

@@ -1,0 +1,147 @@
+"""A client of a deployment does what its owner's file says: data, chain, grading and guard; the server only names the model.
+
+The server's protocol is taken at its word for the seed, the number of rounds and clients, and the model. All else in it is
+what the server assumes.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedgauge.client.components import (
+    ComponentKind,
+    SpecError,
+    Table,
+    build,
+    call,
+    check_arguments,
+    coerce,
+    is_own,
+    with_absolute_paths,
+)
+from fedgauge.client.data.images import Shards, split
+from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
+from fedgauge.client.deployment.terms import NO_FILE, RequestRefused, ServerTerms
+from fedgauge.client.federation import Federation
+from fedgauge.client.local_data import may_download
+from fedgauge.client.models.build import MODEL, build_model
+from fedgauge.client.protocol import Protocol
+from fedgauge.client.rng import secret_generator
+from fedgauge.client.transforms import TransformState
+from fedgauge.client.update import Batch, Params, Update
+
+MOST_PARAMETERS = 2**28  # of a model that a server may name: 1 GiB
+
+
+@dataclass(frozen=True, eq=False)
+class DeployedClient(Federation):
+    """The federation as one client of a deployment computes it: its owner's data and chain, the server's model."""
+
+    owner: OwnerConfig
+
+    @classmethod
+    def of(cls, owner: OwnerConfig, terms: ServerTerms) -> "DeployedClient":
+        """Built and checked; Refused where the server's part is at fault, SpecError where the owner's is."""
+        if owner.client >= terms.clients:
+            raise RequestRefused(f"this is client {owner.client}, the protocol has {terms.clients} clients")
+        protocol = Protocol(
+            terms.seed, terms.rounds, terms.clients, owner.data, terms.model, owner.chain, loss=owner.loss
+        )
+        own = cls(protocol, owner)
+        try:
+            _ = own.shards, own.model
+            with owner.allowing():
+                _ = own.loss, own.chain, self_audit(owner.guard) if owner.guard else None
+        except SpecError as error:
+            raise SpecError(f"{owner.path}: {error}") from error
+        return own
+
+    @cached_property
+    def shards(self) -> Shards:
+        """The owner's images: all of them, or the part that the protocol's seed deals out to this client."""
+        owner, clients, data = self.owner, self.protocol.clients, self.owner.dataset
+        if not owner.whole:
+            fixed = {"dataset": data, "clients": clients, "seed": self.protocol.seed}
+            table = {**owner.split, "batch_size": owner.batch_size}
+            dealt: Shards = call(split, check_arguments(split, table, "[data]", fixed), "[data]")
+            return dealt
+        if len(data.y) < owner.batch_size:
+            raise SpecError(f"[data]: {data.name} has {len(data.y)} images, fewer than batch_size {owner.batch_size}")
+        none = torch.zeros(0, dtype=torch.int64)
+        indices = tuple(torch.arange(len(data.y)) if c == owner.client else none for c in range(clients))
+        return Shards(data, indices, none, owner.batch_size, self.protocol.seed)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The network that the server names, if it is small enough to be held, and here, of a place that the owner allows."""
+        table = dict(self.protocol.model)
+        offered = self.shards.dataset.offered
+        allowed = may_download.set(False)  # a server names what a client has, and makes it fetch nothing
+        try:
+            mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
+            with self.owner.allowing():
+                if with_absolute_paths(table, MODEL, Path(os.sep)) != table:
+                    raise RequestRefused(NO_FILE)
+                if is_own(table, MODEL):  # a package that the owner allows is the owner's to trust
+                    self._check_size(table, offered)
+                return build_model(table, "[model]", offered, self.protocol.seed, beside=("mode",)).train(
+                    mode == "train"
+                )
+        except SpecError as error:
+            raise RequestRefused(str(error)) from error
+        finally:
+            may_download.reset(allowed)
+
+    def _check_size(self, table: Table, offered: Mapping[str, Any]) -> None:
+        with torch.device("meta"):  # shapes alone, before any memory is taken
+            shadow = build_model(table, "[model]", offered, self.protocol.seed, beside=("mode",))
+        size = sum(t.numel() for t in (*shadow.parameters(), *shadow.buffers()))
+        if size > MOST_PARAMETERS:
+            raise RequestRefused(f"[model]: it has {size} parameters, more than {MOST_PARAMETERS}")
+
+    def draw(self, round: int) -> list[int]:
+        """The rows of the training images that a round trains on."""
+        if self.owner.sampling == "agreed":
+            return self.shards.rows_at(self.owner.client, round).tolist()
+        mine = self.shards.indices[self.owner.client]
+        drawn = mine[torch.randperm(len(mine), generator=secret_generator())]
+        return drawn[: self.owner.batch_size].tolist()
+
+    def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: TransformState) -> Update:
+        """What leaves the client, with noise that nobody else can draw again."""
+        self.load_buffers(buffers)
+        return self.update_fn(memory)(params, batch, secret_generator())
+
+
+class SelfAudit(ABC):
+    """What a client tries on its own update before it leaves; a frozen dataclass of an attack's name and its budget."""
+
+    @abstractmethod
+    def leak(
+        self, own: Federation, params: Params, buffers: Mapping[str, Tensor], update: Update, batch: Batch
+    ) -> float:
+        """PSNR in dB of the best reconstructed example; -inf where the attack got none.
+
+        Raises:
+            ValueError: the attack does not apply, so that nothing can be said.
+        """
+
+
+SELF_AUDIT = ComponentKind("an audit of one's own update", ("fedgauge.audits",), SelfAudit)
+INVERSION = "invert_own"  # attacks stand above clients: it is found by its name, where an owner asks for it
+
+
+def self_audit(guard: GuardPolicy) -> SelfAudit | None:
+    """The audit that an owner asks for."""
+    if guard.audit is None:
+        return None
+    table = {"use": INVERSION, "attack": guard.audit, "iterations": guard.iterations, "seconds": guard.seconds}
+    found: SelfAudit = build(table, "[guard]", SELF_AUDIT)
+    return found

@@ -1,0 +1,45 @@
+"""What a client takes from the server's protocol, and how it refuses the rest."""
+
+import json
+from dataclasses import dataclass
+
+from fedgauge.client.components import Table, coerce
+from fedgauge.client.deployment.owner import MOST_CLIENTS
+
+MOST_TEXT = 2**16  # characters of a protocol
+MOST_MODEL = 2**12  # of them of the model: a list of layers is built before it is measured
+NO_FILE = "[model]: a server does not make a client read a file"
+
+
+class RequestRefused(Exception):
+    """What the server asked for is not done; the message is for the server, and tells nothing of the data."""
+
+
+@dataclass(frozen=True)
+class ServerTerms:
+    """What a client takes from the server's protocol."""
+
+    seed: int
+    rounds: int
+    clients: int
+    model: Table
+
+    @classmethod
+    def parse(cls, text: str) -> "ServerTerms":
+        """From the protocol's JSON; Refused with the reason."""
+        if len(text) > MOST_TEXT:
+            raise RequestRefused(f"the protocol has {len(text)} characters, more than {MOST_TEXT}")
+        try:
+            spec = coerce(json.loads(text), dict, "the protocol")
+            numbers = {key: coerce(spec.get(key), int, key) for key in ("seed", "rounds", "clients")}
+            model = coerce(spec.get("model"), dict, "[model]")
+        except (ValueError, RecursionError) as error:
+            raise RequestRefused(f"the protocol cannot be read: {error}") from error
+        for key, least, most in (("seed", 0, 2**63 - 1), ("rounds", 1, 2**31), ("clients", 1, MOST_CLIENTS)):
+            if not least <= numbers[key] <= most:
+                raise RequestRefused(f"{key} must lie in {least}..{most}, got {numbers[key]}")
+        if len(json.dumps(model)) > MOST_MODEL:
+            raise RequestRefused(f"[model] has more than {MOST_MODEL} characters")
+        if "weights" in model:
+            raise RequestRefused(NO_FILE)
+        return cls(**numbers, model=model)

@@ -1,0 +1,272 @@
+"""A federation: a protocol with its data loaded, its model made and its chain composed."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedgauge.client.chain import Chain, trained_on
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
+from fedgauge.client.data.images import Dataset, Shards, batch_of, split
+from fedgauge.client.data.own_images import image_dataset_error
+from fedgauge.client.models.build import build_model
+from fedgauge.client.models.losses import build_loss, is_mean, predicts_tokens, takes_probabilities
+from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
+from fedgauge.client.protocol import Protocol
+from fedgauge.client.rng import generator
+from fedgauge.client.training import gradient
+from fedgauge.client.transforms import (
+    BatchTransform,
+    GroupMean,
+    Link,
+    StatefulTransform,
+    TransformState,
+    is_identity,
+    is_per_example,
+    noise_free,
+    per_example,
+)
+from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn, average, concatenate
+
+DATASET = ComponentKind("a dataset", ("fedgauge.datasets",), Dataset, annotated=False)
+TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """A protocol, built: data loaded and split, the model made, the chain composed."""
+
+    protocol: Protocol
+
+    @cached_property
+    def shards(self) -> Shards:
+        """The dataset, split among the clients."""
+        table = self.protocol.data
+        own = {"batch_size", "partition", "alpha", "shards_per_client", "auxiliary"}
+        read = resolve(table, "[data]", DATASET)
+        if unknown := sorted(table.keys() - own - {"use"} - inspect.signature(read).parameters.keys()):
+            allowed = [*inspect.signature(read).parameters, *sorted(own)]
+            raise SpecError(f"[data]: unknown key {unknown[0]!r} (it has: use, {', '.join(allowed)})")
+        dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET)
+        if reason := image_dataset_error(dataset):
+            raise SpecError(f"[data]: {table['use']}: {reason}")
+        fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
+        arguments = check_arguments(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
+        shards: Shards = call(split, arguments, "[data]")
+        return shards
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The network with its defenses and initial weights, in eval mode unless [model] mode says train.
+
+        They are drawn from the seed; where the table names weights, they are that file's.
+        """
+        table = dict(self.protocol.model)
+        mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
+        weights = coerce(table.pop("weights", None), str | None, "[model]: weights")
+        model = build_model(
+            table, "[model]", self.shards.dataset.offered, self.protocol.seed, beside=("mode", "weights")
+        )
+        if weights is not None:
+            call(load_weights, {"model": model, "path": Path(weights)}, "[model]: weights")
+        return model.train(mode == "train")
+
+    @cached_property
+    def loss(self) -> Loss:
+        """What clients minimise: the mean over a batch of a function of logits and labels."""
+        loss = build_loss(self.protocol.loss, "[loss]", self.shards.dataset.classes)
+        of_tokens = self.shards.dataset.y.dim() > 1
+        if predicts_tokens(loss) != of_tokens:
+            kind = "predicts each next token" if of_tokens else "has one label an example"
+            other = "next_token" if of_tokens else "cross_entropy"
+            raise SpecError(
+                f'[loss]: {self.protocol.loss["use"]} does not fit [data], which {kind}: use = "{other}" does'
+            )
+        return loss
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The defenses and local training, in the order a gradient travels."""
+        links = []
+        data = self.shards.dataset
+        offered = {
+            "model": self.model,
+            "shape": data.shape,
+            "classes": data.classes,
+            "normalise": data.normalise,
+        }
+        for i, table in enumerate(self.protocol.chain, 1):
+            where = f"[[chain]] #{i}"
+            arguments = dict(table)
+            each = coerce(arguments.pop("each", False), bool, f"{where}: each")
+            offered["batch_size"] = self._batch_size_at(i)
+            link = build(arguments, where, TRANSFORM, offered, beside=("each",))
+            if each and isinstance(link, BatchTransform | StatefulTransform):
+                raise SpecError(f"{where}: each = true acts on each example's gradient, which {table['use']} does not")
+            if isinstance(link, StatefulTransform) and not any(_is_local(t) for t in self.protocol.chain[:i]):
+                raise SpecError(f"{where}: {table['use']} remembers finished updates, so it belongs after local_sgd")
+            if each and any(_is_local(t) for t in self.protocol.chain[:i]):
+                raise SpecError(f"{where}: each = true acts per example, so it belongs before local_sgd")
+            if self.protocol.secure_sum and isinstance(link, StatefulTransform) and link.initial({"": torch.zeros(())}):
+                raise SpecError(
+                    f"{where}: {table['use']} remembers, and no replay of a [secure_sum] knows every memory in it"
+                )
+            links.append(per_example(link) if each else link)
+        composed = Chain(tuple(links))
+        try:
+            local = composed.local
+            composed.check()
+        except ValueError as error:
+            raise SpecError(f"[[chain]]: {error}") from error
+        if local.batch_size is not None and self.shards.batch_size % local.batch_size:
+            raise SpecError(
+                f"[[chain]]: local_sgd's batch_size {local.batch_size} does not divide [data] batch_size "
+                f"{self.shards.batch_size}"
+            )
+        self._refuse_batch_statistics(composed)
+        self._try_on_examples(composed)
+        return composed
+
+    def _batch_size_at(self, place: int) -> int:
+        """Examples that a link (from 1 on) has before it: a local step's, behind local_sgd the round's."""
+        step = next((t.get("batch_size") for t in self.protocol.chain[place:] if _is_local(t)), None)
+        return (
+            step if isinstance(step, int) and step > 0 else self.shards.batch_size
+        )  # any other is refused in its place
+
+    def _refuse_batch_statistics(self, composed: Chain) -> None:
+        if not any(map(is_per_example, composed.links)):
+            return
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                raise SpecError(
+                    f"[[chain]] acts per example, which layer {name!r} (BatchNorm in train mode) makes impossible: "
+                    'set [model] mode = "eval" or norm = "group"'
+                )
+
+    def _try_on_examples(self, composed: Chain) -> None:
+        """Refuse a link that cannot change such examples as these, or makes labels of them that the loss does not take."""
+        shards, rng = self.shards, generator("links of examples")
+        soft = takes_probabilities(self.loss, shards.dataset.classes)
+        for i, link in enumerate(composed.links, 1):
+            if not isinstance(link, BatchTransform):
+                continue
+            examples = batch_of(shards.dataset.x, shards.dataset.y, torch.arange(2))
+            changed: Batch = call(link.transform, {"batch": examples, "rng": rng}, f"[[chain]] #{i}")
+            if changed.y.is_floating_point() and not soft:
+                raise SpecError(
+                    f"[loss]: {self.protocol.loss['use']} takes whole labels only, and [[chain]] #{i} makes probabilities of "
+                    "them: leave one of the two out, or let the loss take labels (B, classes)"
+                )
+
+    @cached_property
+    def gradient(self) -> UpdateFn:
+        """The undefended gradient of the loss, as an attacker computes it: it leaves the buffers alone."""
+        return gradient(self.model, self.loss, normalise=self.shards.dataset.normalise)
+
+    def update_fn(self, memory: TransformState | None = None) -> UpdateFn:
+        """The whole client; BatchNorm in train mode moves the model's running statistics.
+
+        Args:
+            memory: of a client that was here before, read and written; None: as in its first round.
+        """
+        chain = self.chain.remembering({} if memory is None else memory)
+        return chain(gradient(self.model, self.loss, normalise=self.shards.dataset.normalise, track=True))
+
+    def initial(self) -> tuple[Params, dict[str, Tensor]]:
+        """The weights and floating-point buffers that the federation starts from."""
+        return detached_params(self.model), floating_buffers(self.model)
+
+    def as_seen(self, chain: Chain, members: int) -> Chain:
+        """A client's chain as the server sees its outcome: the mean of so many clients' updates."""
+        return chain if members == 1 else Chain((*chain.links, GroupMean(members, self._is_one_client(chain))))
+
+    def _is_one_client(self, chain: Chain) -> bool:
+        """Whether the noise-free mean of several clients' updates is what one would make of all their examples."""
+        others = [noise_free(link) for link in chain.links if link is not chain.local]
+        norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+        one_step = chain.local.steps == 1 and chain.local.batch_size in (None, self.shards.batch_size)
+        means = is_mean(self.loss, self.shards.dataset.classes)
+        return one_step and means and not norms and all(map(is_identity, others))
+
+    def client_update(
+        self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int, compute: UpdateFn | None = None
+    ) -> Update:
+        """What the server sees of a client in a round: its update, or under [secure_sum] the mean of its group's.
+
+        Args:
+            compute: another client function than the protocol's, on the same examples and randomness.
+        """
+        members = self.protocol.members(client, round)
+        updates = [self.own_update(params, buffers, m, round, compute=compute) for m in members]
+        return updates[0] if len(updates) == 1 else average(updates, [1] * len(updates))
+
+    def own_update(
+        self,
+        params: Params,
+        buffers: Mapping[str, Tensor],
+        client: int,
+        round: int,
+        memory: TransformState | None = None,
+        compute: UpdateFn | None = None,
+    ) -> Update:
+        """What a client computes in a round, with the simulation's own randomness: the truth of a simulation.
+
+        Args:
+            memory: what it kept from its rounds before, brought up to date; None: this is its first.
+            compute: in the place of `update_fn(memory)`.
+        """
+        self.load_buffers(buffers)
+        rng = generator(self.protocol.seed, "client", client, round)
+        return (compute or self.update_fn(memory))(params, self.shards.batch_at(client, round), rng)
+
+    def trained_on(self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int) -> Batch | None:
+        """`batch_at` as the chain makes it before it trains; None where it leaves the examples as they are."""
+        if not any(isinstance(link, BatchTransform) for link in self.chain.links):
+            return None
+        self.load_buffers(buffers)
+        found = [
+            trained_on(
+                self.chain,
+                self.gradient,
+                params,
+                self.shards.batch_at(member, round),
+                generator(self.protocol.seed, "client", member, round),
+            )
+            for member in self.protocol.members(client, round)
+        ]
+        return concatenate([batch for batch in found if batch is not None])
+
+    def batch_at(self, client: int, round: int) -> Batch:
+        """The private examples in what the server sees of a client in a round, one client's after the other's."""
+        return concatenate([self.shards.batch_at(member, round) for member in self.protocol.members(client, round)])
+
+    def rows_at(self, client: int, round: int) -> Tensor:
+        """Which training images they are."""
+        return torch.cat([self.shards.rows_at(member, round) for member in self.protocol.members(client, round)])
+
+    def load_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Set the model's buffers to what the server sent."""
+        own = dict(self.model.named_buffers())
+        for name, value in buffers.items():
+            own[name].copy_(value)
+
+    def check(self) -> "Federation":
+        """Build every part, so that a mistake is told before anything starts."""
+        _ = self.shards, self.model, self.loss, self.chain
+        return self
+
+
+@lru_cache(maxsize=2)  # a simulation's client process serves many clients of one federation
+def federation(protocol_json: str) -> Federation:
+    """The built federation of a protocol, kept between messages."""
+    return Federation(Protocol.from_json(protocol_json))
+
+
+def _is_local(table: Table) -> bool:
+    return table.get("use") == "local_sgd"

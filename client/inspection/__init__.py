@@ -1,0 +1,1 @@
+"""Inspection of the weights that a server sends."""

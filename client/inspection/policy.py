@@ -1,0 +1,140 @@
+"""Inspection: before a client trains on weights, it asks whether an honest federation would have sent them.
+
+It knows the network, the weights of its last round, and examples of its own. Nothing of what it finds has to leave it, but a
+client that refuses by what its examples show tells the server one bit of them.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor, nn
+
+from fedgauge.client.inspection.probes import ProbeSet, inspect_with_examples
+from fedgauge.client.inspection.results import DetectorResult, DetectorResults
+from fedgauge.client.inspection.weights import embedding_weights, inspect_weights
+from fedgauge.client.transforms import TransformState
+from fedgauge.client.update import Batch, Params
+
+MOST_APART = 5  # rounds by which a jump is excused: how many it has been is the server's word
+REASON = "withheld by the client's guard"  # the same whatever the cause
+ALARM = "alarm, suspicion"
+
+
+def is_alarm(reason: str) -> bool:
+    """Whether a guard's words, as a server records them, tell of an alarm or of an update that was withheld."""
+    return ALARM in reason or reason.startswith(REASON)
+
+
+Mode = Literal["off", "log", "warn", "refuse"]
+
+
+def inspect(
+    probes: ProbeSet,
+    params: Params,
+    previous: Params | None,
+    apart: int = 1,
+    agreed: str = "",
+    rng: Generator | None = None,
+) -> DetectorResults:
+    """Everything that can be said of weights before training on them; all that is handed in is left as it was.
+
+    Of fewer than FEWEST examples nothing is said of how they share a gradient: one alone has all of it by definition. Who
+    trains on one example a round probes with others of its own.
+
+    Args:
+        previous: the weights of an earlier round, None before the first; apart: rounds since then.
+        agreed: `fingerprint` of the network that was agreed on; "": any.
+        rng: draws the rows of large matrices that are looked at; None: the client's own entropy. A server that could foresee
+            them would put its rows elsewhere.
+    """
+
+    def findings() -> Iterator[DetectorResult]:
+        yield from _architecture(probes.model, agreed)
+        yield from inspect_weights(params, previous, apart, embedding_weights(probes.model), rng)
+        if len(probes.probe.x):
+            yield from inspect_with_examples(probes, params, previous)
+
+    return DetectorResults.of(findings())
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of the tree of modules: their names, kinds, settings and the shapes of their tensors; not of any value."""
+    parts = []
+    for name, module in model.named_modules():
+        kind = type(module)
+        parts.append(f"{name}|{kind.__module__}.{kind.__qualname__}|{module.extra_repr()}")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    parts += [f"{name}|{tuple(t.shape)}|{t.dtype}" for name, t in tensors.items()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class InspectionPolicy:
+    """What a client does about the weights that it is sent.
+
+    Args:
+        inspect: off looks at nothing; log writes down what is found; warn tells of alarms alone, more loudly; refuse also
+            holds the update back.
+        architecture: `fingerprint` of the network that was agreed on; None: of the first round's.
+        examples: whether weights are tried on examples; if not, a refusal tells the server nothing of them.
+    """
+
+    inspect: Mode = "off"
+    architecture: str | None = None
+    examples: bool = True
+
+    def findings(
+        self, probes: ProbeSet | None, params: Params, round: int, memory: TransformState, rng: Generator | None = None
+    ) -> DetectorResults:
+        """What a round's weights look like to a client that keeps `memory` from round to round: read, and written.
+
+        It keeps the first network's fingerprint and the last weights that raised no alarm: no more than a model.
+
+        Args:
+            bench: None: of the network and examples nothing is known here.
+            rng: as `inspect` has it.
+        """
+        previous, then = _remembered(memory)
+        if previous is not None and _shapes(previous) != _shapes(params):
+            previous = None  # of another network, of which the fingerprint speaks
+        apart = min(max(round - then, 1), MOST_APART)
+        if probes is None:
+            found = DetectorResults.of(inspect_weights(params, previous, apart, rng=rng))
+        else:
+            tried = probes if self.examples else replace(probes, probe=Batch(probes.probe.x[:0], probes.probe.y[:0]))
+            found = inspect(tried, params, previous, apart, self.architecture or _text(memory.get(FIRST_NETWORK)), rng)
+            met = fingerprint(probes.model).encode()
+            memory.setdefault(FIRST_NETWORK, torch.tensor(list(met), dtype=torch.uint8))
+        if not found.alarms:
+            for name in [k for k in memory if k.startswith(_WEIGHTS)]:
+                del memory[name]
+            memory.update({_WEIGHTS + k: t.detach().clone() for k, t in params.items()})
+            memory[_ROUND] = torch.tensor(round)
+        return found
+
+
+FIRST_NETWORK = "architecture"  # in a memory, the fingerprint of the network that was met first
+_ROUND, _WEIGHTS = "round", "params."
+
+
+def _remembered(memory: TransformState) -> tuple[Params | None, int]:
+    kept = {k.removeprefix(_WEIGHTS): t for k, t in memory.items() if k.startswith(_WEIGHTS)}
+    return (kept, int(memory[_ROUND])) if kept else (None, 0)
+
+
+def _shapes(params: Params) -> dict[str, torch.Size]:
+    return {name: t.shape for name, t in params.items()}
+
+
+def _text(kept: Tensor | None) -> str:
+    return "" if kept is None else bytes(kept.tolist()).decode()
+
+
+def _architecture(model: nn.Module, agreed: str) -> Iterator[DetectorResult]:
+    if not agreed:
+        return
+    met = fingerprint(model)
+    yield DetectorResult("architecture", "", float(met != agreed) * 2, f"its fingerprint is {met}, agreed is {agreed}")

@@ -1,0 +1,81 @@
+"""What detectors report: a score for each layer, and the threshold from which on it is an alarm."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+LARGEST = 1e6  # a score that has no bound, or is no number, stops here
+# By detector the score at which it alarms: above what honest rounds of networks and seeds gave that no figure is reported of.
+THRESHOLDS: Mapping[str, float] = {
+    "architecture": 1.0,
+    "dependent rows": 0.15,
+    "balanced rows": 6.0,
+    "sparse rows": 0.3,
+    "extreme biases": 60.0,
+    "dead layer": 5.0,
+    "dead units": 0.9,
+    "isolated units": 0.6,
+    "dominated": 10.0,
+    "vanished": 0.4,
+    "jump": 1.2,
+    "moved rows": 0.5,
+    "loss": math.log(20),
+}
+
+
+@dataclass(frozen=True)
+class DetectorResult:
+    """What one detector made of one layer ("": of the whole network).
+
+    Args:
+        score: 0 and more; an alarm from `threshold` on.
+        words: for the owner.
+    """
+
+    detector: str
+    layer: str
+    score: float
+    words: str
+
+    @property
+    def threshold(self) -> float:
+        """The detector's."""
+        return THRESHOLDS[self.detector]
+
+    @property
+    def ratio(self) -> float:
+        """Score over threshold."""
+        return self.score / self.threshold
+
+
+@dataclass(frozen=True)
+class DetectorResults:
+    """Each detector's worst layer, the most suspicious first; without those that had nothing to look at."""
+
+    found: tuple[DetectorResult, ...]
+
+    @classmethod
+    def of(cls, findings: Iterator[DetectorResult]) -> "DetectorResults":
+        """The worst of each detector."""
+        worst: dict[str, DetectorResult] = {}
+        for finding in findings:
+            if not math.isfinite(finding.score):  # by comparison it would pass under any threshold
+                finding = replace(finding, score=LARGEST)
+            if finding.detector not in worst or finding.score > worst[finding.detector].score:
+                worst[finding.detector] = finding
+        return cls(tuple(sorted(worst.values(), key=lambda f: -f.ratio)))
+
+    @property
+    def suspicion(self) -> float:
+        """The largest score over its threshold."""
+        return max((f.ratio for f in self.found), default=0.0)
+
+    @property
+    def alarms(self) -> tuple[DetectorResult, ...]:
+        """Those at or above their threshold."""
+        return tuple(f for f in self.found if f.ratio >= 1)
+
+    @property
+    def why(self) -> str:
+        """The alarms in words; empty where there is none."""
+        return "; ".join(f"{f.layer or 'the network'}: {f.words}" for f in self.alarms)

@@ -1,0 +1,165 @@
+"""Local training: the gradient of the loss, and the SGD steps that turn it into an update."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.func import functional_call, grad
+from torch.nn import functional as F
+
+from fedgauge.client.transforms import Link, UpdateDistribution
+from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
+
+
+class StochasticLayer(nn.Module):
+    """A layer that draws in its forward pass and may add to the loss: what a defense of the model is made of.
+
+    Attributes:
+        rng: where its draws come from; None: it passes their mean on.
+        noise: standard normal draws to use instead, e.g. an attacker's variable; None: its own.
+        penalty: what its latest pass adds to the loss, a scalar; None: nothing.
+        drawn: numbers that it draws for an example: noise is (B, drawn); 0: not said.
+    """
+
+    rng: Generator | None = None
+    noise: Tensor | None = None
+    penalty: Tensor | None = None
+    drawn: int = 0
+
+    def __getstate__(self) -> dict[str, object]:
+        """What belongs to a pass is not copied with the layer: its graph could not be."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("rng", "noise", "penalty")}
+
+
+@contextmanager
+def drawing(model: nn.Module, rng: Generator | None) -> Iterator[Sequence[StochasticLayer]]:
+    """Hand a generator to the layers that draw; what they keep of a pass is dropped afterwards."""
+    layers = [m for m in model.modules() if isinstance(m, StochasticLayer)]
+    for layer in layers:
+        layer.rng = rng
+    try:
+        yield layers
+    finally:
+        for layer in layers:
+            layer.rng = layer.penalty = None
+
+
+def gradient(
+    model: nn.Module,
+    loss: Loss = F.cross_entropy,
+    normalise: Callable[[Tensor], Tensor] | None = None,
+    track: bool = False,
+) -> UpdateFn:
+    """The bare client: the loss's gradient by every parameter, summed or averaged over the batch as the loss does.
+
+    What the model's own `StochasticLayer` layers add to the loss counts.
+
+    Args:
+        model: its named parameters give the update its names; its buffers are used as they stand.
+        loss: (logits (B, classes), y) -> scalar.
+        normalise: applied to x before the model, so that a batch stays in [0, 1] pixels.
+        track: whether BatchNorm in train mode moves its running statistics, as at a client; an attacker's does not.
+    """
+
+    def compute(params: Params, batch: Batch, rng: Generator | None) -> Update:
+        x = batch.x if normalise is None else normalise(batch.x)
+
+        with without_running_stats(model) as tracking, drawing(model, rng) as layers:
+
+            def objective(at: Params) -> Tensor:
+                value = loss(functional_call(model, at, (x,)), batch.y)
+                for layer in layers:
+                    value = value if layer.penalty is None else value + layer.penalty
+                return value
+
+            update = dict(grad(objective)(params))
+        if track and tracking:
+            with torch.no_grad():
+                functional_call(model, params, (x,))
+        return update
+
+    return compute
+
+
+@contextmanager
+def without_running_stats(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
+    """BatchNorm in train mode normalises by the batch without moving its running statistics, which grad and vmap refuse.
+
+    Gives the layers that it stills.
+    """
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    tracking = [m for m in norms if m.training and m.track_running_stats]
+    for layer in tracking:
+        layer.track_running_stats = False
+    try:
+        yield tracking
+    finally:
+        for layer in tracking:
+            layer.track_running_stats = True
+
+
+@dataclass(frozen=True)
+class local_sgd(Link):
+    """Local training: turns a gradient function into a weight-change function (FedSGD is one step).
+
+    Args:
+        rate: learning rate of the local steps, > 0.
+        steps: local steps, >= 1. E epochs over n examples in batches of b are E * n / b steps.
+        batch_size: examples a step; step t takes slice number t of the round's batch, in order and round again.
+            Default: the whole batch in every step.
+        proximal_mu: FedProx's proximal weight: mu * (theta - theta_global) is added to each step's gradient.
+    """
+
+    rate: float
+    steps: int = 1
+    batch_size: int | None = None
+    proximal_mu: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0:
+            raise ValueError(f"rate must be above 0, got {self.rate}")
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        if not self.proximal_mu >= 0:
+            raise ValueError(f"proximal_mu must not be negative, got {self.proximal_mu}")
+
+    @property
+    def scale(self) -> float:
+        """How far one unit of a constant gradient moves the weights: update ~ -scale * gradient."""
+        return self.rate * self.steps
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        """Noise of each step is scaled by the rate; over several steps its sum is nearly normal."""
+        if self.steps == 1:
+            return replace(before, sigma=self.rate * before.sigma, scale=self.rate * before.scale)
+        if before.sparse or before.signed:
+            return None
+        variance = before.sigma**2 + 2 * before.scale**2
+        return UpdateDistribution(sigma=self.rate * math.sqrt(self.steps * variance), hidden=before.hidden)
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            # the change itself is accumulated, never theta + change - theta, which would cost 2.5e-6 of rounding
+            change: Update = {}
+            for step in range(self.steps):
+                here = {k: p + change[k] for k, p in params.items()} if change else params
+                g = compute(here, self._slice(batch, step), rng)
+                if self.proximal_mu and change:
+                    g = {k: t + self.proximal_mu * change[k] for k, t in g.items()}
+                change = {k: change[k] - self.rate * t if change else -self.rate * t for k, t in g.items()}
+            return change
+
+        return train
+
+    def _slice(self, batch: Batch, step: int) -> Batch:
+        size = len(batch.x)
+        if self.batch_size is None or self.batch_size >= size:
+            return batch
+        slices = size // self.batch_size
+        first = (step % slices) * self.batch_size
+        return Batch(batch.x[first : first + self.batch_size], batch.y[first : first + self.batch_size])

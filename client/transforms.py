@@ -1,0 +1,203 @@
+"""Transforms: what a defense derives from, and what it says of the update's distribution."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Generator, Tensor
+from torch.func import vmap
+
+from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, average
+
+
+@dataclass(frozen=True)
+class UpdateDistribution:
+    """How a seen update is distributed around its noise-free form, in units of the update: p(seen | x) as far as known.
+
+    Args:
+        sigma: standard deviation of normal noise in every entry.
+        scale: of Laplace noise in every entry.
+        sparse: entries that are exactly zero were dropped and tell nothing.
+        shrink: the noise-free form is this part of a visible entry's expectation (an unknown mask shows keep of them).
+        signed: only the signs of the noisy values are seen.
+        hidden: parameters whose updates a defense has disturbed in a way that nobody can tell: left out of a match.
+    """
+
+    sigma: float = 0.0
+    scale: float = 0.0
+    sparse: bool = False
+    shrink: float = 1.0
+    signed: bool = False
+    hidden: frozenset[str] = frozenset()
+
+    @property
+    def noisy(self) -> bool:
+        """Whether noise of a known density was added."""
+        return self.sigma > 0 or self.scale > 0
+
+
+TransformState = dict[str, Tensor]  # what a client keeps from one round to the next; it never travels
+
+
+class Link(ABC):
+    """A transform that a scenario can name: a frozen dataclass whose fields are its arguments.
+
+    Attributes:
+        each: whether it takes a step's examples one by one, as `per_example` does.
+    """
+
+    each: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        """Wrap a client."""
+
+    @property
+    def mean(self) -> Transform:
+        """The differentiable, noise-free form; a link that draws noise or has no useful derivative overrides it."""
+        return self
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        """What the link makes of the distribution that comes in; None: not known in closed form."""
+        return before if replace(before, hidden=frozenset()) == UpdateDistribution() else None
+
+
+def noise_free(transform: Transform) -> Transform:
+    """The differentiable, noise-free form of any transform: its `mean`, else the transform itself."""
+    mean: Transform = getattr(transform, "mean", transform)
+    return mean
+
+
+def is_per_example(link: Transform) -> bool:
+    """Whether a link takes a step's examples one by one."""
+    return isinstance(link, per_example) or (isinstance(link, Link) and link.each)
+
+
+def is_identity(link: Transform) -> bool:
+    """Whether a link does nothing: it hands back the very function it was given."""
+    return link(_probe) is _probe
+
+
+def _probe(params: Params, batch: Batch, rng: Generator | None) -> Update:
+    raise AssertionError("it only shows which links do anything at all")
+
+
+@dataclass(frozen=True)
+class per_example:
+    """Apply a transform to each example's update by itself, then average: the place of clipping in DP-SGD."""
+
+    inner: Transform
+
+    @property
+    def mean(self) -> "per_example":
+        return per_example(noise_free(self.inner))
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        defended = self.inner(compute)
+
+        def average(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            def one(x: Tensor, y: Tensor) -> Update:
+                return defended(params, Batch(x[None], y[None]), rng)
+
+            updates = vmap(one, randomness="different")(batch.x, batch.y)
+            return {k: u.mean(0) for k, u in updates.items()}
+
+        return average
+
+
+class UpdateTransform(Link):
+    """A transform of a finished update (or, before `local_sgd`, of a gradient): a defense writes only `apply`."""
+
+    @abstractmethod
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        """The defended update, as new tensors; all randomness comes from rng."""
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        def defended(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            return self.apply(compute(params, batch, rng), rng)
+
+        return defended
+
+
+class BatchTransform(Link):
+    """A transform of the examples: before `local_sgd` of each step's, after it once of the round's.
+
+    What is trained on has two truths then: the original and what came out here.
+    """
+
+    @abstractmethod
+    def transform(self, batch: Batch, rng: Generator | None) -> Batch:
+        """As many examples, as new tensors; all randomness comes from rng (None: an attacker's, who has none)."""
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        def defended(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            return compute(params, self.transform(batch, rng), rng)
+
+        return defended
+
+
+class StatefulTransform(Link):
+    """A transform of a finished update with a memory that lasts from round to round, e.g. error feedback.
+
+    By itself it is a client in its first round; `Chain.remembering` binds it to a client's memory.
+    """
+
+    @abstractmethod
+    def initial(self, update: Update) -> Update:
+        """The memory before the first round, for updates of this form."""
+
+    @abstractmethod
+    def advance(self, update: Update, memory: Update, rng: Generator | None) -> tuple[Update, Update]:
+        """The defended update and the memory afterwards, as new tensors."""
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        def first(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            return self.bound({}, "")(compute)(params, batch, rng)  # each call is a first round
+
+        return first
+
+    def bound(self, memory: TransformState, prefix: str) -> Transform:
+        """The transform that reads and writes a client's memory, under names that begin with prefix."""
+
+        def wrap(compute: UpdateFn) -> UpdateFn:
+            def defended(params: Params, batch: Batch, rng: Generator | None) -> Update:
+                update = compute(params, batch, rng)
+                before = {k: memory[prefix + k] for k in update if prefix + k in memory} or self.initial(update)
+                sent, after = self.advance(update, before, rng)
+                memory.update({prefix + k: t.detach() for k, t in after.items()})
+                return sent
+
+            return defended
+
+        return wrap
+
+
+@dataclass(frozen=True)
+class GroupMean(Link):
+    """Several clients as one, at the end of their chain: the mean of what each makes of its part of the examples.
+
+    Args:
+        members: clients, with equally many examples each, one's after the other's.
+        together: their noise-free mean is what one client would make of all the examples, so that it need not be taken apart.
+    """
+
+    members: int
+    together: bool = False
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        if self.together:
+            return compute
+
+        def mean(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            size = len(batch.x) // self.members
+            parts = zip(batch.x.split(size), batch.y.split(size), strict=True)
+            return average([compute(params, Batch(x, y), rng) for x, y in parts], [1] * self.members)
+
+        return mean
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        """Independent noise averages out, and is nearly normal; sums of signs or of masked entries have no closed form."""
+        if before.sparse or before.signed or before.shrink != 1:
+            return None
+        return replace(before, sigma=math.sqrt((before.sigma**2 + 2 * before.scale**2) / self.members), scale=0.0)

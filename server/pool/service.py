@@ -1,0 +1,201 @@
+"""The attack service: leases waves from the ledger, has workers attack them, and writes their scores.
+
+It runs in a process of its own, during the training or after it, and needs the run folder but not Flower. If it dies,
+training goes on; if training dies, it finishes what is on the tape.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fedgauge.attacks.base import Observation
+from fedgauge.attacks.grading.replay import ReplayCheck, replay
+from fedgauge.client.transforms import StatefulTransform
+from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, WorkerDied, last_line
+from fedgauge.server.pool.ray_executor import RayExecutor
+from fedgauge.server.pool.worker import Task
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import Lease
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors
+
+NO_REPLAY = (
+    "not possible in a deployment: only a client's own data, which stays with the client, can recompute its update"
+)
+ATTEMPTS = 3  # for a wave whose worker dies
+
+
+def make_executor(kind: str, workers: int) -> Executor:
+    """The executor that a scenario names; if RAY_ADDRESS is set, its workers run in that cluster."""
+    return RayExecutor(workers, os.environ.get("RAY_ADDRESS")) if kind == "ray" else LocalExecutor()
+
+
+def serve(
+    run: Run,
+    executor: Executor,
+    scenario: Scenario | None = None,
+    follow: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = lambda: False,
+    tick: Callable[[], None] = lambda: None,
+    force: bool = False,
+) -> None:
+    """Attack until the queue is empty and no job can arrive any more; attack nothing if the replay check fails.
+
+    Args:
+        scenario: the run's, if the caller has read it already.
+        follow: says whether new jobs may still arrive.
+        stop: says whether to take no more work; running tasks are finished.
+        tick: called between steps.
+        force: attack even after a failed replay check.
+
+    Raises:
+        RunBusy: another attack service works on this run.
+    """
+    scenario = scenario or run.scenario()
+    protocol = scenario.protocol.to_json()
+    with run.lock("audit"), run.ledger() as ledger:
+        ledger.release()
+        flying: dict[int, Lease] = {}
+        replayed = ledger.meta().get("replay") == "ok"  # otherwise check again: the difference may be repaired
+        tickets = 0
+        while True:
+            coming = follow()  # asked before leasing: the next turn finds a job that arrives in between
+            if not replayed:
+                replayed = _check_replay(run, ledger, scenario, coming)
+                if ledger.meta().get("replay") == "mismatch" and not force:
+                    tick()
+                    return
+            if scenario.tape.keep == "none" and replayed:  # including what an earlier service did not get to delete
+                _forget(run, ledger)
+            while len(flying) < executor.slots and not stop() and (lease := ledger.lease()) is not None:
+                loaded = _load(run, ledger, lease, protocol)
+                if loaded is not None:
+                    flying[tickets := tickets + 1], task = loaded
+                    executor.submit(tickets, task)
+            tick()
+            if flying:
+                if (done := executor.next_done(timeout=0.5)) is not None:
+                    _settle(run, ledger, flying.pop(done[0]), done[1])
+            elif stop() or (not coming and not ledger.progress().queued):
+                break
+            else:
+                time.sleep(0.2)
+
+
+def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) -> bool:
+    """Recompute the first update on the tape that can be, and compare, before anything is attacked; True when that is decided."""
+    if ledger.deployed:
+        ledger.set_meta(replay="unknown", replay_detail=NO_REPLAY)
+        return True
+    first = _replayable(ledger, scenario)
+    if first is None:
+        if not any(o["status"] == "accepted" and o["digest"] for o in ledger.observations()):
+            return False
+        detail = "the chain is stateful, so only a client's first update can be recomputed, and none is on the tape"
+        if not _is_stateful(scenario):
+            if coming:  # in a later round all clients may get the honest weights
+                return False
+            detail = (
+                "in every secure sum on the tape, some client was sent other weights than the tape keeps for the sum"
+            )
+        ledger.set_meta(replay="unknown", replay_detail=detail)
+        return True
+    try:
+        check: ReplayCheck = replay(scenario.federation, run.tape().read(*first))
+        detail = f"cosine {check.cosine:.7f}, relative error {check.relative_error:.1e}: {check.verdict}"
+        ledger.set_meta(replay="ok" if check.ok else "mismatch", replay_detail=detail)
+    except TapeError as error:
+        ledger.set_meta(replay="unknown", replay_detail=str(error))
+    return True
+
+
+def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | None:
+    """Round, client and digest of the first update on the tape that can be recomputed without a client's state.
+
+    If the chain is stateful, that is a client's first update ever, whether or not the server accepted it.
+    """
+    started: set[int] = set()
+    for o in ledger.observations():
+        taped = o["status"] == "accepted" and o["digest"] and not _mixed(scenario, o["round"], o["client"])
+        if taped and (o["client"] not in started or not _is_stateful(scenario)):
+            return o["round"], o["client"], o["digest"]
+        if not scenario.protocol.misses(o["client"], o["round"]):  # otherwise the client did not even start
+            started.add(o["client"])
+    return None
+
+
+def _mixed(scenario: Scenario, round: int, client: int) -> bool:
+    """Whether a secure sum adds updates computed at different weights, of which the tape keeps only one."""
+    members = scenario.protocol.members(client, round)
+    return any(len({aimed.aim.applies_to(round, c) for c in members}) > 1 for aimed in scenario.server_attack)
+
+
+def _is_stateful(scenario: Scenario) -> bool:
+    return any(isinstance(link, StatefulTransform) for link in scenario.federation.chain.links)
+
+
+def _load(run: Run, ledger: Ledger, lease: Lease, protocol: str) -> tuple[Lease, Task] | None:
+    """A lease and its task, read from the run's files; jobs with a damaged file fail at once, by its name, and leave the lease."""
+    seen: list[Observation] = []
+    memories: dict[int, dict[str, Any]] = {}
+    for client, digest in zip(lease.clients, lease.digests, strict=True):
+        try:
+            observation = run.tape().read(lease.round, client, digest)
+            if client in lease.memories:
+                left, written = lease.memories[client]
+                memories[client] = as_arrays(run.read_memory(left, client, lease.attack.name, written))
+            seen.append(observation)
+        except TapeError as error:
+            ledger.fail(lease.of([client]), str(error))
+    if not seen:
+        return None
+    lease = lease.of([o.client for o in seen])
+    return lease, Task(
+        protocol=protocol,
+        planned=lease.attack.to_json(),
+        seed=lease.seed,
+        round=lease.round,
+        clients=lease.clients,
+        others=dict(lease.others),
+        params=as_arrays(seen[0].params),
+        buffers=as_arrays(seen[0].buffers),
+        updates=tuple(as_arrays(o.update) for o in seen),
+        memories=memories,
+        blind=ledger.deployed,
+    )
+
+
+def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
+    if isinstance(result, Exception):
+        _give_up(ledger, lease, result)
+        return
+    for client, images in result.images.items():
+        if images:
+            run.write_reconstruction(lease.round, client, lease.attack.name, as_tensors(images))
+    memories = {  # written before the jobs are marked done, so that a finished job always has its memory
+        client: run.write_memory(lease.round, client, lease.attack.name, as_tensors(memory))
+        for client, memory in result.memories.items()
+    }
+    ledger.finish(lease, result.rows, result.reasons, memories)
+
+
+def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:
+    """Try again if it may end differently, then attack each update alone, then fail."""
+    message = ": ".join(filter(None, [type(error).__name__, last_line(error)]))
+    if isinstance(error, WorkerDied) and lease.attempt < ATTEMPTS:
+        ledger.retry(lease, message)
+    elif (
+        len(lease.jobs) > 1
+    ):  # alone, each shows whether it is to blame; the same wave would raise the same error again
+        ledger.split(lease, message)
+    else:
+        ledger.fail(lease, message)
+
+
+def _forget(run: Run, ledger: Ledger) -> None:
+    """Delete the updates of every round whose attacks are over."""
+    for round, clients in ledger.deletable().items():
+        run.tape().forget(round, clients)
+        ledger.mark_deleted(round)

@@ -1,0 +1,235 @@
+"""The job queue: attacks are planned, waves are leased, and their scores or errors are written back."""
+
+import hashlib
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+
+from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.server.store.ledger_file import LedgerError, LedgerFile
+from fedgauge.server.store.ledger_rows import (
+    Lease,
+    Progress,
+    Ungraded,
+)
+
+# a wave of a stateful attack waits until the earlier rounds of all its clients have ended
+_READY = (
+    "NOT (SELECT remembers FROM attacks WHERE id = j.attack_id) OR NOT EXISTS (SELECT 1 FROM jobs own JOIN jobs earlier"
+    " ON earlier.attack_id = own.attack_id AND earlier.client = own.client AND earlier.round < own.round"
+    " WHERE own.state = 'queued' AND own.round = j.round AND own.attack_id = j.attack_id AND own.wave = j.wave"
+    " AND earlier.state IN ('queued', 'leased'))"
+)
+# finished numbers the ended jobs in their order, so that a reader can ask for what is new; ended: seconds since 1970
+_END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs), ended = (julianday('now') - 2440587.5) * 86400"
+
+
+def _sent(digest: str) -> str:
+    """The part of an observation's digest that stands for the weights that the client was sent."""
+    return digest.rpartition(":")[0]
+
+
+class JobQueue(LedgerFile):
+    """The ledger's jobs: each is one attack on one client's update in one round."""
+
+    def add_attacks(self, plan: AttackPlan, cards: Mapping[str, str]) -> None:
+        """Enter the plan's attacks with their knowledge cards; LedgerError if a name is taken by an attack with other settings."""
+        with self._transaction() as db:
+            for planned in plan.attacks:
+                known = db.execute("SELECT planned, seed FROM attacks WHERE name = ?", (planned.name,)).fetchone()
+                spec = planned.to_json()
+                if known is None:
+                    values = (planned.name, spec, cards[planned.name], plan.seed, planned.is_stateful)
+                    insert = "INSERT INTO attacks (name, planned, knowledge, seed, remembers) VALUES (?, ?, ?, ?, ?)"
+                    db.execute(insert, values)
+                elif (known["planned"], known["seed"]) != (spec, plan.seed):
+                    raise LedgerError(
+                        f"{self.path} already has an attack called {planned.name!r} with other settings; give it a new name"
+                    )
+
+    def enqueue(self, plan: AttackPlan) -> None:
+        """Add a job for every observation on the tape that the plan attacks; existing jobs stay."""
+        with self._transaction() as db:
+            taped = "SELECT round, client, digest FROM observations WHERE status = 'accepted' AND digest IS NOT NULL"
+            rounds: dict[int, dict[int, str]] = {}
+            for row in db.execute(taped).fetchall():
+                rounds.setdefault(row["round"], {})[row["client"]] = row["digest"]
+            for round, digests in sorted(rounds.items()):
+                self._enqueue(db, plan, round, digests)
+
+    def _enqueue(self, db: sqlite3.Connection, plan: AttackPlan, round: int, digests: Mapping[int, str]) -> None:
+        targets = plan.targets(round, digests)
+        ids = {row["name"]: row["id"] for row in db.execute("SELECT name, id FROM attacks")}
+        for planned in plan.attacks:
+            for i, client in enumerate(targets):
+                other = targets[(i + 1) % len(targets)] if len(targets) > 1 else None
+                identity = (round, client, digests[client], planned.to_json(), plan.seed)
+                key = hashlib.sha256(repr(identity).encode()).hexdigest()
+                # the wave is fixed here: the workers' speed must not change which updates are attacked together
+                db.execute(
+                    "INSERT INTO jobs (key, attack_id, round, client, other, wave) SELECT ?1, ?2, ?3, ?4, ?5, ?6"
+                    " WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE key BETWEEN ?1 AND ?1 || ':g')",  # g: after all digests
+                    (key, ids[planned.name], round, client, other, i // plan.wave),
+                )
+
+    def release(self) -> None:
+        """Return leased jobs to the queue, because the attack service that leased them is gone."""
+        with self._transaction() as db:
+            db.execute("UPDATE jobs SET state = 'queued', attempts = attempts - 1 WHERE state = 'leased'")
+
+    def lease(self) -> Lease | None:
+        """Take the next wave: earliest round first, attacks in the plan's order; None if no queued wave may begin.
+
+        A wave of a stateful attack waits, as a whole, for the earlier rounds of its clients. All updates of a wave share the
+        weights that were sent; clients to whom a malicious server sent other weights follow in a wave of their own.
+        """
+        with self._transaction() as db:
+            first = db.execute(
+                f"SELECT round, attack_id, wave FROM jobs j WHERE state = 'queued' AND ({_READY})"
+                " ORDER BY round, attack_id, wave LIMIT 1"
+            ).fetchone()
+            if first is None:
+                return None
+            jobs = db.execute(
+                "SELECT j.id, j.key, j.client, j.other, j.attempts, o.digest FROM jobs j"
+                " JOIN observations o USING (round, client) WHERE j.state = 'queued'"
+                " AND j.round = ? AND j.attack_id = ? AND j.wave = ? ORDER BY j.client",
+                tuple(first),
+            ).fetchall()
+            jobs = [j for j in jobs if _sent(j["digest"]) == _sent(jobs[0]["digest"])]
+            db.executemany(
+                "UPDATE jobs SET state = 'leased', attempts = attempts + 1 WHERE id = ?", [(j["id"],) for j in jobs]
+            )
+            query = "SELECT planned, seed, remembers FROM attacks WHERE id = ?"
+            attack = db.execute(query, (first["attack_id"],)).fetchone()
+            memories = self._remember(db, jobs, first) if attack["remembers"] else {}
+        return Lease(
+            jobs=tuple(j["id"] for j in jobs),
+            attack=PlannedAttack.from_json(attack["planned"]),
+            seed=attack["seed"],
+            round=first["round"],
+            clients=tuple(j["client"] for j in jobs),
+            digests=tuple(j["digest"] for j in jobs),
+            others={j["client"]: j["other"] for j in jobs if j["other"] is not None},
+            attempt=max(j["attempts"] for j in jobs) + 1,
+            memories=memories,
+        )
+
+    @staticmethod
+    def _remember(db: sqlite3.Connection, jobs: Sequence[sqlite3.Row], wave: sqlite3.Row) -> dict[int, tuple[int, str]]:
+        """The latest memory of each client of a wave; its digest becomes part of the job's key."""
+        memories = {}
+        for job in jobs:
+            last = db.execute(
+                "SELECT round, memory FROM jobs WHERE attack_id = ? AND client = ? AND round < ? AND memory IS NOT NULL"
+                " ORDER BY round DESC, id DESC LIMIT 1",
+                (wave["attack_id"], job["client"], wave["round"]),
+            ).fetchone()
+            if last is not None:
+                memories[job["client"]] = (last["round"], last["memory"])
+            key = job["key"].partition(":")[0] + ":" + (last["memory"] if last is not None else "")
+            db.execute("UPDATE jobs SET key = ? WHERE id = ?", (key, job["id"]))
+        return memories
+
+    def finish(
+        self,
+        lease: Lease,
+        rows: Mapping[int, Iterable[ScoreRecord]],
+        reasons: Mapping[int, str] | None = None,
+        memories: Mapping[int, str] | None = None,
+    ) -> None:
+        """Write a wave's scores and mark its jobs done, in one transaction.
+
+        Args:
+            rows: by attacked client.
+            reasons: by client, why the attack ended with its status, if it says so.
+            memories: by client, the digest of a stateful attack's memory, whose file exists by now. A failed job leaves none:
+                the next one gets the memory from before it.
+        """
+        with self._transaction() as db:
+            for job, client in zip(lease.jobs, lease.clients, strict=True):
+                self._write_scores(db, job, rows[client])
+                values = ((reasons or {}).get(client), (memories or {}).get(client), job)
+                db.execute(f"UPDATE jobs SET state = 'done', error = ?, memory = ?, {_END} WHERE id = ?", values)
+
+    def retry(self, lease: Lease, error: str) -> None:
+        """Return a wave to the queue unchanged."""
+        with self._transaction() as db:
+            for job in lease.jobs:
+                db.execute("UPDATE jobs SET state = 'queued', error = ? WHERE id = ?", (error, job))
+
+    def split(self, lease: Lease, error: str) -> None:
+        """Return a wave's jobs to the queue, each as a wave of its own."""
+        with self._transaction() as db:
+            for job in lease.jobs:  # plans number their waves from 0, so negative numbers are free
+                db.execute("UPDATE jobs SET state = 'queued', error = ?, wave = -id WHERE id = ?", (error, job))
+
+    def fail(self, lease: Lease, error: str) -> None:
+        """Mark a wave's jobs failed, each with a score row that says so."""
+        with self._transaction() as db:
+            for job, client in zip(lease.jobs, lease.clients, strict=True):
+                db.execute(f"UPDATE jobs SET state = 'failed', error = ?, {_END} WHERE id = ?", (error, job))
+                row = ScoreRecord(lease.round, client, lease.attack.name, WHOLE_BATCH, "psnr", None, "failed", 0.0)
+                self._write_scores(db, job, [row])
+
+    def ungraded(self) -> list[Ungraded]:
+        """Finished jobs without grades (in a deployment the clients grade), ordered by round, client and attack."""
+        rows = self._db.execute(
+            "SELECT j.id, a.name attack, j.round, j.client, j.other, s.status, s.seconds, EXISTS (SELECT 1 FROM jobs w"
+            " WHERE w.round = j.round AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            " JOIN scores s ON s.job_id = j.id AND s.metric = ? WHERE j.state = 'done' AND j.graded IS NULL"
+            " ORDER BY j.round, j.client, a.id",
+            (OBJECTIVE,),
+        )
+        return [Ungraded(**dict(row)) for row in rows]
+
+    def grade(self, job: int, rows: Sequence[ScoreRecord], note: str) -> None:
+        """Write the scores of a finished job, with a note on who graded it, or why nobody did."""
+        with self._transaction() as db:
+            self._write_scores(db, job, rows)
+            # readers ask for the jobs that ended since, so new scores make this one the latest
+            newer = "(SELECT max(finished) + 1 FROM jobs)" if rows else "finished"
+            db.execute(f"UPDATE jobs SET graded = ?, finished = {newer} WHERE id = ?", (note, job))
+
+    def graded(self) -> list[sqlite3.Row]:
+        """Who graded the finished jobs, or why nobody did: attack, note (NULL: not yet asked), number of jobs."""
+        return self._db.execute(
+            "SELECT a.name attack, j.graded note, count(*) jobs FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            " WHERE j.state = 'done' GROUP BY a.id, j.graded ORDER BY a.id, count(*) DESC, j.graded"
+        ).fetchall()
+
+    def set_cards(self, cards: Mapping[str, str]) -> None:
+        """Replace the knowledge cards of some attacks."""
+        with self._transaction() as db:
+            db.executemany("UPDATE attacks SET knowledge = ? WHERE name = ?", [(c, name) for name, c in cards.items()])
+
+    @staticmethod
+    def _write_scores(db: sqlite3.Connection, job: int, rows: Iterable[ScoreRecord]) -> None:
+        db.executemany(
+            "INSERT INTO scores VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [(job, r.attack, r.client, r.example, r.metric, r.round, r.value, r.status, r.seconds) for r in rows],
+        )
+
+    def progress(self) -> Progress:
+        """How many jobs are in each state."""
+        counts = {r["state"]: r["n"] for r in self._db.execute("SELECT state, count(*) n FROM jobs GROUP BY state")}
+        if unknown := counts.keys() - {f.name for f in fields(Progress)}:
+            raise LedgerError(f"{self.path} is damaged: it has jobs in the state {unknown.pop()!r}")
+        return Progress(**counts)
+
+    def deletable(self) -> dict[int, list[int]]:
+        """By round, the clients whose updates are on the tape although no attack still needs them."""
+        rows = self._db.execute(
+            "SELECT round, client FROM observations o WHERE digest IS NOT NULL AND NOT EXISTS (SELECT 1 FROM jobs j"
+            " WHERE j.round = o.round AND j.state IN ('queued', 'leased')) ORDER BY round, client"
+        )
+        clients: dict[int, list[int]] = {}
+        for row in rows:
+            clients.setdefault(row["round"], []).append(row["client"])
+        return clients
+
+    def mark_deleted(self, round: int) -> None:
+        """Record that the updates of a round are deleted from the tape."""
+        with self._transaction() as db:
+            db.execute("UPDATE observations SET digest = NULL WHERE round = ?", (round,))

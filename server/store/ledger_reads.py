@@ -1,0 +1,121 @@
+"""What readers ask the ledger: rounds, observations, scores, and only what is new since they last asked."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from fedgauge.attacks.grading.scores import OBJECTIVE
+from fedgauge.attacks.plan import BASELINES, LIMITS
+from fedgauge.server.store.ledger_file import LedgerFile
+from fedgauge.server.store.ledger_rows import ScoreRow
+
+
+class LedgerReads(LedgerFile):
+    """Queries that change nothing."""
+
+    def errors(self) -> list[str]:
+        """The distinct errors of failed jobs."""
+        return [r[0] for r in self._db.execute("SELECT DISTINCT error FROM jobs WHERE state = 'failed' ORDER BY 1")]
+
+    def reasons(self, state: Literal["done", "failed"] = "done") -> list[sqlite3.Row]:
+        """The reasons that finished (or failed) jobs gave, the commonest first: attack, reason, number of jobs."""
+        return self._db.execute(
+            "SELECT a.name attack, j.error reason, count(*) jobs FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            " WHERE j.state = ? AND j.error IS NOT NULL GROUP BY a.id, j.error ORDER BY count(*) DESC, a.id, j.error",
+            (state,),
+        ).fetchall()
+
+    def rounds(self) -> list[sqlite3.Row]:
+        """Every round recorded: round, accuracy, loss, seconds, intercept_seconds."""
+        return self._db.execute("SELECT * FROM rounds ORDER BY round").fetchall()
+
+    def observations(self) -> list[sqlite3.Row]:
+        """Every client seen, rejected or missed: round, client, status, reason, examples, digest."""
+        return self._db.execute("SELECT * FROM observations ORDER BY round, client").fetchall()
+
+    def attacks(self) -> list[sqlite3.Row]:
+        """The attacks: name, planned, knowledge, seed."""
+        return self._db.execute("SELECT name, planned, knowledge, seed FROM attacks ORDER BY id").fetchall()
+
+    def so_far(self, metric: str, cap: float) -> tuple[float | None, float | None]:
+        """Best and mean value of the attacks, without baselines and limits; the mean caps each value. None before the first."""
+        others = (*BASELINES, *LIMITS)
+        query = (
+            "SELECT max(s.value), avg(min(s.value, ?)) FROM scores s JOIN jobs j ON j.id = s.job_id"
+            " JOIN attacks a ON a.id = j.attack_id WHERE s.metric = ? AND s.attack = a.name"
+            f" AND s.value IS NOT NULL AND a.name NOT IN ({', '.join('?' * len(others))})"
+        )
+        best, mean = self._db.execute(query, (cap, metric, *others)).fetchone()
+        return best, mean
+
+    def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:
+        """Score rows in a stable order: round, client, attack, example, metric, value, status, seconds, knowledge."""
+        yield from self._db.execute(
+            "SELECT s.round, s.client, s.attack, s.example, s.metric, s.value, s.status, s.seconds, a.knowledge"
+            " FROM scores s JOIN jobs j ON j.id = s.job_id JOIN attacks a ON a.id = j.attack_id"
+            " WHERE ?1 IS NULL OR s.metric = ?1 ORDER BY s.round, s.client, s.attack, s.example, s.metric",
+            (metric,),
+        )
+
+    # ---------------------------------------------------------------------------------------- reading what is new alone
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Everything read inside is of one moment; LedgerError if the file cannot be read."""
+        try:
+            self._db.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._db.execute("COMMIT")
+        except sqlite3.DatabaseError as error:
+            raise self._unreadable(error) from error
+
+    def last_round(self) -> int:
+        """The last round recorded; 0 before the first."""
+        last: int | None = self._db.execute("SELECT max(round) FROM rounds").fetchone()[0]
+        return last or 0
+
+    def finished(self) -> int:
+        """The number of the job that ended last: 0 before the first, and it grows with each."""
+        last: int | None = self._db.execute("SELECT max(finished) FROM jobs").fetchone()[0]
+        return last or 0
+
+    def scores_since(self, finished: int) -> Iterator[ScoreRow]:
+        """Score rows of the jobs that ended or were graded after `finished` gave this number; no objectives."""
+        query = (
+            "SELECT s.round, s.client, s.attack, s.example, s.metric, s.status, s.value"
+            " FROM jobs j JOIN scores s ON s.job_id = j.id WHERE j.finished > ? AND s.metric != ?"
+        )
+        rows = self._db.cursor()
+        rows.row_factory = None  # plain tuples: a large run has many
+        yield from rows.execute(query, (finished, OBJECTIVE))
+
+    def rounds_since(self, round: int) -> list[sqlite3.Row]:
+        """Every round recorded from one on: round, accuracy, loss, seconds, intercept_seconds."""
+        return self._db.execute("SELECT * FROM rounds WHERE round >= ? ORDER BY round", (round,)).fetchall()
+
+    def observations_since(self, round: int) -> list[sqlite3.Row]:
+        """Every client seen, rejected or missed from a round on: round, client, status, reason, examples, digest."""
+        query = "SELECT * FROM observations WHERE round >= ? ORDER BY round, client"
+        return self._db.execute(query, (round,)).fetchall()
+
+    def pace(self, last: int = 100) -> float | None:
+        """Jobs per minute over the latest ones; None before the second, and if an older fedgauge recorded no times."""
+        query = "SELECT count(ended), max(ended) - min(ended) FROM jobs WHERE finished > ?"
+        n, seconds = self._db.execute(query, (self.finished() - last,)).fetchone()
+        return 60 * (n - 1) / seconds if n > 1 and seconds > 0 else None
+
+    def version(self) -> tuple[int, int]:
+        """Changes whenever somebody writes; asking takes microseconds, whatever the size."""
+        (others,) = self._db.execute("PRAGMA data_version").fetchone()
+        return others, self._db.total_changes
+
+    def unfinished(self) -> list[sqlite3.Row]:
+        """Counts of the jobs that have not ended: attack, round, state, jobs, waves."""
+        return self._db.execute(
+            "SELECT a.name attack, j.round, j.state, count(*) jobs, count(DISTINCT j.wave) waves"
+            " FROM jobs j JOIN attacks a ON a.id = j.attack_id WHERE j.state IN ('queued', 'leased')"
+            " GROUP BY j.state, j.round, j.attack_id"
+        ).fetchall()

@@ -1,0 +1,55 @@
+"""95 % intervals: of a mean over examples clustered by client, and of a rate (Wilson)."""
+
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+NORMAL_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
+
+
+def clustered_interval(values: Floats, clients: Ints) -> tuple[float, float] | None:
+    """95 % t interval of the mean over examples, clustered by client; None below two clients.
+
+    The mean is a ratio of the clients' sums to their counts, so its error is that of the sums about what their counts explain.
+    """
+    sums, counts = np.bincount(clients, values), np.bincount(clients)
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    k, n = len(counts), counts.sum()
+    if k < 2:  # one client says nothing about how clients differ
+        return None
+    mean = sums.sum() / n
+    error = sqrt(k / (k - 1) * float(((sums - mean * counts) ** 2).sum())) / n
+    half = stdtrit(k - 1, 0.975) * error
+    return float(mean - half), float(mean + half)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A count out of n, with the 95 % Wilson interval (Wilson, 1927)."""
+
+    count: int
+    n: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.count <= self.n:
+            raise ValueError(f"a rate needs 0 <= count <= n, got {self.count} of {self.n}")
+
+    @property
+    def fraction(self) -> float | None:
+        """count / n; None for n = 0."""
+        return self.count / self.n if self.n else None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """(low, high) in [0, 1]; the whole of it for n = 0."""
+        if not self.n:
+            return 0.0, 1.0
+        p, z2 = self.count / self.n, NORMAL_95**2 / self.n
+        centre, half = p + z2 / 2, NORMAL_95 * sqrt(p * (1 - p) / self.n + z2 / (4 * self.n))
+        return max(0.0, (centre - half) / (1 + z2)), min(1.0, (centre + half) / (1 + z2))

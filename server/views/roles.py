@@ -1,0 +1,43 @@
+"""What a name in the scores is: an attack, a limit on all attacks, or a baseline that does not read the update."""
+
+from collections.abc import Collection
+from typing import Literal
+
+from fedgauge.attacks.plan import BASELINES, LIMITS, PlannedAttack
+from fedgauge.server.store.ledger import Ledger
+
+Role = Literal["attack", "limit", "baseline"]
+
+
+def is_baseline(attack: str) -> bool:
+    """Whether a name in the scores is a guess that does not read the update it is graded against."""
+    return attack in BASELINES or attack.startswith("wrong_client(")
+
+
+def is_limit(attack: str) -> bool:
+    """Whether a name in the scores is a bound on every attack."""
+    return attack in LIMITS
+
+
+def is_attack(attack: str) -> bool:
+    """Whether a name in the scores is an attack on the update: neither a baseline nor a limit."""
+    return role_of(attack) == "attack"
+
+
+def role_of(attack: str) -> Role:
+    """What a name in the scores is."""
+    if is_limit(attack):
+        return "limit"
+    return "baseline" if is_baseline(attack) else "attack"
+
+
+def planned_attacks(ledger: Ledger) -> dict[str, PlannedAttack]:
+    """The attacks as they were planned, in order."""
+    return {row["name"]: PlannedAttack.from_json(row["planned"]) for row in ledger.attacks()}
+
+
+def attack_order(ledger: Ledger, names: Collection[str]) -> list[str]:
+    """The names in the scores, sorted: attacks in the plan's order, then limits, then baselines."""
+    planned = [row["name"] for row in ledger.attacks()]
+    rank = {name: i for i, name in enumerate(planned)} | {f"wrong_client({n})": i for i, n in enumerate(planned)}
+    return sorted(names, key=lambda a: (is_baseline(a), is_limit(a), a not in BASELINES, rank.get(a, len(rank)), a))

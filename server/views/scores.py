@@ -1,0 +1,225 @@
+"""All scores of a run as columns, in an order that does not depend on which worker wrote first."""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import nan
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER, PSNR_CAP
+from fedgauge.attacks.grading.scores import WHOLE_BATCH
+from fedgauge.client.data.corpora import Text
+from fedgauge.client.federation import Federation
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import UNGRADED, ScoreRow
+from fedgauge.server.views.intervals import Floats, Ints
+from fedgauge.server.views.roles import is_attack
+
+Mask = NDArray[np.bool_]
+Number = TypeVar("Number", np.int64, np.float64)
+
+MARGIN = 10.0  # dB: a tenth of the squared error
+
+
+@dataclass(frozen=True)
+class MainMetric:
+    """The metric by which attacks are compared.
+
+    Args:
+        name, unit: as people write them.
+        margin: no guess beats every baseline by this much through luck.
+        beyond: the margin as a phrase.
+        private: the noun for what is attacked.
+        cap: the most that a value counts in a mean.
+    """
+
+    metric: str
+    name: str
+    unit: str
+    margin: float
+    beyond: str
+    private: str
+    cap: float
+
+
+OF_IMAGES = MainMetric("psnr", "PSNR", "dB", MARGIN, "at a tenth of every baseline's error or less", "image", PSNR_CAP)
+OF_TEXT = MainMetric(
+    "rouge1", "ROUGE-1", "%", 50.0, "with half of the scale above every baseline or more", "sentence", 100.0
+)
+
+
+def best_so_far(ledger: Ledger) -> tuple[MainMetric, float | None]:
+    """The main metric of a run, and the best value that an attack has reached; None before the first."""
+    for measure in (OF_TEXT, OF_IMAGES):
+        best, _ = ledger.so_far(measure.metric, measure.cap)
+        if best is not None:
+            return measure, best
+    return OF_IMAGES, None
+
+
+def measure_of(federation: Federation) -> MainMetric:
+    """The main metric for the examples of a federation."""
+    return OF_TEXT if isinstance(federation.shards.dataset, Text) else OF_IMAGES
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """All score rows of a ledger as columns of length N; a value is NaN where there was nothing to grade.
+
+    Args:
+        attack, metric, status: indices into attacks, metrics and statuses, which are in alphabetical order.
+    """
+
+    round: Ints
+    client: Ints
+    attack: Ints
+    example: Ints
+    metric: Ints
+    value: Floats
+    status: Ints
+    attacks: tuple[str, ...]
+    metrics: tuple[str, ...]
+    statuses: tuple[str, ...]
+
+    @classmethod
+    def read(cls, ledger: Ledger) -> "Scores":
+        """All score rows, in one query."""
+        return cls.empty().extended(ledger.scores_since(0))
+
+    @classmethod
+    def empty(cls) -> "Scores":
+        """No rows."""
+        ints = np.zeros(0, np.int64)
+        return cls(ints, ints, ints, ints, ints, np.zeros(0), ints, (), (), ())
+
+    def extended(self, rows: Iterable[ScoreRow]) -> "Scores":
+        """These rows and further ones, sorted by round, client, attack, example and metric.
+
+        Equal rows give equal columns, in whatever order they came.
+        """
+        # lists would cost ten times the memory
+        round, client, example, value = array("q"), array("q"), array("q"), array("d")
+        attack, metric, status = (_Names(known) for known in (self.attacks, self.metrics, self.statuses))
+        for row in rows:
+            round.append(row[0])
+            client.append(row[1])
+            attack.append(row[2])
+            example.append(row[3])
+            metric.append(row[4])
+            status.append(row[5])
+            value.append(nan if row[6] is None else row[6])
+        columns = {
+            "round": _after(self.round, round),
+            "client": _after(self.client, client),
+            "attack": attack.after(self.attack),
+            "example": _after(self.example, example),
+            "metric": metric.after(self.metric),
+            "status": status.after(self.status),
+        }
+        values = _after(self.value, value)
+        order = np.lexsort([columns[name] for name in ("metric", "example", "attack", "client", "round")])
+        for name in columns:  # one at a time: two copies of all columns of a large run would not fit
+            columns[name] = columns[name][order]
+        return Scores(
+            **columns, value=values[order], attacks=attack.sorted, metrics=metric.sorted, statuses=status.sorted
+        )
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def where(self, chosen: Mask | Ints) -> "Scores":
+        """The chosen rows."""
+        columns = ("round", "client", "attack", "example", "metric", "value", "status")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in columns})
+
+    def of_metric(self, metric: str) -> "Scores":
+        """The rows of a metric, and one row for each observation of which an attack gave nothing that any metric could grade.
+
+        A wave whose worker died leaves one row of PSNR, and an attack that restores no image may restore no label either:
+        under every metric that counts as a failed attempt.
+        """
+        own = self.metric == (self.metrics.index(metric) if metric in self.metrics else -1)
+        missing = np.flatnonzero(np.isnan(self.value))
+        if not len(missing):
+            return self.where(own)
+        attempt = self._pack(self.attack, self.round, self.client)
+        _, first = np.unique(attempt[missing], return_index=True)
+        suspects = missing[first]
+        graded = np.isin(attempt, attempt[suspects]) & (own | ~np.isnan(self.value))
+        lost = suspects[~np.isin(attempt[suspects], attempt[graded])]
+        return self.where(np.union1d(np.flatnonzero(own), lost))
+
+    def of_attack(self, attack: str) -> "Scores":
+        """The rows of an attack."""
+        return self.where(self.attack == (self.attacks.index(attack) if attack in self.attacks else -1))
+
+    @property
+    def by_attacks(self) -> Mask:
+        """(N,) whether a row is of an attack, not of a baseline or limit."""
+        own: Mask = np.array([is_attack(a) for a in self.attacks], dtype=bool)[self.attack]
+        return own
+
+    @property
+    def ungraded(self) -> Mask:
+        """(N,) whether a row stands for a reconstruction that a deployment's client did not grade."""
+        hidden: Mask = self.status == (self.statuses.index(UNGRADED) if UNGRADED in self.statuses else -1)
+        return hidden
+
+    @property
+    def measure(self) -> MainMetric:
+        """The main metric for the kind of examples that were graded."""
+        return OF_TEXT if OF_TEXT.metric in self.metrics else OF_IMAGES
+
+    def example_keys(self) -> Ints:
+        """(N,) one number for each (round, client, example)."""
+        return self._pack(self.round, self.client, self.example - WHOLE_BATCH)
+
+    @staticmethod
+    def _pack(*columns: Ints) -> Ints:
+        """(N,) one number for each distinct tuple of columns, each of which is below 2 ** 21."""
+        packed = np.zeros_like(columns[0])
+        for column in columns:
+            packed = (packed << 21) + column
+        return packed
+
+
+def _after(known: NDArray[Number], more: "array[int] | array[float]") -> NDArray[Number]:
+    """A column with further values; not copied where there were none before."""
+    fresh = np.frombuffer(more, more.typecode).astype(known.dtype, copy=False) if len(more) else known[:0]
+    return np.concatenate([known, fresh]) if len(known) else fresh
+
+
+class _Names:
+    """A column of names, stored as codes; the lowest codes are the names that were known before."""
+
+    def __init__(self, known: tuple[str, ...]) -> None:
+        self._code = {name: i for i, name in enumerate(known)}
+        self._codes = array("i")
+
+    def append(self, name: str) -> None:
+        self._codes.append(self._code.setdefault(name, len(self._code)))
+
+    @property
+    def sorted(self) -> tuple[str, ...]:
+        """All names in alphabetical order."""
+        return tuple(sorted(self._code))
+
+    def after(self, codes: Ints) -> Ints:
+        """The codes of known names, then those of this column, as ranks in alphabetical order."""
+        rank = {name: i for i, name in enumerate(self.sorted)}
+        places = np.array([rank[name] for name in self._code], np.int64)
+        return places[_after(codes, self._codes)] if len(places) else codes
+
+
+def known_metrics(scores: Scores) -> list[str]:
+    """The metrics with at least one value, of those that this version of fedgauge knows."""
+    present = {scores.metrics[i] for i in np.unique(scores.metric[~np.isnan(scores.value)])}
+    return [m for m in HIGHER_IS_BETTER if m in present]
+
+
+def capped(metric: str, values: Floats) -> Floats:
+    """The values that enter a mean: the infinite PSNR of an exact hit is capped."""
+    return np.minimum(values, PSNR_CAP) if metric.startswith("psnr") else values

@@ -1,0 +1,46 @@
+"""Success rates: how many of the attacked examples come back at each PSNR or better."""
+
+import numpy as np
+
+from fedgauge.attacks.grading.scores import WHOLE_BATCH
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.views.intervals import Rate
+from fedgauge.server.views.roles import attack_order, is_limit
+from fedgauge.server.views.scores import OF_IMAGES, Scores
+
+THRESHOLDS = tuple(range(10, 61))  # dB
+
+
+def success_curve(scores: Scores, ledger: Ledger) -> dict[str, list[Rate]]:
+    """For each attack and baseline, how many of all attacked examples reach each PSNR of THRESHOLDS; failures do not.
+
+    What clients did not grade counts neither way: an attack of which they graded nothing has no curve, and if they graded
+    nothing at all there are no curves. There are none for text, whose thresholds would differ.
+    """
+    if scores.measure != OF_IMAGES:
+        return {}
+    sizes = {(o["round"], o["client"]): o["examples"] or 1 for o in ledger.observations()}
+    psnr = scores.of_metric("psnr")
+    if _unknown(psnr):
+        return {}
+    curve = {}
+    for attack in [a for a in attack_order(ledger, psnr.attacks) if not is_limit(a)]:
+        rows = psnr.of_attack(attack)
+        if not len(rows) or _unknown(rows):
+            continue
+        rows = rows.where(~rows.ungraded)
+        whole = rows.where(rows.example == WHOLE_BATCH)  # a batch lost as a whole: each of its examples
+        lost = sum(sizes.get((int(r), int(c)), 1) - 1 for r, c in zip(whole.round, whole.client, strict=True))
+        n = len(rows) + lost
+        curve[attack] = [Rate(int((rows.value >= t).sum()), n) for t in THRESHOLDS]
+    return curve
+
+
+def count_ungraded(scores: Scores) -> int:
+    """How many reconstructions by attacks a deployment's clients did not grade."""
+    return int((scores.ungraded & scores.by_attacks).sum())
+
+
+def _unknown(rows: Scores) -> bool:
+    """Whether every reconstruction is ungraded: if the rest only failed, no rate can be given."""
+    return bool(rows.ungraded.any() and np.isnan(rows.value).all())
