@@ -1,10 +1,10 @@
 # One image for every role of a deployment: SuperLink, SuperNodes, the curious server, attack workers, the page.
 FROM python:3.11-slim
 
-# where torch comes from; for workers with GPUs: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126
+# the index for torch; for workers with GPUs: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
-# a home that is a tmpfs where the root is read-only: caches and Flower's settings lie below it
+# HOME is a tmpfs when the root is read-only; caches and Flower's settings lie below it
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PIP_NO_CACHE_DIR=1 \

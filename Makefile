@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: install demo test lint bench pictures clean
+.PHONY: install demo test test-full test-all lint bench pictures clean
 
 install: $(STAMP)
 
@@ -15,8 +16,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/fedgauge run simulations/quickstart.toml
 
-test: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+test: lint
+	$(PYTEST)
+
+# what `make test` leaves out: full products of components, and faults of whole deployments
+test-full: install
+	$(PYTEST) -m full
+
+test-all: test test-full
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The vocabulary of attacks: what a curious server saw, what it knows, what it may spend, what it gets."""
+"""The types that every attack shares: what the server observed, knows and may spend, and what it reconstructs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ from fedgauge.client.chain import Chain
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
 
-Stream = Callable[..., Generator]  # stream("start", restart): a generator of its own for one purpose of one observation
+Stream = Callable[..., Generator]  # stream("start", restart): a separate generator for each purpose of one observation
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
 ClientState = Mapping[
     str, Tensor
-]  # what an attack keeps of one client from round to round; between them it lies on disk
+]  # what an attack remembers of one client from round to round; it is stored on disk in between
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Observation:
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """Observations of one round, which share params, with their updates stacked on a leading axis: attacks are batch-first."""
+    """Observations of one round with the same params, their updates stacked on a leading axis: attacks are batch-first."""
 
     round: int
     clients: tuple[int, ...]
@@ -45,7 +45,7 @@ class Wave:
 
     @classmethod
     def stack(cls, observations: Sequence[Observation]) -> "Wave":
-        """One wave of observations of the same round and params; ValueError when they are of several rounds."""
+        """Stack observations of one round with the same params; ValueError if they are of several rounds."""
         first = observations[0]
         if any(o.round != first.round for o in observations):
             raise ValueError(f"a wave is of one round, got {sorted({o.round for o in observations})}")
@@ -56,7 +56,7 @@ class Wave:
         return len(self.clients)
 
     def of(self, chosen: Sequence[int]) -> "Wave":
-        """The wave of some of its observations."""
+        """A wave of only the chosen observations."""
         update = {name: t[list(chosen)] for name, t in self.update.items()}
         return replace(self, clients=tuple(self.clients[k] for k in chosen), update=update)
 
@@ -67,10 +67,10 @@ class Wave:
 
 @dataclass(frozen=True, eq=False)
 class Sentences:
-    """What an attacker of text knows beside what the model says of its words.
+    """What an attacker on text knows besides the language model.
 
     Args:
-        lengths: (K, B) int64, tokens of each sentence with those that frame it, by label as `labels` are; None: not known.
+        lengths: (K, B) int64, tokens of each sentence including its start and end tokens, in the order of `labels`; None: unknown.
     """
 
     lengths: Tensor | None = None
@@ -78,18 +78,18 @@ class Sentences:
 
 @dataclass(frozen=True, eq=False)
 class Knowledge:
-    """The threat model: all that an attack may use besides the observation.
+    """The threat model: everything that an attack may use besides the observation.
 
     Args:
-        model: the network, with the buffers that the server sent; of text, a fedgauge.client.models.language:LanguageModel.
-        chain: the clients' chain as the attacker believes it to be.
+        model: the network, with the buffers that the server sent; for text a fedgauge.client.models.language:LanguageModel.
+        chain: the clients' chain, as the attacker believes it to be.
         shape: (C, H, W) of an image, (L,) of a sentence.
         classes, batch_size: as agreed in the federation.
-        mean, std: the per-channel normalisation in front of the model; empty where the examples are no images.
-        labels: (K, B) int64 where the attacker is given them, else None: it restores them.
-        auxiliary: public examples of the same distribution, else None.
+        mean, std: the per-channel normalisation in front of the model; empty for examples that are not images.
+        labels: (K, B) int64 if the attacker is given them; None: it restores them.
+        auxiliary: public examples of the same distribution, or None.
         loss: what the clients minimise: a mean over the batch.
-        text: None of images.
+        text: None for images.
     """
 
     model: nn.Module
@@ -108,12 +108,12 @@ class Knowledge:
     def forward(self) -> UpdateFn:
         """A client as the attacker can compute it: the whole chain, differentiable, without its noise.
 
-        Handed a generator, it draws from it what has no noise-free form: links that are random all the same, and layers.
+        If it is given a generator, it draws what has no noise-free form: some random links, and layers that draw noise.
         """
         return self.chain.mean(gradient(self.model, self.loss, normalise=self.normalise))
 
     def given(self, noise: Mapping[str, Tensor]) -> UpdateFn:
-        """`forward`, with the noise that layers of the model draw: by layer, (steps, examples of a step, numbers)."""
+        """`forward` with fixed noise for the model's stochastic layers: by layer name, (steps, examples of a step, numbers)."""
         bare = gradient(self.model, self.loss, normalise=self.normalise)
         layers = {name: m for name, m in self.model.named_modules() if name in noise and isinstance(m, StochasticLayer)}
 
@@ -136,11 +136,11 @@ class Knowledge:
 
     @property
     def scale(self) -> float:
-        """update ~ -scale * gradient: learning rate times local steps."""
+        """Learning rate times local steps: update ~ -scale * gradient."""
         return self.chain.local.scale
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """x (..., C, H, W) in [0, 1] to what the model is fed, as which everything else is fed already."""
+        """Pixels (..., C, H, W) in [0, 1] as the model takes them; examples that are not images stay unchanged."""
         if not self.mean:
             return pixels
         mean, std = self._statistics(pixels)
@@ -187,11 +187,11 @@ def _counted(n: int, noun: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """T snapshots of an attack on its way: what it would have handed out if it had stopped there.
+    """T snapshots of an attack in progress: what it would have returned if it had stopped there.
 
     Args:
         iteration: (T,) int64, gradient evaluations spent.
-        objective: (T,) float64, the attack's own.
+        objective: (T,) float64, of the attack itself.
         x: (T, B, C, H, W) uint8, pixels in 255ths.
     """
 
@@ -202,16 +202,16 @@ class Trace:
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:
-    """What an attack made of one observation.
+    """What an attack reconstructed from one observation.
 
     Args:
-        x: (B, C, H, W) in [0, 1], or token ids (B, L) int64, padded as the data are; None where there is none to grade.
-        y: (B,) int64 labels as restored, given or optimised; None where the attack claims none.
-        objective: the attack's own, at the end; restarts are chosen by it.
+        x: (B, C, H, W) in [0, 1], or token ids (B, L) int64, padded like the data; None: nothing to grade.
+        y: (B,) int64 labels as restored, given or optimised; None: the attack claims none.
+        objective: of the attack itself, at the end; it chooses among restarts.
         iterations, seconds: spent; the seconds of a wave are shared equally among its observations.
         status: converged (ran its schedule to the end), out_of_budget (time ended it), diverged, not_applicable.
-        reason: why, where the status is not converged; else what is proven of it, or how it was found, where that is to be told.
-        trace: of the restart that was chosen, from its start to this; None where none was asked for.
+        reason: why the status is not converged; for converged ones an optional note on what is proven or how it was found.
+        trace: of the chosen restart, from its start to this result; None: not requested.
     """
 
     x: Tensor | None
@@ -234,32 +234,32 @@ class Attack(ABC):
         """One reconstruction for each observation of the wave, in order.
 
         Args:
-            streams: one for each observation; all randomness comes from them, so packing does not change a start.
+            streams: one for each observation; they are the only source of randomness, so packing does not change a start.
         """
 
     def traced(self, snapshots: int) -> "Attack":
-        """The same attack, with about so many snapshots kept of each reconstruction; ValueError where it has no way to go."""
-        raise ValueError(f"{type(self).__name__} does not iterate: it has no trace")
+        """The same attack, keeping about this many snapshots of each reconstruction; ValueError if it does not iterate."""
+        raise ValueError(f"{type(self).__name__} does not iterate, so it has no trace; leave trace out")
 
 
 class StatefulAttack(Attack):
-    """An attack with memory: what it made of a client's earlier updates changes how it meets the next one.
+    """An attack with memory: what it learned from a client's earlier updates changes how it attacks the next one.
 
-    It meets the observations of a client in the order of their rounds; what it remembers of one client owes nothing to others.
+    It attacks a client's observations in the order of their rounds; its state for one client is independent of all others.
     """
 
     @abstractmethod
     def initial(self) -> ClientState:
-        """What is remembered of a client that was never met."""
+        """The state for a client that was not attacked before."""
 
     @abstractmethod
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
-        """One reconstruction for each observation of the wave, and what is remembered of its client afterwards, in order.
+        """One reconstruction for each observation of the wave, and the new state of its client, in order.
 
         Args:
-            memories: one for each observation, as the attack on its client's last one left it; not written to.
+            memories: each client's state after the attack on its last observation; read only.
         """
 
     def reconstruct(
@@ -269,5 +269,5 @@ class StatefulAttack(Attack):
 
 
 def not_applicable(wave: Wave, reason: str) -> list[Reconstruction]:
-    """The honest answer of an attack that cannot work on these observations."""
+    """The results of an attack that cannot work on these observations."""
     return [Reconstruction(None, None, float("nan"), 0, 0.0, "not_applicable", reason) for _ in wave.clients]

@@ -1,7 +1,7 @@
-"""Label restoration: the classifier's gradient betrays the labels before any image is known.
+"""Label restoration: the classifier's gradient reveals the labels before any image is known.
 
-Each method reads the last fully connected layer alone: dL/dA_i = sum_n (p_n[i] - [y_n = i]) e_n / B over features e_n, and
-the same without e_n for the bias. An update without information there (zero, not finite) gives labels spread evenly.
+Each method reads only the last fully connected layer: dL/dA_i = sum_n (p_n[i] - [y_n = i]) e_n / B over features e_n, and
+the same without e_n for the bias. If the update has no information there (zero, not finite), labels are spread evenly.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,30 +22,28 @@ from fedgauge.client.update import Batch, Params, Update
 
 Method = Callable[[Update, Params, Knowledge, "Dummies | None"], Tensor]
 
-SHRINK = 0.05  # of the largest bias entry: how far the estimated class means are drawn to their common mean
-STARTS = (0.6, 0.8, 1.0, 1.2, 1.5)  # of the largest scale that leaves no count negative
+SHRINK = 0.05  # of the largest bias entry: how strongly estimated class means shrink to their common mean
+STARTS = (0.6, 0.8, 1.0, 1.2, 1.5)  # multiples of the largest scale that leaves no count negative
 DUMMIES = 32  # images whose features and predictions stand in for the client's
-MISFIT = (
-    0.03  # 1 - cosine between the bias gradient and what restored counts explain, above which they are not believed
-)
+MISFIT = 0.03  # 1 - cosine between the bias gradient and what the restored counts explain; above it they are rejected
 
 
 def restore(wave: Wave, known: Knowledge, method: str = "auto") -> Tensor:
-    """Labels (K, B) int64, each row sorted: given ones where the attacker has them, else by a method of METHODS.
+    """Labels (K, B) int64, each row sorted: the given ones if the attacker has them, else by a method of METHODS.
 
-    Where local steps take slices of the batch, sorted labels stand in no slice's order: see `assignments`.
+    If local steps take slices of the batch, sorted labels do not tell which slice holds which label: see `assignments`.
 
     Raises:
-        ValueError: the name is unknown, or the method cannot serve this model, loss or batch size.
+        ValueError: the name is unknown, or the method does not support this model, loss or batch size.
     """
     if method not in METHODS:
-        raise ValueError(f"there is no label restoration {method!r}; there are {', '.join(METHODS)}")
+        raise ValueError(f"unknown label restoration {method!r}; choose one of {', '.join(METHODS)}")
     if known.labels is not None:
         return known.labels
     if not is_cross_entropy(known.loss):
         raise ValueError(
-            "labels are read off softmax - one-hot, the derivative of the plain cross-entropy, and [loss] names another loss: "
-            'hand them to the attacker (labels = "given"), or let it find them (dlg)'
+            "labels are restored from softmax - one-hot, the derivative of the plain cross-entropy, and [loss] names another "
+            'loss: give them to the attacker (labels = "given"), or use an attack that optimises them (dlg)'
         )
     dummies = Dummies(wave.params, known)
     labels = [METHODS[method](wave.alone(k), wave.params, known, dummies) for k in range(len(wave))]
@@ -53,11 +51,11 @@ def restore(wave: Wave, known: Knowledge, method: str = "auto") -> Tensor:
 
 
 def auto(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
-    """The method that was measured best (simulations/benchmarks/label_restoration.py) for what the chain and the update show.
+    """The method measured best (simulations/benchmarks/label_restoration.py) for the chain and the update.
 
-    iDLG for one example; LLG without a whole bias gradient of real magnitudes; iLRG where every example is seen once,
-    and of a sum of clients that trained apart, whose mean is no model that any of them had; else the FedAvg average where its
-    counts explain the bias gradient, and LLG where they do not.
+    iDLG for one example. LLG without a complete bias gradient of true magnitudes. iLRG if every example is used once, and
+    for a sum of clients that trained separately, since their mean is no model that any of them had. Else the FedAvg average
+    if its counts explain the bias gradient, and LLG if they do not.
     """
     if known.batch_size == 1:
         return idlg(update, params, known, dummies)
@@ -76,15 +74,15 @@ def auto(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
 
 
 def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
-    """The label (1,) of a single example: the only class whose logit the gradient wants raised (Zhao et al., 2020).
+    """The label (1,) of a single example: the only class whose logit gradient is negative (Zhao et al., 2020).
 
-    The bias gradient p_i - [i = y] is negative for the true class alone. Without one, or where a defense dropped some of
-    it, the row sums of the weight gradient serve for features that are not negative, and the rows' norms for others:
-    |p_y - 1| is the sum of all other p_i.
+    The bias gradient p_i - [i = y] is negative for the true class only. Without a bias, or if a defense dropped some of it,
+    the weight gradient decides: by row sums for nonnegative features, else by the rows' norms, since |p_y - 1| is the sum
+    of all other p_i.
     """
     if known.batch_size != 1:
         raise ValueError(
-            f"iDLG restores one label, and the batch holds {known.batch_size}; ilrg or llg restore several"
+            f"iDLG restores one label, and the batch holds {known.batch_size}; use ilrg or llg for several"
         )
     weight, bias = _gradient(update, known)
     if not _telling(weight, bias):
@@ -100,7 +98,7 @@ def grad_inversion(update: Update, params: Params, known: Knowledge, dummies: "D
     if known.batch_size > known.classes:
         raise ValueError(
             f"GradInversion's labels are distinct, and {known.batch_size} examples are more than {known.classes} classes;"
-            " ilrg or llg restore labels with repeats"
+            " use ilrg or llg for labels with repeats"
         )
     weight, bias = _gradient(update, known)
     if not _telling(weight, bias):
@@ -111,11 +109,11 @@ def grad_inversion(update: Update, params: Params, known: Knowledge, dummies: "D
 def llg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
     """Labels (B,) with repeats by impact and offset: Label Leakage from Gradients (Wainakh et al., 2022, LLG*).
 
-    A class's signal is f (p_i - k_i / B): every class with a negative one is present, and every example adds the impact
+    A class's signal is f (p_i - k_i / B): every class with a negative signal is present, and every example adds the impact
     -f / B, estimated from the negative signals, to its class. The offset f p_i is the model's prediction on dummies:
     auxiliary images, else noise. Only ratios of signals count, so the update's scale does not matter. The signal is the
-    row sum of the weight gradient for features that are not negative; else the bias gradient; else, where that is missing
-    or partly dropped, the weight gradient along the mean feature of the dummies.
+    row sum of the weight gradient for nonnegative features; else the bias gradient; else, if that is missing or partly
+    dropped, the weight gradient along the mean feature of the dummies.
     """
     weight, bias = _gradient(update, known)
     if not _telling(weight, bias):
@@ -145,8 +143,8 @@ def ilrg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
 
     The mean feature of a class is estimated by e_j = dW_j / db_j, its mean prediction by p_j = softmax(W e_j + b); the
     counts k >= 0 with sum B solve sum_j k_j (p_j[i] - [i = j]) = B db_i. Unlike in the paper, an e_j with a small
-    denominator is drawn to the common mean, and db is taken up to an unknown scale unless the chain passes a gradient of
-    this size in full: its direction alone tells k, since k is whole and mostly zero.
+    denominator shrinks to the common mean, and db has an unknown scale unless the chain passes a gradient of this size
+    unchanged: its direction alone determines k, since k is integer and mostly zero.
     """
     return _restored(update, params, known, lambda before, after: before)
 
@@ -154,7 +152,7 @@ def ilrg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
 def fedavg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
     """iLRG for several local steps: predictions before and after local training, averaged (Geng et al., 2023).
 
-    One step's gradient is taken before training alone: there it is iLRG.
+    A single step's gradient is taken before training only, so there it equals iLRG.
     """
     if known.chain.local.steps == 1:
         return ilrg(update, params, known)
@@ -169,11 +167,11 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 def assignments(labels: Tensor, size: int, most: int, rng: Generator, epochs: int = 1) -> Tensor:
     """Orders (A, epochs * B) of one observation's labels (B,) that differ in which slice of `size` examples holds which label.
 
-    The counts do not tell them apart: an attack on `local_sgd(batch_size=size)` tries them and keeps the best by its own
-    objective. All of them where there are at most `most`, else `most` different ones drawn by rng.
+    Label counts do not tell them apart: an attack on `local_sgd(batch_size=size)` tries them and keeps the best by its own
+    objective. Returns all of them if there are at most `most`, else `most` different random ones.
 
     Args:
-        epochs: passes through the batch, each in an order of its own.
+        epochs: passes through the batch, each in its own order.
 
     >>> assignments(torch.tensor([0, 0, 7]), 1, 8, torch.Generator()).tolist()
     [[0, 0, 7], [0, 7, 0], [7, 0, 0]]
@@ -188,14 +186,14 @@ def assignments(labels: Tensor, size: int, most: int, rng: Generator, epochs: in
 
 
 def _drawn(batch: list[int], size: int, rng: Generator) -> list[int]:
-    """One way to cut labels into slices at random, each slice sorted."""
+    """A random way to cut labels into slices, each slice sorted."""
     order = torch.randperm(len(batch), generator=rng).tolist()
     drawn = [batch[i] for i in order]
     return [y for i in range(0, len(batch), size) for y in sorted(drawn[i : i + size])]
 
 
 def _passes(batch: list[int], size: int, epochs: int) -> Iterator[tuple[int, ...]]:
-    """Every way to cut sorted labels into slices in each of some epochs."""
+    """Every way to cut sorted labels into slices in each epoch."""
     if epochs == 0:
         yield ()
         return
@@ -205,7 +203,7 @@ def _passes(batch: list[int], size: int, epochs: int) -> Iterator[tuple[int, ...
 
 
 def _splits(batch: list[int], size: int) -> Iterator[tuple[int, ...]]:
-    """Every way to cut sorted labels into slices, each slice sorted, the last one with what is left."""
+    """Every way to cut sorted labels into slices, each slice sorted, the last one with the rest."""
     if len(batch) <= size:
         yield tuple(batch)
         return
@@ -241,7 +239,7 @@ def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
 
 
 def _exact(t: Tensor) -> Tensor:
-    """In float64, where scipy can read it."""
+    """In float64 on the CPU, for scipy."""
     return t.detach().to("cpu", torch.float64)
 
 
@@ -265,7 +263,7 @@ def _labels(counts: np.ndarray) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Dummies:
-    """Images that are not the client's, in front of its classifier: passed once for all observations that need it."""
+    """Other images than the client's, passed through the model once for all observations that need them."""
 
     params: Params
     known: Knowledge
@@ -285,7 +283,7 @@ class Dummies:
             seen.append(_exact(inputs[0]))
 
         hook = known.model.get_submodule(last_linear(known.model)).register_forward_pre_hook(keep)
-        # BatchNorm in train mode writes to what it is given
+        # copies, since BatchNorm in train mode changes its buffers
         buffers = {k: b.clone() for k, b in known.model.named_buffers()}
         try:
             with torch.no_grad():
@@ -296,11 +294,11 @@ class Dummies:
 
 
 def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """iLRG with the system that `mean` makes of those before and after local training."""
+    """iLRG with the system that `mean` makes from those before and after local training."""
     weight, bias = _gradient(update, known)
     if bias is None:
         raise ValueError(
-            f"iLRG reads the bias gradient of the classifier, and {last_linear(known.model)!r} has no bias; llg needs none"
+            f"iLRG reads the classifier's bias gradient, and {last_linear(known.model)!r} has no bias; use llg"
         )
     if not (_telling(weight, bias) and bias.any()):
         return _even(known)
@@ -311,7 +309,7 @@ def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[
 
 
 def _systems(update: Update, params: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
-    """(classes i, classes j), at the weights before and after local training: what an example of class j adds to B db_i."""
+    """What an example of class j adds to B db_i (classes i, classes j), at the weights before and after local training."""
     layer = last_linear(known.model)
     names = (f"{layer}.weight", f"{layer}.bias")
     features = _class_means(-_exact(update[names[0]]), -_exact(update[names[1]]))
@@ -321,9 +319,9 @@ def _systems(update: Update, params: Params, known: Knowledge) -> tuple[Tensor, 
 
 
 def _class_means(weight: Tensor, bias: Tensor) -> Tensor:
-    """The mean feature of each class (classes, features), drawn to that of the absent classes' rows."""
+    """The mean feature of each class (classes, features), shrunk to that of the absent classes' rows."""
     weight, bias = weight / bias.abs().max(), bias / bias.abs().max()  # no under- or overflow below
-    absent = bias > 0  # never none where it is not zero: the entries sum to zero, before noise
+    absent = bias > 0  # not empty for a nonzero bias: without noise, its entries sum to zero
     common = weight[absent].sum(0) / bias[absent].sum() if absent.any() else torch.zeros_like(weight[0])
     return (bias.sign()[:, None] * weight + SHRINK * common) / (bias.abs() + SHRINK)[:, None]
 
@@ -334,10 +332,10 @@ def _system(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _literal(update: Update, params: Params, known: Knowledge) -> bool:
-    """Whether the update is minus its scale times one mean gradient: nothing in the chain holds back a gradient this large.
+    """Whether the update equals -scale times one mean gradient: nothing in the chain limits a gradient this large.
 
-    Asked of the chain itself, with a constant gradient in all entries. B times the mean's norm: single examples' are
-    larger than their mean, and may be clipped one by one.
+    Tested on the chain itself with a nearly constant gradient. Its norm is B times the mean's, since single examples'
+    gradients are larger than their mean and may be clipped one by one.
     """
     if known.chain.local.steps > 1:
         return False
@@ -353,7 +351,7 @@ def _literal(update: Update, params: Params, known: Knowledge) -> bool:
 
 
 def _counts(system: np.ndarray, target: np.ndarray, batch_size: int) -> np.ndarray:
-    """Whole k >= 0 of sum B with system k ~ target: non-negative least squares, then largest remainders."""
+    """Integers k >= 0 of sum B with system k ~ target: non-negative least squares, then largest remainders."""
     solution = _non_negative(system, target, 1.0, float(batch_size))
     solution = solution * (batch_size / max(float(solution.sum()), 1e-12))
     counts: np.ndarray = np.floor(solution).astype(np.int64)
@@ -363,16 +361,16 @@ def _counts(system: np.ndarray, target: np.ndarray, batch_size: int) -> np.ndarr
 
 
 def _counts_of_direction(system: np.ndarray, direction: np.ndarray, batch_size: int) -> np.ndarray:
-    """Whole k >= 0 of sum B with system k as parallel to a direction as can be: the scale is free.
+    """Integers k >= 0 of sum B with system k as parallel as possible to a direction: the scale is free.
 
-    Real k would not be determined: the system has rank classes - 1, so every scale up to the one at which a count falls
-    to zero fits exactly. With absent classes the truth is near that largest scale, from where exchanges improve it.
+    Real k would not be unique: the system has rank classes - 1, so every scale up to the one at which a count falls to zero
+    fits exactly. With absent classes the truth is near that largest scale; from there exchanges improve it.
     """
     direction = direction / np.abs(direction).max()
     largest = batch_size / max(float(_non_negative(system, direction, 1e-3, 0.0).sum()), 1e-12)
     starts = [_counts(system, part * largest * direction, batch_size) for part in STARTS]
-    found = [_exchanged(system.T @ system, system.T @ direction, k) for k in starts]
-    return max(found, key=lambda pair: pair[0])[1]
+    improved = [_exchanged(system.T @ system, system.T @ direction, k) for k in starts]
+    return max(improved, key=lambda pair: pair[0])[1]
 
 
 def _exchanged(gram: np.ndarray, pull: np.ndarray, counts: np.ndarray) -> tuple[float, np.ndarray]:

@@ -1,12 +1,12 @@
-"""Limits: what no attacker can beat on average, under a named prior and a defense whose noise has a known density.
+"""Bounds that no attacker can beat on average, under a named prior and a defense whose noise has a known density.
 
 The server sees Y = C(g(x)) + noise of precision S^-1. With J = dC(g)/dx, the Fisher information F(x) = J' S^-1 J and a
 Gaussian prior N(mean, covariance), the van Trees inequality bounds every attacker, biased or not, over n = B * d pixels:
 
     MSE >= (1/n) tr[(E F(x) + covariance^-1)^-1]
 
-(Van Trees, 1968; Gill & Levit, 1995). The unbiased Cramer-Rao bound is no floor for an attacker with a prior and is not
-given here. Where an update jumps with x (the gradient of a ReLU network at a kink), the jumps tell more than F counts.
+(Van Trees, 1968; Gill & Levit, 1995). The unbiased Cramer-Rao bound is no lower bound for an attacker with a prior and is
+not given here. If an update jumps with x (the gradient of a ReLU network at a kink), the jumps reveal more than F counts.
 """
 
 import copy
@@ -29,12 +29,12 @@ from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution,
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
 Precision = Callable[[Update], Update]  # the noise-free update -> Fisher information about each of its entries
-FULL = 256  # pixels of a batch: up to here the whole F is formed, one derivative a pixel
+FULL = 256  # pixels of a batch up to which the whole F is formed, by one derivative for each pixel
 DRAWS = 16  # auxiliary batches over which F is averaged; even, see _draws
 BLOCKS = 8  # of the trace form
-POOL = 512  # auxiliary images among which batches are drawn
-CHUNK = 64  # directions, or images, that are computed together
-PROBE = 4096  # entries of the update that tells whether a link chooses what it drops
+POOL = 512  # auxiliary images from which batches are drawn
+CHUNK = 64  # directions, or images, computed together
+PROBE = 4096  # entries of the test update that shows whether a link chooses what it drops
 
 
 # -------------------------------------------------------------------------------------------------------------- prior
@@ -42,7 +42,7 @@ PROBE = 4096  # entries of the update that tells whether a link chooses what it 
 
 @dataclass(frozen=True, eq=False)
 class VarianceBlock:
-    """Directions of nearly equal prior variance: rows of axes (m, d), or where that is None all that `without` leaves."""
+    """Directions of nearly equal prior variance: rows of axes (m, d); if None, all directions orthogonal to `without`."""
 
     axes: Tensor | None
     without: Tensor
@@ -65,7 +65,7 @@ class GaussianPrior:
         axes: (r, d) orthonormal.
         variances: (r,) along the axes, above 0.
         rest: variance in each of the d - r directions orthogonal to them, above 0.
-        shrinkage: by which it was fitted.
+        shrinkage: used in the fit.
     """
 
     mean: Tensor
@@ -84,10 +84,10 @@ class GaussianPrior:
 
     @classmethod
     def fit(cls, x: Tensor, shrinkage: float | None = None) -> "GaussianPrior":
-        """From images x (N, ...): their covariance, shrunk towards its mean variance so that it can be inverted.
+        """Fit to images x (N, ...): their covariance, shrunk towards its mean variance so that it is invertible.
 
         Args:
-            shrinkage: in (0, 1]; default: Ledoit and Wolf's estimate (2004) of the best.
+            shrinkage: in (0, 1]; default: Ledoit and Wolf's estimate of the best (2004).
         """
         flat = x.flatten(1).double()
         count, size = flat.shape
@@ -120,7 +120,7 @@ class GaussianPrior:
         return self.mean + rest * z + along @ self.axes
 
     def blocks(self, count: int) -> list[VarianceBlock]:
-        """The directions by prior variance, in at most so many steps of equal ratio, and the rest."""
+        """The directions grouped by prior variance, in at most `count` groups of equal ratio, and the rest."""
         logs = self.variances.log()
         low, high = float(logs.min()), float(logs.max())
         step = (high - low) / count or 1.0
@@ -147,7 +147,7 @@ def _principal(centred: Tensor) -> tuple[Tensor, Tensor]:
         variances, axes = torch.linalg.eigh(centred.T @ centred / count)
         return variances.clamp_min(0), axes.T
     variances, weights = torch.linalg.eigh(centred @ centred.T / count)
-    kept = variances > 1e-10 * variances[-1]  # centring leaves one direction empty, repeated images leave more
+    kept = variances > 1e-10 * variances[-1]  # centring makes one direction empty, repeated images more
     axes = weights[:, kept].T @ centred
     return variances[kept], axes / (count * variances[kept]).sqrt()[:, None]
 
@@ -165,13 +165,13 @@ def _ledoit_wolf(centred: Tensor, variances: Tensor, average: float) -> float:
 
 
 def known_noise(chain: Chain) -> tuple[Chain, UpdateDistribution] | None:
-    """The chain whose noise-free form F is of, and the noise on it; None without noise of a known density.
+    """The chain whose noise-free form F describes, and the noise on it; None without noise of a known density.
 
-    The chain ends before a sign: what is seen are the signs of its noisy output, and all later is a change of scale.
+    The chain ends before a sign: the server observes the signs of its noisy output, and later links only change the scale.
     """
     whole = chain.update_distribution
     if any(isinstance(link, BatchTransform) for link in chain.links):
-        return None  # the noise is on what is computed of other examples, which no prior here is of
+        return None  # the noisy update is computed from other examples, which no prior here describes
     if whole is None or not whole.noisy or any(_chooses(link) for link in chain.links):
         return None
     for i in range(len(chain.links)):
@@ -182,7 +182,7 @@ def known_noise(chain: Chain) -> tuple[Chain, UpdateDistribution] | None:
 
 
 def _chooses(link: object) -> bool:
-    """Whether which entries a link drops depends on their values, so that the choice itself tells of the data."""
+    """Whether a link drops entries depending on their values, so that the choice itself reveals something about the data."""
     link = link.inner if isinstance(link, per_example) else link
     known = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
     if known is not None and known.hidden:
@@ -202,8 +202,8 @@ def precision(noise: UpdateDistribution, seen: Update | None = None) -> Precisio
     """Fisher information about each entry of the noise-free update, under noise of a known density.
 
     Args:
-        noise: normal, Laplace (1 / b^2 for location), before a mask, before a sign.
-        seen: its exact zeros are the entries that a mask of the client's own dropped; default: the average over masks.
+        noise: normal or Laplace (1 / b^2 for location), possibly before a mask or a sign.
+        seen: its exact zeros are the entries that the client's own mask dropped; default: the average over masks.
     """
     if not noise.noisy or (noise.sigma > 0 and noise.scale > 0):
         raise ValueError(f"expected noise of one known density, got {noise}")
@@ -212,7 +212,7 @@ def precision(noise: UpdateDistribution, seen: Update | None = None) -> Precisio
         found = {k: _weight(t / noise.shrink, noise) / noise.shrink**2 for k, t in expected.items()}
         if not noise.sparse:
             return found
-        if seen is None:  # a known mask's entries are constant in x, others are visible with probability shrink
+        if seen is None:  # entries under a known mask are constant in x, others are visible with probability shrink
             return {k: noise.shrink * w for k, w in found.items()}
         return {k: torch.where(seen[k] != 0, w, torch.zeros_like(w)) for k, w in found.items()}
 
@@ -220,7 +220,7 @@ def precision(noise: UpdateDistribution, seen: Update | None = None) -> Precisio
 
 
 def _weight(value: Tensor, noise: UpdateDistribution) -> Tensor:
-    """Information about a noisy value, or about the value behind the sign of it."""
+    """Information about a value from its noisy version, or from that version's sign."""
     width = noise.sigma or noise.scale
     if not noise.signed:
         return torch.full_like(value, width**-2)
@@ -254,7 +254,7 @@ def block_traces(
     rng: Generator,
     probes: int = 1,
 ) -> Tensor:
-    """tr F(x) within each block of directions of each example, (blocks,), by so many Rademacher probes of each block."""
+    """tr F(x) within each block of directions of each example, (blocks,), from `probes` Rademacher probes of each block."""
     signs = torch.randint(0, 2, (len(blocks), probes, *batch.x.flatten(1).shape), generator=rng).double() * 2 - 1
     directions = torch.stack([block.directions(s) for block, s in zip(blocks, signs, strict=True)])
     flat = directions.to(batch.x.dtype).view(-1, *batch.x.shape)  # (blocks * probes, B, ...)
@@ -273,7 +273,7 @@ def _moves(forward: UpdateFn, params: Params, batch: Batch, weigh: Precision, di
         return moved
 
     roots = {k: w.sqrt() for k, w in weigh(update(batch.x)).items()}
-    with warnings.catch_warnings():  # torch compiles some rules on its first forward-mode derivative, and warns of how
+    with warnings.catch_warnings():  # torch compiles some rules on its first forward-mode derivative, with a warning
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
         moved = vmap(along)(directions)
     return torch.cat([(moved[k] * root).flatten(1) for k, root in roots.items()], 1)
@@ -283,25 +283,25 @@ def _moves(forward: UpdateFn, params: Params, batch: Batch, weigh: Precision, di
 
 
 def van_trees(informations: Sequence[Tensor], prior: GaussianPrior) -> float:
-    """The bound on the mean squared error a pixel, from F(x) (n, n) at draws x of what the prior describes.
+    """The bound on the mean squared error per pixel, from F(x) (n, n) at draws x from the prior's population.
 
-    For a batch it is of the examples in their order: pairing them afterwards can gain an attacker a little.
-    Of a record seen again under fresh noise the informations of the rounds add up: hand over their sums.
+    For a batch it assumes the examples in their order: pairing them afterwards can gain an attacker a little.
+    For a record observed again under fresh noise, the informations of the rounds add up: pass their sums.
     """
     return local_estimate(torch.stack(list(informations)).mean(0), prior)
 
 
 def local_estimate(information: Tensor, prior: GaussianPrior) -> float:
-    """(1/n) tr[(F(x) + covariance^-1)^-1] at one x, with F (n, n): what to expect there, not a bound."""
+    """(1/n) tr[(F(x) + covariance^-1)^-1] at one x, with F (n, n): the expectation there, not a bound."""
     examples = len(information) // len(prior.mean)
     total = information + torch.block_diag(*[prior.information] * examples)
     return float(torch.cholesky_inverse(torch.linalg.cholesky(total)).trace()) / len(information)
 
 
 def trace_bound(traces: Tensor, blocks: Sequence[VarianceBlock], examples: int = 1) -> float:
-    """The van Trees bound weakened to the traces of E F in blocks of directions; by Jensen's inequality never above it.
+    """A weaker van Trees bound from the traces of E F in blocks of directions; by Jensen's inequality never above it.
 
-    Of one block it is n / (tr E F + tr covariance^-1).
+    For one block it is n / (tr E F + tr covariance^-1).
     """
     sizes = torch.tensor([examples * block.size for block in blocks], dtype=torch.float64)
     priors = torch.tensor([examples * block.information for block in blocks], dtype=torch.float64)
@@ -309,12 +309,12 @@ def trace_bound(traces: Tensor, blocks: Sequence[VarianceBlock], examples: int =
 
 
 def bayes_limit(known: Knowledge, params: Params, prior: GaussianPrior, rng: Generator) -> float:
-    """The van Trees bound on the mean squared error of a batch's pixels in [0, 1], F averaged over auxiliary images.
+    """The van Trees bound on the mean squared error of a batch's pixels in [0, 1], with F averaged over auxiliary images.
 
-    An auditor's quantity: it reads no update and no private image. Labels count as known, so that it holds without them.
+    It uses no update and no private image. Labels count as known, so it also holds for attackers without them.
 
     Raises:
-        ValueError: it does not apply to this chain or model.
+        ValueError: the bound does not apply to this chain or model.
     """
     found = known_noise(known.chain)
     if found is None:
@@ -323,7 +323,7 @@ def bayes_limit(known: Knowledge, params: Params, prior: GaussianPrior, rng: Gen
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
             raise ValueError(f"layer {name!r} is dropout in train mode: the density of its draws is not known")
         if isinstance(module, StochasticLayer):
-            raise ValueError(f"layer {name!r} draws: the update is not normal around its noise-free form")
+            raise ValueError(f"layer {name!r} draws noise, so the update is not normal around its noise-free form")
     part, noise = found
     bare = gradient(known.model, known.loss, normalise=known.normalise)
     forward, weigh = part.mean(bare), precision(noise)
@@ -336,10 +336,10 @@ def bayes_limit(known: Knowledge, params: Params, prior: GaussianPrior, rng: Gen
 
 
 def _draws(known: Knowledge, params: Params, rng: Generator) -> Iterator[tuple[Batch, float]]:
-    """Auxiliary batches, each with the weight that makes their weighted mean one over uniform draws.
+    """Auxiliary batches, with weights that make their weighted mean equal the mean over uniform draws.
 
-    F grows with the model's error, and late in training few images decide its mean. So every other batch has one of its
-    examples drawn in proportion to the error: no weight is above 2, whatever the chain makes of it.
+    F grows with the model's error, and late in training few images dominate its mean. So in every other batch one example
+    is drawn in proportion to the error; no weight exceeds 2, whatever the chain is.
     """
     if known.auxiliary is None:
         raise ValueError("the limit needs auxiliary images")
@@ -355,9 +355,9 @@ def _draws(known: Knowledge, params: Params, rng: Generator) -> Iterator[tuple[B
 
 
 def _errors(known: Knowledge, params: Params, pool: Tensor) -> Tensor:
-    """|derivative of the loss by the logits|^2 of some auxiliary images, above 0; of the cross-entropy |softmax - one hot|^2."""
+    """|derivative of the loss by the logits|^2 of some auxiliary images, above 0; for cross-entropy |softmax - one-hot|^2."""
     assert known.auxiliary is not None
-    model = copy.deepcopy(known.model).eval()  # a proxy, for which nothing is to be drawn or moved
+    model = copy.deepcopy(known.model).eval()  # a proxy that must not draw noise or change statistics
     x, y = known.auxiliary.x[pool], known.auxiliary.y[pool]
     with torch.no_grad():
         logits = [functional_call(model, params, (known.normalise(part),)) for part in x.split(CHUNK)]
@@ -369,7 +369,7 @@ def _errors(known: Knowledge, params: Params, pool: Tensor) -> Tensor:
 
 
 def limit_method(size: int) -> str:
-    """How `bayes_limit` computes for batches of so many pixels, in words."""
+    """The method of `bayes_limit` for batches of this many pixels, in words."""
     kind = "whole" if size <= FULL else f"by its trace in {BLOCKS} blocks of the prior's directions (a weaker bound)"
     return f"Fisher information {kind}, averaged over {DRAWS} batches of auxiliary images"
 
@@ -390,9 +390,7 @@ def reconstruction_robustness(prior_success: float, sigma: float, releases: int 
     >>> round(reconstruction_robustness(0.1, sigma=1.0), 4)
     0.3891
     """
-    if (
-        not 0 < prior_success < 1
-    ):  # what never succeeds cannot under a bounded density ratio, what always does still does
+    if not 0 < prior_success < 1:  # under a bounded density ratio, success probabilities 0 and 1 stay as they are
         return prior_success
     normal = NormalDist()
     return normal.cdf(normal.inv_cdf(prior_success) + math.sqrt(releases) / sigma)

@@ -1,4 +1,4 @@
-"""The plan: what the curious server intends, attacks with their knowledge and budget, and which rounds and clients."""
+"""The attack plan: which attacks run with which knowledge and budget, and in which rounds and on which clients."""
 
 import dataclasses
 import inspect
@@ -18,9 +18,9 @@ ATTACK = ComponentKind("an attack", (IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS, "fed
 IMAGE_BASELINES = ("mean_image", "random_image")
 TEXT_BASELINES = ("random_words",)
 BASELINES = IMAGE_BASELINES + TEXT_BASELINES
-LIMITS = ("bayes_limit",)  # no attacks: what none can beat, computed beside them
+LIMITS = ("bayes_limit",)  # not attacks: bounds that no attack can beat, computed in the same run
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
-# what an [[attack]] table says beside its component's arguments
+# keys of an [[attack]] table other than its component's arguments
 _OWN = ("name", *_BUDGET, "labels", "lengths", "defense", "trace", "auxiliary")
 
 
@@ -29,15 +29,15 @@ class PlannedAttack:
     """One attack of the plan.
 
     Args:
-        name: stands in every row; default: the component's name.
+        name: appears in every row; default: the component's name.
         table: the component table (use and its hyperparameters).
         budget: for each observation.
         labels: restored from the update, or given by the threat model.
         defense: known (the attacker inverts the whole chain), unknown (it assumes bare local training) or inferred (it
-            inverts what it reads off the updates).
-        trace: about so many snapshots are kept of each reconstruction on its way; 0: none.
-        auxiliary: which of the auxiliary images it has (the arguments of fedgauge.attacks.learned.auxiliary's Auxiliary); None: all of them.
-        lengths: of sentences: not told, or given by the threat model.
+            inverts the defense that it infers from the updates).
+        trace: keep about this many snapshots of each reconstruction in progress; 0: none.
+        auxiliary: which auxiliary images it has (arguments of fedgauge.attacks.learned.auxiliary:Auxiliary); None: all.
+        lengths: of sentences: hidden, or given by the threat model.
     """
 
     name: str
@@ -51,7 +51,7 @@ class PlannedAttack:
 
     @classmethod
     def from_table(cls, table: Table, where: str) -> "PlannedAttack":
-        """From an [[attack]] table; SpecError says what is wrong with it."""
+        """From an [[attack]] table; SpecError names what is wrong in it."""
         spent = {k: v for k, v in table.items() if k in _BUDGET}
         budget = call(Budget, check_arguments(Budget, spent, where), where)
         component = {k: v for k, v in table.items() if k not in _OWN}
@@ -60,8 +60,8 @@ class PlannedAttack:
         if not name or not name.replace("_", "").replace("-", "").isalnum():
             raise SpecError(f"{where}: name must be letters, digits, - and _, got {name!r}")
         if name in LIMITS:
-            raise SpecError(f"{where}: name {name!r} is the limit's own; give the attack another one")
-        if len(name) > 64:  # it is part of a file's name
+            raise SpecError(f"{where}: name {name!r} is reserved for the limit; give the attack another name")
+        if len(name) > 64:  # it becomes part of a file name
             raise SpecError(f"{where}: name must be at most 64 characters, got {len(name)}")
         labels = coerce(table.get("labels", "restored"), Literal["restored", "given"], f"{where}: labels")
         defense = coerce(table.get("defense", "known"), Literal["known", "unknown", "inferred"], f"{where}: defense")
@@ -75,10 +75,10 @@ class PlannedAttack:
         return planned
 
     def images(self, where: str = "[[attack]]") -> Auxiliary:
-        """Which of the auxiliary images it has; SpecError says what is wrong with the table."""
+        """Which of the auxiliary images it has; SpecError names what is wrong in the table."""
         arguments = check_arguments(Auxiliary, self.auxiliary or {}, f"{where}: auxiliary")
-        found: Auxiliary = call(Auxiliary, arguments, f"{where}: auxiliary")
-        return found
+        auxiliary: Auxiliary = call(Auxiliary, arguments, f"{where}: auxiliary")
+        return auxiliary
 
     def build(self) -> Attack:
         """The attack itself."""
@@ -88,52 +88,52 @@ class PlannedAttack:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it answers without reading the update."""
+        """Whether it is a baseline, which reconstructs without reading the update."""
         return self.name in BASELINES
 
     @property
     def is_limit(self) -> bool:
-        """Whether it reconstructs nothing: it is computed, not built."""
+        """Whether it is a bound, which reconstructs nothing."""
         return self.name in LIMITS
 
     @property
     def is_stateful(self) -> bool:
-        """Whether what it makes of a client's earlier rounds changes what it does in the next: its jobs run in order."""
+        """Whether a client's earlier rounds influence the attack on the next one, so that its jobs must run in order."""
         if self.is_limit:
             return False
-        target = resolve(self.table, f"[[attack]] {self.name}", ATTACK)  # by its type: nothing need be built for that
+        target = resolve(self.table, f"[[attack]] {self.name}", ATTACK)  # the type tells; nothing needs to be built
         kind = target if inspect.isclass(target) else typing.get_type_hints(target)["return"]
         return issubclass(kind, StatefulAttack)
 
     def to_json(self) -> str:
-        """Every field in one line, the same for equal plans: a part of a job's key, and what a worker is sent."""
+        """Every field on one line, equal for equal plans: part of a job's key, and what a worker receives."""
         spec = dataclasses.asdict(self)
-        if not self.trace:  # as in ledgers from before there were traces
+        if not self.trace:  # ledgers older than traces lack the key
             del spec["trace"]
         if self.auxiliary is None:
             del spec["auxiliary"]
-        if self.lengths == "hidden":  # as in those from before there was text
+        if self.lengths == "hidden":  # ledgers older than text lack the key
             del spec["lengths"]
         return json.dumps(spec, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "PlannedAttack":
-        """From what `to_json` wrote."""
+        """The inverse of `to_json`."""
         stored = json.loads(text)
         return cls(**{**stored, "budget": Budget(**stored["budget"])})
 
 
 @dataclass(frozen=True)
 class AttackPlan:
-    """The attacks, and when and whom they meet.
+    """The attacks, and which rounds and clients they attack.
 
     Args:
-        attacks: with the baselines, and the limits where there are any.
-        rounds: 1-based rounds to attack; None: every `every`-th from the first.
-        every: used where rounds is None.
-        clients: whom to attack; None: all.
-        wave: observations that one worker advances together.
-        seed: of the attacker's own randomness.
+        attacks: including the baselines, and the limits if there are any.
+        rounds: 1-based rounds to attack; None: every `every`-th, from the first.
+        every: used if rounds is None.
+        clients: which clients to attack; None: all.
+        wave: observations that one worker attacks together.
+        seed: of the attacker's randomness.
     """
 
     attacks: tuple[PlannedAttack, ...]
@@ -153,14 +153,14 @@ class AttackPlan:
         limits: Sequence[str] = (),
         baselines: Sequence[str] = IMAGE_BASELINES,
     ) -> "AttackPlan":
-        """From the [[attack]] tables and the plan's part of [audit]; baselines are added.
+        """From the [[attack]] tables and the plan's keys in [audit]; adds the baselines.
 
         Args:
-            limits: those of LIMITS that the chain has.
-            baselines: those of BASELINES that the data have.
+            limits: those of LIMITS that apply to the chain.
+            baselines: those of BASELINES that apply to the data.
 
         Raises:
-            SpecError: naming table, value and what is allowed.
+            SpecError: names the table, the value and what is allowed.
         """
         planned = [_attack(table, f"[[attack]] #{i}") for i, table in enumerate(tables, 1)]
         planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in baselines]
@@ -172,7 +172,7 @@ class AttackPlan:
             raise SpecError(f"[[attack]]: two attacks are called {sorted(repeated)[0]!r}; give one of them a name")
         arguments = check_arguments(cls, options, "[audit]", {"attacks": tuple(planned)})
         if "every" in options and arguments.get("rounds") is not None:
-            raise SpecError("[audit]: every does nothing beside rounds, which lists them; leave one of the two out")
+            raise SpecError("[audit]: every has no effect when rounds lists the rounds; leave one of the two out")
         for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1)):
             for value in arguments.get(key) or ():
                 if not low <= value <= high:
@@ -187,43 +187,43 @@ class AttackPlan:
         return round in self.rounds if self.rounds is not None else (round - 1) % self.every == 0
 
     def targets(self, round: int, seen: Collection[int]) -> list[int]:
-        """Which of the clients seen in a round the plan attacks, in order."""
+        """The clients, in order, that the plan attacks among those seen in a round."""
         if not self.attacks_round(round):
             return []
         return sorted(c for c in seen if self.clients is None or c in self.clients)
 
 
 def _attack(table: Table, where: str) -> PlannedAttack:
-    """An attack that a scenario asks for: no baseline, nor anything that its name would pass for one."""
+    """An attack from a scenario; SpecError if it is a baseline or uses a baseline's name."""
     planned = PlannedAttack.from_table(table, where)
     use = str(planned.table["use"])
     if use in BASELINES:
-        raise SpecError(f"{where}: {use} is a baseline: baselines always run; leave it out")
+        raise SpecError(f"{where}: {use} is a baseline, and baselines always run; leave it out")
     if planned.is_baseline:
         raise SpecError(
-            f"{where}: name {planned.name!r} is a baseline's, which always runs; give the attack another one"
+            f"{where}: name {planned.name!r} belongs to a baseline, which always runs; give the attack another name"
         )
     return planned
 
 
 def _check_kind(planned: PlannedAttack, text: bool, where: str) -> None:
-    """Refuse a registered attack on what it is not made for; of a user's module nothing is known."""
+    """Refuse a registered attack on data that it cannot reconstruct; nothing is known about a user's own module."""
     use = str(planned.table["use"])
     groups = {entry.group for entry in ATTACK.entries() if entry.name == use}
     if groups and (TEXT_ATTACKS in groups) != text:
-        found, wanted = ("images", "sentences") if text else ("sentences", "images")
-        raise SpecError(f"{where}: {use} reconstructs {found}, and [data] holds {wanted}")
+        reconstructed, given = ("images", "sentences") if text else ("sentences", "images")
+        raise SpecError(f"{where}: {use} reconstructs {reconstructed}, and [data] holds {given}")
     if planned.lengths == "given" and not text:
-        raise SpecError(f'{where}: lengths = "given" is of sentences, and [data] holds images')
+        raise SpecError(f'{where}: lengths = "given" needs sentences, and [data] holds images; leave it out')
 
 
 def attack_names() -> list[str]:
-    """Every attack that a scenario can name."""
+    """The names of all attacks that a scenario can use."""
     return ATTACK.names()
 
 
 def describe(value: Any) -> str:
-    """A component table on one line, for cards and tables: clip(max_norm=1.0); per example: each clip(max_norm=1.0)."""
+    """A component table on one line, for cards and tables: clip(max_norm=1.0), or per example: each clip(max_norm=1.0)."""
     arguments = ", ".join(
         f"{k}={describe(v) if isinstance(v, dict) and 'use' in v else v}"
         for k, v in value.items()

@@ -1,7 +1,7 @@
 """What a client computes: the vocabulary of updates, the models, the data, and the Flower ClientApp.
 
-Importing this package first mends torchvision beside a CPU build of torch. Every process of fedgauge (server, client,
-worker, command line, test) imports it before anything else can import torchvision.
+Importing this package repairs torchvision beside a CPU build of torch. Every process of fedgauge (server, client, worker,
+command line, test) imports it before anything else can import torchvision.
 """
 
 from fedgauge.client.torchvision_mend import mend_torchvision

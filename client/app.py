@@ -1,7 +1,7 @@
-"""The Flower ClientApp: a message becomes a call of the client function, its update becomes the reply.
+"""The Flower ClientApp: it calls the client function on a message and replies with the update.
 
-Where the node's configuration names an owner's file (client = "/path/client.toml") it is a client of a deployment, and does
-what that file says; else it is one of a simulation, which `partition-id` numbers.
+If the node's configuration names an owner's file (client = "/path/client.toml"), it is a deployed client and does what that
+file says; otherwise it is the client of a simulation with the number `partition-id`.
 """
 
 import logging
@@ -32,19 +32,19 @@ from fedgauge.client.models.vision import detached_params, floating_buffers
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
 
-STRAGGLED = 100  # error codes of our own: the client was too late by the scenario's wish
+STRAGGLED = 100  # our own error codes: the client was too late, as the scenario's [stragglers] drew it
 REFUSED = 110  # it does not do what the server asks for, and says why
-FAILED = 113  # it could not, and only its owner is told why
+FAILED = 113  # it failed, and only its owner learns why
 NOT_GRADED = 112
 _HEADER = 128  # bytes that NumPy puts before an array of few dimensions
-_TOLD = "the client failed; its own log says why"
+_FAILURE = "the client failed; its own log says why"
 
 app = ClientApp()
 Handler = Callable[[Message, Context], Message]
 
 
 def _mine(context: Context) -> tuple[Federation, int]:
-    """The federation as the protocol describes it, and which client of it this node is."""
+    """The protocol's federation, and the number of this node's client."""
     torch.set_num_threads(1)  # one thread a client: equal seeds give equal bits
     return federation(str(context.run_config["protocol"])), int(context.node_config["partition-id"])
 
@@ -54,27 +54,27 @@ def _of_a_deployment(context: Context) -> bool:
 
 
 def _private(handler: Handler) -> Handler:
-    """In a deployment nothing of an exception leaves the client but what was written for the server: its words name files."""
+    """In a deployment only messages written for the server leave the client: an exception's text may name files."""
 
     @wraps(handler)
-    def told(message: Message, context: Context) -> Message:
+    def guarded(message: Message, context: Context) -> Message:
         if not _of_a_deployment(context):
             return handler(message, context)
         try:
             return handler(message, context)
         except RequestRefused as reason:
             return Message(Error(REFUSED, str(reason)), reply_to=message)
-        except Exception:  # Flower would send its words to the server
-            logging.getLogger("fedgauge").exception("fedgauge: a question of the server's was not answered")
-            return Message(Error(FAILED, _TOLD), reply_to=message)
+        except Exception:  # Flower would send its text to the server
+            logging.getLogger("fedgauge").exception("fedgauge: a request of the server failed")
+            return Message(Error(FAILED, _FAILURE), reply_to=message)
 
-    return told
+    return guarded
 
 
 @app.query()
 @_private
 def introduce(message: Message, context: Context) -> Message:
-    """Say which client this node is; node ids are drawn anew in every run."""
+    """Report the number of this client; node ids differ from run to run."""
     number = _owner(context).client if _of_a_deployment(context) else int(context.node_config["partition-id"])
     return Message(RecordDict({"who": MetricRecord({"client": number})}), reply_to=message)
 
@@ -82,7 +82,7 @@ def introduce(message: Message, context: Context) -> Message:
 @app.train()
 @_private
 def train(message: Message, context: Context) -> Message:
-    """Take the weights, draw this round's batch, answer with the update."""
+    """Load the weights, draw this round's batch, reply with the update."""
     if _of_a_deployment(context):
         return _train_own(message, context)
     fed, client = _mine(context)
@@ -92,27 +92,27 @@ def train(message: Message, context: Context) -> Message:
         return Message(Error(STRAGGLED, "straggler: too late by the scenario's [stragglers]"), reply_to=message)
     agreed = fed.chain.local.proximal_mu
     if config.get("proximal-mu", agreed) != agreed:
-        raise ValueError(f"the server asks for proximal-mu {config['proximal-mu']}, the protocol says {agreed}")
+        raise ValueError(f"the server asks for proximal-mu {config['proximal-mu']}, but the protocol says {agreed}")
     params = message.content.array_records["arrays"].to_torch_state_dict()
     expected = {name: p.shape for name, p in fed.model.named_parameters()}
-    if {name: p.shape for name, p in params.items()} != expected:  # the model would fill in its own, or broadcast
+    if {name: p.shape for name, p in params.items()} != expected:  # the model would use its own values, or broadcast
         raise ValueError(
             f"the server's weights {sorted(params)} are not the model's {sorted(expected)}, or their shapes"
         )
     buffers = message.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
-    told: list[str] = []
+    alarms: list[str] = []
     with guard_memory(context.state) as met:
         rows = fed.shards.rows_at(client, round)
         rng = generator(fed.protocol.seed, "inspection", client, round)
-        why = inspect_message(fed.protocol.guard, fed, client, round, rows, (params, buffers), met, told.append, rng)
-    if why:  # nothing of a simulation is secret: the run records what the owner alone would be told
+        why = inspect_message(fed.protocol.guard, fed, client, round, rows, (params, buffers), met, alarms.append, rng)
+    if why:  # nothing in a simulation is secret: the run records what only the owner would learn
         return Message(Error(WITHHELD, f"{REASON}: {why}"), reply_to=message)
     memory = context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict()
     update = fed.own_update(dict(params), buffers, client, round, memory)
     _remember(context, memory)
     reply = _reply(message, fed, update, bool(buffers))
-    if told:
-        reply.content["guard"] = ConfigRecord({"found": told[0]})
+    if alarms:
+        reply.content["guard"] = ConfigRecord({"found": alarms[0]})
     return reply
 
 
@@ -130,7 +130,7 @@ def _reply(message: Message, fed: Federation, update: Update, buffers: bool) -> 
     )
     if (
         fed.model.training and buffers
-    ):  # BatchNorm in train mode moved its statistics; they travel apart, to be averaged
+    ):  # BatchNorm in train mode updated its statistics; the server averages them apart from the update
         content["buffers"] = ArrayRecord(_contiguous(floating_buffers(fed.model)))
     return Message(content, reply_to=message)
 
@@ -148,7 +148,7 @@ def _owner(context: Context) -> OwnerConfig:
 
 @lru_cache(maxsize=2)
 def _own(path: Path, text: str, protocol: str) -> DeployedClient:
-    """Built anew where the owner has changed the file."""
+    """Cached; built again after the owner changed the file."""
     return DeployedClient.of(OwnerConfig.parse(text, path), ServerTerms.parse(protocol))
 
 
@@ -173,31 +173,31 @@ def _train_own(message: Message, context: Context) -> Message:
 
 def _answer_with_update(message: Message, context: Context, own: DeployedClient, state: ClientFolder) -> Message:
     round = _round_of(message, "config", own.protocol.rounds)
-    if state.drawn(context.run_id, round) is not None:  # with fresh noise each time, a server would average it away
-        raise RequestRefused(f"this client has answered in round {round} of this run")
-    if own.owner.updates is not None and state.draws() >= own.owner.updates:  # a new run asks for the same rounds again
-        raise RequestRefused("this client has given as many updates as its owner allows")
+    if state.drawn(context.run_id, round) is not None:  # otherwise a server could average fresh noise away
+        raise RequestRefused(f"this client has already answered in round {round} of this run")
+    if own.owner.updates is not None and state.draws() >= own.owner.updates:  # a new run starts again at round 1
+        raise RequestRefused("this client has sent as many updates as its owner allows")
     mu, agreed = message.content.config_records["config"].get("proximal-mu"), own.chain.local.proximal_mu
     if mu not in (None, agreed):
-        raise RequestRefused("the server asks for another proximal-mu than this client applies")
+        raise RequestRefused("the server asks for a different proximal-mu than this client applies")
     params, buffers = _sent(message, own)
     memory = dict(context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict())
     rows = own.draw(round)
     batch = own.owner.batch(rows)
     drawn = DrawnBatch(context.run_id, tuple(rows), digest_of(batch))
-    state.keep_drawn(round, drawn)  # whatever becomes of it, it is not computed again
+    state.keep_drawn(round, drawn)  # recorded first: this round is never computed again
     if suspicious := _suspicious(own, params, buffers, round, rows, context.run_id, state):
         state.note("withheld", run=context.run_id, round=round, cause=suspicious)
         return withheld(message)
     update = own.compute(params, buffers, batch, memory)
     reply = _reply(message, own, update, bool(buffers))  # before the audit, which uses the same model
-    with own.owner.allowing():  # an audit of the owner's own is found there
+    with own.owner.allowing():  # the audit may come from one of the owner's packages
         objection = _objection(own, params, buffers, update, reply, rows)
     if objection:
         state.note("withheld", run=context.run_id, round=round, cause=objection)
         return withheld(message)
     state.keep_drawn(round, replace(drawn, sent=True))
-    _remember(context, memory)  # of what is not sent nothing is remembered as sent
+    _remember(context, memory)  # only now: the state counts what was sent
     state.note("sent", run=context.run_id, round=round, examples=len(rows))
     return reply
 
@@ -211,7 +211,7 @@ def _suspicious(
     run: int,
     state: ClientFolder,
 ) -> str:
-    """Why the owner's guard answers nothing to weights as these; empty without one, and where it only takes note."""
+    """Why the owner's guard refuses these weights; empty without a guard, and if the guard only logs."""
     if own.owner.guard is None or own.owner.guard.inspection_policy.inspect == "off":
         return ""
 
@@ -228,7 +228,7 @@ def _suspicious(
 def _objection(
     own: DeployedClient, params: Params, buffers: Mapping[str, Tensor], update: Update, reply: Message, rows: list[int]
 ) -> str:
-    """Why the owner's guard lets nothing out; empty without one, and where it finds nothing."""
+    """Why the owner's guard withholds the update; empty without a guard, and if it has no objection."""
     limits: GuardPolicy | None = own.owner.guard
     if limits is None:
         return ""
@@ -243,9 +243,9 @@ def _objection(
 @app.query("grade")
 @_private
 def grade(message: Message, context: Context) -> Message:
-    """Score the server's reconstructions of a round against what was trained on; numbers alone leave."""
+    """Score the server's reconstructions of a round against the client's examples; only numbers leave."""
     if not _of_a_deployment(context):
-        return Message(Error(NOT_GRADED, "a simulation's server grades by itself"), reply_to=message)
+        return Message(Error(NOT_GRADED, "the server of a simulation grades by itself"), reply_to=message)
     owner = _owner(context)
     state = ClientFolder(owner.state)
     try:
@@ -266,11 +266,11 @@ def grade(message: Message, context: Context) -> Message:
 
 
 def _run_of(message: Message, context: Context) -> int:
-    """Flower's number of the run in which a round was trained: a training that is resumed is another run to Flower."""
-    told = message.content.config_records.get("grade", ConfigRecord()).get("run", str(context.run_id))
-    if not isinstance(told, str) or not told.isascii() or not told.isdecimal() or len(told) > 20:
+    """Flower's number of the run that trained a round: for Flower, resumed training is a new run."""
+    run = message.content.config_records.get("grade", ConfigRecord()).get("run", str(context.run_id))
+    if not isinstance(run, str) or not run.isascii() or not run.isdecimal() or len(run) > 20:
         raise RequestRefused("run must be a number, as text")
-    return int(told)
+    return int(run)
 
 
 def _round_of(message: Message, record: str, most: int) -> int:
@@ -281,7 +281,7 @@ def _round_of(message: Message, record: str, most: int) -> int:
 
 
 def _sent(message: Message, own: DeployedClient) -> tuple[Params, dict[str, Tensor]]:
-    """Weights and buffers, if they are exactly the model's."""
+    """Weights and buffers; RequestRefused unless they have exactly the model's names and shapes."""
     records = message.content.array_records
     params = _tensors(records.get("arrays", ArrayRecord()), detached_params(own.model))
     return params, _tensors(records["buffers"], floating_buffers(own.model)) if "buffers" in records else {}
@@ -289,7 +289,7 @@ def _sent(message: Message, own: DeployedClient) -> tuple[Params, dict[str, Tens
 
 def _tensors(record: ArrayRecord, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if record.keys() != like.keys():
-        raise RequestRefused("the server's weights or buffers are not called as the model's are")
+        raise RequestRefused("the server's weights or buffers do not have the model's names")
     tensors = {name: _tensor(name, record[name], t.shape, t.dtype) for name, t in like.items()}
     if wrong := [name for name, t in tensors.items() if not torch.isfinite(t).all()]:
         raise RequestRefused(f"the server's {wrong[0]} has entries that are not finite")
@@ -297,18 +297,18 @@ def _tensors(record: ArrayRecord, like: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _tensor(name: str, array: Array, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An array as a tensor of the expected form; what its header says is compared before memory is taken for it."""
+    """An array as a tensor of the expected shape and dtype; its header is checked before memory is allocated."""
     kind = torch.zeros((), dtype=dtype).numpy().dtype
     data = array.data
     size = math.prod(shape)
     if len(data) > size * kind.itemsize + _HEADER or array.stype != "numpy.ndarray":
-        raise RequestRefused(f"{name} is no array of shape {tuple(shape)} and dtype {kind}")
+        raise RequestRefused(f"{name} is not an array of shape {tuple(shape)} and dtype {kind}")
     try:
-        said = npy_header(data)
-    except Exception as error:  # hostile bytes raise what they like
+        header = npy_header(data)
+    except Exception as error:  # hostile bytes may raise anything
         raise RequestRefused(f"{name} cannot be decoded") from error
-    if said.shape != tuple(shape) or said.dtype != kind or len(data) != said.start + size * kind.itemsize:
-        raise RequestRefused(f"{name} is no array of shape {tuple(shape)} and dtype {kind}")
-    flat = np.frombuffer(data, kind, size, said.start)
-    array_of = flat.reshape(said.shape[::-1]).T if said.by_columns else flat.reshape(said.shape)
+    if header.shape != tuple(shape) or header.dtype != kind or len(data) != header.start + size * kind.itemsize:
+        raise RequestRefused(f"{name} is not an array of shape {tuple(shape)} and dtype {kind}")
+    flat = np.frombuffer(data, kind, size, header.start)
+    array_of = flat.reshape(header.shape[::-1]).T if header.by_columns else flat.reshape(header.shape)
     return torch.from_numpy(array_of.copy())

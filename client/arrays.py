@@ -1,4 +1,4 @@
-"""Arrays of another machine: what one says of itself is read before any memory is taken for it."""
+"""Arrays from another machine: the header is checked before memory is allocated."""
 
 import io
 import math
@@ -23,7 +23,7 @@ def npy_header(data: bytes) -> NpyHeader:
     """The header of one whole array of numbers.
 
     Raises:
-        Exception: hostile bytes raise what they like: ValueError, MemoryError, RecursionError.
+        Exception: hostile bytes may raise anything: ValueError, MemoryError, RecursionError.
     """
     file = io.BytesIO(data[:_LARGEST])
     version = np.lib.format.read_magic(file)
@@ -33,5 +33,5 @@ def npy_header(data: bytes) -> NpyHeader:
     if dtype.hasobject or min(shape, default=0) < 0:
         raise ValueError(f"expected numbers, got {dtype} of shape {shape}")
     if (claimed := math.prod(shape) * dtype.itemsize) > (following := len(data) - file.tell()):
-        raise ValueError(f"it claims {claimed} bytes of shape {shape}, and {following} follow")
+        raise ValueError(f"the header claims {claimed} bytes for shape {shape}, but {following} follow")
     return NpyHeader(shape, dtype, by_columns, file.tell())

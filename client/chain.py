@@ -1,7 +1,7 @@
 """A chain: the transforms of a client, in the order a gradient travels.
 
-The position of a transform says what it acts on: before `local_sgd` on the gradient of a local step (inside
-`per_example` on each example's gradient), after it on the finished update.
+A transform before `local_sgd` acts on the gradient of a local step (inside `per_example` on each example's gradient), one
+after it on the finished update.
 """
 
 from dataclasses import dataclass
@@ -53,29 +53,29 @@ class Chain:
 
     @property
     def visible(self) -> "Chain":
-        """The chain without the links that only drop entries: for an attacker who compares what is left.
+        """The chain without the links that only drop entries: for an attacker who compares the entries that are left.
 
-        Which entries a guess would lose says nothing of those that were seen.
+        Which entries the links would drop from a guess says nothing about those that were seen.
         """
         return Chain(tuple(link for link in self.links if not _drops(link)))
 
     @property
     def parts(self) -> int:
-        """Clients in the update, where it matters which of them has which examples; else 1."""
+        """Clients in the update, where it matters which client holds which examples; otherwise 1."""
         return next((link.members for link in self.links if isinstance(link, GroupMean) and not link.together), 1)
 
     def slice_of(self, batch_size: int) -> int:
-        """Examples that one local step of one client takes, of the so many behind an update."""
+        """Examples in one local step of one client, where batch_size examples are behind an update."""
         own = batch_size // self.parts
         return min(self.local.batch_size or own, own)
 
     @property
     def hidden(self) -> frozenset[str]:
-        """Parameters whose updates one of the links hides, whatever the others make of them."""
+        """Parameters whose updates one of the links hides."""
         return frozenset().union(*map(_hidden, self.links))
 
-    def remembering(self, memory: TransformState) -> "Chain":
-        """The chain of a client that has been here before: its links with memory read it from there and leave it there."""
+    def with_state(self, memory: TransformState) -> "Chain":
+        """The same chain with its stateful links bound to a client's state, which they read and update."""
         return Chain(
             tuple(
                 link.bound(memory, f"{i}.") if isinstance(link, StatefulTransform) else link
@@ -87,21 +87,21 @@ class Chain:
         """Refuse an order of links that makes no sense.
 
         Raises:
-            ValueError: in a sentence that says which link belongs where.
+            ValueError: the message says which link belongs where.
         """
         local = self.links.index(self.local)
         for i, link in enumerate(self.links):
             if not is_per_example(link):
                 continue
             if isinstance(link, per_example) and is_per_example(link.inner):
-                raise ValueError(f"{_named(link, i)} takes examples one by one already: leave each = true out")
+                raise ValueError(f"{_named(link, i)} already takes examples one by one: remove each = true")
             if i > local:
                 raise ValueError(f"{_named(link, i)} takes examples one by one, so it belongs before local_sgd")
             for j, nearer in enumerate(self.links[:i]):
                 if isinstance(nearer, UpdateTransform | BatchTransform) and not is_identity(nearer):
                     raise ValueError(
-                        f"{_named(link, i)} takes examples one by one, {_named(nearer, j)}, nearer the gradient, all of them "
-                        "together: put it behind, or let it take them one by one, too (each = true)"
+                        f"{_named(link, i)} takes examples one by one, but {_named(nearer, j)} before it takes them "
+                        "together: move it behind, or give it each = true as well"
                     )
 
     @property
@@ -130,12 +130,13 @@ def _hidden(link: Transform) -> frozenset[str]:
 
 
 def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rng: Generator | None) -> Batch | None:
-    """A batch as a client's chain makes it before it trains; None where it leaves the examples as they are.
+    """The examples that a client trains on, after its chain's batch transforms; None where it has none.
 
-    Where they are made anew in each local step: as the first steps saw them, until each example was seen once.
+    Where each local step transforms them anew: those of the first steps, until each example was seen once.
 
     Args:
-        compute: the gradient at the chain's inner end; rng: the client's.
+        compute: the gradient that the chain wraps.
+        rng: the client's.
     """
     first = next((i for i, link in enumerate(chain.links) if isinstance(link, BatchTransform)), None)
     if first is None:
@@ -149,7 +150,7 @@ def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rn
 
         return noted
 
-    # not at the gradient: there the examples may come one by one, inside vmap
+    # recorded here and not at the gradient, where vmap may pass the examples one by one
     Chain((*chain.links[:first], watched, *chain.links[first:]))(compute)(params, batch, rng)
     count = len(batch.x) // len(batches[0].x)
     assert len(batches[0].x) * count == len(batch.x)

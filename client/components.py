@@ -1,8 +1,8 @@
 """A component is a table with `use` (its name) and its arguments: find it, check it, build it.
 
-Errors speak to the author of the table: they name the place, the value and what is allowed. A name is a short one of the
-registry, or module:name in a package that whoever runs this process has allowed. What is allowed stands in the environment,
-so that child processes (Flower's, Ray's, the attack service) keep to the same list.
+Errors are written for the author of the table: they name the place, the value and what is allowed. A name is a short name of
+the registry, or module:name in a package that the user of this process has allowed. The environment holds what is allowed,
+so child processes (Flower's, Ray's, the attack service) keep to the same list.
 """
 
 import inspect
@@ -41,10 +41,10 @@ class ComponentKind:
         noun: for messages, e.g. "a defense".
         groups: of the registry, e.g. "fedgauge.links".
         type: a class counts if it derives from this type, a function if its return annotation says it returns one.
-        annotated: whether that is asked of a function in a user's package, too; else what it returns is
-            looked at when it was called.
+        annotated: whether a function in a user's package needs that annotation too; otherwise `build` checks what it
+            returned.
         outside: types that count for a class or function in such a package; default: this type.
-        narrow: the groups hold other components as well, which the type tells apart.
+        narrow: the groups hold other components as well; the type tells them apart.
     """
 
     noun: str
@@ -62,8 +62,8 @@ class ComponentKind:
         return inspect.isclass(returned) and issubclass(returned, self.type)
 
     def admits_outside(self, target: Any, packages: tuple[str, ...]) -> bool:
-        """Whether an object of a user's packages is, or may turn out to be, a component of this kind."""
-        # what a package has only imported (mine:os.system) was written elsewhere
+        """Whether an object of a user's packages is, or may build, a component of this kind."""
+        # a package may have imported the object only: mine:os.system
         if not is_in(str(getattr(target, "__module__", "")), packages) or inspect.isabstract(target):
             return False
         if inspect.isclass(target):
@@ -86,7 +86,7 @@ class ComponentKind:
 
     def _holds(self, entry: Entry) -> bool:
         if not entry.own:
-            return True  # looked at when it is named
+            return True  # checked when it is named
         return self.admits(pkgutil.resolve_name(entry.value))
 
 
@@ -98,11 +98,11 @@ def allow(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = T
 
     Args:
         names: as Python imports them: "mynets", "mynets.small".
-        folders: where they are looked for, after Python's own path.
+        folders: where Python looks for them, after its own path.
         plug_ins: whether components that other installed packages register may be named although they are not listed here.
 
     Raises:
-        SpecError: one is no package's name, or is fedgauge's own.
+        SpecError: a name is not a package's name, or is fedgauge's own.
     """
     names = list(dict.fromkeys(names))
     for name in names:
@@ -114,7 +114,7 @@ def allow(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = T
 
 @contextmanager
 def allowing(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = True) -> Iterator[None]:
-    """`allow` for as long as this lasts: a client's owner lets these packages be loaded, whatever else was allowed before."""
+    """`allow` inside this context only: a client's owner allows these packages, whatever was allowed before."""
     before, path = {key: os.environ.get(key) for key in (ALLOW, ALLOW_PATH, PLUG_INS)}, list(sys.path)
     try:
         allow(names, folders, plug_ins)
@@ -137,21 +137,21 @@ def _check_package(name: str) -> None:
 
 
 def _importable() -> None:
-    """Put the folders of allowed packages on Python's path: behind everything else, so that they take no name away."""
+    """Put the folders of allowed packages at the end of Python's path, so that they hide no other package."""
     for folder in os.environ.get(ALLOW_PATH, "").split(os.pathsep):
         if folder and folder not in sys.path:
             sys.path.append(folder)
 
 
 def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> dict[str, Any]:
-    """The same table with its arguments that are paths absolute; relative ones start from base.
+    """The same table with absolute paths; relative ones start from base.
 
-    A table is read again in other folders: by Flower's processes, and with its run.
+    Flower's processes, and whoever opens the run later, read the table from other folders.
     """
     try:
         target = resolve(table, "", kind)
         hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except (SpecError, NameError):  # reported in its place, where the component is built
+    except (SpecError, NameError):  # `build` reports it
         return dict(table)
     paths = {name for name, hint in hints.items() if hint is Path or Path in typing.get_args(hint)}
     return {k: str(base.absolute() / v) if k in paths and isinstance(v, str) else v for k, v in table.items()}
@@ -167,12 +167,12 @@ def build(
 
     Args:
         where: the table's place, for messages, e.g. "[[chain]] #1".
-        offered: values that a component receives if it asks for them by a parameter without default, e.g. model, shape.
-        beside: keys that may stand in the same table and are not the component's; for messages.
+        offered: values for parameters without a default, by name, e.g. model, shape.
+        beside: other keys that the same table may have; for messages.
 
     Raises:
-        SpecError: an unknown name, an unknown or missing argument, a wrong type, a value the component refuses; one of a
-            user's own that gives something else than it should.
+        SpecError: an unknown name, an unknown or missing argument, a wrong type, a value that the component refuses, or a
+            user's component that returns something else than it should.
     """
     target = resolve(table, where, kind)
     arguments = {k: v for k, v in table.items() if k != "use"}
@@ -185,15 +185,13 @@ def build(
 
 
 def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
-    """Call with checked arguments; a refusal by the target names the table, a user's own failure its line, too."""
+    """Call with checked arguments; an error of the target names the table, an error of a user's code its line, too."""
     try:
         return target(**arguments)
     except Exception as error:
-        if is_in(str(getattr(target, "__module__", "")), _users()):  # which raises what it likes
+        if is_in(str(getattr(target, "__module__", "")), _users()):  # it may raise anything
             raise SpecError(f"{where}: {_raised(error)}") from error
-        if isinstance(
-            error, ValueError | RuntimeError | FileNotFoundError
-        ):  # RuntimeError: torch, of what memory cannot hold
+        if isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
             raise SpecError(f"{where}: {error}") from error
         raise
 
@@ -204,7 +202,7 @@ def _users() -> tuple[str, ...]:
 
 
 def _raised(error: Exception) -> str:
-    """An exception with its type, and where in a user's package it came from."""
+    """An exception with its type, and the line of a user's package that raised it."""
     users = _users()
     own = [
         f"{frame.f_code.co_filename}, line {line}"
@@ -224,7 +222,7 @@ def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]
 
 
 def package_of(table: Table, kind: ComponentKind) -> str:
-    """The top-level package that holds the component a table names; "" where nothing does."""
+    """The top-level package of the component that a table names; "" where there is none."""
     name = str(table.get("use", ""))
     modules = [name.partition(":")[0]] if ":" in name else [e.module for e in kind.entries() if e.name == name]
     return modules[0].split(".")[0] if modules else ""
@@ -238,16 +236,18 @@ def is_own(table: Table, kind: ComponentKind) -> bool:
 def _registered(name: str, where: str, kind: ComponentKind) -> Callable[..., Any]:
     """The component of a short name."""
     found = [entry for entry in kind.entries() if entry.name == name]
-    own = [entry for entry in found if entry.own]  # nobody takes a name from fedgauge
+    own = [entry for entry in found if entry.own]  # no plug-in replaces fedgauge's own
     if not found:
-        raise SpecError(f"{where}: {_meant(name, kind)}nothing is called {name!r}; {_choices(kind)}")
+        # not whether such a plug-in is installed: a server may have asked
+        hint = '; of plug-ins, those of packages in the list allow = ["package"]' if registry.restricted() else ""
+        raise SpecError(f"{where}: nothing is called {name!r}; {_meant(name, kind)}{_choices(kind)}{hint}")
     if not own and len(found) > 1:
         packages = " and ".join(sorted(entry.package for entry in found))
         raise SpecError(f"{where}: {name!r} is registered by {packages}: uninstall all but one of them")
     entry = (own or found)[0]
     try:
         target = pkgutil.resolve_name(entry.value)
-    except Exception as error:  # a plug-in may raise anything while it is imported
+    except Exception as error:  # importing a plug-in may raise anything
         if entry.own:
             raise
         raise SpecError(f"{where}: {name!r} cannot be imported from {entry.package}: {_raised(error)}") from error
@@ -257,7 +257,7 @@ def _registered(name: str, where: str, kind: ComponentKind) -> Callable[..., Any
 
 
 def _of_package(name: str, where: str, kind: ComponentKind) -> Callable[..., Any]:
-    """The object that module:name is, in a package that is allowed."""
+    """The object that module:name names, in an allowed package."""
     module = name.split(":")[0]
     if name.count(":") != 1:
         raise SpecError(f'{where}: use is a short name, or "module:name" of a package that is allowed, got {name!r}')
@@ -278,13 +278,13 @@ def _choices(kind: ComponentKind) -> str:
 
 
 def _meant(name: str, kind: ComponentKind) -> str:
-    """The short name that is nearly this one."""
-    near = get_close_matches(name.rpartition(":")[2], kind.names(), 1, 0.8)
+    """The short name that is nearest to this one."""
+    near = get_close_matches(name.rpartition(":")[2], kind.names(), 1, 0.7)
     return f"did you mean {near[0]!r}? " if near and near[0] != name else ""
 
 
 def _replaced(name: str, kind: ComponentKind) -> str:
-    """What says today what an old, dotted name of fedgauge's own said; nothing where there is no such component."""
+    """The short name of a component by its old, dotted name; empty where there is none."""
     module, _, last = name.partition(":")
     short = f"{last}_text" if ".text." in module and f"{last}_text" in kind.names() else last
     if module.split(".")[0] not in (*_FORMER, OWN) or short not in kind.names():
@@ -297,14 +297,14 @@ def _forbidden(name: str, kind: ComponentKind) -> str:
     permission = ""
     if package.isidentifier() and package != OWN:
         permission = (
-            f". To load code of your own from there, say --allow {package} on the command line, or {ALLOW}={package} "
+            f". To load your own code from there, use --allow {package} on the command line, or set {ALLOW}={package} "
             f'(a client\'s owner: allow = ["{package}"] in the file of the client)'
         )
     return f"use = {name!r} is not allowed here; {_meant(name, kind)}{_choices(kind)}{permission}"
 
 
 def _found(module: str, error: Exception) -> str:
-    """Why a name of a user's package was not found: where that package was read, or where it was looked for."""
+    """Why a user's package has no such name: where that package was read from, or where Python looked for it."""
     read = getattr(sys.modules.get(module), "__file__", None)
     folders = os.environ.get(ALLOW_PATH, "") or "Python's own path"
     return f" ({error}; {f'{module} was read from {read}' if read else f'looked for in {folders}'})"
@@ -327,11 +327,11 @@ def check_arguments(
     offered: Mapping[str, Any] | None = None,
     beside: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Arguments checked against a callable's signature and hints, completed by what is offered."""
+    """Arguments checked against a callable's signature and type hints, and completed from what is offered."""
     offered = offered or {}
     label = target.__name__
     parameters = {name: p for name, p in inspect.signature(target).parameters.items() if p.kind is not p.VAR_KEYWORD}
-    # what has a default is an argument of the component's own, whatever it is called
+    # a parameter with a default is the component's own argument, even if something of its name is offered
     given = {name for name, p in parameters.items() if name in offered and p.default is p.empty}
     allowed = [name for name in parameters if name not in given]
     for name in arguments:
@@ -351,7 +351,7 @@ def check_arguments(
 
 
 def coerce(value: Any, hint: Any, where: str) -> Any:
-    """The value as its hint wants it (an int for a float, a list for a tuple); SpecError where it does not fit."""
+    """The value as its type hint wants it (a float from an int, a tuple from a list); SpecError where it does not fit."""
     if hint is Any or hint is inspect.Parameter.empty:
         return value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)

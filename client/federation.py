@@ -1,4 +1,4 @@
-"""A federation: a protocol with its data loaded, its model made and its chain composed."""
+"""A federation: a protocol with its data loaded, its model built and its chain composed."""
 
 import inspect
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """A protocol, built: data loaded and split, the model made, the chain composed."""
+    """A protocol with its data loaded and split, its model built, and its chain composed."""
 
     protocol: Protocol
 
@@ -64,7 +64,7 @@ class Federation:
     def model(self) -> nn.Module:
         """The network with its defenses and initial weights, in eval mode unless [model] mode says train.
 
-        They are drawn from the seed; where the table names weights, they are that file's.
+        The weights come from the file that the table names, otherwise from the seed.
         """
         table = dict(self.protocol.model)
         mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
@@ -85,7 +85,7 @@ class Federation:
             kind = "predicts each next token" if of_tokens else "has one label an example"
             other = "next_token" if of_tokens else "cross_entropy"
             raise SpecError(
-                f'[loss]: {self.protocol.loss["use"]} does not fit [data], which {kind}: use = "{other}" does'
+                f'[loss]: {self.protocol.loss["use"]} does not fit [data], which {kind}: set use = "{other}"'
             )
         return loss
 
@@ -107,14 +107,15 @@ class Federation:
             offered["batch_size"] = self._batch_size_at(i)
             link = build(arguments, where, TRANSFORM, offered, beside=("each",))
             if each and isinstance(link, BatchTransform | StatefulTransform):
-                raise SpecError(f"{where}: each = true acts on each example's gradient, which {table['use']} does not")
+                raise SpecError(f"{where}: each = true acts on each example's gradient, but {table['use']} does not act on gradients")
             if isinstance(link, StatefulTransform) and not any(_is_local(t) for t in self.protocol.chain[:i]):
-                raise SpecError(f"{where}: {table['use']} remembers finished updates, so it belongs after local_sgd")
+                raise SpecError(f"{where}: {table['use']} keeps a state of finished updates, so it belongs after local_sgd")
             if each and any(_is_local(t) for t in self.protocol.chain[:i]):
                 raise SpecError(f"{where}: each = true acts per example, so it belongs before local_sgd")
             if self.protocol.secure_sum and isinstance(link, StatefulTransform) and link.initial({"": torch.zeros(())}):
                 raise SpecError(
-                    f"{where}: {table['use']} remembers, and no replay of a [secure_sum] knows every memory in it"
+                    f"{where}: {table['use']} keeps a state, and the replay of a [secure_sum] cannot know every client's state: "
+                    "remove one of the two"
                 )
             links.append(per_example(link) if each else link)
         composed = Chain(tuple(links))
@@ -133,11 +134,11 @@ class Federation:
         return composed
 
     def _batch_size_at(self, place: int) -> int:
-        """Examples that a link (from 1 on) has before it: a local step's, behind local_sgd the round's."""
+        """Number of examples at a link (counted from 1): those of a local step, behind local_sgd those of the round."""
         step = next((t.get("batch_size") for t in self.protocol.chain[place:] if _is_local(t)), None)
         return (
             step if isinstance(step, int) and step > 0 else self.shards.batch_size
-        )  # any other is refused in its place
+        )  # local_sgd refuses any other value
 
     def _refuse_batch_statistics(self, composed: Chain) -> None:
         if not any(map(is_per_example, composed.links)):
@@ -145,12 +146,12 @@ class Federation:
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                 raise SpecError(
-                    f"[[chain]] acts per example, which layer {name!r} (BatchNorm in train mode) makes impossible: "
+                    f"[[chain]] acts per example, and layer {name!r} (BatchNorm in train mode) mixes examples: "
                     'set [model] mode = "eval" or norm = "group"'
                 )
 
     def _try_on_examples(self, composed: Chain) -> None:
-        """Refuse a link that cannot change such examples as these, or makes labels of them that the loss does not take."""
+        """Refuse a link that cannot transform these examples, or whose labels the loss does not take."""
         shards, rng = self.shards, generator("links of examples")
         soft = takes_probabilities(self.loss, shards.dataset.classes)
         for i, link in enumerate(composed.links, 1):
@@ -160,22 +161,22 @@ class Federation:
             changed: Batch = call(link.transform, {"batch": examples, "rng": rng}, f"[[chain]] #{i}")
             if changed.y.is_floating_point() and not soft:
                 raise SpecError(
-                    f"[loss]: {self.protocol.loss['use']} takes whole labels only, and [[chain]] #{i} makes probabilities of "
-                    "them: leave one of the two out, or let the loss take labels (B, classes)"
+                    f"[loss]: {self.protocol.loss['use']} takes integer labels only, but [[chain]] #{i} turns them into "
+                    "probabilities: remove one of the two, or use a loss that takes labels (B, classes)"
                 )
 
     @cached_property
     def gradient(self) -> UpdateFn:
-        """The undefended gradient of the loss, as an attacker computes it: it leaves the buffers alone."""
+        """The undefended gradient of the loss, as an attacker computes it: buffers are not updated."""
         return gradient(self.model, self.loss, normalise=self.shards.dataset.normalise)
 
     def update_fn(self, memory: TransformState | None = None) -> UpdateFn:
-        """The whole client; BatchNorm in train mode moves the model's running statistics.
+        """The whole client; BatchNorm in train mode updates the model's running statistics.
 
         Args:
-            memory: of a client that was here before, read and written; None: as in its first round.
+            memory: the client's state from earlier rounds, which is updated; None: as in its first round.
         """
-        chain = self.chain.remembering({} if memory is None else memory)
+        chain = self.chain.with_state({} if memory is None else memory)
         return chain(gradient(self.model, self.loss, normalise=self.shards.dataset.normalise, track=True))
 
     def initial(self) -> tuple[Params, dict[str, Tensor]]:
@@ -183,11 +184,11 @@ class Federation:
         return detached_params(self.model), floating_buffers(self.model)
 
     def as_seen(self, chain: Chain, members: int) -> Chain:
-        """A client's chain as the server sees its outcome: the mean of so many clients' updates."""
+        """A chain whose update is what the server sees: the mean of this many clients' updates."""
         return chain if members == 1 else Chain((*chain.links, GroupMean(members, self._is_one_client(chain))))
 
     def _is_one_client(self, chain: Chain) -> bool:
-        """Whether the noise-free mean of several clients' updates is what one would make of all their examples."""
+        """Whether the noise-free mean of several clients' updates equals one client's update on all their examples."""
         others = [noise_free(link) for link in chain.links if link is not chain.local]
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         one_step = chain.local.steps == 1 and chain.local.batch_size in (None, self.shards.batch_size)
@@ -197,10 +198,10 @@ class Federation:
     def client_update(
         self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int, compute: UpdateFn | None = None
     ) -> Update:
-        """What the server sees of a client in a round: its update, or under [secure_sum] the mean of its group's.
+        """What the server sees of a client in a round: its update, or with [secure_sum] the mean of its group's.
 
         Args:
-            compute: another client function than the protocol's, on the same examples and randomness.
+            compute: a client function to use instead of the protocol's, on the same examples and randomness.
         """
         members = self.protocol.members(client, round)
         updates = [self.own_update(params, buffers, m, round, compute=compute) for m in members]
@@ -215,18 +216,18 @@ class Federation:
         memory: TransformState | None = None,
         compute: UpdateFn | None = None,
     ) -> Update:
-        """What a client computes in a round, with the simulation's own randomness: the truth of a simulation.
+        """What a client computes in a round, with the simulation's randomness.
 
         Args:
-            memory: what it kept from its rounds before, brought up to date; None: this is its first.
-            compute: in the place of `update_fn(memory)`.
+            memory: its state from earlier rounds, which is updated; None: this is its first round.
+            compute: used instead of `update_fn(memory)`.
         """
         self.load_buffers(buffers)
         rng = generator(self.protocol.seed, "client", client, round)
         return (compute or self.update_fn(memory))(params, self.shards.batch_at(client, round), rng)
 
     def trained_on(self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int) -> Batch | None:
-        """`batch_at` as the chain makes it before it trains; None where it leaves the examples as they are."""
+        """`batch_at` after the chain's batch transforms; None if it has none."""
         if not any(isinstance(link, BatchTransform) for link in self.chain.links):
             return None
         self.load_buffers(buffers)
@@ -243,11 +244,11 @@ class Federation:
         return concatenate([batch for batch in found if batch is not None])
 
     def batch_at(self, client: int, round: int) -> Batch:
-        """The private examples in what the server sees of a client in a round, one client's after the other's."""
+        """The private examples behind what the server sees of a client in a round, one client's after the other's."""
         return concatenate([self.shards.batch_at(member, round) for member in self.protocol.members(client, round)])
 
     def rows_at(self, client: int, round: int) -> Tensor:
-        """Which training images they are."""
+        """The rows of these examples among the training images."""
         return torch.cat([self.shards.rows_at(member, round) for member in self.protocol.members(client, round)])
 
     def load_buffers(self, buffers: Mapping[str, Tensor]) -> None:
@@ -257,7 +258,7 @@ class Federation:
             own[name].copy_(value)
 
     def check(self) -> "Federation":
-        """Build every part, so that a mistake is told before anything starts."""
+        """Build every part, so that mistakes are reported before anything starts."""
         _ = self.shards, self.model, self.loss, self.chain
         return self
 

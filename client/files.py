@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, for their owner only."""
+"""Files that are written completely or not at all, readable by their owner only."""
 
 import os
 import tempfile
@@ -10,10 +10,10 @@ from typing import IO
 
 @contextmanager
 def replacing(path: Path, durable: bool = False) -> Iterator[IO[bytes]]:
-    """A file to write that takes path's place at the end: a reader or a crash sees the old file or the whole new one.
+    """A file to write that replaces path at the end: a reader, or a crash, sees the old file or the complete new one.
 
     Args:
-        durable: after a power cut, too, the new one is there once this has returned.
+        durable: once this has returned, the new file survives a power cut.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as scratch:
@@ -25,13 +25,13 @@ def replacing(path: Path, durable: bool = False) -> Iterator[IO[bytes]]:
             os.replace(scratch.name, path)
             if durable:
                 _sync_folder(path.parent)
-        except BaseException:  # a full disk, say: what was written may be private
+        except BaseException:  # e.g. a full disk; what was written may be private
             os.unlink(scratch.name)
             raise
 
 
 def _sync_folder(folder: Path) -> None:
-    """Its names: that a file has taken another's place is written in it, and in no file."""
+    """Sync the folder itself, which records that a file replaced another."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)

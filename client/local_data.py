@@ -1,4 +1,4 @@
-"""Where data lies on this machine: the folder of local data, and the cache of what was decoded or downloaded."""
+"""Local data: the folder that holds it, and the cache of decoded and downloaded data."""
 
 import os
 import warnings
@@ -10,19 +10,19 @@ import numpy as np
 
 from fedgauge.client.files import replacing
 
-may_download = ContextVar("may_download", default=True)  # whoever only shows a run asks no network
+may_download = ContextVar("may_download", default=True)  # False while a run is only displayed
 
 
 def data_folder() -> Path | None:
     """The folder of local data: FEDGAUGE_DATA, else shared/data beside the project, else None.
 
     Raises:
-        FileNotFoundError: FEDGAUGE_DATA names what is no folder.
+        FileNotFoundError: FEDGAUGE_DATA does not name a folder.
     """
     named = os.environ.get("FEDGAUGE_DATA")
     folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
     if named and not folder.is_dir():
-        raise FileNotFoundError(f"FEDGAUGE_DATA names {named}, which is no folder: correct it, or unset it")
+        raise FileNotFoundError(f"FEDGAUGE_DATA names {named}, which is not a folder: correct it, or unset it")
     return folder if folder.is_dir() else None
 
 
@@ -32,7 +32,7 @@ def cache_folder() -> Path:
 
 
 def cached(name: str, make: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:
-    """Arrays from the cache folder, made and kept on first use; a damaged entry is made again."""
+    """Arrays from the cache folder, computed and stored on first use; a damaged entry is computed again."""
     path = cache_folder() / f"{name}.npz"
     if path.exists():
         try:

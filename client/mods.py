@@ -1,4 +1,4 @@
-"""Mount an update-level defense as an ordinary Flower mod, in anybody's ClientApp."""
+"""An update-level defense as an ordinary Flower mod, for any ClientApp."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,15 +17,15 @@ Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Messag
 def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     """A mod that defends the weights a ClientApp replies with: theta + transform(weights - theta).
 
-    Attach it to training, `@app.train(mods=[as_mod(clip(1.0)), as_mod(gaussian(1e-3))])`; the last one listed is the
-    nearest to the training. It wants one ArrayRecord in the message and one, with the same names, in the reply.
+    Attach it to training, `@app.train(mods=[as_mod(clip(1.0)), as_mod(gaussian(1e-3))])`; the last one in the
+    list is nearest to the training. It expects one ArrayRecord in the message, and one with the same names in the reply.
 
     Args:
         transform: a defense of the finished update (an UpdateTransform, or a chain of them): a mod has no examples.
-        rng: of the defense's randomness; default: the operating system's entropy, the client's own secret.
+        rng: source of the defense's randomness; default: the operating system's entropy, which is the client's secret.
 
     Raises:
-        ValueError: the transform is none of the finished update, or, in the mod, the reply's arrays do not match the
+        ValueError: the transform does not act on the finished update, or, in the mod, the reply's arrays do not match the
             message's.
     """
     defenses = list(_defenses(transform))
@@ -40,7 +40,7 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
         key, record = _only_arrays(reply)
         weights = record.to_torch_state_dict()
         if wrong := [k for k in sorted(sent.keys() | weights.keys()) if _form(sent.get(k)) != _form(weights.get(k))]:
-            raise ValueError(f"the reply's arrays are not those of the message: {', '.join(wrong)} differ")
+            raise ValueError(f"the reply's arrays do not match the message's: {', '.join(wrong)} differ")
         update = {k: t - sent[k] for k, t in weights.items() if torch.is_floating_point(t)}
         for defense in defenses:
             update = defense.apply(update, rng)
@@ -58,16 +58,16 @@ def _defenses(transform: Transform) -> Iterator[UpdateTransform]:
     elif isinstance(transform, UpdateTransform):
         yield transform
     else:
-        raise ValueError(f"a mod acts on the finished update; {transform} needs the examples or trains")
+        raise ValueError(f"a mod acts on the finished update, but {transform} needs the examples or trains")
 
 
 def _form(tensor: Tensor | None) -> tuple[torch.Size, bool] | None:
-    """What must agree; the precision may differ, as stock FedAdam sends float64 for which a model trains in float32."""
+    """What must agree; the precision may differ: stock FedAdam sends float64 to models that train in float32."""
     return None if tensor is None else (tensor.shape, torch.is_floating_point(tensor))
 
 
 def _only_arrays(message: Message) -> tuple[str, ArrayRecord]:
     records = dict(message.content.array_records)
     if len(records) != 1:
-        raise ValueError(f"as_mod wants exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")
+        raise ValueError(f"as_mod expects exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")
     return next(iter(records.items()))

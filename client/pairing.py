@@ -1,15 +1,17 @@
-"""How far a guess is from the truth, as both who attacks in a simulation and a client that grades by itself must say it."""
+"""PSNR and pairing, shared by the simulator's grader and by clients that grade at home."""
 
 import torch
 from torch import Tensor
 
-PSNR_CAP = 60.0  # an exact hit has no finite PSNR: means and clients' answers cap it here, a ledger keeps the raw value
+PSNR_CAP = (
+    60.0  # an exact hit has infinite PSNR: means and clients' answers are capped here, a ledger keeps the raw value
+)
 
 
 def match(truth: Tensor, guess: Tensor) -> Tensor:
     """Order (B,) that pairs guess[order[i]] with truth[i], one to one, at the least total squared error (Hungarian).
 
-    As many exact hits as there are come first: where other guesses are far off, the least total may part them.
+    Exact hits are always paired: where other guesses are far off, the least total alone could separate them.
     """
     from scipy.optimize import linear_sum_assignment
 

@@ -1,4 +1,4 @@
-"""The protocol: what every party of the federation knows."""
+"""The protocol: the part of a scenario that every party of the federation knows."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -25,7 +25,7 @@ class Stragglers:
 def check_threshold(group: int, least: int) -> None:
     """Refuse a group of fewer than two, and a threshold of half of it or less.
 
-    Two halves that were told different stories would hand out both secrets of one client.
+    A server that tells two halves different stories would get both secrets of one client.
     """
     if group < 2:
         raise ValueError(f"group must be at least 2, got {group}")
@@ -35,12 +35,12 @@ def check_threshold(group: int, least: int) -> None:
 
 @dataclass(frozen=True)
 class SecureSumOptions:
-    """An ideal secure sum, as it is simulated: the server is shown the mean of each group's updates, and of no fewer.
+    """A simulated, ideal secure sum: the server sees only the mean of each group's updates.
 
     Args:
-        group: clients in a sum; it divides the federation's.
-        threshold: the fewest that make one, more than half of the group, as the real protocol needs; default: all.
-        drawn: each round's groups are drawn from the seed; else they are of consecutive clients, the same in every round.
+        group: clients in a sum; it divides the number of clients.
+        threshold: the fewest clients in a sum, more than half of the group, as the real protocol needs; default: all.
+        drawn: whether the seed draws new groups each round; otherwise groups are consecutive clients, the same in every round.
     """
 
     group: int
@@ -61,14 +61,14 @@ class Protocol:
     """The public part of a scenario; clients get this and nothing else.
 
     Args:
-        seed: of everything that is random in a simulation.
-        clients, rounds: how many.
+        seed: of all randomness in a simulation.
+        clients, rounds: their numbers.
         data, model, chain: component tables; a chain table may say each = true (per example), the model's table
-            weights = "a.safetensors": what the federation starts from, relative to the current folder.
-        stragglers: who misses rounds.
-        secure_sum: whose updates the server sees only together; None: it sees each.
+            weights = "a.safetensors": the initial weights, a path relative to the current folder.
+        stragglers: which clients miss rounds.
+        secure_sum: which updates the server sees only as a sum; None: it sees each.
         loss: component table of what clients minimise.
-        guard: what every client does about the weights that it is sent.
+        guard: what every client does about the weights that the server sends.
     """
 
     seed: int
@@ -111,8 +111,8 @@ class Protocol:
     def to_json(self) -> str:
         """One line of JSON, the form in which Flower's run-config carries it to every client.
 
-        Without [model] weights: a path means nothing on another machine, nor should a server make a client read a file.
-        Clients and attack workers get the very weights and buffers with each round.
+        Without [model] weights: a path means nothing on another machine, and a server must not make a client read a file.
+        Clients and attack workers get the weights and buffers themselves with each round.
         """
         model = {key: value for key, value in self.model.items() if key != "weights"}
         tables = dict(seed=self.seed, rounds=self.rounds, clients=self.clients, data=self.data, model=model)
@@ -128,14 +128,14 @@ class Protocol:
         return draw < self.stragglers.probability
 
     def groups(self, round: int) -> list[tuple[int, ...]]:
-        """All clients, by whose updates the server sees only together; each alone without [secure_sum]."""
+        """All clients, in groups whose updates the server sees only as a sum; groups of one without [secure_sum]."""
         order, size = list(range(self.clients)), self.secure_sum.group if self.secure_sum else 1
         if self.secure_sum and self.secure_sum.drawn:
             order = torch.randperm(self.clients, generator=generator(self.seed, "groups", round)).tolist()
         return sorted(tuple(sorted(order[i : i + size])) for i in range(0, self.clients, size))
 
     def members(self, client: int, round: int) -> tuple[int, ...]:
-        """Whose updates are in what the server sees of a client: those of its group that do not miss the round."""
+        """The clients whose updates the server sees together with this one's: those of its group that do not miss the round."""
         if self.secure_sum is None:
             return (client,)
         (group,) = (group for group in self.groups(round) if client in group)

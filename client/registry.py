@@ -1,7 +1,7 @@
 """The registry: which components there are, by kind and short name.
 
-A package adds components through entry points: one group for each kind, such as `fedgauge.attacks`. fedgauge's own stand in
-its pyproject.toml, in the same groups as everybody's.
+A package adds components through entry points: one group for each kind, such as `fedgauge.attacks`. fedgauge registers its
+own in the same groups, in pyproject.toml.
 """
 
 import os
@@ -11,7 +11,7 @@ from importlib import metadata
 
 OWN = "fedgauge"  # our distribution and import name
 ALLOW = "FEDGAUGE_ALLOW"  # packages, with commas between, whose modules may be named as module:name
-PLUG_INS = "FEDGAUGE_PLUG_INS"  # "allowed": of other packages' entry points only those of allowed packages count
+PLUG_INS = "FEDGAUGE_PLUG_INS"  # "allowed": other packages' entry points count only if the package is allowed
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Entry:
 
     @property
     def own(self) -> bool:
-        """Whether fedgauge itself brings it."""
+        """Whether it is fedgauge's own."""
         return self.package == OWN
 
 
@@ -44,16 +44,20 @@ def is_in(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == p or module.startswith(p + ".") for p in packages)
 
 
+def restricted() -> bool:
+    """Whether other packages' components count only if the package is allowed."""
+    return os.environ.get(PLUG_INS) == "allowed"
+
+
 def entries(group: str) -> list[Entry]:
     """The components of a group that may be used in this process, by name; fedgauge's own first."""
-    restricted = os.environ.get(PLUG_INS) == "allowed"
-    return [e for e in _installed(group) if e.own or not restricted or is_in(e.module, allowed())]
+    return [e for e in _installed(group) if e.own or not restricted() or is_in(e.module, allowed())]
 
 
 @cache
 def _installed(group: str) -> tuple[Entry, ...]:
-    # the same package may be seen twice on Python's path: a set keeps one
-    found = {Entry(e.name, group, e.value, e.dist.name if e.dist else "?") for e in metadata.entry_points(group=group)}
+    # Python's path may show the same package twice: a set keeps one
+    found = {Entry(e.name, group, e.value, (e.dist and e.dist.name) or "?") for e in metadata.entry_points(group=group)}
     return tuple(sorted(found, key=lambda e: (not e.own, e.name, e.package)))
 
 

@@ -18,21 +18,21 @@ def seed_of(*parts: str | int) -> int:
 
 
 def generator(*parts: str | int) -> Generator:
-    """A CPU generator of its own for one purpose, e.g. `generator(seed, "batch", client, round)`."""
+    """A separate CPU generator for one purpose, e.g. `generator(seed, "batch", client, round)`."""
     return torch.Generator().manual_seed(seed_of(*parts))
 
 
 def secret_generator() -> Generator:
     """A generator whose whole state is the operating system's entropy.
 
-    Of a seed torch's CPU generator takes 32 bits only: a server that knows one entry of the noise could try them all.
+    From a seed, torch's CPU generator takes 32 bits only: a server that knows one entry of the noise could try all seeds.
     """
     generator = Generator().manual_seed(1)
     state = bytearray(generator.get_state().numpy().tobytes())
     # MT19937 as torch keeps it: seed, words left, whether seeded, next word; then 624 words of 32 bits in 64 each
     if len(state) != 5056 or struct.unpack_from("<QIIQQ", state) != (1, 1, 1, 0, 1):
         raise RuntimeError(
-            "this torch keeps its generator's state in a form that is not known: no secret noise is drawn"
+            "this version of torch keeps its generator's state in an unknown form, so no secret noise can be drawn"
         )
     words = struct.unpack("<624I", secrets.token_bytes(4 * 624))
     struct.pack_into("<624Q", state, 24, *words)

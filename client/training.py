@@ -15,13 +15,13 @@ from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
 
 
 class StochasticLayer(nn.Module):
-    """A layer that draws in its forward pass and may add to the loss: what a defense of the model is made of.
+    """A layer that draws random numbers in its forward pass and may add to the loss: the base of a defense of the model.
 
     Attributes:
-        rng: where its draws come from; None: it passes their mean on.
+        rng: source of its draws; None: it uses their mean.
         noise: standard normal draws to use instead, e.g. an attacker's variable; None: its own.
-        penalty: what its latest pass adds to the loss, a scalar; None: nothing.
-        drawn: numbers that it draws for an example: noise is (B, drawn); 0: not said.
+        penalty: a scalar that the latest pass adds to the loss; None: nothing.
+        drawn: how many numbers it draws for an example: noise is (B, drawn); 0: unknown.
     """
 
     rng: Generator | None = None
@@ -30,13 +30,13 @@ class StochasticLayer(nn.Module):
     drawn: int = 0
 
     def __getstate__(self) -> dict[str, object]:
-        """What belongs to a pass is not copied with the layer: its graph could not be."""
+        """Without the state of a pass: its graph cannot be copied."""
         return {k: v for k, v in self.__dict__.items() if k not in ("rng", "noise", "penalty")}
 
 
 @contextmanager
 def drawing(model: nn.Module, rng: Generator | None) -> Iterator[Sequence[StochasticLayer]]:
-    """Hand a generator to the layers that draw; what they keep of a pass is dropped afterwards."""
+    """Give the stochastic layers a generator; afterwards the state of the pass is dropped."""
     layers = [m for m in model.modules() if isinstance(m, StochasticLayer)]
     for layer in layers:
         layer.rng = rng
@@ -55,13 +55,13 @@ def gradient(
 ) -> UpdateFn:
     """The bare client: the loss's gradient by every parameter, summed or averaged over the batch as the loss does.
 
-    What the model's own `StochasticLayer` layers add to the loss counts.
+    Penalties of the model's `StochasticLayer` layers are part of the loss.
 
     Args:
-        model: its named parameters give the update its names; its buffers are used as they stand.
+        model: the update has the names of its parameters; its buffers are used as they are.
         loss: (logits (B, classes), y) -> scalar.
         normalise: applied to x before the model, so that a batch stays in [0, 1] pixels.
-        track: whether BatchNorm in train mode moves its running statistics, as at a client; an attacker's does not.
+        track: whether BatchNorm in train mode updates its running statistics, as at a client; not at an attacker.
     """
 
     def compute(params: Params, batch: Batch, rng: Generator | None) -> Update:
@@ -88,7 +88,7 @@ def gradient(
 def without_running_stats(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
     """BatchNorm in train mode normalises by the batch without moving its running statistics, which grad and vmap refuse.
 
-    Gives the layers that it stills.
+    Yields the layers whose statistics it holds.
     """
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     tracking = [m for m in norms if m.training and m.track_running_stats]
@@ -108,7 +108,7 @@ class local_sgd(Link):
     Args:
         rate: learning rate of the local steps, > 0.
         steps: local steps, >= 1. E epochs over n examples in batches of b are E * n / b steps.
-        batch_size: examples a step; step t takes slice number t of the round's batch, in order and round again.
+        batch_size: examples a step; step t takes slice t of the round's batch, in order, then from the start again.
             Default: the whole batch in every step.
         proximal_mu: FedProx's proximal weight: mu * (theta - theta_global) is added to each step's gradient.
     """
@@ -144,7 +144,7 @@ class local_sgd(Link):
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            # the change itself is accumulated, never theta + change - theta, which would cost 2.5e-6 of rounding
+            # accumulates the change itself: theta + change - theta would cost 2.5e-6 of rounding
             change: Update = {}
             for step in range(self.steps):
                 here = {k: p + change[k] for k, p in params.items()} if change else params

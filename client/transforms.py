@@ -18,10 +18,10 @@ class UpdateDistribution:
     Args:
         sigma: standard deviation of normal noise in every entry.
         scale: of Laplace noise in every entry.
-        sparse: entries that are exactly zero were dropped and tell nothing.
+        sparse: entries that are exactly zero were dropped and carry no information.
         shrink: the noise-free form is this part of a visible entry's expectation (an unknown mask shows keep of them).
         signed: only the signs of the noisy values are seen.
-        hidden: parameters whose updates a defense has disturbed in a way that nobody can tell: left out of a match.
+        hidden: parameters whose updates a defense has changed in an unknown way: gradient matching leaves them out.
     """
 
     sigma: float = 0.0
@@ -59,7 +59,7 @@ class Link(ABC):
         return self
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """What the link makes of the distribution that comes in; None: not known in closed form."""
+        """The distribution behind the link, from the one before it; None: not known in closed form."""
         return before if replace(before, hidden=frozenset()) == UpdateDistribution() else None
 
 
@@ -75,17 +75,17 @@ def is_per_example(link: Transform) -> bool:
 
 
 def is_identity(link: Transform) -> bool:
-    """Whether a link does nothing: it hands back the very function it was given."""
+    """Whether a link does nothing: it returns the very function that it was given."""
     return link(_probe) is _probe
 
 
 def _probe(params: Params, batch: Batch, rng: Generator | None) -> Update:
-    raise AssertionError("it only shows which links do anything at all")
+    raise AssertionError("is_identity compares this function, and nobody calls it")
 
 
 @dataclass(frozen=True)
 class per_example:
-    """Apply a transform to each example's update by itself, then average: the place of clipping in DP-SGD."""
+    """Apply a transform to each example's update by itself, then average: what clipping in DP-SGD needs."""
 
     inner: Transform
 
@@ -123,12 +123,12 @@ class UpdateTransform(Link):
 class BatchTransform(Link):
     """A transform of the examples: before `local_sgd` of each step's, after it once of the round's.
 
-    What is trained on has two truths then: the original and what came out here.
+    The attacker's target is then ambiguous: the original examples, or the transformed ones that the client trained on.
     """
 
     @abstractmethod
     def transform(self, batch: Batch, rng: Generator | None) -> Batch:
-        """As many examples, as new tensors; all randomness comes from rng (None: an attacker's, who has none)."""
+        """As many examples, as new tensors; all randomness comes from rng (None: an attacker, who has no generator)."""
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         def defended(params: Params, batch: Batch, rng: Generator | None) -> Update:
@@ -138,9 +138,9 @@ class BatchTransform(Link):
 
 
 class StatefulTransform(Link):
-    """A transform of a finished update with a memory that lasts from round to round, e.g. error feedback.
+    """A transform of a finished update with a state that lasts from round to round, e.g. error feedback.
 
-    By itself it is a client in its first round; `Chain.remembering` binds it to a client's memory.
+    By itself it acts as in a client's first round; `Chain.with_state` binds it to a client's state.
     """
 
     @abstractmethod
@@ -175,11 +175,11 @@ class StatefulTransform(Link):
 
 @dataclass(frozen=True)
 class GroupMean(Link):
-    """Several clients as one, at the end of their chain: the mean of what each makes of its part of the examples.
+    """The mean of several clients' updates, each computed from its part of the examples; last in the chain.
 
     Args:
-        members: clients, with equally many examples each, one's after the other's.
-        together: their noise-free mean is what one client would make of all the examples, so that it need not be taken apart.
+        members: clients, with equally many examples each, one client's after the other's.
+        together: their noise-free mean equals one client's update on all the examples, so no split is needed.
     """
 
     members: int
@@ -197,7 +197,7 @@ class GroupMean(Link):
         return mean
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """Independent noise averages out, and is nearly normal; sums of signs or of masked entries have no closed form."""
+        """The mean of independent noise is smaller and nearly normal; sums of signs or of masked entries have no closed form."""
         if before.sparse or before.signed or before.shrink != 1:
             return None
         return replace(before, sigma=math.sqrt((before.sigma**2 + 2 * before.scale**2) / self.members), scale=0.0)

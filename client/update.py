@@ -14,7 +14,7 @@ Update = dict[str, Tensor]
 
 
 class Batch(NamedTuple):
-    """Examples and labels: x (B, C, H, W) in [0, 1]; y (B,) int64, or (B, classes) probabilities in an attacker's hands."""
+    """Examples and labels: x (B, C, H, W) in [0, 1]; y (B,) int64, or at an attacker (B, classes) probabilities."""
 
     x: Tensor
     y: Tensor

@@ -1,3 +1,3 @@
-"""What sees, dispatches and records: the door, the curious strategy, the ledger and tape, the attack pool."""
+"""The server: curious and malicious strategies, the run's ledger and tape, the attack service, views and the live page."""
 
 import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)

@@ -45,12 +45,12 @@ def federate(run: Run, grid: Grid, flower_run: int = 1) -> None:
     """Train a run's federation over a grid of nodes, from its last checkpoint on, and record every round.
 
     Args:
-        flower_run: Flower's number of this training, by which a deployment's clients know it.
+        flower_run: Flower's number for this training, by which a deployment's clients know it.
 
     Raises:
-        Busy: another server trains this run: one whose driver was killed may outlive it.
+        RunBusy: another server trains this run; it may outlive a driver that was killed.
     """
-    torch.set_num_threads(1)  # as the clients: equal seeds give equal bits
+    torch.set_num_threads(1)  # like the clients, so that equal seeds give equal bits
     with run.lock("server"), run.ledger() as ledger:
         _train(run, ledger, grid, flower_run)
 
@@ -60,8 +60,8 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     fed = scenario.federation
     start = checkpoint.starting_point(run, ledger, scenario)
     done, params, buffers = (start.round, start.params, start.buffers) if start else (0, *fed.initial())
-    tap = UpdateRecorder(ledger, run.tape(), scenario.plan if scenario.audit.curious else None, scenario.tape.keep)
-    # in a deployment a client may be gone for good: the rounds go on with those that are there
+    recorder = UpdateRecorder(ledger, run.tape(), scenario.plan if scenario.audit.curious else None, scenario.tape.keep)
+    # in a deployment a client may never come back, and the rounds go on with the others
     inner = build_strategy(scenario.strategy, scenario.protocol.clients, 1 if ledger.deployed else None)
     if start is not None:
         checkpoint.restore(inner, start.strategy)
@@ -71,12 +71,12 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     def take(intake: RoundReplies) -> None:
         if malicious is not None:
             malicious.note(intake)
-        seen[:] = tap.put(intake)
+        seen[:] = recorder.put(intake)
 
     def over(round: int, arrays: ArrayRecord) -> None:
         weights = dict(arrays.to_torch_state_dict())
         _keep(run, ledger, checkpoint.Checkpoint(round, weights, strategy.buffers, vars(inner), tuple(seen)))
-        tap.enter(round, seen)
+        recorder.enter(round, seen)
 
     strategy = CuriousStrategy(
         malicious or inner,
@@ -97,7 +97,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         grader = Grader(run, ledger, grid, strategy.clients, scenario.simulation.round_timeout)
         late = LateJoiners(grid, scenario.protocol.clients, strategy.clients)
         between, finish = [grader.ask, late.admit], grader.finish
-    record = _Record(fed, ledger, strategy, tap, done, between)
+    record = _Record(fed, ledger, strategy, recorder, done, between)
     rounds, timeout = scenario.protocol.rounds - done, scenario.simulation.round_timeout
     continued = checkpoint.ResumedStrategy(strategy, done, over)
     result = continued.start(grid, ArrayRecord(params), rounds, timeout, evaluate_fn=record)
@@ -108,12 +108,12 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
 
 
 def _malicious(run: Run, ledger: Ledger, scenario: Scenario, inner: Strategy) -> MaliciousStrategy | None:
-    """The scenario's malicious server round a strategy, remembering of earlier starts what is still on the tape."""
+    """The scenario's malicious server around a strategy; it remembers replies to earlier starts that are still on the tape."""
     if not scenario.server_attack:
         return None
 
-    def trouble(words: str) -> None:
-        ledger.set_meta(server_attack=words)
+    def trouble(message: str) -> None:
+        ledger.set_meta(server_attack=message)
 
     malicious = MaliciousStrategy(
         inner, scenario.server_attack, public_knowledge(scenario.federation), scenario.protocol, trouble=trouble
@@ -123,18 +123,18 @@ def _malicious(run: Run, ledger: Ledger, scenario: Scenario, inner: Strategy) ->
             try:
                 malicious.remember(run.tape().read(o["round"], o["client"], o["digest"]))
             except TapeError as error:
-                trouble(f"an earlier answer is lost to it: {error}")
+                trouble(f"an earlier reply is lost: {error}")
     return malicious
 
 
 @dataclass
 class _Record:
-    """What Flower calls between rounds: the round is evaluated and recorded, once, then come those who wait for its end."""
+    """Flower calls it between rounds: it evaluates and records the round once, then calls whoever waits for the round's end."""
 
     fed: Federation
     ledger: Ledger
     strategy: CuriousStrategy
-    tap: UpdateRecorder
+    recorder: UpdateRecorder
     done: int  # rounds before this start
     between: Sequence[Callable[[], None]]
     began: float = field(default_factory=time.perf_counter)
@@ -148,7 +148,7 @@ class _Record:
         self.fed.load_buffers(self.strategy.buffers)
         accuracy, loss = evaluate(self.fed, dict(arrays.to_torch_state_dict()))
         seconds = time.perf_counter() - self.began
-        self.ledger.record_round(round, accuracy, loss, seconds, self.tap.seconds.pop(round, 0.0))
+        self.ledger.record_round(round, accuracy, loss, seconds, self.recorder.seconds.pop(round, 0.0))
         for wait in self.between:
             wait()
         self.began = time.perf_counter()
@@ -156,17 +156,17 @@ class _Record:
 
 
 def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:
-    """Write a checkpoint; where that cannot be done the training goes on, and the run says why it cannot be resumed there."""
+    """Write a checkpoint; if that fails the training goes on, and the run records why it cannot be resumed there."""
     try:
         at.write(run.folder)
     except checkpoint.StateNotSavable as error:
         checkpoint.mark_not_resumable(run.folder, str(error))
-    except OSError as error:  # a full disk, say; the one before is still whole
+    except OSError as error:  # e.g. a full disk; the previous checkpoint is still complete
         ledger.set_meta(checkpoint=f"round {at.round} has no checkpoint: {error.strerror or error}")
 
 
 def evaluate(fed: Federation, params: dict[str, torch.Tensor], chunk: int = 500) -> tuple[float, float]:
-    """Accuracy (of the largest logit) and mean loss on the held-out test examples, BatchNorm in eval mode."""
+    """Accuracy (of the largest logit) and mean loss on the held-out test examples, with BatchNorm in eval mode."""
     dataset, training = fed.shards.dataset, fed.model.training
     chunk = max(1, min(chunk, LOGITS // (dataset.y_test[0].numel() * dataset.classes)))
     right, loss = 0.0, 0.0
@@ -178,7 +178,7 @@ def evaluate(fed: Federation, params: dict[str, torch.Tensor], chunk: int = 500)
             right += float(per_example_accuracy(logits, y).sum())
             if is_cross_entropy(fed.loss):
                 loss += float(F.cross_entropy(logits, y, reduction="sum"))
-            else:  # a mean over each part
+            else:  # this loss is a mean over each part
                 loss += float(fed.loss(logits, y)) * len(y)
     fed.model.train(training)
     return right / len(dataset.y_test), loss / len(dataset.y_test)
@@ -187,13 +187,13 @@ def evaluate(fed: Federation, params: dict[str, torch.Tensor], chunk: int = 500)
 def build_strategy(table: Table, clients: int, least: int | None = None) -> Strategy:
     """The strategy that [strategy] names.
 
-    Where the table is silent: every client trains, from one on, and nobody evaluates (the server does, on held-out data).
+    Defaults: every client trains, one reply is enough, and no client evaluates (the server does, on held-out data).
 
     Args:
-        least: how many clients a round waits for, where the table does not say it; default: all.
+        least: how many clients a round waits for, if the table does not say; default: all.
 
     Raises:
-        SpecError: an unknown strategy or argument, or a value that a simulation cannot honour.
+        SpecError: an unknown strategy or argument, or a value that a simulation cannot carry out.
     """
     target = resolve(table, "[strategy]", STRATEGY)
     known = inspect.signature(target).parameters
@@ -202,11 +202,13 @@ def build_strategy(table: Table, clients: int, least: int | None = None) -> Stra
     arguments = {k: v for k, v in defaults.items() if k in known} | {k: v for k, v in table.items() if k != "use"}
     checked = check_arguments(target, arguments, "[strategy]", {})
     if checked.get("fraction_evaluate"):
-        raise SpecError("[strategy]: fraction_evaluate must be 0: the server evaluates, on images that no client holds")
+        raise SpecError(
+            "[strategy]: fraction_evaluate must be 0: the server evaluates on examples that no client holds"
+        )
     if not 0 < checked.get("fraction_train", 1.0) <= 1:
         raise SpecError(f"[strategy]: fraction_train must be above 0 and at most 1, got {checked['fraction_train']}")
     for key, agreed in (("arrayrecord_key", "arrays"), ("configrecord_key", "config"), ("weighted_by_key", WEIGHT)):
-        if checked.get(key, agreed) != agreed:  # clients and door speak of these names
+        if checked.get(key, agreed) != agreed:  # clients and validator use these names
             raise SpecError(f"[strategy]: {key} must be {agreed!r}, got {checked[key]!r}")
     for key in ("min_train_nodes", "min_available_nodes"):
         if checked.get(key, 1) > clients:

@@ -1,4 +1,4 @@
-"""What a child process does first, so that none outlives us even where we are killed."""
+"""What a child process does first, so that it never outlives its parent, even if that is killed."""
 
 import ctypes
 import signal
@@ -7,5 +7,5 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """As a preexec_fn on Linux: the child gets SIGTERM when the thread that started it ends, however that comes about."""
+    """A preexec_fn for Linux: the child gets SIGTERM when the thread that started it ends, for whatever reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -2,8 +2,12 @@
 
 import fedgauge.client  # isort: skip  # mends torchvision before anything can import it
 
+import fcntl
 import os
+import shutil
 import tempfile
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,19 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a hub call without network would retry for 30 seconds
 
+# folders whose tests start processes or compute for seconds: they come first, so that the workers end together
+SLOW_FIRST = (
+    "simulations/deploy",
+    "simulations/run",
+    "server/pool",
+    "simulations/experiments",
+    "server/dashboard",
+    "simulations/reports",
+    "server/store",
+    "simulations",
+    "attacks/matching",
+)
+
 _cache = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 LOCAL_SGD = {"use": "local_sgd", "rate": 0.1}
@@ -46,6 +63,56 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_cache].cleanup()
+
+
+def _left_over(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """The cases that remain when so many are taken that every value of every argument is met; who comes first says a checksum."""
+    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
+    missing, left = set().union(*values.values()), sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
+    while missing:
+        best = max(left, key=lambda case: len(values[case] & missing))
+        missing -= values[best]
+        left.remove(best)
+    return left
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `full` what a product leaves to `make test-all`, and put slow folders first."""
+    products = defaultdict[str, list[pytest.Function]](list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("product"):
+            products[item.nodeid.partition("[")[0]].append(item)
+    for cases in products.values():
+        for case in _left_over(cases):
+            case.add_marker(pytest.mark.full)
+    here = Path(__file__).parent
+    slow = [here / name for name in SLOW_FIRST]
+    assert all(folder.is_dir() for folder in slow), "SLOW_FIRST names a folder that is gone"
+    items.sort(
+        key=lambda item: next((k for k, folder in enumerate(slow) if item.path.is_relative_to(folder)), len(slow))
+    )
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Fills a folder once for all workers of pytest-xdist: the first one to ask fills it, the others wait for it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def make(name: str, fill: Callable[[Path], object]) -> Path:
+        folder, done = root / f"shared-{name}", root / f"shared-{name}.done"
+        with (root / f"shared-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session", autouse=True)

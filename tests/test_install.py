@@ -99,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     app = tmp_path_factory.mktemp("app")
     shutil.copytree(ROOT / "tests/foreign/quickstart", app / "quickstart", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("client", "server"):
-        (app / f"{name}.py").write_text(f"from quickstart.{name}_app import app\n")
+        (app / f"{name}.py").write_text(f"from quickstart import {name}_app\n\napp = {name}_app.app\n")
     for name in ("attacks", "defenses", "simulations"):
         (app / f"{name}.py").write_text(f"raise RuntimeError('the {name}.py of the user was imported')\n")
     described = tomllib.loads((ROOT / "tests/foreign/pyproject.toml").read_text())

@@ -1,4 +1,4 @@
-"""As many problems together as memory holds: chosen ahead from what one needs, halved where that was too many after all."""
+"""Chooses how many problems fit into memory together: estimated by a dry run, halved when memory runs out after all."""
 
 import ctypes
 import weakref
@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 Result = TypeVar("Result")
 
-SHARE = 0.5  # of the free memory: other workers look at the same memory at the same time, and kernels have buffers of their own
+SHARE = 0.5  # of the free memory: other workers measure the same memory at the same time, and kernels need their own buffers
 
 
 class BatchLimiter:
     """How many problems advance together.
 
     Args:
-        count: at the start; halved whenever memory runs out, for good.
+        count: at the start; halved for good whenever memory runs out.
     """
 
     def __init__(self, count: int) -> None:
@@ -29,14 +29,14 @@ class BatchLimiter:
 
     @contextmanager
     def halve_on_out_of_memory(self, used: int) -> Iterator[None]:
-        """Ends work on so many problems that memory does not hold, after which there are half as many places.
+        """Catch running out of memory in work on `used` problems, and halve the count for the next try.
 
         Raises:
             MemoryError: a single problem does not fit.
         """
         try:
             yield
-        except (RuntimeError, MemoryError) as error:  # torch tells of exhausted host memory by a plain RuntimeError
+        except (RuntimeError, MemoryError) as error:  # torch reports exhausted host memory as a plain RuntimeError
             if not _exhausted(error):
                 raise
             if used == 1:
@@ -46,15 +46,15 @@ class BatchLimiter:
                 torch.cuda.empty_cache()
 
     def each(self, work: Callable[[Tensor], Result], items: Tensor) -> list[Result]:
-        """Results of work on all items, in order: together, or in parts that memory holds."""
-        found: list[Result] = []
+        """The results of work on all items, in order: together, or in parts that fit into memory."""
+        results: list[Result] = []
         done = 0
         while done < len(items):
             part = items[done : done + self.count]
             with self.halve_on_out_of_memory(len(part)):
-                found.append(work(part))
+                results.append(work(part))
                 done += len(part)
-        return found
+        return results
 
 
 def _exhausted(error: BaseException) -> bool:
@@ -67,14 +67,14 @@ def _exhausted(error: BaseException) -> bool:
 
 
 def largest_batch(work: Callable[[int], object], most: int, device: torch.device, held: int = 0) -> int:
-    """How many problems, at most so many, fit into the free memory, judged by a dry pass of two of them.
+    """How many of at most `most` problems fit into the free memory, measured by a dry run of two.
 
-    Two, since one problem by itself may be computed in another way. Without a dry pass where there are no more than two, and
-    all of them where the free memory is not known.
+    Two, since a single problem may be computed in another way. There is no dry run for one or two problems, and all
+    problems run together if the free memory is unknown.
 
     Args:
-        work: done on so many problems.
-        held: bytes that will be taken beside the work.
+        work: computes this many problems.
+        held: bytes that will be in use besides the work.
     """
     available = free_bytes(device)
     if most <= 2 or available is None:
@@ -87,10 +87,10 @@ def largest_batch(work: Callable[[int], object], most: int, device: torch.device
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Bytes that a piece of work holds at its height beyond what was there before it.
+    """Peak bytes that a piece of work holds beyond what was in use before.
 
-    On an accelerator the allocator's own count; else that of torch's operators' results, without what they take and drop
-    again inside.
+    On an accelerator the allocator counts them; elsewhere the results of torch's operators are counted, without temporary
+    buffers inside the operators.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -104,7 +104,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make, as long as anything, autograd's graph too, keeps them alive."""
+    """Counts the bytes of the storages that operators allocate, as long as anything (autograd's graph too) keeps them alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -115,13 +115,13 @@ class _Allocations(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         for t in tree_leaves((args, kwargs)):
-            self._meet(t, new=False)
-        found = func(*args, **(kwargs or {}))
-        for t in tree_leaves(found):
-            self._meet(t, new=True)
-        return found
+            self._count(t, new=False)
+        result = func(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            self._count(t, new=True)
+        return result
 
-    def _meet(self, t: Any, new: bool) -> None:
+    def _count(self, t: Any, new: bool) -> None:
         if not isinstance(t, Tensor):
             return
         storage = t.untyped_storage()
@@ -139,7 +139,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be had on a device; None where the system does not tell."""
+    """Free bytes on a device; None if the system does not report them."""
     if device.type == "cuda":
         outside, _ = torch.cuda.mem_get_info(device)
         return int(outside + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
@@ -147,9 +147,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that the system, and every control group that this process is in, still grant; None where they do not tell."""
-    found = [*_available(root), *_granted(root)]
-    return min(found) if found else None
+    """Bytes that the system and every control group of this process still grant; None if none of them reports it."""
+    limits = [*_available(root), *_granted(root)]
+    return min(limits) if limits else None
 
 
 def _available(root: Path) -> Iterator[int]:
@@ -160,7 +160,7 @@ def _available(root: Path) -> Iterator[int]:
 
 
 def _granted(root: Path) -> Iterator[int]:
-    """What is left of the limit of each memory control group (version 1 or 2), from this process's own to the root."""
+    """The rest of each memory control group's limit (version 1 or 2), from this process's own group up to the root."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -190,10 +190,10 @@ def _lines(path: Path) -> list[str]:
 
 
 def keep_freed_memory() -> None:
-    """Tell the C library to keep what is freed: matching makes and drops the same large tensors in every iteration.
+    """Tell the C library to keep freed memory: matching allocates the same large tensors in every iteration.
 
-    Handing them back to the system and faulting them in again takes a tenth of an attack's time. For processes that attack
-    and do nothing else; without effect where the C library is not glibc.
+    Returning them to the system and faulting them in again takes a tenth of an attack's time. Use it in processes that only
+    attack; it has no effect if the C library is not glibc.
     """
     trim_threshold, mmap_threshold = -1, -3  # mallopt(3)
     library = ctypes.CDLL(None)

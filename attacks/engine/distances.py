@@ -1,6 +1,6 @@
-"""Likelihoods: distances between updates, -log p(seen | expected) up to a constant and a scale, for one observation each.
+"""Distances between the observed and the expected update: -log p(seen | expected) up to a constant and a scale.
 
-`seen` and `expected` have the same names and shapes; every distance is a differentiable scalar, also under vmap.
+`seen` and `expected` have the same names and shapes; each distance is a scalar for one observation, also under vmap.
 """
 
 from abc import ABC, abstractmethod
@@ -24,11 +24,11 @@ class Distance(ABC):
 
     @abstractmethod
     def __call__(self, seen: Update, expected: Update) -> Tensor:
-        """How far the expected update is from the one that was seen; a scalar."""
+        """The distance of the expected update from the observed one; a scalar."""
 
 
 class InnerProducts(NamedTuple):
-    """Inner products of one tensor of an update, or of many problems' at once: <seen, expected>, |seen|^2, |expected|^2."""
+    """Inner products <seen, expected>, |seen|^2 and |expected|^2 of one tensor of an update, or of many problems at once."""
 
     inner: Tensor
     seen: Tensor
@@ -36,9 +36,9 @@ class InnerProducts(NamedTuple):
 
 
 class InnerProductDistance(Distance):
-    """A distance that inner products decide, for which large gradients need not be formed.
+    """A distance that depends on inner products alone, so that large gradients need not be formed.
 
-    joint: only the products of whole updates count, not those of each tensor.
+    joint: whether only the products of whole updates matter, not those of each tensor.
     """
 
     joint: ClassVar[bool] = True
@@ -57,7 +57,7 @@ class InnerProductDistance(Distance):
         )
 
     def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
-        """The distances (P,) of P updates, where the distance is a joint one.
+        """The distances (P,) of P updates, for a joint distance.
 
         Args:
             seen, expected: each in parts (P, entries) of the same sizes.
@@ -76,10 +76,10 @@ class cosine(InnerProductDistance):
 
 @dataclass(frozen=True)
 class layer_cosine(InnerProductDistance):
-    """The weighted mean over tensors of 1 - cos, each tensor by itself.
+    """The weighted mean of 1 - cos over the tensors.
 
     Args:
-        decay: a tensor's weight is decay ** (its place from the input): 1 counts all alike, below 1 the first ones more
+        decay: a tensor's weight is decay ** (its position from the input): 1 weighs all alike, below 1 the first ones more
             (the exponential layer weights of the Bayesian framework's grid).
     """
 
@@ -95,7 +95,7 @@ class layer_cosine(InnerProductDistance):
 
 @dataclass(frozen=True)
 class squared(InnerProductDistance):
-    """|seen - expected|^2 / |seen|^2 (DLG, eq. 4, made free of the update's scale)."""
+    """|seen - expected|^2 / |seen|^2 (DLG, eq. 4, normalised by the update's scale)."""
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         total = _total(products)
@@ -127,7 +127,7 @@ class gaussian_likelihood(InnerProductDistance):
 
 @dataclass(frozen=True)
 class absolute(Distance):
-    """|seen - expected|_1 / |seen|_1 (TAG's second term, made free of the update's scale)."""
+    """|seen - expected|_1 / |seen|_1 (TAG's second term, normalised by the update's scale)."""
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         total = torch.stack([t.abs().sum() for t in seen.values()]).sum()
@@ -147,7 +147,7 @@ class laplace_likelihood(Distance):
 
 @dataclass(frozen=True)
 class visible(Distance):
-    """Another distance over the entries that are not exactly zero in what was seen: pruning, and masks read off the update."""
+    """Another distance over the entries that are not exactly zero in the observed update: for pruning and for unknown masks."""
 
     inner: Distance
 
@@ -157,7 +157,7 @@ class visible(Distance):
 
 @dataclass(frozen=True)
 class without(Distance):
-    """Another distance with some tensors left out by name: Soteria's breaker leaves out the defended layer's weight."""
+    """Another distance without some tensors: the attack on Soteria leaves out the defended layer's weight."""
 
     inner: Distance
     names: tuple[str, ...]
@@ -169,7 +169,7 @@ class without(Distance):
 
 @dataclass(frozen=True)
 class without_products(InnerProductDistance):
-    """`without`, for a distance that inner products decide: it stays one."""
+    """`without` for an InnerProductDistance, which it stays."""
 
     inner: InnerProductDistance
     names: tuple[str, ...]
@@ -181,9 +181,9 @@ class without_products(InnerProductDistance):
 
 @dataclass(frozen=True)
 class visible_columns(InnerProductDistance):
-    """Another distance without some weights' columns that are zero in what was seen: their layer's input was pruned.
+    """Another distance without the weight columns that are zero in the observed update: their layer's input was pruned.
 
-    The engine forms its products of the columns that are left.
+    The engine computes its products from the remaining columns.
     """
 
     inner: InnerProductDistance
@@ -199,7 +199,7 @@ class visible_columns(InnerProductDistance):
 
 
 def left_out(distance: Distance, names: Collection[str]) -> Distance:
-    """A distance over all tensors but some.
+    """A distance over all tensors except some.
 
     >>> left_out(cosine(), {"fc.weight"})
     without_products(inner=cosine(), names=('fc.weight',))
@@ -216,7 +216,7 @@ class signs(Distance):
     """Signs against values (Learning To Invert, appendix A).
 
     Args:
-        method: hinge, the sum of max(-expected * sign, 0)^2, for one example, made relative to |expected|^2 so that
+        method: hinge, the sum of max(-expected * sign, 0)^2, for one example, relative to |expected|^2 so that
             shrinking does not help; tanh, 1 - cos(sign, tanh(expected / mean |expected|)), for sums over several.
     """
 
@@ -231,9 +231,9 @@ class signs(Distance):
 
 
 def likelihood(update_distribution: UpdateDistribution | None, batch_size: int) -> Distance:
-    """The distance that is -log p(seen | expected) of a chain's conditional; where that has no density, the nearest one.
+    """The distance that equals -log p(seen | expected) for a chain; without a density, the nearest distance.
 
-    Without noise any distance has the same minimum, and the cosine is the one that descends best.
+    Without noise any distance has the same minimum, and the cosine descends best.
     """
     if update_distribution is None:
         return cosine()
@@ -252,7 +252,7 @@ def likelihood(update_distribution: UpdateDistribution | None, batch_size: int) 
 
 
 def between(seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> InnerProducts:
-    """The products (P,) of P updates, each in parts (P, entries) of the same sizes; square: |seen|^2."""
+    """The inner products (P,) of P updates, each in parts (P, entries) of the same sizes; square: |seen|^2."""
     parts = [_InnerProducts.apply(s, e) for s, e in zip(seen, expected, strict=True)]  # type: ignore[no-untyped-call]
     inner, own = (part[0] if len(part) == 1 else torch.stack(part).sum(0) for part in zip(*parts, strict=True))
     return InnerProducts(inner, square, own)
@@ -265,7 +265,7 @@ def _squared_rows(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
 
 
 class _InnerProducts(Function):
-    """<seen, expected> and |expected|^2 of each row, without writing a product of two matrices down."""
+    """<seen, expected> and |expected|^2 of each row, without storing the elementwise products."""
 
     @staticmethod
     def forward(ctx: Any, seen: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:

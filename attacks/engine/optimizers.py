@@ -1,4 +1,4 @@
-"""How matching descends: Adam's kin and L-BFGS, for many problems at once, each by itself."""
+"""Adam and L-BFGS for many independent problems at once."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,27 +10,27 @@ from torch import Tensor
 
 Evaluate = Callable[
     [Tensor, Tensor], tuple[Tensor, Tensor]
-]  # points (N, D), their problems (N,) -> values (N,), slopes (N, D)
+]  # points (N, D), their problems (N,) -> values (N,), gradients (N, D)
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as published
 SUFFICIENT, CURVATURE = 1e-4, 0.9  # the weak Wolfe conditions
 TRIALS = 20  # of one line search
-STRIDE = 10  # steps over which a plateau is judged
+STRIDE = 10  # steps between two checks for a plateau
 
 
 @dataclass(frozen=True)
 class adam:
-    """Adam (Kingma & Ba, 2015), elementwise, so that problems stay apart.
+    """Adam (Kingma & Ba, 2015), elementwise, so that problems stay independent.
 
     Args:
         rate: step size, in units of normalised pixels.
-        signed: on the gradient's sign (Inverting Gradients).
-        cuts: the rate is cut to a tenth at each of these fractions of the iterations.
+        signed: use the gradient's sign (Inverting Gradients).
+        cuts: the rate is divided by ten at each of these fractions of the iterations.
         decay: the rate is multiplied by this after every iteration.
-        weight_decay: AdamW's (Loshchilov & Hutter, 2019).
-        patience: a problem ends when its objective has not fallen for so many iterations (of those at the likelihood's full
-            weight); 0: never, as the published schedules, whose later cuts of the rate may make it fall again.
-        tolerance: the part of itself by which it has to fall.
+        weight_decay: of AdamW (Loshchilov & Hutter, 2019).
+        patience: a problem ends when its objective has not fallen for this many iterations (of those at the likelihood's full
+            weight); 0: never, as in the published schedules, since a later cut of the rate may make it fall again.
+        tolerance: the relative decrease that counts as a fall.
     """
 
     rate: float = 0.1
@@ -82,7 +82,7 @@ class adam:
 
 
 def per_iteration_count(function: Callable[[int], float], counts: Sequence[int], like: Tensor) -> Tensor | float:
-    """What each problem's count of iterations makes of a function (N, 1, ...); a number where all counts are the same."""
+    """A function of each problem's iteration count, as (N, 1, ...); a plain number if all counts are equal."""
     values = {count: function(count) for count in set(counts)}
     if len(values) == 1:
         return values[counts[0]]
@@ -94,14 +94,14 @@ def per_iteration_count(function: Callable[[int], float], counts: Sequence[int],
 class lbfgs:
     """L-BFGS with a line search for each problem (Nocedal & Wright, ch. 7).
 
-    The published gradient-matching codes use none, and diverge in about one of four runs. Here each step satisfies the weak
-    Wolfe conditions, found by bisection (Lewis & Overton, 2013), so the objective never rises.
+    The published gradient-matching codes have no line search and diverge in about one of four runs. Here each step
+    satisfies the weak Wolfe conditions by bisection (Lewis & Overton, 2013), so the objective never rises.
 
     Args:
-        history: pairs of steps and slopes' changes that are remembered.
-        plateau: a problem ends when ten steps lowered its value by less than this part.
-        tolerance: a problem ends when it is at this value or below.
-        restart_above: a problem that ends above this value starts again from a new draw, with what is left of its budget.
+        history: remembered pairs of steps and gradient changes.
+        plateau: a problem ends when ten steps lowered its value by less than this fraction.
+        tolerance: a problem ends when its value is at most this.
+        restart_above: a problem that ends above this value starts again from a new draw, with the rest of its budget.
     """
 
     history: int = 20
@@ -124,12 +124,12 @@ Optimizer = adam | lbfgs
 
 @dataclass
 class Descent:
-    """Where P problems stand.
+    """The state of P problems.
 
     Args:
-        x: (P, D); f: (P,) values; g: (P, D) slopes.
+        x: (P, D); f: (P,) values; g: (P, D) gradients.
         spent: (P,) evaluations of each.
-        ended: (P,) which take no more steps: at a minimum, at a plateau, or without a step that helps.
+        ended: (P,) whether it takes no more steps: at a minimum, at a plateau, or no step lowers it.
     """
 
     x: Tensor
@@ -139,7 +139,7 @@ class Descent:
     ended: Tensor
 
 
-Callback = Callable[[Descent, Tensor], None]  # where the problems stand, and which of them are new there
+Callback = Callable[[Descent, Tensor], None]  # the state of all problems, and which of them have moved
 
 
 def minimise(
@@ -151,14 +151,14 @@ def minimise(
     over: Callable[[], bool] = lambda: False,
     watch: Callback = lambda at, moved: None,
 ) -> Descent:
-    """L-BFGS until each problem has spent its evaluations or ended; a problem that has ended costs nothing more.
+    """L-BFGS until each problem has spent its evaluations or ended; an ended problem costs nothing more.
 
     Args:
         start: (P, D).
         allowed: (P,) evaluations for each, at least 1.
-        capacity: at most so many problems advance together; when one ends the next takes its place. Default: all.
-        over: asked between steps.
-        watch: shown all problems at the start, and after each step those that took it.
+        capacity: at most this many problems advance together; when one ends, the next takes its place. Default: all.
+        over: called between steps; True ends the search.
+        watch: called with all problems at the start, and after each step with those that took it.
     """
     descent = _start(evaluate, start, capacity or len(start))
     watch(descent, torch.arange(len(start), device=start.device))
@@ -191,7 +191,7 @@ def _step(evaluate: Evaluate, at: Descent, live: Tensor, memory: "_LBFGSHistory"
     direction = memory.direction(at.g[live], live)
     slope = (direction * at.g[live]).sum(1)
     uphill = ~(slope < 0)
-    if uphill.any():  # rounding has spoilt the curvature: forget it and go straight down
+    if uphill.any():  # rounding has spoilt the curvature: forget it and use steepest descent
         memory.forget(live[uphill])
         direction[uphill] = -at.g[live[uphill]]
         slope = (direction * at.g[live]).sum(1)
@@ -201,7 +201,7 @@ def _step(evaluate: Evaluate, at: Descent, live: Tensor, memory: "_LBFGSHistory"
     moved = _search(evaluate, at, live, direction, slope, length, allowed)
     memory.remember(live[moved], at.x[live[moved]] - origin_x[moved], at.g[live[moved]] - origin_g[moved])
     stuck = live[~moved]
-    at.ended[stuck] |= fresh[~moved]  # not even straight down helps
+    at.ended[stuck] |= fresh[~moved]  # not even steepest descent helps
     memory.forget(stuck)
 
 
@@ -221,7 +221,7 @@ def _search(
         lower = f <= origin_f[pending] + SUFFICIENT * length[pending] * slope[pending]
         lower &= g.isfinite().all(1)
         flat = (g * direction[pending]).sum(1) >= CURVATURE * slope[pending]
-        better = lower & (f < at.f[rows])  # a decrease is kept even if the curvature condition is never met
+        better = lower & (f < at.f[rows])  # keep a decrease even if the curvature condition is never met
         at.x[rows[better]], at.f[rows[better]], at.g[rows[better]] = trial[better], f[better], g[better]
         moved[pending[better]] = True
         low[pending[lower]] = length[pending[lower]]
@@ -234,7 +234,7 @@ def _search(
 
 
 class _LBFGSHistory:
-    """The last steps s and slopes' changes y of each problem, in a ring, with the products that the compact form needs."""
+    """Each problem's last steps s and gradient changes y in a ring buffer, with the products that the compact form needs."""
 
     def __init__(self, history: int, like: Tensor) -> None:
         count, size = like.shape
@@ -242,8 +242,8 @@ class _LBFGSHistory:
         self.y = torch.zeros_like(self.s)
         self.sy = like.new_zeros(count, history, history)  # s_i . y_j
         self.yy = torch.zeros_like(self.sy)
-        self.length = torch.zeros(count, dtype=torch.int64, device=like.device)  # pairs that are remembered
-        self.head = torch.zeros_like(self.length)  # the place of the next pair
+        self.length = torch.zeros(count, dtype=torch.int64, device=like.device)  # remembered pairs
+        self.head = torch.zeros_like(self.length)  # where the next pair goes
 
     def empty(self, problems: Tensor) -> Tensor:
         return self.length[problems] == 0
@@ -268,10 +268,10 @@ class _LBFGSHistory:
 
     @staticmethod
     def _of(kept: Tensor, rows: Tensor) -> Tensor:
-        return kept if len(rows) == len(kept) else kept[rows]  # rows are in order: all of them are the whole
+        return kept if len(rows) == len(kept) else kept[rows]  # rows are in order, so as many rows are all rows
 
     def direction(self, g: Tensor, problems: Tensor) -> Tensor:
-        """-H g by the compact form (Byrd, Nocedal & Schnabel, 1994, eq. 3.1), pairs ordered from the oldest to the newest."""
+        """-H g by the compact form (Byrd, Nocedal & Schnabel, 1994, eq. 3.1), pairs ordered from oldest to newest."""
         history = self.s.shape[1]
         s, y = self._of(self.s, problems), self._of(self.y, problems)
         length, head = self.length[problems], self.head[problems]
@@ -299,7 +299,7 @@ class _LBFGSHistory:
 
 
 def restarted(descent: Descent, again: Descent, rows: Tensor) -> None:
-    """Take over what a restart of some rows found, where it is lower; its evaluations count."""
+    """Take over the result of restarting some rows where it is lower; its evaluations count."""
     descent.spent[rows] += again.spent
     lower = again.f < descent.f[rows].nan_to_num(torch.inf)
     kept: tuple[tuple[Any, Any], ...] = ((descent.x, again.x), (descent.f, again.f), (descent.g, again.g))

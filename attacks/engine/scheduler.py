@@ -1,4 +1,4 @@
-"""Which problems advance together: as many of those that have not finished as there are places, each at its own iteration."""
+"""Schedules unfinished problems into batches that fit in memory; each problem keeps its own iteration count."""
 
 import time
 from collections.abc import Callable
@@ -9,21 +9,19 @@ from torch import Tensor
 
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 
-Variables = dict[str, Tensor]  # what the problems of a wave are searched over, by name
+Variables = dict[str, Tensor]  # what the problems of a wave optimise, by name
 
-CHECK_EVERY = (
-    16  # iterations between two looks at how problems stand: a look waits for the device, and an iteration does not
-)
+CHECK_EVERY = 16  # iterations between two checks of the problems: a check waits for the device, an iteration does not
 
 
 class Deadline:
-    """A budget's seconds."""
+    """The end of a budget's seconds."""
 
     def __init__(self, started: float, seconds: float | None) -> None:
         self.end = None if seconds is None else started + seconds
 
     def over(self) -> bool:
-        """Whether they are spent."""
+        """Whether the seconds are spent."""
         return self.end is not None and time.perf_counter() > self.end
 
 
@@ -34,7 +32,7 @@ class OptimizationResult:
     Args:
         objectives: (P,).
         spent: (P,) iterations or evaluations.
-        interrupted: (P,) whether the clock ended it before it was done.
+        interrupted: (P,) whether the deadline ended it early.
     """
 
     objectives: Tensor
@@ -44,15 +42,15 @@ class OptimizationResult:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerState:
-    """Where N problems of Adam's kin stand.
+    """Adam's state of N problems.
 
     Args:
         variables: each (N, ...).
-        moments: of each variable's slopes.
-        spent: (N,) iterations of each, in the host's memory.
-        lowest: (N,) objective so far, at the likelihood's full weight.
-        since: (N,) iterations since it fell by more than the tolerance.
-        finite: (N,) whether the objective was finite once since the last look at it.
+        moments: of each variable's gradients.
+        spent: (N,) iterations of each, in host memory.
+        lowest: (N,) lowest objective so far, at the likelihood's full weight.
+        since: (N,) iterations since the objective fell by more than the tolerance.
+        finite: (N,) whether the objective was finite at least once since the last check.
     """
 
     variables: Variables
@@ -64,7 +62,7 @@ class OptimizerState:
 
     @classmethod
     def at(cls, variables: Variables) -> "OptimizerState":
-        """At the start."""
+        """The initial state."""
         x = variables["x"]
         moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in variables.items()}
         since = torch.zeros(len(x), dtype=torch.int64, device=x.device)
@@ -72,7 +70,7 @@ class OptimizerState:
         return cls(variables, moments, since.cpu().clone(), lowest, since, torch.zeros_like(since, dtype=torch.bool))
 
     def of(self, rows: Tensor) -> "OptimizerState":
-        """Those of some problems, to be advanced and put back."""
+        """The state of some problems, to advance and then `scatter` back."""
         return OptimizerState(
             {name: t[rows] for name, t in self.variables.items()},
             {name: (first[rows], second[rows]) for name, (first, second) in self.moments.items()},
@@ -83,7 +81,7 @@ class OptimizerState:
         )
 
     def scatter(self, rows: Tensor, part: "OptimizerState", done: int) -> None:
-        """Take over where some problems stand after so many iterations."""
+        """Write back the state of some problems after `done` iterations."""
         for name, t in part.variables.items():
             self.variables[name][rows] = t
             for ours, theirs in zip(self.moments[name], part.moments[name], strict=True):
@@ -92,7 +90,7 @@ class OptimizerState:
         self.lowest[rows], self.since[rows], self.finite[rows] = part.lowest, part.since, part.finite
 
     def finished(self, rows: Tensor, patience: int) -> Tensor:
-        """Which of some problems are at a look of their own and found lost or stalled (N,), in the host's memory."""
+        """Which of some problems are due for a check and have diverged or stalled (N,), in host memory."""
         due = (self.spent[rows] % CHECK_EVERY == 0) & (self.spent[rows] > 0)
         if not due.any():
             return due
@@ -103,10 +101,10 @@ class OptimizerState:
         return due & gone.cpu()
 
     def record(self, objectives: Tensor, tolerance: float, full: Tensor | None) -> None:
-        """Take note of objectives (N,) without waiting for them: whether they have fallen by a part of themselves.
+        """Record whether objectives (N,) fell by the relative tolerance, without waiting for the device.
 
         Args:
-            full: (N,) where the likelihood has its full weight, since others cannot be compared; None: everywhere.
+            full: (N,) whether the likelihood has its full weight, since others cannot be compared; None: all have.
         """
         if full is not None:
             objectives = torch.where(full, objectives, torch.inf)
@@ -118,7 +116,7 @@ class OptimizerState:
 
 StepFn = Callable[
     [OptimizerState, Tensor, int], int
-]  # some problems, which they are, at most so many iterations -> done
+]  # state of some problems, their rows, maximal iterations -> iterations done
 
 
 def advance(
@@ -130,14 +128,14 @@ def advance(
     clock: Deadline,
     stretch: StepFn,
 ) -> Tensor:
-    """Advance all problems in place until each has finished; returns (P,) which the clock has interrupted.
+    """Advance all problems in place until each has finished; returns (P,) which the deadline interrupted.
 
-    A problem finishes when its iterations are spent, when its objective was not once finite between two looks, or when it
-    has stalled; the next one that waits takes its place. Where memory ends during a stretch, that stretch alone is lost.
+    A problem finishes when its iterations are spent, when its objective was never finite between two checks, or when it
+    has stalled; the next waiting one takes its place. If memory runs out during a stretch, only that stretch is repeated.
 
     Args:
-        units: (U, R) problems that only advance together; a place is for one unit.
-        patience: iterations without a fall after which a problem has stalled; 0: it never has.
+        units: (U, R) problems that only advance together; the limiter counts units.
+        patience: iterations without a fall after which a problem counts as stalled; 0: never.
     """
     ended = torch.zeros(len(units), dtype=torch.bool)
     while not (ended.all() or clock.over()):
@@ -145,7 +143,7 @@ def advance(
         rows = units[live].flatten()
         with limiter.halve_on_out_of_memory(len(live)):
             part = state.of(rows)
-            # to the next look of one of them, each at its own iterations, whoever is beside it: packing changes no end
+            # up to the next check of any of them; each has its own iteration count, so packing changes no result
             length = int(torch.minimum(CHECK_EVERY - part.spent % CHECK_EVERY, iterations - part.spent).min())
             done = stretch(part, rows, length)
             state.scatter(rows, part, done)

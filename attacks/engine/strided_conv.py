@@ -1,4 +1,4 @@
-"""A strided convolution of an image, computed as one without stride over more channels: the same sums, faster gradients.
+"""Computes a strided convolution of an image without stride over more channels: the same sums, faster gradients.
 
 Strided convolutions of one to four channels have slow input gradients on a CPU, and matching takes two in every iteration.
 Moving the stride's phases into channels (Shi et al., 2016: pixel unshuffling) makes them ordinary.
@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-CHANNELS = 4  # with more, the kernels' own strides are the faster ones
+CHANNELS = 4  # with more channels, torch's strided kernels are faster
 
 
 class without_stride(TorchFunctionMode):
-    """Inside this context every strided convolution of up to four channels is computed without its stride."""
+    """A context in which every strided convolution of up to four channels is computed without stride."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -39,10 +39,10 @@ def _conv2d(
 
 
 def _phases(x: Tensor, weight: Tensor, bias: Tensor | None, step: int, margin: int) -> Tensor:
-    """y_i = sum_p w_p x_(step i + p) with p = step a + b: over phases b as channels and whole steps a as a kernel."""
+    """y_i = sum_p w_p x_(step i + p) with p = step a + b: phases b become channels, whole steps a the kernel."""
     rows, columns = ((x.shape[d] + 2 * margin - weight.shape[d]) // step for d in (-2, -1))
     height, width = (-(-weight.shape[d] // step) for d in (-2, -1))
-    below = step * (rows + height) - x.shape[-2] - margin  # negative: lines that no output reads are cut off
+    below = step * (rows + height) - x.shape[-2] - margin  # negative: rows that no output reads are cut off
     right = step * (columns + width) - x.shape[-1] - margin
     x = F.pad(x, (margin, right, margin, below))
     weight = F.pad(weight, (0, step * width - weight.shape[-1], 0, step * height - weight.shape[-2]))
@@ -50,7 +50,7 @@ def _phases(x: Tensor, weight: Tensor, bias: Tensor | None, step: int, margin: i
 
 
 def _square(value: int | str | Sequence[int]) -> int | None:
-    """One number for both axes; None where they differ, or for a padding in words."""
+    """One number for both axes; None if they differ, or for a padding given as a string."""
     if isinstance(value, int):
         return value
     return value[0] if not isinstance(value, str) and len(set(value)) == 1 else None

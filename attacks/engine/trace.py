@@ -1,4 +1,4 @@
-"""Tracing: keep a few snapshots of an attack on its way; what it finds stays the same bit for bit."""
+"""Tracing: keep a few snapshots of an attack in progress; its result stays the same bit for bit."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -12,18 +12,18 @@ LEAST = 2  # snapshots: the first and the last
 
 
 def check_snapshots(snapshots: int) -> None:
-    """ValueError where so few snapshots are no trace."""
+    """ValueError if there are too few snapshots for a trace."""
     if snapshots < LEAST:
         raise ValueError(f"trace must be at least {LEAST} snapshots, the first and the last, got {snapshots}")
 
 
 class Tracer:
-    """Snapshots of P problems: what each would hand out if it stopped there.
+    """Snapshots of P problems: what each would return if it stopped there.
 
     Args:
-        snapshots: of each problem, about; 0 keeps nothing.
-        iterations: of the whole budget, over which they are evenly spaced.
-        pixels: turns the images that are searched for into pixels.
+        snapshots: about this many of each problem; 0 keeps nothing.
+        iterations: of the whole budget; snapshots are evenly spaced over them.
+        pixels: converts the optimised images to pixels.
     """
 
     def __init__(self, snapshots: int, iterations: int, problems: int, pixels: Callable[[Tensor], Tensor]) -> None:
@@ -36,11 +36,11 @@ class Tracer:
         return bool(self._due)
 
     def due(self, iteration: int) -> bool:
-        """Whether problems that advance together are to be kept at an iteration."""
+        """Whether a snapshot is due at an iteration of problems that advance together."""
         return iteration in self._due
 
     def follow(self, rows: Tensor, iterations: Tensor, objectives: Tensor, x: Tensor) -> None:
-        """Keep those problems that have passed a place where a snapshot was due since they were last kept."""
+        """Keep the problems for which a snapshot has become due since their last one."""
         passed = [
             bisect_right(self._due, iteration) > bisect_right(self._due, max(self._kept[row], default=-1))
             for row, iteration in zip(rows.tolist(), iterations.tolist(), strict=True)
@@ -49,7 +49,7 @@ class Tracer:
         self.keep(rows[chosen], iterations[chosen], objectives[chosen], x[chosen])
 
     def keep(self, rows: Tensor, iterations: Tensor, objectives: Tensor, x: Tensor) -> None:
-        """Keep some problems as they stand: iterations (N,), objectives (N,), images (N, B, C, H, W)."""
+        """Keep a snapshot of some problems: iterations (N,), objectives (N,), images (N, B, C, H, W)."""
         if not self:
             return
         images = self._pixels(x.detach()).clamp(0, 1).nan_to_num(0.0).mul(255).round().to("cpu", torch.uint8)
@@ -58,7 +58,7 @@ class Tracer:
             self._kept[row][iteration] = (objective, image)
 
     def of(self, row: int) -> Trace | None:
-        """The trace of one problem; None where nothing was to be kept."""
+        """The trace of one problem; None if there are no snapshots."""
         kept = sorted(self._kept[row].items())
         if not kept:
             return None

@@ -1,8 +1,8 @@
-"""The analytic attack: the input of a fully connected network with biases, read off its gradient (Geiping et al., Prop. 3.1).
+"""The analytic attack: reads the input of a fully connected network with biases off its gradient (Geiping et al., Prop. 3.1).
 
-For one example dL/dA_i = (dL/db_i) x: any row with a bias gradient that is not zero gives the input. A stack whose first
-layers lack a bias is inverted from its first biased layer downwards: the error signal of the layer below follows by the
-chain rule, and its weight gradient, of rank one, gives that layer's input.
+For one example dL/dA_i = (dL/db_i) x: any row with a nonzero bias gradient gives the input. If the first layers lack a bias,
+the stack is inverted from its first biased layer downwards: the chain rule gives the error signal of the layer below, and
+that layer's weight gradient, of rank one, gives its input.
 """
 
 import time
@@ -20,14 +20,16 @@ from fedgauge.client.update import Params, Update
 
 @dataclass(frozen=True)
 class analytic(Attack):
-    """Exact inversion of a network that begins with fully connected layers; one example an update."""
+    """Exact inversion of a network that begins with fully connected layers, for updates of one example."""
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
         started = time.perf_counter()
         if known.batch_size != 1:
-            return not_applicable(wave, f"one example an update is exact; this one sums {known.batch_size}")
+            return not_applicable(
+                wave, f"the attack needs one example in each update, and this one sums {known.batch_size}"
+            )
         try:
             stack = _first_layers(known.model)
             y = self._labels(wave, known)
@@ -38,7 +40,7 @@ class analytic(Attack):
         return [self._answer(x, None if y is None else y[k], seconds) for k, x in enumerate(found)]
 
     def _labels(self, wave: Wave, known: Knowledge) -> Tensor | None:
-        """Labels (K, 1) where they can be told: the images do not depend on them, nor on the loss."""
+        """Labels (K, 1) if they can be restored; the images depend neither on them nor on the loss."""
         if known.labels is None and not is_cross_entropy(known.loss):
             return None
         return labelling.restore(wave, known)
@@ -94,7 +96,7 @@ def _first_layers(model: nn.Module) -> _Stack:
             activations.append(module)
         elif not isinstance(module, nn.Flatten | nn.Identity):
             raise ValueError(
-                f"layer {name!r} ({type(module).__name__}) stands before the first biased fully connected layer"
+                f"layer {name!r} ({type(module).__name__}) comes before the first fully connected layer with a bias"
             )
     raise ValueError("the model has no fully connected layer with a bias")
 

@@ -1,9 +1,9 @@
-"""Batches read off a fully connected first layer: its weight gradient is a mixture of the inputs, of rank B.
+"""Reads batches off a fully connected first layer: its weight gradient is a mixture of the inputs, of rank B.
 
 With error signals D (B, m) and inputs X (B, n) the layer's gradients are G = D^T X and g = D^T 1. The singular vectors of G
-give both up to one unknown Q (B, B): D^T = L Q and X = Q^-1 R. Whoever finds the columns of Q up to their lengths has the
-images: g tells the lengths. `spear` finds them where ReLU leaves zeros in D, exactly (Dimitrov et al., SPEAR, NeurIPS 2024);
-`cocktail_party` by the independence of the images, nearly (Kariyappa et al., ICML 2023).
+give both up to one unknown Q (B, B): D^T = L Q and X = Q^-1 R. The columns of Q, up to their lengths, give the images, since
+g gives the lengths. `spear` finds the columns exactly if ReLU leaves zeros in D (Dimitrov et al., SPEAR, NeurIPS 2024);
+`cocktail_party` approximates them by the independence of the images (Kariyappa et al., ICML 2023).
 """
 
 import math
@@ -24,44 +24,44 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.client.update import Batch, Params, Update, norm, relative_error
 
 PROVEN = (
-    1e-3  # error of the update that a guess gives, of what its faintest image adds: below it, the guess is the batch
+    1e-3  # error of a guess's update relative to what its faintest image contributes; below it, the guess is the batch
 )
-SILENT = 1e-4  # of a unit column's largest entry: what is below it stands for a ReLU that was off
-AT_ONCE = 4096  # sets of rows that are tried together
+SILENT = 1e-4  # of a unit column's largest entry; smaller entries count as a ReLU that was off
+AT_ONCE = 4096  # sets of rows tried together
 GAUSSIAN = 0.37457  # mean of log cosh of a standard normal number
-CROWDED = 12.0  # how sharply likeness is punished
-ROUNDED = 1e4  # steps in which columns are first compared
-SPARE = 8  # columns beyond B among which the right ones are looked for
-BASES = 250  # choices that are put to the proof at a time
-MOST = 20  # distinct columns kept for each that is searched
+CROWDED = 12.0  # sharpness of the penalty on similar rows
+ROUNDED = 1e4  # rounding levels for a first comparison of columns
+SPARE = 8  # candidate columns beyond B
+BASES = 250  # choices that are verified at a time
+MOST = 20  # distinct columns kept for each wanted one
 
 
 @dataclass(frozen=True)
 class FirstLayer:
-    """The fully connected layer that the image itself goes into."""
+    """The fully connected layer that takes the image itself."""
 
     name: str
     relu: bool
 
     @classmethod
     def of(cls, model: nn.Module) -> "FirstLayer":
-        """ValueError, with the layer that is in the way, where there is none."""
+        """The first layer; ValueError, naming the layer, if it is not fully connected or has no bias."""
         leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
         leaves = [(name, m) for name, m in leaves if not isinstance(m, nn.Flatten | nn.Identity)]
         name, first = leaves[0]
         if not isinstance(first, nn.Linear):
-            raise ValueError(f"the image goes into {name!r} ({type(first).__name__}), which is not fully connected")
+            raise ValueError(f"the first layer {name!r} ({type(first).__name__}) is not fully connected")
         if first.bias is None:
-            raise ValueError(f"layer {name!r} has no bias: how long the images are cannot be told")
+            raise ValueError(f"layer {name!r} has no bias, which would give the images' scale")
         return cls(name, len(leaves) > 1 and isinstance(leaves[1][1], nn.ReLU))
 
 
 @dataclass(eq=False)
 class _Mixture:
-    """One observation's first layer, taken apart.
+    """The factors of one observation's first-layer gradient.
 
     Args:
-        weight: G (m, n) up to scale, float64; bias: g (m,), by the same scale.
+        weight: G (m, n) up to scale, float64; bias: g (m,), with the same scale.
         size: B.
     """
 
@@ -76,13 +76,13 @@ class _Mixture:
 
     @property
     def reason(self) -> str:
-        """Why it cannot be taken apart; empty where it can."""
+        """Why it cannot be factored; empty if it can."""
         if not bool(torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all()):
             return "the update is not finite"
         if self.rank != self.size:
             return (
-                f"the first layer's gradient has rank {self.rank}, and one of {self.size} examples has {self.size} where "
-                "each of them is a mixture of no others and no defense has touched it"
+                f"the first layer's gradient has rank {self.rank}, and expected was {self.size}, one for each example: "
+                "examples are linearly dependent, or a defense changed the update"
             )
         return ""
 
@@ -93,7 +93,7 @@ class _Mixture:
 
     @cached_property
     def rank(self) -> int:
-        """Of what float32 can tell: rounding leaves singular values of some 1e-7 of the largest."""
+        """The rank in float32: rounding leaves singular values of about 1e-7 of the largest."""
         values = self._factors[1]
         floor = float(values[0]) * max(self.weight.shape) ** 0.5 * torch.finfo(torch.float32).eps
         return int((values > floor).sum())
@@ -111,12 +111,12 @@ class _Mixture:
     def inputs(self, columns: Tensor) -> Tensor:
         """X (B, n), from columns of Q (B, B) of any length: the bias gradient is the sum of the error signals."""
         lengths = torch.linalg.solve(columns, self.left.T @ self.bias)
-        found: Tensor = torch.linalg.solve(columns * lengths, self.right)
-        return found
+        inputs: Tensor = torch.linalg.solve(columns * lengths, self.right)
+        return inputs
 
 
 class _UnmixingState(NamedTuple):
-    """Columns of Q (B, B) of any length, None where there are none yet; and the iterations spent so far."""
+    """Columns of Q (B, B) of any length, None if there are none yet; and the iterations spent so far."""
 
     columns: Tensor | None
     spent: int
@@ -128,10 +128,10 @@ Search = Callable[[_Mixture, Generator, Deadline], Iterator[_UnmixingState]]
 def _unmixed(
     wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], search: Search, relu: bool
 ) -> list[Reconstruction]:
-    """What a search makes of each observation: its first guess at Q that is proven, else that which comes nearest.
+    """The result of a search for each observation: its first verified guess of Q, else the nearest one.
 
     Args:
-        relu: it needs a ReLU behind the layer, and what it cannot prove it has not found.
+        relu: the search needs a ReLU after the layer, and only a verified guess counts as found.
     """
     clock = Deadline(time.perf_counter(), budget.seconds)
     try:
@@ -139,10 +139,10 @@ def _unmixed(
     except ValueError as error:
         return not_applicable(wave, str(error))
     if known.chain.local.steps > 1:
-        reason = f"a mixture is of one gradient, and the clients take {known.chain.local.steps} local steps"
+        reason = f"the attack needs a single gradient, and the clients take {known.chain.local.steps} local steps"
         return not_applicable(wave, reason)
     if relu and not layer.relu:
-        reason = f"no ReLU follows layer {layer.name!r}: its error signals have no zeros to be found by"
+        reason = f"no ReLU follows layer {layer.name!r}, so its error signals have no zeros"
         return not_applicable(wave, reason)
     return [
         _inverted(wave.alone(k), wave.params, layer, known, stream("unmixing"), clock, search, relu)
@@ -188,12 +188,12 @@ def _inverted(
         return answer(None, math.nan, spent, "out_of_budget", f"nothing was found in {spent:,} iterations")
     if not exact and not clock.over():
         return answer(best, error, spent, "converged")
-    words = f"not proven: put through the client's step, the images give the update to {error:.0e} only"
-    return answer(best, error, spent, "out_of_budget", words)
+    reason = f"not proven: the images reproduce the update only up to a relative error of {error:.0e}"
+    return answer(best, error, spent, "out_of_budget", reason)
 
 
 def _labels(x: Tensor, signals: Tensor, params: Params, layer: FirstLayer, known: Knowledge) -> Tensor:
-    """Labels (B,): of each image the one whose error signal in the first layer is nearest to that which was found (B, m)."""
+    """Labels (B,): for each image the one whose error signal in the first layer is nearest to the recovered one (B, m)."""
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
@@ -218,9 +218,9 @@ def _labels(x: Tensor, signals: Tensor, params: Params, layer: FirstLayer, known
 
 @dataclass(frozen=True)
 class spear(Attack):
-    """Exact batches behind a first layer with ReLU: error signals are the directions in which many neurons are silent.
+    """Exact batches from a first layer with ReLU: error signals are the directions in which many neurons are off.
 
-    B - 1 neurons that are all off for one example single its direction out; about one set in 2^(B-1) is such a one. The
+    B - 1 neurons that are all off for one example determine its direction; about one set in 2^(B-1) is like that. The
     budget's iterations count sets of neurons, in thousands.
     """
 
@@ -244,7 +244,7 @@ def _by_silence(budget: Budget, mixture: _Mixture, rng: Generator, clock: Deadli
 
 
 def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
-    """Unit columns (B, N) that leave more rows silent than those which they were made from."""
+    """Unit columns (B, N) that are orthogonal to more rows than those from which they were computed."""
     size = rows.shape[1]
     if size == 1:
         return rows.new_ones(1, 1)
@@ -255,32 +255,32 @@ def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
 
 
 def _silent(rows: Tensor, columns: Tensor) -> Tensor:
-    """Which entries of L Q (m, N) are zero."""
+    """Which entries of L Q (m, N) are zero up to rounding."""
     signals: Tensor = (rows @ columns).abs()
     return signals < SILENT * signals.amax(0)
 
 
 def _least(size: int, neurons: int) -> int:
-    """Zeros that chance does not give: those by construction, and a twentieth of the layer."""
+    """More zeros than chance gives: those by construction, and a twentieth of the layer."""
     return size + max(2, neurons // 20)
 
 
 def _distinct(rows: Tensor, columns: Tensor) -> Tensor:
-    """The columns without repeats and without mixtures, those with most zeros first, no more than can be needed.
+    """The distinct columns without mixtures, those with most zeros first, at most MOST for each wanted one.
 
-    Where two error signals are mixed, only neurons are silent that are so in both, and as many more as the mixture was made
-    for: fewer than B.
+    In a mixture of two error signals only those neurons are off that are off in both, and fewer than B more, for which the
+    mixture was made.
     """
     signs = columns.gather(0, columns.abs().argmax(0, keepdim=True)).sign()
     unique, group = torch.unique((columns * signs).mul(ROUNDED).round(), dim=1, return_inverse=True)
     first = torch.full((unique.shape[1],), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")
-    few = columns[:, first]  # of which some may still be the same
+    few = columns[:, first]  # some of them may still be equal
     silent = _silent(rows, few)
     order = silent.sum(0).argsort(descending=True, stable=True)[: MOST * len(columns)]
     kept: list[int] = []
     for k in order.tolist():
         own = silent[:, k]
-        more = (own[:, None] & ~silent[:, kept]).sum(0)  # silent here, and there not
+        more = (own[:, None] & ~silent[:, kept]).sum(0)  # off here, and not there
         if not bool((more < min(len(columns), int(own.sum()) // 4)).any()):
             kept.append(k)
     return few[:, kept]
@@ -301,12 +301,12 @@ def _bases(columns: Tensor) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class cocktail_party(Attack):
-    """Batches unmixed as voices are: the images whose pixels are farthest from normally distributed, smooth and unlike each other.
+    """Blind source separation: the images whose pixels are least normally distributed, smooth and different from each other.
 
     Args:
         tv: weight of total variation.
-        apart: weight of what keeps two images from being the same one.
-        rate: Adam's.
+        apart: weight of the penalty on similar images.
+        rate: of Adam.
     """
 
     tv: float = 0.1
@@ -345,11 +345,11 @@ class cocktail_party(Attack):
             yield _UnmixingState(torch.linalg.inv(F.normalize(best, dim=1) @ whiten), spent)
 
     def _loss(self, rows: Tensor, white: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Negentropy by log cosh (Hyvarinen and Oja, 2000), total variation, and a penalty on rows that are alike."""
+        """Negentropy by log cosh (Hyvarinen and Oja, 2000), total variation, and a penalty on similar rows."""
         images = rows @ white
         negentropy = (images.cosh().clamp(max=1e30).log().mean(1) - GAUSSIAN).square().mean()
-        likeness = (rows @ rows.T).triu(1).abs()
-        crowd = torch.expm1(CROWDED * likeness).sum() / math.exp(CROWDED) / max(1, len(rows))
-        pictures = images.view(-1, *shape)
-        rough = sum(pictures.diff(dim=d).abs().mean() for d in (-1, -2))
-        return -negentropy + self.tv * rough + self.apart * crowd
+        similarity = (rows @ rows.T).triu(1).abs()
+        penalty = torch.expm1(CROWDED * similarity).sum() / math.exp(CROWDED) / max(1, len(rows))
+        pixels = images.view(-1, *shape)
+        variation = sum(pixels.diff(dim=d).abs().mean() for d in (-1, -2))
+        return -negentropy + self.tv * variation + self.apart * penalty

@@ -1,1 +1,1 @@
-"""How well an attack did: metrics, baselines, the replay check, canaries, and the audit that brings them together."""
+"""Grading: metrics, baselines, the replay check, canaries, and the audit that combines them."""

@@ -1,4 +1,4 @@
-"""Baselines: what an attacker gets without reading the update; leakage is what exceeds them."""
+"""Baselines: what an attacker gets without reading the update. Leakage is what exceeds them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from fedgauge.client.models.tokenizer import framed
 
 @dataclass(frozen=True)
 class mean_image(Attack):
-    """Answer every update with the mean auxiliary image: the prior's mean."""
+    """Guess the mean auxiliary image, which is the prior's mean, for every update."""
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -26,7 +26,7 @@ class mean_image(Attack):
 
 @dataclass(frozen=True)
 class random_image(Attack):
-    """Answer every update with auxiliary images drawn at random."""
+    """Guess random auxiliary images for every update."""
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -39,18 +39,18 @@ class random_image(Attack):
 
 @dataclass(frozen=True)
 class random_words(Attack):
-    """Answer every update with words drawn as often as auxiliary text has them, as many as are known, or as such text has."""
+    """Guess words at the auxiliary text's frequencies, with the lengths that are known or else the auxiliary text's."""
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
         if known.auxiliary is None or known.text is None or not isinstance(known.model, LanguageModel):
-            return not_applicable(wave, "random words need auxiliary text, and a model of words")
+            return not_applicable(wave, "random words need auxiliary text and a language model")
         model, x = known.model, known.auxiliary.x
-        said = x[~torch.isin(x, torch.tensor(sorted(model.special)))]
-        if not len(said):
+        words = x[~torch.isin(x, torch.tensor(sorted(model.special)))]
+        if not len(words):
             return not_applicable(wave, "the auxiliary text has no words")
-        found = []
+        guesses = []
         for k, stream in enumerate(streams):
             rng = stream("words")
             if known.text.lengths is not None:
@@ -60,10 +60,10 @@ class random_words(Attack):
                 lengths = (drawn != model.pad).sum(1)
             frame = len(model.start) + len(model.end)
             sentences = [
-                said[torch.randint(len(said), (max(n - frame, 0),), generator=rng)].tolist() for n in lengths.tolist()
+                words[torch.randint(len(words), (max(n - frame, 0),), generator=rng)].tolist() for n in lengths.tolist()
             ]
-            found.append(_guess(framed(sentences, known.shape[0], model.pad, model.start, model.end)))
-        return found
+            guesses.append(_guess(framed(sentences, known.shape[0], model.pad, model.start, model.end)))
+        return guesses
 
 
 def _guess(x: Tensor) -> Reconstruction:

@@ -1,10 +1,10 @@
-"""Canaries: clients that are willing send random unit updates, and how well they are found again is an empirical epsilon.
+"""Canaries: volunteer clients send random unit updates, and how well these can be detected gives an empirical epsilon.
 
 Andrew et al., One-shot empirical privacy estimation for federated learning (ICLR 2024). In d dimensions the cosine of a random
-unit vector with anything that does not know it is all but N(0, 1/d). That of the canaries with what a mechanism released is
-N(mean, variance), both measured over all canaries of a single run; the epsilon by which these two normal distributions can be
-told apart at delta is what this release gave away about a client, to an observer of cosines. It is an estimate, and no upper
-bound: a better observer may see more.
+unit vector with anything independent of it is nearly N(0, 1/d). The canaries' cosines with a mechanism's release are
+N(mean, variance), both measured over all canaries of a single run. The epsilon at which these two normal distributions can be
+distinguished at delta is what the release revealed about a client to an observer of cosines. It is an estimate and no upper
+bound: a better observer may learn more.
 """
 
 import math
@@ -16,69 +16,69 @@ from torch import Generator, Tensor
 
 from fedgauge.client.update import Update, norm
 
-LARGEST = 1e3  # epsilon beyond which nothing is told apart from nothing
+LARGEST = 1e3  # epsilon above which the result is infinity
 HALVINGS = 60
 
 
 def canary(like: Update, rng: Generator, size: float = 1.0) -> Update:
-    """A random update of the form of another, evenly spread over all directions; size: its norm, that of the clipping."""
+    """A random update shaped like another, uniform over directions; size: its norm, which is that of the clipping."""
     drawn = {k: torch.randn(t.shape, generator=rng, dtype=t.dtype) for k, t in like.items()}
     scale = size / norm(drawn)
     return {k: t * scale for k, t in drawn.items()}
 
 
 def cosines(released: Update, canaries: Iterable[Update]) -> Tensor:
-    """Of each canary with what was released, (K,) float64."""
+    """Cosine of each canary with the release, (K,) float64."""
     length = float(norm(released))
     if not length > 0:
-        raise ValueError("what was released is zero: it has no direction")
-    found = []
+        raise ValueError("the release is zero: it has no direction")
+    values = []
     for one in canaries:
         inner = sum(float(torch.sum(one[k] * t)) for k, t in released.items())
-        found.append(inner / length / float(norm(one)))
-    return torch.tensor(found, dtype=torch.float64)
+        values.append(inner / length / float(norm(one)))
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def combine_iterates(rounds: Sequence[Tensor]) -> Tensor:
-    """One cosine (K,) for each canary that was in several rounds, of those (K,) of each: without it again all but N(0, 1/d)."""
+    """One statistic (K,) per canary from its cosines (K,) of several rounds; without the canary again nearly N(0, 1/d)."""
     return torch.stack(list(rounds)).sum(0) / math.sqrt(len(rounds))
 
 
-def empirical_epsilon(found: Tensor, dimension: int, delta: float, equal: bool = False) -> float:
-    """What cosines (K,) of canaries with a release in so many dimensions say of epsilon at delta.
+def empirical_epsilon(similarities: Tensor, dimension: int, delta: float, equal: bool = False) -> float:
+    """The epsilon at delta that canaries' cosines (K,) with a release in so many dimensions imply.
 
     Args:
-        equal: their variance is taken to be 1/d, as it is behind a Gaussian mechanism, and only the mean is measured; else
-            both are, as in the paper: at a small delta an upward bias, the larger the smaller epsilon is (of 128 canaries 16 %
-            at epsilon 10, 74 % at 1.27).
+        equal: take their variance to be 1/d, as behind a Gaussian mechanism, and measure only the mean; else measure both, as in
+            the paper, which at a small delta biases epsilon upward, the more the smaller it is (with 128 canaries by 16 % at
+            epsilon 10, by 74 % at 1.27).
 
     Raises:
         ValueError: fewer than two canaries, or cosines that are not finite.
     """
-    if len(found) < 2 or not bool(torch.isfinite(found).all()):
-        raise ValueError(f"an epsilon needs the finite cosines of at least 2 canaries, got {len(found)}")
-    scaled = found.double() * math.sqrt(dimension)
+    if len(similarities) < 2 or not bool(torch.isfinite(similarities).all()):
+        raise ValueError(f"an epsilon needs the finite cosines of at least 2 canaries, got {len(similarities)}")
+    scaled = similarities.double() * math.sqrt(dimension)
     return normal_epsilon(float(scaled.mean()), 1.0 if equal else float(scaled.std()), delta)
 
 
 def gaussian_epsilon(ratio: float, delta: float) -> float:
-    """The exact epsilon of the Gaussian mechanism: ratio is sensitivity over sigma, times sqrt(releases) (Balle, Wang, 2018)."""
+    """The exact epsilon of the Gaussian mechanism; ratio: sensitivity over sigma, times sqrt(releases) (Balle, Wang, 2018)."""
     return normal_epsilon(ratio, 1.0, delta)
 
 
 def normal_epsilon(mean: float, deviation: float, delta: float) -> float:
-    """The smallest epsilon at which N(0, 1) and N(mean, deviation^2) are indistinguishable up to delta, either way round."""
+    """The smallest epsilon at which N(0, 1) and N(mean, deviation^2) are indistinguishable up to delta, in both directions."""
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta}")
     if not deviation > 0:
         raise ValueError(f"deviation must be above 0, got {deviation}")
-    # seen from the other side, and in its units, the first is a normal distribution, too
+    # from the other side, and in its units, the first is again a normal distribution
     sides = ((mean, deviation), (mean / deviation, 1 / deviation))
     return max(_smallest(partial(_excess, *side), delta) for side in sides)
 
 
 def _smallest(excess: Callable[[float], float], delta: float) -> float:
-    """The epsilon at which a decreasing function comes down to delta; 0 where it never was above."""
+    """The epsilon at which a decreasing function falls to delta; 0 where it starts below."""
     if excess(0.0) <= delta:
         return 0.0
     low, high = 0.0, 1.0
@@ -97,7 +97,7 @@ def _excess(mean: float, deviation: float, epsilon: float) -> float:
     total = 0.0
     for low, high in _likelier(mean, deviation, epsilon):
         p = _between((low - mean) / deviation, (high - mean) / deviation)
-        # as a logarithm: e^epsilon is beyond a float where Q's part is beyond it on the other side
+        # by logarithms: e^epsilon may overflow where Q's part underflows
         q = _between(low, high)
         total += p - (math.exp(epsilon + math.log(q)) if q > 0 else 0.0)
     return total
@@ -114,14 +114,14 @@ def _likelier(mean: float, deviation: float, epsilon: float) -> list[tuple[float
     inside = b * b - 4 * a * c
     if inside <= 0:
         return [(-math.inf, math.inf)] if a > 0 else []
-    # the root that does not cancel, and the other by their product c / a: a may be tiny
+    # compute the root without cancellation, and the other from their product c / a, since a may be tiny
     far = -(b + math.copysign(math.sqrt(inside), b)) / 2
     low, high = sorted((far / a, c / far if far else 0.0))
     return [(-math.inf, low), (high, math.inf)] if a > 0 else [(low, high)]
 
 
 def _between(low: float, high: float) -> float:
-    """The normal probability of an interval, by the tail that is the smaller one."""
+    """The normal probability of an interval, computed from the smaller tail."""
     if low > 0:
         low, high = -high, -low
     return (math.erfc(-high / math.sqrt(2)) - math.erfc(-low / math.sqrt(2))) / 2

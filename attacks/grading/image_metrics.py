@@ -1,4 +1,4 @@
-"""Metrics of a reconstruction: pure, one value an example, on images in [0, 1] paired one to one with the truth."""
+"""Metrics of a reconstruction: one value per example, on images in [0, 1] paired one to one with the truth."""
 
 import os
 import warnings
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedgauge.client.local_data import data_folder
-from fedgauge.client.pairing import PSNR_CAP as PSNR_CAP  # handed on: all metrics are found here
+from fedgauge.client.pairing import PSNR_CAP as PSNR_CAP  # re-exported: all metrics are importable from here
 from fedgauge.client.pairing import match as match
 from fedgauge.client.pairing import mse_of as mse_of
 from fedgauge.client.pairing import psnr_of as psnr_of
 
-AUGMENTED = "_augmented"  # ends the name of a metric against the examples as a defense made them before training
+AUGMENTED = "_augmented"  # suffix of metrics against the examples as a defense changed them before training
 
 # by name, in the order in which tables and figures show them
 HIGHER_IS_BETTER = {
@@ -41,12 +41,12 @@ HIGHER_IS_BETTER = {
     "rouge2_special": True,
     "rougeL_special": True,
 }
-LPIPS_PIXELS = 32  # from which on: AlexNet pools 28 away
+LPIPS_PIXELS = 32  # smallest image: AlexNet pools 28 pixels down to nothing
 
 
 @dataclass(frozen=True)
 class Metric:
-    """(truth (B, C, H, W), guess (B, C, H, W)), of text both (B, L), -> (B,), with what a larger value means and its unit."""
+    """A metric from truth and guess, both (B, C, H, W) or, for text, (B, L), to values (B,)."""
 
     name: str
     unit: str
@@ -54,7 +54,7 @@ class Metric:
 
     @property
     def higher_is_better(self) -> bool:
-        """From the attacker's side."""
+        """Whether a larger value means a better attack."""
         return HIGHER_IS_BETTER[self.name]
 
     def __call__(self, truth: Tensor, guess: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ class Metric:
 
 
 def ssim_of(truth: Tensor, guess: Tensor) -> Tensor:
-    """Structural similarity (Wang et al., 2004), Gaussian window of 11 pixels, range 1; from 11 pixels on."""
+    """Structural similarity (Wang et al., 2004) with a Gaussian window of 11 pixels and range 1; needs 11 pixels."""
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     guess, truth = guess.float(), truth.float()
-    # windows that reach over the border, which torchmetrics fills by reflection, do not count with the authors
+    # the authors leave out windows that reach over the border; torchmetrics fills them by reflection
     _, windows = structural_similarity_index_measure(
         guess, truth, data_range=1.0, reduction="none", return_full_image=True
     )
@@ -98,8 +98,8 @@ class Backbone:
     """A network on whose features LPIPS is computed.
 
     Args:
-        local: its convolutions' file in the folder weights/ of the local data.
-        torchvision: the name of its weights there, which is also how its download is called.
+        local: file of its convolutions in the folder weights/ of the local data.
+        torchvision: the name of torchvision's weights, which also finds their download.
     """
 
     local: str
@@ -113,7 +113,7 @@ BACKBONES = {
 
 
 def lpips_metric(net: str = "alex") -> Metric | None:
-    """LPIPS with a backbone's real weights (Zhang et al., 2018), or None where none are found: a random net is no metric."""
+    """LPIPS with a backbone's trained weights (Zhang et al., 2018), or None without them: a random net is no metric."""
     weights = lpips_weights(net)
     if weights is None:
         return None
@@ -128,9 +128,9 @@ def lpips_metric(net: str = "alex") -> Metric | None:
 
 
 def lpips_weights(net: str = "alex") -> Path | None:
-    """The file of a backbone's convolutions: in the local data folder, else as torchvision keeps what it has downloaded.
+    """The file of a backbone's convolutions: in the local data folder, else in torchvision's cache.
 
-    Torchvision downloads it (AlexNet 233 MB, VGG16 528 MB) where FEDGAUGE_LPIPS=download is in the environment.
+    Torchvision downloads it (AlexNet 233 MB, VGG16 528 MB) if the environment has FEDGAUGE_LPIPS=download.
     """
     folder = data_folder()
     path = folder / "weights" / BACKBONES[net].local if folder else None
@@ -159,7 +159,7 @@ def _downloaded(net: str, wanted: bool, hub: Path) -> Path | None:
 
 
 class _SkipInitialisation(TorchFunctionMode):
-    """Networks are built without drawing their weights: all that is used of VGG16's 138 million is set from its file."""
+    """Builds networks without drawing weights: all that is used of VGG16's 138 million comes from its file."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -205,7 +205,7 @@ def _convolutions(net: str, path: Path) -> Mapping[str, Tensor]:
 
 
 def image_metrics(shape: tuple[int, ...], gallery: Tensor | None) -> list[Metric]:
-    """Every metric that applies: SSIM from 11 pixels on, LPIPS from 32 with weights, identification with a gallery."""
+    """Every metric that applies: SSIM from 11 pixels, LPIPS from 32 pixels with weights, identification with a gallery."""
     chosen = [mse, psnr]
     if min(shape[1:]) >= 11:
         chosen.append(ssim)
@@ -216,7 +216,7 @@ def image_metrics(shape: tuple[int, ...], gallery: Tensor | None) -> list[Metric
 
 
 def label_accuracy(truth: Tensor, guess: Tensor) -> float:
-    """The part of a batch's labels that were restored, as multisets: order does not count, repeats do."""
+    """The share of a batch's labels that were restored, as multisets: order does not count, repeats do."""
     classes = int(max(truth.max(), guess.max())) + 1
     common = torch.minimum(torch.bincount(truth, minlength=classes), torch.bincount(guess, minlength=classes))
     return float(common.sum()) / len(truth)

@@ -1,4 +1,4 @@
-"""The replay check: the auditor recomputes one update from the true batch, so that a mismatch is told, not attacked."""
+"""The replay check: recompute one update from the true batch, to find a mismatch before it is attacked."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,15 +15,15 @@ from fedgauge.client.models.vision import detached_params
 from fedgauge.client.training import gradient
 from fedgauge.client.update import Loss, Update, norm
 
-TOLERANCE = 1e-4  # relative; float32 rounding of another machine's kernels stays far below
+TOLERANCE = 1e-4  # relative; float32 rounding on other machines' kernels stays far below
 
 
 @dataclass(frozen=True)
 class ReplayCheck:
-    """How a recomputed update compares with the one that the server saw.
+    """The comparison of a recomputed update with the one that the server saw.
 
     Args:
-        cosine: between the two, 1 when they point alike.
+        cosine: between the two; 1 for the same direction.
         relative_error: |recomputed - seen| / |seen|.
         verdict: "exact to rounding", or which ingredient differs.
     """
@@ -36,12 +36,12 @@ class ReplayCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether the recomputed update is the seen one, to rounding."""
+        """Whether the recomputed update equals the one seen, up to rounding."""
         return self.relative_error <= TOLERANCE
 
 
 def replay(federation: Federation, seen: Observation) -> ReplayCheck:
-    """Recompute an observation through the whole chain with the client's seed, and name what differs, if anything."""
+    """Recompute an observation through the whole chain with the client's seed, and say what differs, if anything."""
     if missing := set(seen.update) ^ {name for name, _ in federation.model.named_parameters()}:
         return ReplayCheck(seen.round, seen.client, 0.0, math.inf, f"names differ: {', '.join(sorted(missing))}")
     recomputed = federation.client_update(seen.params, seen.buffers, seen.client, seen.round)
@@ -62,7 +62,7 @@ def _compare(recomputed: Update, seen: Update) -> tuple[float, float]:
 
 
 def _diagnose(fed: Federation, seen: Observation, recomputed: Update) -> str:
-    """Change one ingredient at a time; the first that explains the seen update is named."""
+    """Change one ingredient at a time, and return the first that explains the update seen."""
     cosine, _ = _compare(recomputed, seen.update)
     if cosine > 1 - 1e-6:
         ratio = float(norm(seen.update)) / float(norm(recomputed))
@@ -98,21 +98,25 @@ def _alternatives(fed: Federation, seen: Observation, recomputed: Update) -> Map
         names = list(detached_params(fed.model))
         return dict(zip(names, reversed([recomputed[k] for k in names]), strict=True))
 
-    found: dict[str, Callable[[], Update]] = {
+    alternatives: dict[str, Callable[[], Update]] = {
         "normalisation differs: the client feeds raw pixels": lambda: client(normalised=False),
         "the chain differs: the update carries no defense": undefended,
     }
     if not is_cross_entropy(fed.loss):
-        found["the loss differs: the client minimises the plain cross-entropy"] = lambda: client(loss=F.cross_entropy)
+        alternatives["the loss differs: the client minimises the plain cross-entropy"] = lambda: client(
+            loss=F.cross_entropy
+        )
     if any(isinstance(m, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm) for m in fed.model.modules()):
         mode = "eval" if fed.model.training else "train"
-        found[f"the model's mode differs: the client runs dropout or BatchNorm in {mode} mode"] = lambda: client(
+        alternatives[f"the model's mode differs: the client runs dropout or BatchNorm in {mode} mode"] = lambda: client(
             flip=True
         )
-        found["buffers differ: the client uses fresh BatchNorm statistics"] = lambda: client(_fresh(seen.buffers))
+        alternatives["buffers differ: the client uses fresh BatchNorm statistics"] = lambda: client(
+            _fresh(seen.buffers)
+        )
     if all(a.shape == b.shape for a, b in zip(recomputed.values(), reversed(list(recomputed.values())), strict=True)):
-        found["the order of the parameters differs"] = reordered
-    return found
+        alternatives["the order of the parameters differs"] = reordered
+    return alternatives
 
 
 def _fresh(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ SAME_NORM = 1e-5  # relative distance at which two norms are one: float32 rounds
 
 
 def find_clip(read: UpdateEvidence) -> Inferred | None:
-    """Several updates at one norm that none exceeds."""
+    """A clip: several updates have one norm, which none exceeds."""
     norms = [float(norm({k: t.double() for k, t in u.items()})) for u in read.updates]
     bound = max(norms)
     at = [i for i, n in enumerate(norms) if n >= bound * (1 - SAME_NORM)]
@@ -30,7 +30,7 @@ def _identical(a: Update, b: Update) -> bool:
 
 @dataclass(frozen=True)
 class _clip(UpdateTransform):
-    """At most a norm, over all tensors."""
+    """A clip of the norm over all tensors."""
 
     max_norm: float
 

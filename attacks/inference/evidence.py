@@ -1,4 +1,4 @@
-"""The evidence in the updates: their zeros, magnitudes and norms, and which zeros occur without a defense."""
+"""The evidence in the updates: zeros, magnitudes and norms, and which zeros occur without a defense."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,16 +22,17 @@ TINY = 1e-3  # part of a matrix's largest entry
 
 @dataclass(frozen=True, eq=False)
 class Inferred:
-    """What the updates betray of the clients' chain.
+    """The clients' chain as inferred from their updates.
 
     Args:
-        kind: the one of these defenses that explains them best, or none; what is none of them (a quantiser, the largest
-            entries of the whole update) is read as the nearest, which a small margin need not show. Noise and none are told
-            apart only where the evidence says so.
-        parameters: the defense's, in the units of its place; a mask's keep is what is left after all local steps.
-        chain: local training with that defense, made of the attacker's own links.
-        evidence: why, in words.
-        margin: nats by which the evidence favours this over the nearest other of these; inf where that one is impossible.
+        kind: the defense that explains them best, or none. Another defense (a quantiser, the largest entries of the whole
+            update) is reported as the nearest of these, and a small margin need not show it. Noise and none are told apart
+            only if the evidence says so.
+        parameters: of the defense, in the units of its position in the chain; a mask's keep is the share left after all
+            local steps.
+        chain: local training with that defense, built from the attacker's own links.
+        evidence: the reason, in words.
+        margin: nats by which the evidence favours this over the nearest other defense; inf if that one is impossible.
         updates: how many were read.
     """
 
@@ -50,7 +51,7 @@ class Inferred:
 
 @dataclass(frozen=True, eq=False)
 class UpdateEvidence:
-    """Updates, and what nature could have made of them."""
+    """Updates, and the zeros that would occur in them without a defense."""
 
     updates: Sequence[Update]
     model: nn.Module
@@ -60,12 +61,12 @@ class UpdateEvidence:
 
     @property
     def examples(self) -> int:
-        """Of a step."""
+        """Examples of a local step."""
         return min(self.local.batch_size or self.batch_size, self.batch_size)
 
     @property
     def rows(self) -> int:
-        """The rank of a fully connected layer's update is at most this: one row for each example of each step."""
+        """The highest rank of a fully connected layer's update: one row for each example of each step."""
         return self.members * self.local.steps * self.examples
 
     @cached_property
@@ -74,7 +75,7 @@ class UpdateEvidence:
 
     @cached_property
     def tallies(self) -> list[list["TensorEvidence"]]:
-        """By update, then by tensor."""
+        """The evidence of each tensor, by update."""
         return [
             [TensorEvidence.of(u[name], live) for name, live in self.layers.live(u, self.rows).items()]
             for u in self.updates
@@ -86,25 +87,25 @@ class UpdateEvidence:
 
     @property
     def certain(self) -> list["TensorEvidence"]:
-        """Those with entries that nature leaves no zero."""
+        """Tensors with entries that are never zero without a defense."""
         return [tally for tally in self.every if tally.live]
 
     @property
     def holes(self) -> int:
-        """Zeros where nature leaves none."""
+        """How many entries are zero that never are without a defense."""
         return sum(tally.live - tally.shown for tally in self.certain)
 
     def verdict(
         self, kind: Kind, parameters: Mapping[str, float], link: Transform | None, evidence: str, margin: float
     ) -> Inferred:
-        """With a link on the finished update."""
+        """The result with a link on the finished update."""
         found = Chain((self.local,) if link is None else (self.local, link))
         return Inferred(kind, parameters, found, evidence, margin, len(self.updates))
 
     def summed(
         self, kind: Kind, parameters: dict[str, float], link: Callable[..., Link], evidence: str, margin: float
     ) -> Inferred:
-        """With a link on what was summed: clients' updates, else gradients of steps, else of examples."""
+        """The result with a link on what was summed: clients' updates, else gradients of steps, else of examples."""
         if self.members > 1:
             return self.verdict(kind, parameters, link(**parameters), evidence, margin)
         if "scale" in parameters:  # in the units of a gradient
@@ -116,12 +117,12 @@ class UpdateEvidence:
 
 @dataclass(frozen=True)
 class NaturalZeros:
-    """Names of weights and biases that have their zeros together."""
+    """Names of weights and biases, and which of them have zeros together without a defense."""
 
     classifier: str | None
     linear: tuple[str, ...]
-    biased: tuple[tuple[str, str], ...]  # a bias is zero only where its row of the weight is
-    norms: tuple[tuple[str, str], ...]  # a weight is zero only where its bias is, and the other way round
+    biased: tuple[tuple[str, str], ...]  # a bias is zero only if its row of the weight is
+    norms: tuple[tuple[str, str], ...]  # a weight is zero exactly where its bias is
 
     @classmethod
     def of(cls, model: nn.Module) -> "NaturalZeros":
@@ -132,13 +133,13 @@ class NaturalZeros:
             for name, m in modules.items()
             if isinstance(m, nn.modules.batchnorm._BatchNorm | nn.GroupNorm | nn.LayerNorm)
         )
-        # a normalisation behind a convolution makes its bias's gradient zero up to rounding
+        # a normalisation after a convolution makes its bias's gradient zero up to rounding
         kinds = nn.Linear if norms else (nn.Linear, nn.Conv2d)
         biased = tuple((f"{name}.weight", f"{name}.bias") for name, m in modules.items() if isinstance(m, kinds))
         return cls(f"{last_linear(model)}.weight" if linear else None, linear, biased, norms)
 
     def live(self, update: Update, rows: int) -> dict[str, Tensor]:
-        """Where nature leaves no zero, as far as an entry's neighbours tell: the entry itself is not asked."""
+        """Entries that are never zero without a defense, judged by their neighbours and not by the entries themselves."""
         live = {name: torch.zeros_like(t, dtype=torch.bool) for name, t in update.items()}
         # the update by one example is one row times one column: zero in whole rows and columns only
         for name in self.linear if rows == 1 else (self.classifier,):
@@ -154,9 +155,9 @@ class NaturalZeros:
 
 
 def live_by_neighbours(matrix: Tensor) -> Tensor:
-    """Entries of a matrix with another one seen in their row, and one in their column that is not tiny.
+    """Entries of a matrix with another nonzero entry in their row, and one in their column that is not tiny.
 
-    A tiny one may be of an example whose loss is all but zero, and whose own label's signal p - 1 was rounded to zero.
+    A tiny one may come from an example of almost no loss, whose own label's signal p - 1 was rounded to zero.
     """
     seen, large = matrix != 0, matrix.abs() > TINY * matrix.abs().max()
     return (large.sum(0, keepdim=True) > large.long()) & (seen.sum(1, keepdim=True) > seen.long())
@@ -164,13 +165,13 @@ def live_by_neighbours(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TensorEvidence:
-    """What one tensor of one update shows.
+    """The evidence in one tensor of one update.
 
     Args:
-        size, seen: entries, and those that are not zero.
-        tied: of the smallest magnitude that was seen.
-        live, shown: entries that nature leaves no zero, and those of them that are not zero.
-        sizes: magnitudes that were seen, without repeats.
+        size, seen: entries, and nonzero ones.
+        tied: nonzero entries of the smallest magnitude.
+        live, shown: entries that are never zero without a defense, and those of them that are not zero here.
+        sizes: distinct nonzero magnitudes.
     """
 
     size: int
@@ -191,10 +192,10 @@ class TensorEvidence:
         return self.seen / self.size
 
     def fits(self, keep: float) -> bool:
-        """Whether pruning leaves this count, of a tensor from which it took something."""
+        """Whether pruning leaves this count, in a tensor from which it removed something."""
         return self.seen - self.tied < max(1, round(keep * self.size)) <= self.seen
 
     @property
     def pierced(self) -> bool:
-        """Whether something is missing that nature would not leave out."""
+        """Whether an entry is zero that never is without a defense."""
         return self.shown < self.live

@@ -10,11 +10,11 @@ from fedgauge.attacks.inference.evidence import FEW, SAME_SIZE, Inferred, Update
 from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 
-LEVELS = 64  # up to which the sums of signs over steps or examples are told from other values
+LEVELS = 64  # sums of up to this many signs are told apart from other values
 
 
 def find_sign(read: UpdateEvidence) -> Inferred | None:
-    """One magnitude everywhere; where several signs were summed, whole multiples of a small part of it."""
+    """A sign: one magnitude everywhere, or whole multiples of a fraction of it if several signs were summed."""
     sizes = torch.cat([tally.sizes for tally in read.every]).unique().double()
     largest, count = float(sizes[-1]), sum(tally.seen for tally in read.every)
     summed = [n for n in (1, read.members, read.local.steps, read.examples, read.rows) if n <= min(LEVELS, count / FEW)]
@@ -22,7 +22,7 @@ def find_sign(read: UpdateEvidence) -> Inferred | None:
     if (n := next(fitting, None)) is None:
         return None
     margin = (count - 1) * -math.log(n * SAME_SIZE)
-    # two steps' signs that differ leave a zero
+    # opposite signs of two steps leave a zero
     if n == 1 and not (read.holes and read.local.steps % 2 == 0):
         evidence = f"all {count:,} entries that are not zero have the magnitude {largest:.4g}"
         return read.verdict("sign", {"scale": largest}, _sign(largest), evidence, margin)
@@ -36,7 +36,7 @@ def _are_multiples(sizes: Tensor, unit: float) -> bool:
 
 @dataclass(frozen=True)
 class _sign(UpdateTransform):
-    """u / (|u| + mean |u|) of each tensor stands in for a sign, which has no useful derivative."""
+    """u / (|u| + mean |u|) of each tensor in place of a sign, which has no useful derivative."""
 
     scale: float
 

@@ -25,26 +25,26 @@ def find_sparsity(read: UpdateEvidence) -> Inferred | None:
         evidence = (
             f"{zeros}; every tensor keeps round(keep * entries), keep from {keeps[0]:.6g} to {keeps[1]:.6g}, or fewer"
         )
-        return read.verdict("prune", {"keep": keep}, _prune(keep), evidence, _surprise(read.certain))
+        return read.verdict("prune", {"keep": keep}, _prune(keep), evidence, _mask_nll(read.certain))
     margin = _counts(read) + _places(read) + _small_survivors(read)
     if margin < 0:
         # no tensor keeps less than each of those that were summed, and most keep more
         keep = min(1.0, *(t.share for t in read.certain if t.pierced))
         evidence = f"{zeros}; large entries are left, in counts that differ: several prunings were summed"
         return read.summed("prune", {"keep": keep}, _prune, evidence, -margin)
-    evidence = f"{zeros}; what is left lies anywhere and is small as well as large"
+    evidence = f"{zeros}; the other entries lie anywhere, small as well as large ones"
     common = _shared(read, _share(read, 1))
     keep = _share(read, len(read.updates) if common is None else 1)
     if common is None:
         return read.verdict("mask", {"keep": keep}, _mask(keep), evidence, margin)
-    evidence += f"; the same places in all {len(read.updates)} updates: a mask that everybody knows"
+    evidence += f"; the same entries in all {len(read.updates)} updates: a public mask"
     return read.verdict("mask", {"keep": keep}, _shown(common), evidence, margin)
 
 
 def _common_keep(tallies: Sequence[TensorEvidence]) -> tuple[float, float] | None:
-    """Lowest and highest keep that explains every tensor's count; None when there is none.
+    """The lowest and the highest keep that explain every tensor's count; None if there are none.
 
-    Pruning keeps max(1, round(keep * size)) entries and those tied with the last of them, unless nature leaves fewer.
+    Pruning keeps max(1, round(keep * size)) entries and those tied with the last of them, or fewer if the gradient has fewer.
     """
     pierced = [t for t in tallies if t.pierced]
     low, densest = 0.0, pierced[0]
@@ -54,29 +54,29 @@ def _common_keep(tallies: Sequence[TensorEvidence]) -> tuple[float, float] | Non
     high = min(1.0, *((t.seen + 0.5) / t.size for t in pierced))
     if low > high or any(t.seen == 0 for t in pierced):
         return None
-    # the densest of all has hardly come by nature to lie between the others' limits
+    # that the densest tensor lies between the others' limits is hardly a coincidence
     return low, min(high, (densest.seen + 0.5) / densest.size)
 
 
 def _roundest(low: float, high: float, pierced: Sequence[TensorEvidence]) -> float:
-    """The keep with the fewest digits between two limits that leaves the counts that were seen: people choose such ones."""
+    """The keep with the fewest digits between two limits that leaves the observed counts: people choose round numbers."""
     middle = (low + high) / 2
     rounded = (float(f"{middle:.{digits}g}") for digits in range(1, 16))
     fitting = (r for r in rounded if low <= r <= high and all(t.fits(r) for t in pierced))
     return next(fitting, middle)
 
 
-def _surprise(tallies: Sequence[TensorEvidence]) -> float:
-    """-log of how likely a random mask leaves these very counts, less that of the one that any keep fits."""
+def _mask_nll(tallies: Sequence[TensorEvidence]) -> float:
+    """-log probability that a random mask leaves exactly these counts, without the least likely one (which any keep fits)."""
     live, shown = _live_and_shown(tallies)
-    surprises = -Binomial(live, shown.sum() / live.sum()).log_prob(shown)
-    return float(surprises.sum() - surprises.max())
+    nll = -Binomial(live, shown.sum() / live.sum()).log_prob(shown)
+    return float(nll.sum() - nll.max())
 
 
 def _counts(read: UpdateEvidence) -> float:
-    """Nats by which the tensors' counts speak for a mask: binomial with one keep, against anything that pruning can leave.
+    """Nats by which the tensors' counts favour a mask: binomial with one keep, against any count that pruning can leave.
 
-    Summed over steps and examples it leaves between keep and `rows` times that.
+    Summed over steps and examples, pruning leaves between keep and `rows` times keep.
     """
     pierced = [t for t in read.certain if t.pierced]
     low = min((t.seen + 0.5) / t.size for t in pierced)
@@ -95,9 +95,9 @@ def _live_and_shown(tallies: Sequence[TensorEvidence]) -> tuple[Tensor, Tensor]:
 
 
 def _places(read: UpdateEvidence) -> float:
-    """Nats by which rows and columns of the classifier's weight speak for a mask, which does not know them.
+    """Nats by which rows and columns of the classifier's weight favour a mask, which treats them alike.
 
-    Pruning leaves more of a row with a large signal, and of a column with a large feature.
+    Pruning keeps more of a row with a large signal, and of a column with a large feature.
     """
     name = read.layers.classifier
     if name is None or name not in read.updates[0]:
@@ -105,19 +105,19 @@ def _places(read: UpdateEvidence) -> float:
     seen = [u[name] != 0 for u in read.updates]
     live = [live_by_neighbours(u[name]) for u in read.updates]
     rows = [_rows_alike(la.sum(1).double(), (s & la).sum(1).double()) for s, la in zip(seen, live, strict=True)]
-    # one update may be odd by nature: in some of its steps a label's signal p - 1 was rounded to zero
+    # limited, since one update may be odd without a defense: a label's signal p - 1 was rounded to zero in some steps
     return sum(max(-AGAINST, nats) for nats in rows) + _columns_alike(torch.cat([s.sum(0) for s in seen]), len(seen[0]))
 
 
 def _rows_alike(live: Tensor, shown: Tensor) -> float:
-    """Counts of rows: binomial with one keep, against any."""
+    """Nats for counts of rows: binomial with one keep, against any counts."""
     if not 0 < shown.sum() < live.sum():
         return 0.0
     return float((Binomial(live, shown.sum() / live.sum()).log_prob(shown) + (live + 1).log()).sum())
 
 
 def _columns_alike(shown: Tensor, high: int) -> float:
-    """Counts of columns that show anything: binomial, against their own histogram, for whose freedom BIC charges."""
+    """Nats for counts of columns that are not zero: binomial, against their own histogram with BIC's penalty."""
     often = torch.bincount(shown, minlength=high + 1)[1:].double()
     total, kinds = float(often.sum()), int((often > 0).sum())
     if not often[:-1].any():
@@ -132,9 +132,9 @@ def _columns_alike(shown: Tensor, high: int) -> float:
 def _small_survivors(read: UpdateEvidence) -> float:
     """Nats, at most 0, by which missing small entries speak against a mask.
 
-    A mask leaves small entries at the rate at which they come; their density is about constant near zero, at least in one
-    of the tensors. Where they are there, steps or examples may have cancelled. A tensor from which pruning took nothing, as
-    nature had left too little, keeps a smaller part than any other.
+    A mask keeps small entries at the rate at which they occur; their density is about constant near zero in at least one of
+    the tensors. If they are present, steps or examples may have cancelled. A tensor from which pruning removed nothing,
+    since too few entries were nonzero, keeps a smaller share than any other.
     """
     least = min(t.share for t in read.certain if t.pierced)
     part = 0.05 if least > 0.5 else 0.25
@@ -151,7 +151,7 @@ def _small_survivors(read: UpdateEvidence) -> float:
 
 
 def _share(read: UpdateEvidence, masks: int) -> float:
-    """The part that so many masks let through: nature only adds zeros, so the densest place tells that is large enough."""
+    """The share that this many masks keep: other zeros only lower it, so the densest set of enough entries decides."""
     places = [(sum(t.shown for t in read.certain), sum(t.live for t in read.certain))]
     places += [(sum(t.seen for t in ts), sum(t.size for t in ts)) for ts in zip(*read.tallies, strict=True)]
     for name in read.layers.linear:
@@ -163,14 +163,14 @@ def _share(read: UpdateEvidence, masks: int) -> float:
 
 
 def _at_least(seen: float, size: float) -> float:
-    """Wilson's lower limit of a share at 3 standard errors, as many places are asked."""
+    """Wilson's lower limit of a share at 3 standard errors, since many sets are compared."""
     share, z = seen / size, 3.0
     spread = math.sqrt(share * (1 - share) / size + z**2 / (4 * size**2))
     return (share + z**2 / (2 * size) - z * spread) / (1 + z**2 / size)
 
 
 def _shared(read: UpdateEvidence, keep: float) -> dict[str, Tensor] | None:
-    """Where any update shows something, if all have their zeros in the same places; else None."""
+    """The entries that are nonzero in any update, if all have their zeros in the same places; else None."""
     seen = [{k: t != 0 for k, t in u.items()} for u in read.updates]
     live = [read.layers.live(u, read.rows) for u in read.updates]
     sure = [
@@ -187,7 +187,7 @@ def _shared(read: UpdateEvidence, keep: float) -> dict[str, Tensor] | None:
 
 
 def _overlap(a: Mapping[str, Tensor], b: Mapping[str, Tensor], among: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Entries that both show, and that either shows; among some."""
+    """How many entries are nonzero in both, and in either; among some."""
     counts = [
         (int((a[k] & b[k] & among.get(k, a[k] | b[k])).sum()), int(((a[k] | b[k]) & among.get(k, a[k] | b[k])).sum()))
         for k in a
@@ -197,7 +197,7 @@ def _overlap(a: Mapping[str, Tensor], b: Mapping[str, Tensor], among: Mapping[st
 
 @dataclass(frozen=True)
 class _prune(UpdateTransform):
-    """The largest part of each tensor's entries by magnitude."""
+    """Pruning: keeps each tensor's largest entries by magnitude."""
 
     keep: float
 
@@ -215,7 +215,7 @@ class _prune(UpdateTransform):
 
 @dataclass(frozen=True)
 class _mask(UpdateTransform):
-    """The average over masks that are not known."""
+    """An unknown mask: the average over all masks."""
 
     keep: float
 
@@ -228,7 +228,7 @@ class _mask(UpdateTransform):
 
 @dataclass(frozen=True, eq=False)
 class _shown(UpdateTransform):
-    """A mask that everybody knows: where any update shows something."""
+    """A public mask: the entries that are nonzero in any update."""
 
     places: Mapping[str, Tensor]
 

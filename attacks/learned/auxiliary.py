@@ -1,4 +1,4 @@
-"""What an attacker has to learn from: how many auxiliary images, of which classes, and images that it makes up itself.
+"""The attacker's auxiliary images: how many, of which classes, and pseudo-images that it draws itself.
 
 The out-of-distribution attackers of Learning To Invert (Wu et al., UAI 2023, section 4.4) lack the clients' classes, and add
 pseudo-images whose coefficients of the discrete cosine transform are drawn from independent normal distributions.
@@ -19,13 +19,13 @@ from fedgauge.client.update import Batch
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """A choice among the images that are set aside for the attacker.
+    """A choice among the images reserved for the attacker.
 
     Args:
-        size: so many of them; default: all that the other choices leave.
-        classes: of these alone: out of the distribution of clients that hold others; default: of all.
-        beta: where classes are chosen, the share of images of the other classes.
-        pseudo: so many made-up images beside them, their labels drawn evenly.
+        size: how many; default: all that the other arguments allow.
+        classes: only images of these classes, out of distribution for clients with others; default: of all.
+        beta: if classes are chosen, the share of images of the other classes.
+        pseudo: how many additional pseudo-images, with uniformly drawn labels.
         transform: pseudo-images are normal and independent in each coefficient of the cosine transform, or in each pixel.
     """
 
@@ -41,19 +41,19 @@ class Auxiliary:
         if not 0 <= self.beta <= 1:
             raise ValueError(f"beta must lie in 0..1, got {self.beta}")
         if self.beta and not self.classes:
-            raise ValueError("beta mixes images of other classes in, so it needs classes")
+            raise ValueError("beta is the share of images of other classes, so it needs classes; set classes too")
         if self.pseudo < 0:
             raise ValueError(f"pseudo must not be negative, got {self.pseudo}")
 
     def of(self, images: Batch, classes: int, rng: Generator) -> Batch:
-        """The attacker's images (n, C, H, W) and labels, from all that are set aside; ValueError where those are too few."""
+        """The attacker's images (n, C, H, W) and labels, from all reserved ones; ValueError if those are too few."""
         chosen = self._chosen(images.y, classes, rng)
-        found = Batch(images.x[chosen], images.y[chosen])
+        real = Batch(images.x[chosen], images.y[chosen])
         if not self.pseudo:
-            return found
-        made = pseudo_images(found.x, self.pseudo, self.transform, rng)
+            return real
+        made = pseudo_images(real.x, self.pseudo, self.transform, rng)
         labels = torch.randint(classes, (self.pseudo,), generator=rng)
-        return Batch(torch.cat([found.x, made]), torch.cat([found.y, labels]))
+        return Batch(torch.cat([real.x, made]), torch.cat([real.y, labels]))
 
     def _chosen(self, y: Tensor, classes: int, rng: Generator) -> Tensor:
         if unknown := [c for c in self.classes if not 0 <= c < classes]:
@@ -66,16 +66,16 @@ class Auxiliary:
         most = min(_most(len(own), 1 - self.beta), _most(len(others), self.beta))
         size = most if self.size is None else self.size
         mixed = round(self.beta * size)
-        found = [self._first(own, size - mixed, f"auxiliary images of classes {list(self.classes)}")]
-        return torch.cat([*found, self._first(others, mixed, "auxiliary images of the other classes")])
+        inside_classes = self._first(own, size - mixed, f"auxiliary images of classes {list(self.classes)}")
+        return torch.cat([inside_classes, self._first(others, mixed, "auxiliary images of the other classes")])
 
     def _first(self, order: Tensor, count: int, what: str) -> Tensor:
         if count > len(order):
-            raise ValueError(f"{count:,} {what} are asked for, and {len(order):,} are set aside")
+            raise ValueError(f"expected at most {len(order):,} {what}, which is how many are reserved, got {count:,}")
         return order[:count]
 
     def __str__(self) -> str:
-        """For the knowledge card, after a number of images."""
+        """For the knowledge card, after the number of images."""
         words = "auxiliary images of the same distribution"
         if self.classes:
             words = (
@@ -86,12 +86,12 @@ class Auxiliary:
 
 
 def _most(there: int, share: float) -> int:
-    """Size of a mixture of which a share is there."""
+    """The largest mixture of which `there` images are this share."""
     return there if share == 1 else math.floor(there / share + 1e-9) if share else 2**62
 
 
 def pseudo_images(x: Tensor, count: int, transform: Literal["dct", "pixel"], rng: Generator) -> Tensor:
-    """Images (count, C, H, W) in [0, 1], each coefficient drawn with the mean and deviation that it has in x (N, C, H, W)."""
+    """Images (count, C, H, W) in [0, 1], each coefficient drawn with its mean and deviation in x (N, C, H, W)."""
     basis: Callable[[int], Tensor] = cosine_matrix if transform == "dct" else partial(torch.eye, dtype=torch.float64)
     high, wide = basis(x.shape[2]), basis(x.shape[3])
     deviation, mean = torch.std_mean(high @ x.double() @ wide.T, 0, correction=0)
@@ -109,9 +109,9 @@ def cosine_matrix(n: int) -> Tensor:
 
 
 def check_disjoint(shards: Shards) -> None:
-    """ValueError where an auxiliary image is a client's too: an attack would be graded on what it was given."""
+    """ValueError if an auxiliary image belongs to a client too: an attack would be graded on images that it was given."""
     for client, mine in enumerate(shards.indices):
         if both := int(torch.isin(mine, shards.auxiliary).sum()):
             raise ValueError(
-                f"{both:,} of the {len(shards.auxiliary):,} auxiliary images are in client {client}'s shard: set others aside"
+                f"{both:,} of the {len(shards.auxiliary):,} auxiliary images are in client {client}'s shard; reserve others"
             )

@@ -1,7 +1,8 @@
-"""The shelf: tensors that took long to compute, kept on disk by what they were computed from, up to a size."""
+"""A size-bounded disk cache of expensive tensors, keyed by the digest of their inputs."""
 
 import fcntl
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,11 +17,23 @@ from torch import Tensor
 from fedgauge.client.files import replacing
 from fedgauge.client.local_data import cache_folder
 
-BOUND = 8 * 2**30  # bytes; what was not read for longest goes first
+BOUND = 8 * 2**30  # bytes; the least recently read files go first
+# digests seed random streams: renamed classes keep the names that they had in them, so that kept figures stay reproducible
+FORMER_NAMES = {
+    "GeneratorTraining": "Generators",
+    "GroupMean": "Summed",
+    "LanguageModelTraining": "Training",
+    "UpdateFeatures": "View",
+    "_ResNetBlock": "_Block",
+    "_ResNetBottleneck": "_Bottleneck",
+    "_TransformerBlock": "_Block",
+    "_VariationalBottleneck": "_Bottleneck",
+}
+_RENAMED = re.compile(rf"\b({'|'.join(FORMER_NAMES)})\b")
 
 
 def digest(*parts: object) -> str:
-    """A name that depends on every part: tensors (alone, in mappings or in sequences) by their values, others by repr."""
+    """A name that depends on every part: tensors (alone, in mappings or in sequences) by value, other objects by repr."""
     found = sha256()
     for part in parts:
         if isinstance(part, Tensor):
@@ -31,10 +44,10 @@ def digest(*parts: object) -> str:
                 found.update(digest(key, part[key]).encode())
         elif isinstance(part, tuple | list):
             found.update(f"{len(part)}:".encode() + "".join(map(digest, part)).encode())
-        elif isinstance(part, FunctionType):  # whose repr is a place in memory
-            found.update(f"{part.__module__}:{part.__qualname__}".encode())
+        elif isinstance(part, FunctionType):  # whose repr has a memory address
+            found.update(f"{part.__module__.removeprefix('fedgauge.')}:{part.__qualname__}".encode())
         else:
-            found.update(repr(part).encode())
+            found.update(_RENAMED.sub(lambda match: FORMER_NAMES[match[0]], repr(part)).encode())
         found.update(b";")
     return found.hexdigest()[:32]
 
@@ -44,7 +57,7 @@ class TensorCache:
     """A folder of safetensors files.
 
     Args:
-        bound: bytes of all files together; a larger table is not kept at all.
+        bound: bytes of all files together; larger entries are not kept at all.
     """
 
     folder: Path
@@ -52,11 +65,11 @@ class TensorCache:
 
     @classmethod
     def own(cls) -> "TensorCache":
-        """In the user's cache folder."""
+        """The cache in the user's cache folder."""
         return cls(cache_folder() / "learned")
 
     def get(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """What is kept under a name, made where there is nothing; of several processes one makes it, and the others wait."""
+        """The tensors of a name, computed if they are missing; one process computes them, and the others wait."""
         with self.alone(name):
             if (kept := self.read(name)) is not None:
                 return kept
@@ -65,23 +78,23 @@ class TensorCache:
         return made
 
     def read(self, name: str) -> dict[str, Tensor] | None:
-        """What is kept under a name; None where there is nothing, or nothing whole."""
+        """The tensors of a name; None if there are none, or the file is damaged."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         path = self._path(name)
         try:
-            found: dict[str, Tensor] = load_file(path)
+            kept: dict[str, Tensor] = load_file(path)
             os.utime(path)
         except FileNotFoundError:
             return None
         except (SafetensorError, ValueError) as error:
-            warnings.warn(f"{path} is damaged ({error}) and is made again", stacklevel=2)
+            warnings.warn(f"{path} is damaged ({error}) and will be computed again", stacklevel=2)
             return None
-        return found
+        return kept
 
     def put(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep tensors, in the place of what was kept for longest without being read."""
+        """Keep tensors, and evict the least recently read ones to make room."""
         from safetensors.torch import save
 
         size = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -91,16 +104,16 @@ class TensorCache:
         try:
             with replacing(self._path(name)) as scratch:
                 scratch.write(save({k: t.detach().cpu().contiguous() for k, t in tensors.items()}))
-        except OSError as error:  # a full disk, say: what was computed is worth more than its copy
-            warnings.warn(f"{self._path(name)} is not kept: {error}", stacklevel=2)
+        except OSError as error:  # such as a full disk: the computed tensors are still usable
+            warnings.warn(f"{self._path(name)} is not cached: {error}", stacklevel=2)
 
     def drop(self, name: str) -> None:
-        """Keep it no longer."""
+        """Remove the tensors of a name."""
         self._path(name).unlink(missing_ok=True)
 
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """While others, in whatever process, wait who want the same name; a process that dies lets go of it."""
+        """A lock on a name across processes; it is released when its process dies."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (self.folder / f"{name}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

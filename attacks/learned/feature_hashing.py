@@ -1,8 +1,7 @@
-"""Feature hashing: every entry of an update to a random bucket, so that what is learned from has fewer inputs than the model
-has weights.
+"""Feature hashing: adds up an update's entries in random buckets, so that an inverter has fewer inputs than the model weights.
 
-With random signs (count-sketch: Charikar et al., 2002; Weinberger et al., 2009) inner products are kept in the mean; Learning
-To Invert (Wu et al., UAI 2023) sums without them.
+With random signs (count-sketch: Charikar et al., 2002; Weinberger et al., 2009) inner products are preserved on average;
+Learning To Invert (Wu et al., UAI 2023) uses no signs.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from fedgauge.attacks.engine.batch_limiter import SHARE, free_bytes
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """A fixed linear map of rows (n, entries) to (n, buckets); the matrix of it is never formed.
+    """A fixed linear map of rows (n, entries) to (n, buckets); its matrix is never formed.
 
     Args:
         bins: (entries,) int64; signs: (entries,) of -1 and 1, or None.
@@ -27,7 +26,7 @@ class Sketch:
 
     @classmethod
     def draw(cls, entries: int, buckets: int, signed: bool, rng: Generator) -> "Sketch":
-        """At random; ValueError where there would be as many buckets as entries, or more: nothing is hashed then."""
+        """A random sketch; ValueError unless there are fewer buckets than entries."""
         if not 0 < buckets < entries:
             raise ValueError(f"buckets must lie in 1..{entries - 1}, fewer than an update has entries, got {buckets}")
         bins = torch.randint(buckets, (entries,), generator=rng)
@@ -40,17 +39,17 @@ class Sketch:
 
     @property
     def counts(self) -> Tensor:
-        """Entries in each bucket (buckets,): what independent noise of variance 1 in every entry becomes."""
+        """Entries in each bucket (buckets,): the variance there of independent noise of variance 1 in every entry."""
         return torch.bincount(self.bins, minlength=self.buckets)
 
 
 def check_memory(rows: int, columns: int, device: torch.device) -> None:
-    """ValueError where a float32 table does not fit into free memory; it says how many columns do."""
-    there = free_bytes(device)
-    if there is None or 4 * rows * columns <= SHARE * there:
+    """ValueError if a float32 table does not fit into free memory; it says how many columns fit."""
+    available = free_bytes(device)
+    if available is None or 4 * rows * columns <= SHARE * available:
         return
-    fits = int(SHARE * there) // (4 * rows)
+    fits = int(SHARE * available) // (4 * rows)
     raise ValueError(
         f"{rows:,} simulated updates of {columns:,} numbers need {4 * rows * columns / 2**30:.1f} GiB, and "
-        f"{there / 2**30:.1f} are free: set buckets to at most {fits:,}"
+        f"{available / 2**30:.1f} are free: set buckets to at most {fits:,}"
     )

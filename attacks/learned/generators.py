@@ -1,6 +1,6 @@
-"""Generators: networks that make images of latents, trained here on auxiliary images, or a user's own with its weights.
+"""Generators: networks that map latents to images, trained here on auxiliary images, or a user's own with its weights.
 
-The one that is trained here is the decoder of a small variational autoencoder (Kingma & Welling, 2014).
+The one trained here is the decoder of a small variational autoencoder (Kingma & Welling, 2014).
 """
 
 import inspect
@@ -23,21 +23,21 @@ from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Params
 
 GENERATOR = ComponentKind("a generator", ("fedgauge.generators",), nn.Module, annotated=False)
-VERSION = 1  # of what the shelf keeps
-_OWN = ("weights", "latent", "range")  # what a generator's table says beside its component's arguments
-_PROBES = 64  # images by which a generator's range is told
+VERSION = 1  # of the cached tensors
+_OWN = ("weights", "latent", "range")  # keys of a generator's table other than its component's arguments
+_PROBES = 64  # images with which a generator's range is checked
 _SLACK = 1e-3  # of a range: rounding
 
 
 @dataclass(frozen=True, eq=False)
 class ImageGenerator:
-    """A generator, with what is known of it.
+    """A generator with the shapes of its latents and images.
 
     Args:
         network: in eval mode, frozen.
         latent: shape of one image's latents.
         shape: (C, H, W) of an image.
-        low, high: black and white as the network says them.
+        low, high: the network's values for black and white.
     """
 
     network: nn.Module
@@ -53,17 +53,17 @@ class ImageGenerator:
 
     @property
     def weights(self) -> Params:
-        """What a search of the weights moves."""
+        """The weights that an attack can optimise."""
         return {name: p.detach() for name, p in self.network.named_parameters()}
 
     def __call__(self, z: Tensor, weights: Params | None = None) -> Tensor:
         """Latents (N, numbers) to images (N, C, H, W) in [0, 1]."""
         z = z.view(len(z), *self.latent)
-        found: Tensor = self.network(z) if weights is None else functional_call(self.network, weights, (z,))
-        return (found.reshape(len(z), *self.shape) - self.low) / (self.high - self.low)
+        images: Tensor = self.network(z) if weights is None else functional_call(self.network, weights, (z,))
+        return (images.reshape(len(z), *self.shape) - self.low) / (self.high - self.low)
 
     def to(self, like: Tensor) -> "ImageGenerator":
-        """Of a tensor's dtype, on its device."""
+        """Move it to a tensor's dtype and device."""
         self.network.to(like)
         return self
 
@@ -71,10 +71,10 @@ class ImageGenerator:
 def generator_of(
     table: Table | None, trained: "GeneratorTraining", known: Knowledge, where: str = "generator"
 ) -> ImageGenerator:
-    """A user's own where a table names one, else one that is trained on the auxiliary images.
+    """A user's own generator if a table names one, else one trained on the auxiliary images.
 
     Raises:
-        ValueError: which the attacker cannot have, or which does not fit the images.
+        ValueError: there are no auxiliary images, or the generator does not fit the images.
     """
     return own(table, known.shape, where) if table else trained.generator(known, TensorCache.own())
 
@@ -116,10 +116,10 @@ class Encoder(nn.Module):
 
 @dataclass(frozen=True)
 class GeneratorTraining:
-    """How a generator is made of auxiliary images.
+    """How a generator is trained on auxiliary images.
 
     Args:
-        latent: numbers that an image is made of; width: channels of the last layer but one.
+        latent: latents of an image; width: channels of the last layer but one.
         steps, batch, rate: of Adam, on the evidence lower bound with noise of deviation `noise` in each pixel.
     """
 
@@ -131,11 +131,11 @@ class GeneratorTraining:
     noise: float = 0.1
 
     def generator(self, known: Knowledge, cache: TensorCache) -> ImageGenerator:
-        """The decoder; ValueError where there are no images of the right shape."""
+        """The generator; ValueError if there are no images of the right shape."""
         return ImageGenerator(self.decoder(known, cache), (self.latent,), known.shape)
 
     def decoder(self, known: Knowledge, cache: TensorCache) -> Decoder:
-        """Trained, or as it was once; ValueError where there are no images of the right shape."""
+        """The decoder, trained now or cached; ValueError if there are no images of the right shape."""
         if known.auxiliary is None:
             raise ValueError("a generator is trained on auxiliary images, and the attacker has none")
         x = known.auxiliary.x
@@ -179,7 +179,7 @@ class GeneratorTraining:
 
 
 def convolutional(shape: Shape, latent: int = 128, width: int = 32) -> nn.Module:
-    """The network that is trained here, for weights of a longer training elsewhere."""
+    """The same network as trained here, for weights from a longer training elsewhere."""
     return Decoder(shape, latent, width)
 
 
@@ -196,7 +196,7 @@ def fully_connected(
 
 
 def check(table: Table, where: str = "generator") -> None:
-    """Refuse, before any file is read, a table that names no generator or no weights, or has wrong values; SpecError."""
+    """Check a generator's table before any file is read; SpecError if generator or weights are missing, or a value is wrong."""
     component = {k: v for k, v in table.items() if k not in _OWN}
     target = resolve(component, where, GENERATOR)
     arguments = {k: v for k, v in _arguments(table, target).items() if k != "use"}
@@ -205,20 +205,20 @@ def check(table: Table, where: str = "generator") -> None:
 
 
 def own(table: Table, shape: Shape, where: str = "generator") -> ImageGenerator:
-    """A user's generator, by its dotted name and its file of weights.
+    """A user's generator, from its name and its file of weights.
 
     Args:
         table: use, with its arguments, and
-            weights = "a.safetensors": as `fedgauge.client.models.vision.load_weights` takes them;
-            latent: numbers that an image is made of; default: what the layers take;
-            range = [-1, 1]: black and white as the generator says them; default: [0, 1].
+            weights = "a.safetensors": a file for `fedgauge.client.models.vision.load_weights`;
+            latent: latents of an image; default: what the layers take;
+            range = [-1, 1]: the generator's values for black and white; default: [0, 1].
 
     Raises:
-        ValueError: it is not allowed, its weights do not fit, or it makes no images of this shape and range.
+        ValueError: it is not allowed, its weights do not fit, or its images have another shape or range.
     """
     path, latent, low, high = _settings(table, where)
     component = {"use": table.get("use"), **_arguments(table, resolve(table, where, GENERATOR))}
-    with torch.random.fork_rng(devices=[]):  # a constructor draws weights, which the file's replace
+    with torch.random.fork_rng(devices=[]):  # the constructor draws weights, which the file replaces
         network: nn.Module = build(component, where, GENERATOR, {"shape": shape}, _OWN)
     network = network.eval().requires_grad_(False)
     load_weights(network, path)
@@ -229,7 +229,7 @@ def own(table: Table, shape: Shape, where: str = "generator") -> ImageGenerator:
 
 
 def with_absolute_paths(table: Table, base: Path) -> dict[str, Any]:
-    """An attack's table with the weights of every generator in it absolute; relative ones start from base."""
+    """An attack's table with absolute paths to its generators' weights; relative paths start from base."""
 
     def place(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -240,7 +240,7 @@ def with_absolute_paths(table: Table, base: Path) -> dict[str, Any]:
 
 
 def _arguments(table: Table, target: Any) -> dict[str, Any]:
-    """The component's arguments; `latent` is both its and ours where it asks for it."""
+    """The component's arguments; `latent` is passed on if the component has that parameter too."""
     shared = {"latent"} & inspect.signature(target).parameters.keys()
     return {k: v for k, v in table.items() if k != "use" and (k not in _OWN or k in shared)}
 
@@ -248,29 +248,29 @@ def _arguments(table: Table, target: Any) -> dict[str, Any]:
 def _settings(table: Table, where: str) -> tuple[Path, int | None, float, float]:
     path = coerce(table.get("weights"), Path | None, f"{where}: weights")
     if path is None:
-        raise SpecError(f'{where}: needs weights = "a file.safetensors": drawn at random it would be no prior')
+        raise SpecError(f'{where}: needs weights = "a file.safetensors": a network with random weights is no prior')
     latent = coerce(table.get("latent"), int | None, f"{where}: latent")
     if latent is not None and latent < 1:
         raise SpecError(f"{where}: latent must be at least 1, got {latent}")
     ends = coerce(table.get("range", (0.0, 1.0)), tuple[float, ...], f"{where}: range")
     if len(ends) != 2 or not ends[0] < ends[1]:
-        raise SpecError(f"{where}: range must be black and white, as [0, 1] or [-1, 1], got {list(ends)}")
+        raise SpecError(f"{where}: range must be black and white, such as [0, 1] or [-1, 1], got {list(ends)}")
     return path, latent, *ends
 
 
 def _latents(network: nn.Module, latent: int | None, where: str) -> tuple[int, ...]:
-    """The shape of one image's latents: of the numbers that are given, or else of the first that the network takes."""
-    said = "cannot be found"
+    """The shape of one image's latents, of the given size or else of the first size that the network takes."""
+    said = "no layer shows their size"
     for numbers in [latent] if latent is not None else _widths(network):
         for shape in ((numbers,), (numbers, 1, 1)):
             try:
                 network(torch.zeros(2, *shape))
-            except Exception as error:  # a user's code may raise anything, and what it takes is found by trying
+            except Exception as error:  # a user's code may raise anything; trying it shows which latents it takes
                 said = f"{type(error).__name__}: {error}".splitlines()[0]
             else:
                 return shape
-    what = f"of {latent} numbers" if latent is not None else "whose size its layers tell"
-    raise ValueError(f"{where}: it takes no latents {what} (N, n) or (N, n, 1, 1); {said}: say latent = n")
+    what = f"of {latent} numbers" if latent is not None else "of a size that its layers show"
+    raise ValueError(f"{where}: it takes no latents {what} (N, n) or (N, n, 1, 1); {said}: set latent = n")
 
 
 def _widths(network: nn.Module) -> Iterator[int]:
@@ -282,7 +282,7 @@ def _widths(network: nn.Module) -> Iterator[int]:
 
 
 def _check_images(found: ImageGenerator, where: str) -> None:
-    """Refuse a generator whose images are of another shape or range, drawn at random, or of one another."""
+    """Refuse a generator whose images have another shape or range, are random, or depend on one another."""
     z = torch.randn(_PROBES, *found.latent, generator=generator("probe"))
     made = found.network(z)
     if not isinstance(made, Tensor) or len(made) != _PROBES:
@@ -295,12 +295,14 @@ def _check_images(found: ImageGenerator, where: str) -> None:
     _check_range(made, found, where)
     one_by_one = torch.cat([found.network(z[[k]]) for k in range(4)])
     if not torch.allclose(one_by_one, made[:4], atol=_SLACK):
-        raise ValueError(f"{where}: expected an image to depend on its own latents alone: is noise drawn, or mixed in?")
+        raise ValueError(
+            f"{where}: expected an image to depend on its own latents alone; it may draw noise, or mix its batch"
+        )
     weights = {name: p[None] for name, p in found.weights.items()}
     try:
         vmap(lambda own, latents: found(latents, own))(weights, z.flatten(1)[None])
     except Exception as error:  # a user's code, as above
-        raise ValueError(f"{where}: several weights at once are not possible (torch.func.vmap): {error}") from error
+        raise ValueError(f"{where}: torch.func.vmap over several sets of weights fails: {error}") from error
 
 
 def _check_range(made: Tensor, found: ImageGenerator, where: str) -> None:
@@ -310,13 +312,13 @@ def _check_range(made: Tensor, found: ImageGenerator, where: str) -> None:
         raise ValueError(f"{where}: its images are not finite")
     if low < found.low - slack or high > found.high + slack:
         raise ValueError(
-            f"{where}: expected values in {declared}, got {low:.3g} to {high:.3g}: say range = [black, white], "
-            "[-1, 1] where a tanh ends it"
+            f"{where}: expected values in {declared}, got {low:.3g} to {high:.3g}; set range = [black, white], "
+            "which is [-1, 1] after a tanh"
         )
     if low > (found.low + found.high) / 2 - slack and found.low < 0:
         raise ValueError(
-            f"{where}: expected values in {declared}, got {low:.3g} to {high:.3g}, the upper half alone: leave range out "
-            "where a sigmoid ends it"
+            f"{where}: expected values in {declared}, got {low:.3g} to {high:.3g}, only the upper half; leave range out "
+            "after a sigmoid"
         )
 
 

@@ -1,7 +1,7 @@
-"""Learning To Invert: a network that is trained to read images off updates (Wu, Chen, Guo & Weinberger, UAI 2023).
+"""Learning To Invert: a network trained to map updates to images (Wu, Chen, Guo & Weinberger, UAI 2023).
 
-Its lessons are simulated updates of auxiliary images behind the very chain of the clients, so that it adapts to each defense. One
-network serves all clients of a round; the next round's begins with its weights, as the model has moved only a little.
+It is trained on simulated updates of auxiliary images through the clients' own chain, so that it adapts to each defense. One
+network serves all clients of a round; the next round's starts from its weights, since the model has changed only a little.
 """
 
 import time
@@ -34,27 +34,28 @@ from fedgauge.client.rng import generator, seed_of
 
 SAVED = 60.0  # seconds between two checkpoints
 NOTHING = torch.zeros(16, dtype=torch.uint8)
-ENUMERATED = 5  # images up to which all pairings are tried at once: 120
+ENUMERATED = 5  # images up to which all pairings (120) are tried at once
 
 
 @dataclass(frozen=True)
 class learning_to_invert(StatefulAttack):
-    """The published multilayer perceptron, or the linear inverter with its answers refined; iterations are Adam's steps.
+    """The published multilayer perceptron, or refined ridge inversion; the budget's iterations are Adam's steps.
 
-    The published one remembers which network met a client last (`inverter`, a name on the shelf in the cache folder). Its training
-    ends early when the error on auxiliary images that are held out has not fallen for `patience` epochs; the best epoch's weights
-    are used.
+    For the published one, a client's state is the network last used for it (`inverter`, a name in the tensor cache). Its
+    training ends early if the error on held-out auxiliary images has not fallen for `patience` epochs; the best epoch's
+    weights are used.
 
     Args:
-        architecture: published: the perceptron. refined: ridge inversion in closed form, whose answers then descend, the chain
-            and the auxiliary images' normal density deciding where to (attacks/learned/refinement.py); of what follows it reads
-            buckets, which are signed, and passes alone, and it remembers nothing.
-        hidden: units of each hidden layer; the paper's are 3,000 for one image and 10,000 for four. layers: all of them.
-        batch, rate: of Adam; the rate is cut to a tenth at 3/4 of the steps.
-        by_label: one image at a time, by its restored label, instead of all at once with the best matching.
-        buckets, signed: of feature hashing; 0 buckets: none. The paper's sums have no signs.
-        passes: how often each auxiliary image is grouped anew with others, for batches of several.
-        again: the part of the steps that is taken where there is a network of the round before to begin with.
+        architecture: published: the perceptron. refined: ridge inversion in closed form, whose answers are then optimised
+            under the chain's likelihood and the auxiliary images' normal density (attacks/learned/refinement.py); of the
+            arguments below it uses only buckets (signed) and passes, and it keeps no state.
+        hidden: units of each hidden layer; 3,000 for one image and 10,000 for four in the paper. layers: their number,
+            including the output layer.
+        batch, rate: of Adam; the rate is divided by ten at 3/4 of the steps.
+        by_label: invert one image at a time, by its restored label, instead of all at once with the best matching.
+        buckets, signed: of feature hashing; 0 buckets: none. The paper uses no signs.
+        passes: how often each auxiliary image is grouped with others, for batches of several.
+        again: the share of the steps taken when training starts from the previous round's network.
     """
 
     architecture: Literal["published", "refined"] = "published"
@@ -115,7 +116,7 @@ class learning_to_invert(StatefulAttack):
         return found, [{"inverter": _stored(made[parent].name)} for parent in parents]
 
     def _labels(self, wave: Wave, known: Knowledge) -> Tensor:
-        """Restored labels (K, B), ascending; (K, 0) where the network does without and they cannot be restored."""
+        """Restored labels (K, B), ascending; (K, 0) if they cannot be restored and the network does not need them."""
         try:
             return labelling.restore(wave, known).sort(1).values
         except ValueError:
@@ -127,7 +128,7 @@ class learning_to_invert(StatefulAttack):
         return view.hashed(flat(wave.update))
 
     def network(self, columns: int, outputs: int, seed: int) -> nn.Sequential:
-        """Untrained, as torch initialises it."""
+        """An untrained network with torch's initial weights."""
         widths = [columns, *[self.hidden] * (self.layers - 1), outputs]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -142,9 +143,9 @@ class ImageInverter:
     """A trained network.
 
     Args:
-        name: on the shelf.
-        error: mean squared error on auxiliary images that were held out.
-        steps: that it took; planned: those that it might have; interrupted: whether the clock ended it.
+        name: in the tensor cache.
+        error: mean squared error on held-out auxiliary images.
+        steps: taken in training; planned: the maximum; interrupted: whether the deadline ended training.
     """
 
     name: str
@@ -155,29 +156,29 @@ class ImageInverter:
     interrupted: bool
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """(n, outputs) in [0, 1] of rows (n, columns)."""
+        """Outputs (n, outputs) in [0, 1] for rows (n, columns)."""
         with torch.no_grad():
-            found: Tensor = self.network(rows)
-        return found
+            outputs: Tensor = self.network(rows)
+        return outputs
 
     @property
     def spent(self) -> tuple[float, int]:
         return self.error, self.steps
 
-    def with_training_note(self, found: Reconstruction) -> Reconstruction:
-        """A reconstruction by it, with how its training ended."""
-        if not self.interrupted or found.status != "converged":
-            return found
-        reason = f"{self.steps} of {self.planned} steps of training when its seconds were over"
-        return Reconstruction(found.x, found.y, found.objective, found.iterations, 0.0, "out_of_budget", reason)
+    def with_training_note(self, result: Reconstruction) -> Reconstruction:
+        """A reconstruction by this network, marked out_of_budget if its training was interrupted."""
+        if not self.interrupted or result.status != "converged":
+            return result
+        reason = f"{self.steps} of {self.planned} steps of training when the seconds were over"
+        return Reconstruction(result.x, result.y, result.objective, result.iterations, 0.0, "out_of_budget", reason)
 
 
 @dataclass(frozen=True, eq=False)
 class ImageInverterTraining:
-    """The training of one inverter; where it was killed, it goes on from its last checkpoint.
+    """The training of one inverter; a killed training continues from its last checkpoint.
 
     Args:
-        parent: the name of the network that it begins with; empty, or no longer on the shelf: it begins anew.
+        parent: the name of the network to start from; empty, or no longer in the cache: it starts from scratch.
     """
 
     attack: learning_to_invert
@@ -194,7 +195,7 @@ class ImageInverterTraining:
         return self.shadow.cache
 
     def inverter(self, clock: Deadline) -> ImageInverter:
-        """Trained now, unless it was before."""
+        """The trained inverter, from the cache or trained now."""
         kept = self.cache.get(f"inverter-{self.name}", lambda: self._train(clock))
         network = self._network(kept)
         numbers = {k: int(kept[f"n {k}"]) for k in ("steps", "planned")}
@@ -212,14 +213,14 @@ class ImageInverterTraining:
         return network
 
     def _begun(self) -> tuple[nn.Sequential, bool]:
-        """The network as training begins, and whether it is the parent's; ValueError where that is for batches of another size."""
+        """The network at the start of training, and whether it is the parent's; ValueError if that has another batch size."""
         fresh = self._network(None)
         kept = self.cache.read(f"inverter-{self.parent}") if self.parent else None
         size = self.shadow.known.batch_size
         if kept is not None and (trained := int(kept.get("n images", torch.tensor(size)))) != size:
             raise ValueError(
-                f"the inverter of the round before was trained on batches of {trained}, and these updates are of "
-                f"batches of {size}: an inverter serves one batch size, so attack them as a client that was never met"
+                f"the inverter of the previous round was trained on batches of {trained}, and these updates are of "
+                f"batches of {size}: an inverter serves one batch size, so attack them as a new client"
             )
         fits = kept is not None and all(
             f"w {k}" in kept and kept[f"w {k}"].shape == t.shape for k, t in fresh.state_dict().items()
@@ -254,7 +255,7 @@ class ImageInverterTraining:
         return {**trainer.best, **{f"n {k}": torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
 
     def _truth(self, groups: Tensor) -> Tensor:
-        """(n, images, d)."""
+        """The images (n, images, d)."""
         return self.shadow.auxiliary.x[groups].flatten(2)
 
     def _error(self, network: nn.Sequential, held: ShadowDataset) -> float:
@@ -264,17 +265,17 @@ class ImageInverterTraining:
 
 
 def steps_per_epoch(shadow_data: ShadowDataset, size: int) -> int:
-    """Steps of an epoch, in batches of a size."""
+    """Steps of an epoch with batches of this size."""
     return -(-len(shadow_data.rows) // size)
 
 
 def batches(
     shadow: ShadowTrainer, shadow_data: ShadowDataset, sigma: float, size: int, name: str, first: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows and image numbers (n, images) of every step from a first one on, without end; each has its own draws.
+    """Endless rows and image numbers (n, images) for every step from `first` on, each with its own draws.
 
     Args:
-        sigma: of the noise that each step draws anew; name: of the training, from which its order follows.
+        sigma: of the noise that each step draws anew; name: of the training, which seeds its order.
     """
     images = shadow_data.groups.reshape(len(shadow_data.rows), -1)
     passed, step = divmod(first, steps_per_epoch(shadow_data, size))
@@ -291,10 +292,10 @@ def batches(
 
 
 class Trainer:
-    """A network with the state of its training: all that a checkpoint holds.
+    """A network with the state of its training: everything in a checkpoint.
 
     Args:
-        planned: steps; error: what is minimised, of the network's answers and the truth; default: matched_error.
+        planned: steps; error: the loss between the network's outputs and the truth; default: matched_error.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class Trainer:
     ) -> None:
         self.network, self.rate, self.patience, self.planned = network, rate, patience, planned
         self._loss = error or matched_error
-        # fused: a step by itself costs as much memory traffic as half of the matrix products take time
+        # fused: otherwise Adam's memory traffic takes half as long as the matrix products
         self.adam = torch.optim.Adam(network.parameters(), lr=rate, fused=True)
         self.step = self.since = 0
         self.lowest = float("inf")
@@ -315,7 +316,7 @@ class Trainer:
 
     @property
     def done(self) -> bool:
-        """Whether all steps are taken, or no epoch has been better for long."""
+        """Whether all steps are taken, or no epoch was better for `patience` epochs."""
         return self.step >= self.planned or self.since >= self.patience
 
     def train_step(self, rows: Tensor, truth: Tensor) -> None:
@@ -331,7 +332,7 @@ class Trainer:
         self.step += 1
 
     def record_error(self, error: float) -> None:
-        """Take note of the error on held-out images."""
+        """Record the error on held-out images, and keep the weights if it is the lowest."""
         if error < self.lowest:
             self.lowest, self.best, self.since = error, self._weights(), 0
         else:
@@ -341,7 +342,7 @@ class Trainer:
         return {f"w {k}": t.detach().clone() for k, t in self.network.state_dict().items()}
 
     def saved(self) -> dict[str, Tensor]:
-        """As a checkpoint."""
+        """A checkpoint of the training."""
         state = self.adam.state_dict()["state"]
         moments = {f"m {i} {k}": t for i, kept in state.items() for k, t in kept.items()}
         now = {k.replace("w ", "now ", 1): t for k, t in self._weights().items()}
@@ -349,7 +350,7 @@ class Trainer:
         return {**self.best, **now, **moments, "numbers": numbers}
 
     def restore(self, saved: dict[str, Tensor]) -> None:
-        """From a checkpoint."""
+        """Continue from a checkpoint."""
         self.network.load_state_dict({k[4:]: t for k, t in saved.items() if k.startswith("now ")})
         self.best = {k: t for k, t in saved.items() if k.startswith("w ")}
         state: dict[int, dict[str, Tensor]] = {}
@@ -363,7 +364,7 @@ class Trainer:
 
 
 def matched_error(found: Tensor, truth: Tensor) -> Tensor:
-    """Mean squared error of outputs (n, images * d) to images (n, images, d), under each row's best pairing."""
+    """Mean squared error between outputs (n, images * d) and images (n, images, d), under each row's best pairing."""
     found = found.view(truth.shape)
     if truth.shape[1] == 1:
         return F.mse_loss(found, truth)
@@ -372,12 +373,12 @@ def matched_error(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def pairing(found: Tensor, truth: Tensor) -> Tensor:
-    """For each row which output (n, images) belongs to each image, at the least total squared error."""
+    """For each row, the output (n, images) that belongs to each image, with the least total squared error."""
     return hungarian(torch.cdist(truth, found).square())
 
 
 def hungarian(costs: Tensor) -> Tensor:
-    """For each row which output (n, images) belongs to each image, at the least total of costs (n, images, outputs)."""
+    """For each row, the output (n, images) that belongs to each image, with the least total of costs (n, images, outputs)."""
     size = costs.shape[1]
     if size <= ENUMERATED:
         orders = torch.tensor(list(permutations(range(size))), device=costs.device)
@@ -390,14 +391,14 @@ def hungarian(costs: Tensor) -> Tensor:
 
 
 def final_noise_std(shadow: ShadowTrainer) -> float:
-    """The deviation of normal noise that the chain adds at its end, of which each step can draw its own; 0: not of that kind."""
+    """The deviation of normal noise at the end of the chain, which each training step can draw itself; 0: other chains."""
     known = shadow.known.chain.update_distribution
     simple = known is not None and not (known.signed or known.sparse or known.scale or known.hidden)
     return known.sigma if simple and known is not None and known.shrink == 1 else 0.0
 
 
 def _name(stored: Tensor) -> str:
-    """A name on the shelf, empty for none."""
+    """A name in the tensor cache; empty for none."""
     return bytes(stored.tolist()).hex() if bool(stored.any()) else ""
 
 

@@ -1,8 +1,8 @@
-"""Refinement: the linear inverter's answer, moved until the clients' chain would make of it what was seen.
+"""Refinement: improves the linear inverter's answer until its update through the clients' chain matches the observed one.
 
-What is sought is the most likely image under two densities that are both learned from auxiliary images: that of images, a normal
-one, and that of how far an update lies from what the linear answer would have sent. Adam descends in coordinates in which
-the auxiliary images are white: few steps lead far, as steps are long where images vary and short where they do not.
+It seeks the most likely image under two densities learned from auxiliary images: a normal density of images, and a density
+of the distance between an update and that of the linear answer. Adam descends in coordinates in which the auxiliary images
+are white, so few steps suffice: they are long in directions in which images vary and short in others.
 """
 
 import math
@@ -22,12 +22,12 @@ from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, Up
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update
 
-RATE = 0.03  # of Adam, falling to zero along a cosine
+RATE = 0.03  # of Adam, decaying to zero along a cosine
 MOMENTS = (0.9, 0.98)
-TRUST = (1.0, 10.0)  # how much nearer than the linear answer's the update may be asked to come
-TRIED = 48  # auxiliary images, held out, on which that is chosen
+TRUST = (1.0, 10.0)  # factors by which the likelihood may count more than the linear answers' misfit suggests
+TRIED = 48  # held-out auxiliary images on which the factor is chosen
 TOGETHER = 64  # images at once: LeNet's windows and updates of so many are 30 MB
-TINY = 1e-20  # of a variance: a tensor whose updates are always the same
+TINY = 1e-20  # least variance: for a tensor whose updates are always the same
 SHRINK = 0.02  # of the covariance towards a multiple of the identity: fewer images than pixels leave it singular
 
 
@@ -45,7 +45,7 @@ class WhitenedPrior:
 
     @classmethod
     def of(cls, x: Tensor) -> "WhitenedPrior":
-        """That of images (n, C, H, W)."""
+        """The density of images (n, C, H, W)."""
         flat = x.flatten(1).double()
         mean = flat.mean(0)
         covariance = (flat - mean).T @ (flat - mean) / len(flat)
@@ -57,7 +57,7 @@ class WhitenedPrior:
         return cls(*(t.to(x) for t in (mean, factor, back)))
 
     def images(self, z: Tensor) -> Tensor:
-        """(..., d) of white coordinates (..., d)."""
+        """Images (..., d) from white coordinates (..., d)."""
         return self.mean + z @ self.factor.T
 
     def coordinates(self, x: Tensor) -> Tensor:
@@ -67,11 +67,11 @@ class WhitenedPrior:
 
 @dataclass(frozen=True, eq=False)
 class UpdateLikelihood:
-    """-log p(seen | images) up to a constant: normal around the chain's noise-free form, each tensor with a variance of its own.
+    """-log p(seen | images) up to a constant: normal around the chain's noise-free form, with a variance for each tensor.
 
     Args:
-        variances: of a tensor's entries, as a + b times the mean square of those that were seen: noise is of one size, but how
-            far a guess's update lies off grows with the update, and updates of one model differ by orders of magnitude.
+        variances: of a tensor's entries, as a + b times the mean square of the observed ones: noise has one size, but the
+            error of a guess's update grows with the update, and updates of one model differ by orders of magnitude.
     """
 
     known: Knowledge
@@ -80,18 +80,18 @@ class UpdateLikelihood:
 
     @cached_property
     def simulator(self) -> Simulator:
-        """Of what is compared: where entries were dropped, of what would have been sent without that."""
+        """Simulates the updates to compare; if entries were dropped, as they would be without that."""
         chain = self.known.chain.visible if self.sparse else self.known.chain
         return Simulator(replace(self.known, chain=chain), self.params, quiet=True)
 
     @property
     def sparse(self) -> bool:
-        """Whether entries were dropped, which are exactly zero."""
+        """Whether entries were dropped and are exactly zero."""
         noise = self.known.chain.update_distribution
         return noise is not None and noise.sparse
 
     def squares(self, x: Tensor, y: Tensor, seen: Update) -> Update:
-        """Squared distances (n, entries) to each seen tensor (n, ...), of batches x (n, B, C, H, W) in [0, 1] with labels y."""
+        """Squared distances (n, entries) to each observed tensor (n, ...), for batches x (n, B, C, H, W) in [0, 1], labels y."""
         expected = self.simulator.differentiable(x, y)
         hidden = self.known.chain.hidden
         return {k: self._distances(seen[k], t).flatten(1) for k, t in expected.items() if k not in hidden}
@@ -101,12 +101,12 @@ class UpdateLikelihood:
         return torch.where(seen != 0, found, 0.0) if self.sparse else found
 
     def mean(self, seen: Tensor, squares: Tensor) -> Tensor:
-        """Means (n,) of squares (n, entries) over the entries that tell of something."""
-        told = (seen != 0).flatten(1).sum(1).clamp(min=1) if self.sparse else squares.shape[1]
-        return squares.sum(1) / told
+        """Means (n,) of squares (n, entries) over the entries that were not dropped."""
+        count = (seen != 0).flatten(1).sum(1).clamp(min=1) if self.sparse else squares.shape[1]
+        return squares.sum(1) / count
 
     def size(self, seen: Tensor) -> Tensor:
-        """Mean squares (n,) of seen tensors (n, ...)."""
+        """Mean squares (n,) of observed tensors (n, ...)."""
         return self.mean(seen, seen.flatten(1).square())
 
     def _variance(self, name: str, seen: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class UpdateLikelihood:
         return a + b * self.size(seen) + TINY
 
     def slopes(self, x: Tensor, y: Tensor, seen: Update) -> Tensor:
-        """Its slopes by batches x (n, B, C, H, W)."""
+        """Its gradients by batches x (n, B, C, H, W)."""
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             parts = [t.sum(1) / (2 * self._variance(k, seen[k])) for k, t in self.squares(leaf, y, seen).items()]
@@ -124,7 +124,7 @@ class UpdateLikelihood:
 
 @dataclass(frozen=True, eq=False)
 class Refinement:
-    """The refinement of one linear inverter under one threat model and model.
+    """Refines the answers of one linear inverter under one threat model and model.
 
     Args:
         steps: of Adam.
@@ -147,7 +147,7 @@ class Refinement:
 
     @cached_property
     def variances(self) -> dict[str, tuple[float, float]]:
-        """How far updates of images that are held out lie from the linear answers': a and b of each tensor."""
+        """The distance of held-out images' updates to those of the linear answers: a and b of each tensor."""
         updates, batches, start = self.held
         misfit = self._misfit({})
         found = misfit.squares(start.view_as(batches.x), batches.y, updates)
@@ -155,7 +155,7 @@ class Refinement:
 
     @cached_property
     def trust(self) -> tuple[float, float]:
-        """What is best on auxiliary images that are held out, 0: the linear answer as it is; and the error with it."""
+        """The best of TRUST on held-out auxiliary images, or 0 for the plain linear answer; and its error."""
         kept = self.shadow.cache.get(
             f"trust-{digest(self.shadow.key, self.linear.attack, self.steps)}",
             lambda: dict(zip(("trust", "error"), torch.tensor(self._choice(), dtype=torch.float64), strict=True)),
@@ -174,7 +174,7 @@ class Refinement:
 
     @cached_property
     def held(self) -> tuple[Update, Batch, Tensor]:
-        """A few held-out batches' updates, the batches, with the labels that the attacker goes by, and linear answers (n, B, d)."""
+        """A few held-out batches' updates, the batches with the labels that the attacker uses, and linear answers (n, B, d)."""
         shadow = self.shadow
         size = shadow.known.batch_size
         few = max(1, TRIED // size)
@@ -205,7 +205,7 @@ class Refinement:
     def descend(
         self, updates: Update, labels: Tensor, start: Tensor, trust: float, clock: Deadline
     ) -> tuple[Tensor, int]:
-        """Images (n, B, d) in [0, 1] and the steps that all of them took, from a start (n, B, d)."""
+        """Images (n, B, d) in [0, 1], from a start (n, B, d), and the number of steps."""
         misfit = self._misfit({k: (a / trust, b / trust) for k, (a, b) in self.variances.items()})
         each = max(1, TOGETHER // labels.shape[1])
         found = []
@@ -237,7 +237,7 @@ class Refinement:
 
 
 def _line(sizes: Tensor, squares: Tensor) -> tuple[float, float]:
-    """a, b >= 0 with squares ~ a + b * sizes, at the least relative error."""
+    """a, b >= 0 with squares ~ a + b * sizes, with least relative error."""
     from scipy.optimize import nnls
 
     x, y = (t.double() for t in (sizes, squares))
@@ -247,7 +247,7 @@ def _line(sizes: Tensor, squares: Tensor) -> tuple[float, float]:
 
 
 def refine(wave: Wave, known: Knowledge, budget: Budget, linear: ridge_inversion) -> list[Reconstruction]:
-    """What refinement makes of each observation; the budget's iterations are Adam's steps from the linear answer."""
+    """Refined reconstructions of each observation; the budget's iterations are Adam's steps from the linear answer."""
     clock = Deadline(time.perf_counter(), budget.seconds)
     try:
         labels = labelling.restore(wave, known).sort(1).values
@@ -261,8 +261,8 @@ def refine(wave: Wave, known: Knowledge, budget: Budget, linear: ridge_inversion
     if trust:
         x, spent = refined.descend(wave.update, labels, start, trust, clock)
     x = x.view(*labels.shape, *known.shape)
-    found = [inverter_answer(x[k], labels[k], error, spent) for k in range(len(wave))]
+    results = [inverter_answer(x[k], labels[k], error, spent) for k in range(len(wave))]
     if not trust or spent == budget.iterations:
-        return found
-    reason = f"{spent} of {budget.iterations} steps of refinement when its seconds were over"
-    return [replace(one, status="out_of_budget", reason=reason) if one.status == "converged" else one for one in found]
+        return results
+    reason = f"{spent} of {budget.iterations} steps of refinement when the seconds were over"
+    return [replace(r, status="out_of_budget", reason=reason) if r.status == "converged" else r for r in results]

@@ -1,7 +1,7 @@
 """Ridge inversion: the best linear map from updates to images, in closed form.
 
-The baseline for attacks that learn, and seldom far behind them: for additive noise of a known size ridge regression on updates
-without noise is the linear inverter of least expected error, its regulariser standing for the noise.
+The baseline for learned attacks, and often close to them. For additive noise of known size, ridge regression on noise-free
+updates is the linear inverter of least expected error, and its regulariser stands for the noise.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer
 from fedgauge.client.rng import generator
 
 BONDS = (0.0, 1.0, 10.0)
-PILOT = 2048  # rows on which bond and kind of lessons are chosen
-STEP = 10**0.5  # of the regulariser's search
-LOWEST, HIGHEST = 1e-12, 1e9  # where it ends
-PIXELS = 128  # on so many of them, evenly spaced, a regulariser is tried
+PILOT = 2048  # rows on which bond and kind of training data are chosen
+STEP = 10**0.5  # factor of the regulariser's search
+LOWEST, HIGHEST = 1e-12, 1e9  # limits of that search
+PIXELS = 128  # evenly spaced pixels on which a regulariser is tried
 
 
 @dataclass(frozen=True, eq=False)
 class RidgeInputs:
-    """What a linear map reads: numbers (n, k), and where the map also depends on a label, that (n,), else None."""
+    """The inputs of a linear map: numbers (n, k), and labels (n,) if the map depends on them, else None."""
 
     x: Tensor
     labels: Tensor | None = None
@@ -37,14 +37,14 @@ class RidgeInputs:
 
 @dataclass(frozen=True, eq=False)
 class Ridge:
-    """min |phi(x) W - (targets - base)|^2 + regulariser |W|^2, with phi(x) = x and, for each label, sqrt(bond) x if it is the own.
+    """min |phi(x) W - (targets - base)|^2 + regulariser |W|^2; phi(x) is x, and sqrt(bond) x in the block of its label.
 
-    Kept as W (the primal form) or, where there are fewer rows than phi has entries, by the rows that it was fitted to.
+    Kept as W (the primal form) or, if there are fewer rows than phi has entries, by the rows that it was fitted to.
 
     Args:
         weights: (entries of phi, d), or (n, d) over the rows.
         centre: (k,) mean row; base: (d,) mean target.
-        error: mean squared error on rows that it was not fitted to, values clamped to [0, 1].
+        error: mean squared error on held-out rows, values clamped to [0, 1].
         regulariser: as a multiple of the mean squared length of phi; for noise of variance s^2 in n rows about n s^2.
     """
 
@@ -70,12 +70,12 @@ class Ridge:
 def fit(
     rows: RidgeInputs, targets: Tensor, held: RidgeInputs, truth: Tensor, bond: float, classes: int, start: float
 ) -> Ridge:
-    """The ridge whose regulariser is best on rows that are held out, found downhill from a start.
+    """The ridge with the regulariser that is best on held-out rows, searched downhill from a start.
 
     Args:
         targets: (n, d); truth: (m, d) of the held-out rows.
-        bond: how much the map for one label differs from that for others; 0: not at all.
-        start: a regulariser to begin with, as a multiple of the mean squared length of phi.
+        bond: how much the map for one label differs from the others; 0: not at all.
+        start: the first regulariser, as a multiple of the mean squared length of phi.
     """
     centre, base = rows.x.double().mean(0), targets.double().mean(0)
     width = rows.x.shape[1] * (1 + (classes if bond else 0))
@@ -92,13 +92,13 @@ def fit(
 
 
 def minimise_on_grid(error: Callable[[float], float], start: float) -> float:
-    """Where an error is least among start * STEP^i, as far as one gets by going on while it falls."""
+    """The minimum of an error among start * STEP^i, searched in each direction while the error falls."""
     best, at = start, error(start)
     for factor in (STEP, 1 / STEP):
         while LOWEST <= best * factor <= HIGHEST and (there := error(best * factor)) < at:
             best, at = best * factor, there
     if at == float("inf"):
-        raise ValueError("no regulariser makes the least squares solvable: the simulated updates are not finite")
+        raise ValueError("ridge regression has no solution for any regulariser: the simulated updates are not finite")
     return best
 
 
@@ -111,9 +111,9 @@ def label_features(rows: RidgeInputs, bond: float, classes: int) -> Tensor:
 
 
 def kernel(new: RidgeInputs, rows: RidgeInputs, centre: Tensor, bond: float) -> Tensor:
-    """Inner products (m, n) of phi of centred rows with that of rows that are not centred yet."""
+    """Inner products (m, n) of phi of centred rows with phi of rows that are centred here."""
     found = new.x.new_zeros(len(new.x), len(rows.x))
-    for first in range(0, rows.x.shape[1], 2048):  # a float64 copy of all rows would be twice as large as they are
+    for first in range(0, rows.x.shape[1], 2048):  # a float64 copy of all rows would double their size
         part = slice(first, first + 2048)
         found.addmm_(new.x[:, part], (rows.x[:, part].double() - centre[part]).T)
     if bond and new.labels is not None and rows.labels is not None:
@@ -157,7 +157,7 @@ class _Primal:
 
 
 def _error(gram: Tensor, ridge: float, right: Tensor, beside: Tensor, base: Tensor, truth: Tensor) -> float:
-    """On held-out rows; infinite where rounding leaves no positive definite matrix."""
+    """The error on held-out rows; infinite if rounding leaves no positive definite matrix."""
     factor, wrong = torch.linalg.cholesky_ex(_ridged(gram, ridge))
     if int(wrong):
         return float("inf")
@@ -194,15 +194,15 @@ def principal(rows: Tensor, count: int, rng: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class ridge_inversion(Attack):
-    """Ridge regression of images on updates that were simulated with auxiliary images; one for all clients of a round.
+    """Ridge regression of images on updates simulated with auxiliary images; one fit for all clients of a round.
 
-    The regulariser, how much the map depends on the label, and whether it is fitted to updates without the chain's noise, are
-    what is best on auxiliary images that are held out.
+    Held-out auxiliary images choose the regulariser, how much the map depends on the label, and whether it is fitted to
+    updates without the chain's noise.
 
     Args:
         buckets: of signed feature hashing; 0: none.
-        components: the updates' principal directions that are read; 0: all.
-        passes: how often each auxiliary image is grouped anew with others, for batches of several.
+        components: how many principal directions of the updates are used; 0: all.
+        passes: how often each auxiliary image is grouped with others, for batches of several.
     """
 
     buckets: int = 0
@@ -236,10 +236,10 @@ class ridge_inversion(Attack):
 
 
 def inverter_answer(x: Tensor, labels: Tensor | None, error: float, iterations: int = 0) -> Reconstruction:
-    """What a trained inverter makes of one observation: images (B, C, H, W), diverged where they are not finite."""
+    """The result of a trained inverter for one observation: images (B, C, H, W); diverged if they are not finite."""
     if not torch.isfinite(x).all():
         return Reconstruction(
-            None, labels, error, iterations, 0.0, "diverged", "the update is not finite, or too large to be read"
+            None, labels, error, iterations, 0.0, "diverged", "the update is not finite, or too large to invert"
         )
     return Reconstruction(x, labels, error, iterations, 0.0, "converged")
 
@@ -253,7 +253,7 @@ class FittedRidge:
 
     @cached_property
     def inverter(self) -> tuple[Ridge, Tensor | None]:
-        """It, and the principal directions that it reads."""
+        """The ridge, and the principal directions that it uses."""
         shadow, name = self.shadow, f"ridge-{digest(self.shadow.key, self.attack)}"
         made = shadow.cache.get(name, self._fit)
         basis = made.get("basis")
@@ -285,7 +285,7 @@ class FittedRidge:
         return {**kept, **flags, **tensors, **({} if basis is None else {"basis": basis})}
 
     def _choice(self) -> tuple[bool, float, float]:
-        """Kind of lessons, bond and regulariser that are best from a few lessons."""
+        """Whether to train on noise-free updates, bond and regulariser, as a small sample finds them best."""
         shadow, size = self.shadow, self.shadow.known.batch_size
         held = shadow.shadow_data(True)
         noisy = shadow.known.chain.mean != shadow.known.chain

@@ -1,7 +1,7 @@
-"""Simulated updates: what clients that held auxiliary images would send, drawn through the chain as the attacker knows it.
+"""Shadow updates: simulates the updates that clients with auxiliary images would send, through the chain as the attacker knows it.
 
-A learned attack is trained on pairs (images, update); it adapts to a defense since its updates have passed that defense. The
-chain's own links draw here, from the attacker's generator: their noise-free forms are for attacks that need slopes.
+A learned attack is trained on pairs (images, update), and it adapts to a defense since its updates went through that defense.
+Here the chain's own links draw noise from the attacker's generator; noise-free forms are for attacks that need gradients.
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ from fedgauge.client.transforms import GroupMean, UpdateTransform, is_identity, 
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
 CHUNK = 128  # clients at once: LeNet's updates of so many are 8 MB
-NUMBERS = 2**26  # in the updates that are computed at once, 256 MB: of a language model's but a few
-FEWEST = 4  # batches that can be made of the auxiliary images: one is held out
-VERSION = 2  # of what the shelf keeps; another one where it is computed in another way
+NUMBERS = 2**26  # entries of the updates computed at once, 256 MB: only a few updates of a language model
+FEWEST = 4  # least number of batches in the auxiliary images; one is held out
+VERSION = 2  # of the cached tensors; to be changed when they are computed in another way
 
 
 class Stages(NamedTuple):
-    """A chain whose only gradients are those of whole batches, or of their examples one by one."""
+    """The stages of a chain whose only gradients are those of whole batches, or of single examples."""
 
     each: tuple[UpdateTransform, ...]  # on each example's gradient
     before: tuple[UpdateTransform, ...]  # on the batch's gradient
@@ -43,7 +43,7 @@ class Stages(NamedTuple):
 
 
 def stages(chain: Chain) -> Stages | None:
-    """The stages of a client's chain; None where it computes in another way, so that only the chain itself can tell."""
+    """The stages of a client's chain; None if it computes in another way, so that it has to run itself."""
     place = chain.links.index(chain.local)
     front, after = ([k for k in part if not is_identity(k)] for part in (chain.links[:place], chain.links[place + 1 :]))
     one_by_one = [k.inner for k in front if isinstance(k, per_example)]
@@ -62,11 +62,11 @@ def stages(chain: Chain) -> Stages | None:
 
 @dataclass(frozen=True, eq=False)
 class Simulator:
-    """Clients under one model, with any images.
+    """Simulates clients under one model, with any images.
 
     Args:
-        known: gives the chain; where that ends in a sum, each of its clients draws by itself.
-        quiet: by the chain's noise-free form.
+        known: has the chain; if it ends in a sum, each of its clients draws separately.
+        quiet: use the chain's noise-free form.
     """
 
     known: Knowledge
@@ -75,12 +75,12 @@ class Simulator:
 
     @property
     def members(self) -> int:
-        """Clients behind one update."""
+        """Clients in one update."""
         return next((link.members for link in self.known.chain.links if isinstance(link, GroupMean)), 1)
 
     @property
     def client(self) -> Chain:
-        """The chain of each of them."""
+        """The chain of each client."""
         links = tuple(link for link in self.known.chain.links if not isinstance(link, GroupMean))
         return Chain(links).mean if self.quiet else Chain(links)
 
@@ -96,11 +96,11 @@ class Simulator:
                     yield _detached(self._summed(self._together(by_stages, batches, rng)))
                     continue
                 except Unsupported:
-                    by_stages = None  # by the chain itself from now on
+                    by_stages = None  # use the chain itself from now on
             yield self._summed(self._by_chain(batches, rng))
 
     def differentiable(self, x: Tensor, y: Tensor) -> Update:
-        """The updates (n, ...) of batches x (n, B, C, H, W), with slopes by x, which requires them; for a quiet simulator."""
+        """The updates (n, ...) of batches x (n, B, C, H, W), differentiable by x; for a quiet simulator."""
         batches = self._apart(x, y)
         if (by_stages := self._stages) is not None:
             try:
@@ -111,12 +111,12 @@ class Simulator:
 
     @property
     def _stages(self) -> Stages | None:
-        if self.known.text is not None:  # words have no slopes, by which a batch's gradients are told apart
+        if self.known.text is not None:  # token ids have no gradient, which `gradients` needs
             return None
         return stages(self.client) if is_mean(self.known.loss, self.known.classes) else None
 
     def _apart(self, x: Tensor, y: Tensor) -> Batch:
-        """Each member's batch."""
+        """The batch of each member of a sum."""
         return Batch(*(t.reshape(-1, t.shape[1] // self.members, *t.shape[2:]) for t in (x, y)))
 
     def _summed(self, updates: Update) -> Update:
@@ -125,7 +125,7 @@ class Simulator:
         return {k: t.view(-1, self.members, *t.shape[1:]).mean(1) for k, t in updates.items()}
 
     def _together(self, plan: Stages, batches: Batch, rng: Generator | None) -> Update:
-        """All clients' gradients in one pass, each link on all of them, differentiable."""
+        """All clients' gradients in one pass, then each link on all of them, differentiable."""
         model, known = self.known.model, self.known
         size = batches.x.shape[1]
         x, y = known.normalise(batches.x), batches.y
@@ -133,7 +133,7 @@ class Simulator:
             x, y = x.flatten(0, 1)[:, None], y.flatten()[:, None]
         if not examples_are_independent(model, self.params, x[:1] if len(x) == 1 else x[:2]):
             raise Unsupported("the model mixes the examples of a batch")
-        x = x.requires_grad_()  # what comes with slopes already keeps them
+        x = x.requires_grad_()  # an input that already requires grad keeps its graph
         if plan.each or plan.before:
             found = _formed(gradients(model, self.params, x, y, 1.0, False, known.loss))
             found = _through(plan.each, found, rng)
@@ -155,11 +155,11 @@ class Simulator:
         return {k: torch.stack([one[k].detach() for one in alone]) for k in alone[0]}
 
     def _maps(self, client: UpdateFn, batches: Batch) -> bool:
-        """Whether vmap takes this client: a link may look at values, which only a client by itself has."""
+        """Whether vmap works for this client: a link may branch on values, which vmap does not allow."""
         try:
             _mapped(client, self.params, Batch(batches.x[:2], batches.y[:2]), torch.Generator().manual_seed(0))
         except (RuntimeError, ValueError):
-            return False  # one after the other then, where a true mistake is raised again
+            return False  # then one client after the other, where a real error is raised again
         return True
 
 
@@ -181,7 +181,7 @@ def _detached(updates: Update) -> Update:
 
 
 def _through(links: tuple[UpdateTransform, ...], updates: Update, rng: Generator | None) -> Update:
-    """Updates (n, ...) behind some links, each drawing for itself."""
+    """Updates (n, ...) after some links, with separate draws for each."""
     for link in links:
         updates = vmap(lambda update, link=link: link.apply(update, rng), randomness="different")(updates)
     return updates
@@ -197,11 +197,11 @@ def flat(updates: Update) -> Tensor:
 
 @dataclass(frozen=True)
 class UpdateFeatures:
-    """What an inverter reads of an update.
+    """The features of an update that an inverter uses.
 
     Args:
-        by_label: one image at a time, by its label: the classifier's rows stand in the order label, then all others, so that
-            what tells of an image stands in the same place whatever its label; else the whole batch at once, by ascending labels.
+        by_label: one image at a time, by its label: the classifier's rows are ordered with the label's row first, so that an
+            image's information is in the same place whatever its label; else the whole batch at once, by ascending labels.
         buckets: of feature hashing; 0: none. signed: with random signs.
     """
 
@@ -217,20 +217,20 @@ class UpdateFeatures:
         return self.hashed(flat(updates))
 
     def hashed(self, rows: Tensor) -> Tensor:
-        """Rows (n, entries) of updates, in buckets where there are any."""
+        """Rows (n, entries) of updates, hashed into buckets if there are any."""
         return self._sketch(rows.shape[1])(rows) if self.buckets else rows
 
     def noise(self, entries: int) -> Tensor:
-        """Deviation (columns,) of what independent noise of deviation 1 in every entry becomes; (1,) where all are alike."""
+        """The deviation (columns,) of independent noise of deviation 1 in every entry; (1,) if all columns are alike."""
         return self._sketch(entries).counts.sqrt() if self.buckets else torch.ones(1)
 
     def check(self, entries: int) -> None:
-        """ValueError where updates of so many entries cannot be hashed into so many buckets."""
+        """ValueError if updates of this many entries cannot be hashed into the buckets."""
         if self.buckets:
             self._sketch(entries)
 
     def columns(self, entries: int) -> int:
-        """Of a row."""
+        """Columns of a row."""
         return self.buckets or entries
 
     def _sketch(self, entries: int) -> Sketch:
@@ -243,9 +243,9 @@ def _sketch(entries: int, buckets: int, signed: bool) -> Sketch:
 
 
 def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
-    """Updates (n, ...) with the classifier's rows reordered: that of the own label (n,) first, the others in their order.
+    """Updates (n, ...) with the classifier's rows reordered: the row of the own label (n,) first, then the others.
 
-    As they are where the model's last fully connected layer is no classifier.
+    Unchanged if the model's last fully connected layer is no classifier.
     """
     try:
         layer = last_linear(known.model)
@@ -263,13 +263,13 @@ def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
 
 @dataclass(frozen=True, eq=False)
 class ShadowDataset:
-    """Pairs that an inverter learns from, or is tried on.
+    """Pairs of updates and images on which an inverter is trained or tested.
 
     Args:
-        rows: (n, columns) as a View reads updates.
-        groups: (N, B) which auxiliary images each update is of; by label n = N * B, in this order, else N.
-        labels: (N, B) ascending, those that the attacker goes by: restored ones are now and then wrong, and an image stands
-            where its own label does as far as that is among them.
+        rows: (n, columns), the UpdateFeatures of the updates.
+        groups: (N, B), the auxiliary images of each update; by label n = N * B, in this order, else n = N.
+        labels: (N, B) ascending, as the attacker would restore them: some are wrong, and an image is placed at its own label
+            if that is among them.
     """
 
     rows: Tensor
@@ -279,10 +279,10 @@ class ShadowDataset:
 
 @dataclass(frozen=True, eq=False)
 class ShadowTrainer:
-    """The auxiliary images of one threat model under one model, as lessons; the same whichever client is attacked.
+    """Makes training data from the auxiliary images under one threat model and model; the same for every client.
 
     Args:
-        passes: how often each image is grouped anew with others, for batches of several.
+        passes: how often each image is grouped with others, for batches of several.
     """
 
     known: Knowledge
@@ -297,12 +297,12 @@ class ShadowTrainer:
         given, size = self.known.labels, self.known.batch_size
         if given is not None and given.shape[1] != size:
             raise ValueError(
-                f"an inverter for batches of {size} cannot serve updates of {given.shape[1]} given labels each"
+                f"expected {size} given labels for each update, the inverter's batch size, got {given.shape[1]}"
             )
 
     @cached_property
     def auxiliary(self) -> Batch:
-        """ValueError where there are no images that could be learned from."""
+        """The auxiliary images; ValueError if there are none, too few, or of another shape."""
         found, known = self.known.auxiliary, self.known
         if found is None:
             raise ValueError("a learned attack needs auxiliary images, and the attacker has none")
@@ -312,14 +312,14 @@ class ShadowTrainer:
             )
         if len(found.x) < FEWEST * known.batch_size:
             raise ValueError(
-                f"to learn to invert batches of {known.batch_size} takes at least {FEWEST * known.batch_size} auxiliary "
+                f"learning to invert batches of {known.batch_size} needs at least {FEWEST * known.batch_size} auxiliary "
                 f"images, got {len(found.x)}"
             )
         return found
 
     @cached_property
     def name(self) -> str:
-        """Of what all of this depends on but the weights: threat model and view."""
+        """The digest of threat model and features: of everything but the weights."""
         known, model = self.known, self.known.model
         images = digest(self.auxiliary.x, self.auxiliary.y)
         threat = digest(known.chain, known.batch_size, known.mean, known.std, known.loss, str(model), model.training)
@@ -327,7 +327,7 @@ class ShadowTrainer:
 
     @cached_property
     def key(self) -> str:
-        """Of all that it depends on; what no name tells of a user's own model or loss, an update of two examples does."""
+        """The digest of everything; an update of two examples covers what a user's own model or loss does not show by name."""
         known, found = self.known, self.auxiliary
         probe = gradient(known.model, known.loss, known.normalise)(self.params, Batch(found.x[:2], found.y[:2]), None)
         right = () if known.labels is None else ("labels given",)
@@ -335,45 +335,45 @@ class ShadowTrainer:
 
     @cached_property
     def entries(self) -> int:
-        """Numbers in an update."""
+        """Entries of an update."""
         return sum(p.numel() for p in self.params.values())
 
     @cached_property
     def split(self) -> tuple[Tensor, Tensor]:
-        """Images to learn from, and a tenth that is held out."""
+        """The images for training, and a tenth that is held out."""
         order = torch.randperm(len(self.auxiliary.x), generator=generator("held out", self.name))
         held = max(self.known.batch_size, len(order) // 10)
         return order[held:], order[:held]
 
     def groups(self, held: bool, passed: int = 0) -> Tensor:
-        """Batches (N, B) of the images in a random order, each by ascending labels; what does not fill one is left out."""
+        """Batches (N, B) of the images in random order, each by ascending labels; an incomplete batch is left out."""
         images, size = self.split[held], self.known.batch_size
         order = torch.randperm(len(images), generator=generator("groups", self.name, held, passed))
         found = images[order][: len(images) // size * size].view(-1, size)
         labels = self.auxiliary.y[found]
-        if labels.dim() > found.dim():  # next words, which say of no order which is the first
+        if labels.dim() > found.dim():  # next words, which define no order of sentences
             return found
         return found.gather(1, labels.argsort(dim=1, stable=True))
 
     def shadow_data(self, held: bool, quiet: bool = False, most: int | None = None) -> ShadowDataset:
-        """Simulated, or as they were once.
+        """Training data, simulated now or cached.
 
         Args:
-            held: of the images that are held out.
-            quiet: by the chain's noise-free form.
-            most: of the first so many updates only, which are not kept.
+            held: use the held-out images.
+            quiet: use the chain's noise-free form.
+            most: only this many updates, which are not cached.
         """
         count = 1 if held else self.passes
         groups = torch.cat([self.groups(held, p) for p in range(count)])[:most]
         self.view.check(self.entries)
         if not len(groups):
-            raise ValueError("no batch can be made of the auxiliary images")
-        # the largest table will be needed, too: what is said to fit is to fit all of them
+            raise ValueError("the auxiliary images do not fill a single batch")
+        # checked for the largest table, so that buckets that fit now fit for all of them
         largest = self.passes * (len(self.split[0]) // self.known.batch_size)
         each = self.known.batch_size if self.view.by_label else 1
         check_memory(largest * each, self.view.columns(self.entries), self._device)
         name = f"updates-{digest(self.key, held, quiet)}"
-        if most is not None:  # a part is simulated as fast as it is read, and would push whole tables off the shelf
+        if most is not None:  # simulating a part is as fast as reading it, and caching it would evict whole tables
             return ShadowDataset(**self._simulated(groups, name, quiet))
         return ShadowDataset(**self.cache.get(name, lambda: self._simulated(groups, name, quiet)))
 
@@ -384,7 +384,7 @@ class ShadowTrainer:
     def _simulated(self, groups: Tensor, name: str, quiet: bool) -> dict[str, Tensor]:
         x, y = self.auxiliary.x[groups], self.auxiliary.y[groups]
         each = self.known.batch_size if self.view.by_label else 1
-        like = next(iter(self.params.values()))  # not the examples, which may be words
+        like = next(iter(self.params.values()))  # not like the examples, which may be token ids
         found = like.new_empty(len(groups) * each, self.view.columns(self.entries))
         labels = y.clone()
         done = 0
@@ -396,7 +396,7 @@ class ShadowTrainer:
         return {"rows": found, "groups": aligned_orders(groups, y, labels), "labels": labels}
 
     def labels_as_restored(self, updates: Update, y: Tensor) -> Tensor:
-        """The labels (n, B) that the attacker would go by where y (n, B) are right: restored, mistakes and all, unless given."""
+        """The labels (n, B) that the attacker would use for true ones y (n, B): restored, with mistakes, unless given."""
         if self.known.labels is not None or not self.view.by_label:
             return y
         seen = Wave(0, tuple(range(len(y))), self.params, updates)
@@ -404,7 +404,7 @@ class ShadowTrainer:
 
 
 def aligned_orders(groups: Tensor, y: Tensor, labels: Tensor) -> Tensor:
-    """Batches (N, B) of images of labels y in other orders, so that as many as can stand where `labels` has their own."""
+    """Batches (N, B) of images with labels y, reordered so that as many as possible are at their own label in `labels`."""
     from scipy.optimize import linear_sum_assignment
 
     found = groups.clone()

@@ -1,1 +1,1 @@
-"""Server attacks: the weights or networks a malicious server sends, and the decoders that read the answers."""
+"""Server attacks: weights or networks that a malicious server sends, and decoders of the updates that come back."""

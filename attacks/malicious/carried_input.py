@@ -1,9 +1,7 @@
 """Networks that carry the input to the classifier, whose weight gradient then holds it (Geiping et al., 2020, appendix A).
 
-How that is read, for one example and for several: reading.py.
-
-Three ways in which f has the image in it: convolutions that are identities (parameters alone), the image beside the features,
-and reversible blocks (both an architecture).
+decoding.py reads it, for one example and for several. There are three ways to carry it: identity convolutions (weights only),
+and two architectures, the image beside the features and reversible blocks.
 """
 
 import copy
@@ -23,15 +21,15 @@ from fedgauge.client.components import Table
 from fedgauge.client.models.vision import Shape, last_linear
 from fedgauge.client.update import Batch, Params, Update, relative_error
 
-PROVEN = 1e-4  # relative error of the update that the images give, below which they are those of the client
-REACH = 2.0  # of a sigmoid's or tanh's input: beyond, rounding of its output weighs more
+PROVEN = 1e-4  # relative error of the images' update, below which they are the client's
+REACH = 2.0  # largest input of a sigmoid or tanh: beyond it, rounding of the output weighs more
 
 
 # ------------------------------------------------------------------------------------------------------- architectures
 
 
 class CarriedInputNetwork(nn.Module):
-    """A network whose classifier reads the image, too, behind the features."""
+    """A network whose classifier reads the image behind the features."""
 
     def __init__(self, features: nn.Module, width: int, pixels: int, classes: int) -> None:
         super().__init__()
@@ -44,13 +42,13 @@ class CarriedInputNetwork(nn.Module):
         return logits
 
     def image(self, inputs: Tensor, params: Params) -> Tensor:
-        """What the network was fed (n, pixels), from the classifier's inputs."""
+        """The network's input (n, pixels), from the classifier's inputs."""
         return inputs[:, -self.pixels :]
 
 
 def carried(model: nn.Module, shape: Shape, classes: int) -> CarriedInputNetwork:
-    """The model with a new classifier that reads the image beside the features: its last fully connected layer goes."""
-    _images(shape)
+    """The model with a new classifier that reads the image beside the features, in place of the last fully connected layer."""
+    _check_images(shape)
     name, body = last_linear(model), copy.deepcopy(model).eval()
     layer = body.get_submodule(name)
     assert isinstance(layer, nn.Linear)
@@ -63,7 +61,7 @@ def carried(model: nn.Module, shape: Shape, classes: int) -> CarriedInputNetwork
 
 
 class ReversibleNetwork(nn.Module):
-    """Blocks of additive coupling on the phases of an image, then the classifier: features that hold all of the image."""
+    """Blocks of additive coupling on the phases of an image, then the classifier: the features hold the whole image."""
 
     def __init__(self, shape: Shape, classes: int, blocks: int, width: int) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ class ReversibleNetwork(nn.Module):
         return logits
 
     def image(self, inputs: Tensor, params: Params) -> Tensor:
-        """What the network was fed (n, pixels), from the classifier's inputs: each block's sum is taken back."""
+        """The network's input (n, pixels), from the classifier's inputs: each block's sum is undone."""
         still, moved = inputs.view(-1, *self.small).chunk(2, 1)
         for i in reversed(range(len(self.blocks))):
             prefix = f"blocks.{i}."
@@ -93,8 +91,8 @@ class ReversibleNetwork(nn.Module):
 
 
 def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> ReversibleNetwork:
-    """A network of reversible blocks in the place of the agreed one; blocks: of two 3x3 convolutions; width: between them."""
-    _images(shape)
+    """A network of reversible blocks in place of the agreed one; each of the blocks has two 3x3 convolutions with width between."""
+    _check_images(shape)
     if shape[1] % 2 or shape[2] % 2:
         raise ValueError(f"reversible blocks take images of even height and width, got {shape[1]} x {shape[2]}")
     if blocks < 1 or width < 1:
@@ -102,17 +100,17 @@ def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> 
     return ReversibleNetwork(shape, classes, blocks, width)
 
 
-def _images(shape: Shape) -> None:
+def _check_images(shape: Shape) -> None:
     if len(shape) != 3:
-        raise ValueError(f"images (C, H, W) are carried, and the examples here are {tuple(shape)}")
+        raise ValueError(f"expected images (C, H, W), and the examples here have shape {tuple(shape)}")
 
 
-# -------------------------------------------------------------------------------------------------------------- malice
+# ------------------------------------------------------------------------------------------------------- server attacks
 
 
 @dataclass(frozen=True)
 class carried_input(ServerAttack):
-    """The image beside the features; zero: a classifier of zeros, by which batches are taken apart."""
+    """Feeds the classifier the image beside the features; zero: send a classifier of zeros, which separates batches."""
 
     zero: bool = False
 
@@ -122,17 +120,17 @@ class carried_input(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         if not isinstance(known.model, CarriedInputNetwork):
-            raise ValueError("the classifier does not read the image (architecture carried)")
+            raise ValueError("the classifier does not read the image: the model needs the architecture carried")
         return with_zero_classifier(dict(sent), known, self.zero)
 
 
 @dataclass(frozen=True)
 class reversible_blocks(ServerAttack):
-    """Reversible blocks in the place of the network.
+    """Replaces the network by reversible blocks.
 
     Args:
-        blocks, width: as `reversible` has them.
-        zero: a classifier of zeros, by which batches are taken apart.
+        blocks, width: as of `reversible`.
+        zero: send a classifier of zeros, which separates batches.
     """
 
     blocks: int = 3
@@ -145,15 +143,15 @@ class reversible_blocks(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         if not isinstance(known.model, ReversibleNetwork):
-            raise ValueError("the network has no reversible blocks (architecture reversible)")
+            raise ValueError("the network has no reversible blocks: the model needs the architecture reversible")
         return with_zero_classifier(dict(sent), known, self.zero)
 
 
 @dataclass(frozen=True)
 class identity_convolutions(ServerAttack):
-    """The first channels of every convolution pass the image on; the others stay as they were.
+    """Makes the first channels of every convolution pass the image on; the other channels stay.
 
-    zero: a classifier of zeros, by which batches are taken apart.
+    zero: send a classifier of zeros, which separates batches.
     """
 
     zero: bool = False
@@ -179,22 +177,22 @@ def _identity(name: str, conv: nn.Conv2d, sent: Params, gain: Tensor, bias: Tens
 
 
 def _stages(model: nn.Module, colours: int) -> Iterator[tuple[str, nn.Conv2d, nn.Module]]:
-    """The convolutions between image and classifier, each with what follows it; ValueError says what is in the way."""
+    """The convolutions between image and classifier, each with the layer behind it; ValueError names an obstacle."""
     leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
     *body, (last, classifier) = leaves
     if not isinstance(model, nn.Sequential) or not isinstance(classifier, nn.Linear):
-        raise ValueError("the convolutions do not lead to the classifier one after the other")
+        raise ValueError("the network is not a plain sequence of convolutions and a classifier")
     body = [(name, m) for name, m in body if not isinstance(m, nn.Flatten | nn.Identity)]
-    found = 0
+    count = 0
     for i, (name, module) in enumerate(body):
         if isinstance(module, nn.Conv2d):
             _check_conv(name, module, colours)
             follows = body[i + 1][1] if i + 1 < len(body) else nn.Identity()
             yield name, module, nn.Identity() if isinstance(follows, nn.Conv2d) else follows
-            found += 1
+            count += 1
         elif not (isinstance(module, nn.Sigmoid | nn.Tanh | nn.ReLU) and i and isinstance(body[i - 1][1], nn.Conv2d)):
             raise ValueError(f"layer {name!r} ({type(module).__name__}) carries no image")
-    if not found:
+    if not count:
         raise ValueError(f"no convolution stands before the classifier {last!r}")
 
 
@@ -203,23 +201,23 @@ def _check_conv(name: str, conv: nn.Conv2d, colours: int) -> None:
     if conv.stride != (1, 1):
         raise ValueError(f"convolution {name!r} has stride {conv.stride[0]}, which drops pixels")
     if not plain or kernel % 2 == 0 or conv.kernel_size != (kernel, kernel) or conv.padding != (kernel // 2,) * 2:
-        raise ValueError(f"convolution {name!r} does not keep the image's size, or is no plain one")
+        raise ValueError(f"convolution {name!r} does not keep the image's size, or has groups or dilation")
     if conv.bias is None or min(conv.in_channels, conv.out_channels) < colours:
         raise ValueError(f"convolution {name!r} needs a bias and at least {colours} channels")
 
 
 def _range(activation: nn.Module) -> tuple[float, float]:
-    """Where an activation's input is kept, so that its output tells it."""
+    """The range for an activation's input in which it can be inverted."""
     return (0.0, 1.0) if isinstance(activation, nn.ReLU | nn.Identity) else (-REACH, REACH)
 
 
 def _forward(activation: nn.Module, x: Tensor) -> Tensor:
-    found: Tensor = activation(x)
-    return found
+    y: Tensor = activation(x)
+    return y
 
 
 def _backward(activation: nn.Module, y: Tensor) -> Tensor:
-    """The input, from an output."""
+    """The activation's input, from its output."""
     tiny = 1e-12
     if isinstance(activation, nn.Sigmoid):
         return y.clamp(tiny, 1 - tiny).logit()
@@ -231,10 +229,10 @@ def _backward(activation: nn.Module, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class read_carried(Attack):
-    """The images in the classifier's inputs: of one example, or of a batch where the classifier was sent as zeros.
+    """Reads images off the classifier's inputs: one example, or a batch where the classifier was sent as zeros.
 
-    Of examples with one label their mean is found (of what the classifier reads), which is none of them even where it gives the
-    update. Proven are images whose label is theirs alone: on the 8-bit grid, or all of them where they give the update.
+    For examples that share a label it reads the mean of their inputs, which is none of them even where it reproduces the update.
+    Images whose label is unique count as proven if they are on the 8-bit grid, or if all images together give the update.
     """
 
     def reconstruct(
@@ -248,7 +246,7 @@ class read_carried(Attack):
 
 
 def _check(known: Knowledge, params: Params) -> None:
-    """ValueError where nothing was carried, or cannot be told apart."""
+    """ValueError where nothing was carried, or where a batch cannot be separated."""
     if not isinstance(known.model, CarriedInputNetwork | ReversibleNetwork):
         for name, conv, _ in _stages(known.model, known.shape[0]):
             _taps(name, conv, params, known.shape[0])
@@ -256,40 +254,40 @@ def _check(known: Knowledge, params: Params) -> None:
 
 
 def _taps(name: str, conv: nn.Conv2d, params: Params, colours: int) -> tuple[Tensor, Tensor]:
-    """Gain and bias (C,) by which a convolution passes colours on; ValueError where it mixes them with anything."""
+    """Gain and bias (C,) with which a convolution passes colours on; ValueError where it mixes them."""
     weight, middle = params[f"{name}.weight"][:colours].double(), conv.kernel_size[0] // 2
     gain = weight[range(colours), range(colours), middle, middle]
     if not bool(gain.all()) or int((weight != 0).sum()) != colours:
-        raise ValueError(f"convolution {name!r} does not pass the image on as it is")
+        raise ValueError(f"convolution {name!r} does not pass the image on unchanged")
     return gain, params[f"{name}.bias"][:colours].double()
 
 
 def _carried(update: Update, params: Params, known: Knowledge) -> Reconstruction:
     started = time.perf_counter()
     try:
-        read = ClassifierInputs.off(update, params, known)
+        decoded = ClassifierInputs.from_update(update, params, known)
     except ValueError as error:
         return nothing_decoded(str(error), started)
-    fed, y = _image(read.inputs, params, known).view(-1, *known.shape), read.y
-    if not bool(torch.isfinite(fed).all()):
-        return nothing_decoded("what the classifier read is no image of this network's", started)
-    x = known.pixels(fed)
+    inputs, y = _image(decoded.inputs, params, known).view(-1, *known.shape), decoded.y
+    if not bool(torch.isfinite(inputs).all()):
+        return nothing_decoded("the classifier's inputs hold no finite image", started)
+    x = known.pixels(inputs)
     exact, off = on_grid(x), float("nan")
     x = torch.where(exact[:, None, None, None], snap_to_grid(x), x.float()).clamp(0, 1)
     if not bool(exact.all()):
         off = relative_error(known.forward(params, Batch(x, y), None), update)
-    proven = int((read.single & (exact | (off < PROVEN))).sum())
-    words = f"{proven} of {known.batch_size} images proven exact (on the 8-bit grid, or by the update that they give)"
+    proven = int((decoded.single & (exact | (off < PROVEN))).sum())
+    words = f"{proven} of {known.batch_size} images proven exact (on the 8-bit grid, or by reproducing the update)"
     return Reconstruction(x, y, 1 - proven / known.batch_size, 1, time.perf_counter() - started, "converged", words)
 
 
 def _image(inputs: Tensor, params: Params, known: Knowledge) -> Tensor:
-    """What the network was fed, from the classifier's inputs."""
+    """The network's input, from the classifier's inputs."""
     if isinstance(known.model, CarriedInputNetwork | ReversibleNetwork):
         return known.model.image(inputs, params)
     colours, height, width = known.shape
-    found = inputs.view(len(inputs), -1, height * width)[:, :colours]
+    image = inputs.view(len(inputs), -1, height * width)[:, :colours]
     for name, conv, activation in reversed(list(_stages(known.model, colours))):
         gain, bias = _taps(name, conv, params, colours)
-        found = (_backward(activation, found) - bias[:, None]) / gain[:, None]
-    return found
+        image = (_backward(activation, image) - bias[:, None]) / gain[:, None]
+    return image

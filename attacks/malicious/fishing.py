@@ -1,8 +1,8 @@
-"""Fishing: a classifier's weights by which one example of a batch alone has a gradient (Wen et al., ICML 2022).
+"""Fishing: classifier weights under which only one example of a batch has a gradient (Wen et al., ICML 2022).
 
 With all rows but that of class c zero, and its logit far below the others, p_c is zero: an example of another class has no
-gradient in front of the classifier, one of class c its whole. Of several examples of that class a steep logit behind a threshold
-leaves the one that the row likes least.
+gradient before the classifier, and one of class c keeps its whole gradient. Among several examples of that class, a steep logit
+behind a threshold leaves only the one that the row scores lowest.
 """
 
 import math
@@ -22,17 +22,17 @@ from fedgauge.client.transforms import UpdateTransform, is_per_example
 from fedgauge.client.update import Params, Update
 
 CERTAIN = 30.0  # a distance of logits at which softmax rounds to 0 or 1 in float32
-ALONE = 1e-3  # how near to one the number of fished examples is, that one counts as isolated
-NARROWEST = 1e-6  # of the width in which a threshold is sought: float32 knows no finer one
-PUBLIC = 200  # public examples that thresholds are read off
+ALONE = 1e-3  # largest distance from one of the count of examples, for one to count as isolated
+NARROWEST = 1e-6  # of the width in which a threshold is searched: float32 has no finer one
+PUBLIC = 200  # public examples from which thresholds are estimated
 
 
 @dataclass(frozen=True)
 class class_fishing(ServerAttack):
-    """Only examples of one class keep a gradient: one alone where the batch has it once.
+    """Leaves only examples of one class a gradient; a single example where the batch has the class once.
 
     Args:
-        target: the class; None: each in turn, until one that the client has once is found.
+        target: the class; None: try each in turn until one occurs once in the client's batch.
     """
 
     target: int | None = None
@@ -44,23 +44,23 @@ class class_fishing(ServerAttack):
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         row = _checked(self.target, known) if self.target is not None else self._next(known, seen)
         weight, _ = _classifier(sent, known)
-        liked = _likes(sent, known, weight[row])
+        logits = _row_logits(sent, known, weight[row])
         changed = {k: t.clone() for k, t in sent.items()}
-        _only(changed, known, row, weight[row], -float(liked.max()) - CERTAIN)
+        _zero_other_rows(changed, known, row, weight[row], -float(logits.max()) - CERTAIN)
         return changed
 
     def _next(self, known: Knowledge, seen: Sequence[Observation]) -> int:
-        """The class to try: the first not tried yet, or of the tried ones that with the fewest examples."""
-        counts = {_row(o.params, known): round(count_isolated(o, known)) for o in seen}
-        found = {row: count for row, count in counts.items() if count > 0}
-        if 1 not in found.values() and len(counts) < known.classes:
+        """The class to try: the first not tried yet, else the tried one with the fewest examples."""
+        counts = {_fished_class(o.params, known): round(count_isolated(o, known)) for o in seen}
+        present = {row: count for row, count in counts.items() if count > 0}
+        if 1 not in present.values() and len(counts) < known.classes:
             return next(row for row in range(known.classes) if row not in counts)
-        return min(found, key=lambda row: found[row]) if found else 0
+        return min(present, key=lambda row: present[row]) if present else 0
 
 
 @dataclass(frozen=True)
 class feature_fishing(ServerAttack):
-    """Of a batch of one class the example is left that the class's row likes least: its threshold is halved round by round.
+    """Leaves, in a batch of one class, the example that the class's row scores lowest; bisects the threshold over rounds.
 
     Args:
         target: the class that all examples of the client have.
@@ -75,19 +75,19 @@ class feature_fishing(ServerAttack):
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         row = _checked(self.target, known)
         weight, _ = _classifier(sent, known)
-        liked = _likes(sent, known, weight[row])
-        low, high = (float(liked.mean() + side * 6 * liked.std()) for side in (-1, 1))
+        logits = _row_logits(sent, known, weight[row])
+        low, high = (float(logits.mean() + side * 6 * logits.std()) for side in (-1, 1))
         threshold, steepness = self._search(low, high, known, seen)
         changed = {k: t.clone() for k, t in sent.items()}
-        _only(changed, known, row, steepness * weight[row], -steepness * threshold)
+        _zero_other_rows(changed, known, row, steepness * weight[row], -steepness * threshold)
         return changed
 
     def _search(self, low: float, high: float, known: Knowledge, seen: Sequence[Observation]) -> tuple[float, float]:
-        """The next threshold and how steep the logit is there: below the sought threshold nobody is fished, above it several."""
+        """The next threshold and the logit's steepness there: below the right threshold no example is left, above it several."""
         threshold, steepness, narrow = (low + high) / 2, 2 * CERTAIN / (high - low), NARROWEST * (high - low)
         for o in seen:
             count = count_isolated(o, known)
-            if abs(count - 1) <= ALONE or high - low < narrow:  # equal images are never told apart
+            if abs(count - 1) <= ALONE or high - low < narrow:  # equal images can never be separated
                 break
             low, high = (threshold, high) if count < 1 else (low, threshold)
             threshold, steepness = (low + high) / 2, 4 * CERTAIN / (high - low)
@@ -95,9 +95,9 @@ class feature_fishing(ServerAttack):
 
 
 def count_isolated(seen: Observation, known: Knowledge) -> float:
-    """How many examples had a gradient, as the bias of the fished class tells: each adds 1 - p, and less behind a clip."""
+    """How many examples had a gradient, by the bias of the fished class: each adds 1 - p, and less behind clipping."""
     gradient = -seen.update[f"{last_linear(known.model)}.bias"] / known.scale
-    return -float(gradient[_row(seen.params, known)]) * known.batch_size
+    return -float(gradient[_fished_class(seen.params, known)]) * known.batch_size
 
 
 def _checked(target: int, known: Knowledge) -> int:
@@ -109,34 +109,36 @@ def _checked(target: int, known: Knowledge) -> int:
 def _classifier(sent: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
     name = last_linear(known.model)
     if f"{name}.bias" not in sent:
-        raise ValueError(f"the classifier {name!r} has no bias, by which one class is kept from the others")
+        raise ValueError(
+            f"the classifier {name!r} has no bias, which the attack needs to separate one class from the others"
+        )
     return sent[f"{name}.weight"], sent[f"{name}.bias"]
 
 
-def _likes(sent: Params, known: Knowledge, row: Tensor) -> Tensor:
-    """What a row of the classifier says to public examples (n,), less its bias."""
+def _row_logits(sent: Params, known: Knowledge, row: Tensor) -> Tensor:
+    """The logits (n,) that a row of the classifier gives public examples, without its bias."""
     alone = {k: t.clone() for k, t in sent.items()}
-    _only(alone, known, 0, row, 0.0)
+    _zero_other_rows(alone, known, 0, row, 0.0)
     with torch.no_grad():
-        logits = functional_call(known.model, alone, (known.normalise(probe_batch(known, PUBLIC).x),))
-    found: Tensor = logits[:, 0]
-    return found
+        outputs = functional_call(known.model, alone, (known.normalise(probe_batch(known, PUBLIC).x),))
+    scores: Tensor = outputs[:, 0]
+    return scores
 
 
-def _only(params: Params, known: Knowledge, row: int, weight: Tensor, bias: float) -> None:
-    """Set a classifier, in place, to one row's."""
+def _zero_other_rows(params: Params, known: Knowledge, row: int, weight: Tensor, bias: float) -> None:
+    """Zero the classifier in place, except for one row."""
     name = last_linear(known.model)
     for key, value in ((f"{name}.weight", weight), (f"{name}.bias", bias)):
         params[key].zero_()
         params[key][row] = value
 
 
-def _row(params: Params, known: Knowledge) -> int:
-    """The class that these weights fish; ValueError where they are no fishing server's."""
+def _fished_class(params: Params, known: Knowledge) -> int:
+    """The class that these weights isolate; ValueError where they were not crafted by fishing."""
     weight, _ = _classifier(params, known)
     rows = weight.flatten(1).any(1).nonzero().flatten().tolist()
     if len(rows) != 1:
-        raise ValueError(f"{len(rows)} rows of the classifier are not zero: these weights fish for no class")
+        raise ValueError(f"{len(rows)} rows of the classifier are not zero: these weights were not crafted by fishing")
     return int(rows[0])
 
 
@@ -145,7 +147,7 @@ def _row(params: Params, known: Knowledge) -> int:
 
 @dataclass(frozen=True)
 class _BatchShare(UpdateTransform):
-    """What one example of a batch adds to the batch's mean gradient."""
+    """One example's share of its batch's mean gradient."""
 
     examples: int
 
@@ -155,7 +157,7 @@ class _BatchShare(UpdateTransform):
 
 @dataclass(frozen=True)
 class _OneRow(UpdateTransform):
-    """The classifier's other rows left out of the comparison: every example of the batch has a gradient in them."""
+    """Leaves the classifier's other rows out of the comparison: every example of the batch has a gradient in them."""
 
     classifier: str
     row: int
@@ -173,7 +175,7 @@ class _OneRow(UpdateTransform):
 
 @dataclass(frozen=True)
 class lone_example(DelegatingAttack):
-    """The example that fishing has isolated, inverted by another attack as if it were alone; it knows the whole chain."""
+    """Inverts the example that fishing isolated by another attack, as if it were alone; it knows the whole chain."""
 
     decodes: ClassVar[tuple[str, ...]] = ("class_fishing", "feature_fishing")
 
@@ -183,7 +185,7 @@ class lone_example(DelegatingAttack):
         if reason := why_not_one_gradient(known):
             return not_applicable(wave, reason)
         try:
-            row = _row(wave.params, known)
+            row = _fished_class(wave.params, known)
         except ValueError as error:
             return not_applicable(wave, str(error))
         counts = [
@@ -191,15 +193,15 @@ class lone_example(DelegatingAttack):
             for k, c in enumerate(wave.clients)
         ]
         caught = [k for k, count in enumerate(counts) if math.isfinite(count) and count > ALONE]
-        found = dict(enumerate(not_applicable(wave, f"no example of class {row} was fished")))
+        results = dict(enumerate(not_applicable(wave, f"no example of class {row} was fished")))
         if caught:
-            told = [_said(counts[k]) for k in caught]
-            inverted = self._inverted(wave.of(caught), row, known, budget, [streams[k] for k in caught], told)
-            found |= dict(zip(caught, inverted, strict=True))
-        return [found[k] for k in range(len(wave))]
+            notes = [_note(counts[k]) for k in caught]
+            inverted = self._inverted(wave.of(caught), row, known, budget, [streams[k] for k in caught], notes)
+            results |= dict(zip(caught, inverted, strict=True))
+        return [results[k] for k in range(len(wave))]
 
     def _inverted(
-        self, wave: Wave, row: int, known: Knowledge, budget: Budget, streams: Sequence[Stream], words: Sequence[str]
+        self, wave: Wave, row: int, known: Knowledge, budget: Budget, streams: Sequence[Stream], notes: Sequence[str]
     ) -> list[Reconstruction]:
         links = list(known.chain.links)
         links.insert(sum(map(is_per_example, links)), _BatchShare(known.batch_size))
@@ -211,21 +213,21 @@ class lone_example(DelegatingAttack):
             labels=torch.full((len(wave), 1), row),
         )
         update = {k: torch.stack([rest.apply(wave.alone(i), None)[k] for i in range(len(wave))]) for k in wave.update}
-        fair = replace(wave, params=_without_threshold(wave.params, known, row), update=update)
-        return self.delegated(fair, alone, known, budget, streams, words)
+        unthresholded = replace(wave, params=_without_threshold(wave.params, known, row), update=update)
+        return self.delegated(unthresholded, alone, known, budget, streams, notes)
 
 
-def _said(count: float) -> str:
-    """Of how many examples a gradient is left."""
-    return (
-        "one example is isolated" if abs(count - 1) <= ALONE else f"{count:.3g} examples are left, where one was wanted"
-    )
+def _note(count: float) -> str:
+    """How many examples keep a gradient, in words."""
+    return "one example is isolated" if abs(count - 1) <= ALONE else f"{count:.3g} examples are left instead of one"
 
 
 def _without_threshold(params: Params, known: Knowledge, row: int) -> Params:
-    """Weights by which every image is fished: the one that was has the same gradient, and a guess elsewhere has one to follow."""
+    """Weights without the threshold: the isolated image keeps its gradient, and a guess anywhere has a gradient to follow."""
     weight, _ = _classifier(params, known)
-    liked = _likes(params, known, weight[row])
+    logits = _row_logits(params, known, weight[row])
     changed = {k: t.clone() for k, t in params.items()}
-    _only(changed, known, row, weight[row], -float(liked.max() + 10 * (liked.max() - liked.min())) - CERTAIN)
+    _zero_other_rows(
+        changed, known, row, weight[row], -float(logits.max() + 10 * (logits.max() - logits.min())) - CERTAIN
+    )
     return changed

@@ -1,13 +1,13 @@
-"""Imprinting (Fowl et al., Robbing the Fed, ICLR 2022): a block in front of the network sorts a batch into bins, one image each.
+"""Imprinting (Fowl et al., Robbing the Fed, ICLR 2022): a block before the network sorts a batch into bins, ideally one image each.
 
-All rows of the block measure the same linear query q, and row k is on where q(x) > t_k, t_0 < t_1 < ... What goes on is
+All rows of the block measure the same linear query q, and row k is on where q(x) > t_k, t_0 < t_1 < ... The block outputs
 their mean, so an image's error signal s(x) is the same in every row that it turns on, and
 
     dL/dw_k - dL/dw_(k+1) = sum of s(x) x over t_k < q(x) <= t_(k+1),     the same of the biases: sum of s(x).
 
-Their ratio is the image where the bin holds a single one. K rows make K bins only because the lowest threshold lies below
-every image there can be, and the last row is a bin by itself: then each bin holds 1/K of the images, and one of N is alone in
-its own with probability (1 - 1/K)^(N-1).
+Their ratio is the image where the bin holds only one. K rows make K bins because the lowest threshold lies below every
+possible image and the last row is a bin of its own: each bin then holds 1/K of the images, and one of N images is alone in its
+bin with probability (1 - 1/K)^(N-1).
 """
 
 import time
@@ -19,7 +19,14 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.decoding import LayerRows, decoded, fed, nothing_decoded, on_grid, snap_to_grid
+from fedgauge.attacks.malicious.decoding import (
+    LayerRows,
+    decoded,
+    input_to_pixels,
+    nothing_decoded,
+    on_grid,
+    snap_to_grid,
+)
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Table
 from fedgauge.client.models.vision import Shape
@@ -32,7 +39,7 @@ POINTS = 1024  # at which the distribution of the query is tabulated
 
 
 class Imprinted(nn.Module):
-    """A network behind a fully connected block that adds to the image what it reads; nothing, as it is made."""
+    """A network behind a fully connected block that adds its output to the image; untrained, it adds nothing."""
 
     def __init__(self, model: nn.Module, pixels: int, bins: int) -> None:
         super().__init__()
@@ -42,43 +49,43 @@ class Imprinted(nn.Module):
         self.rest = model
 
     def forward(self, x: Tensor) -> Tensor:
-        # the mean: with weights of its own for each row, local steps would make their error signals differ
+        # the mean: if each row had its own weight, local steps would make their error signals differ
         added = self.back(F.relu(self.query(x.flatten(1))).mean(1, keepdim=True))
         logits: Tensor = self.rest(x + added.view_as(x))
         return logits
 
 
 def imprint_block(model: nn.Module, shape: Shape, bins: int = 64) -> Imprinted:
-    """The model behind a fully connected block of so many rows, through which images pass unchanged until it is crafted."""
+    """The model behind a fully connected block of `bins` rows, which leaves images unchanged until it is crafted."""
     if bins < 1:
         raise ValueError(f"bins must be at least 1, got {bins}")
     if len(shape) != 3:
-        raise ValueError(f"an imprint block reads images (C, H, W), and the examples here are {tuple(shape)}")
+        raise ValueError(f"an imprint block reads images (C, H, W), and the examples here have shape {tuple(shape)}")
     return Imprinted(model, shape[0] * shape[1] * shape[2], bins)
 
 
 def _block(model: nn.Module) -> tuple[str, Imprinted]:
-    """The block's prefix in the parameters' names, and itself; ValueError where there is none."""
+    """The block's prefix in parameter names, and the block; ValueError where there is none."""
     for name, module in model.named_modules():
         if isinstance(module, Imprinted):
             return f"{name}." if name else "", module
-    raise ValueError("the model has no imprint block (architecture imprint_block)")
+    raise ValueError("the model has no imprint block: it needs the architecture imprint_block")
 
 
-# -------------------------------------------------------------------------------------------------------------- malice
+# -------------------------------------------------------------------------------------------------------- server attack
 
 
 @dataclass(frozen=True)
 class imprint(ServerAttack):
-    """Rows that sort images by brightness, each pixel weighted a little differently so that no two of them tie.
+    """Sets the block's rows to sort images by brightness, with slightly different pixel weights so that no two images tie.
 
-    Thresholds are quantiles of the public images' brightness, smoothed by a normal kernel; where there are none, those of a
-    normal distribution as the normalisation suggests.
+    Thresholds are quantiles of the public images' brightness, smoothed by a normal kernel; without public images, of a normal
+    distribution estimated from the normalisation.
 
     Args:
         bins: K, rows of the block.
-        strength: how far the block moves an image, about, in units of what the network is fed. Ratios of gradients do not
-            depend on it: only what a defense adds to them is to be drowned by it.
+        strength: roughly how far the block moves an image, in units of the network's input. Ratios of gradients do not depend
+            on it; it only has to exceed what a defense adds to them.
     """
 
     bins: int = 64
@@ -102,7 +109,7 @@ class imprint(ServerAttack):
         weights /= weights.sum()
         signs = torch.randint(0, 2, weights.shape, generator=rng).double() * 2 - 1
         levels, spread = _levels(weights, self.bins, known)
-        scale, offset = fed(known)
+        scale, offset = input_to_pixels(known)
         made = {
             "query.weight": (weights * scale / spread).expand(self.bins, -1),
             "query.bias": (weights @ offset - levels) / spread,
@@ -112,25 +119,25 @@ class imprint(ServerAttack):
 
 
 def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float]:
-    """Thresholds (K,) of a query with weights >= 0 of sum 1, and how far its values spread."""
+    """Thresholds (K,) of a query with weights >= 0 of sum 1, and the standard deviation of its values."""
     inner = torch.arange(1, bins, dtype=torch.float64) / bins
     if known.auxiliary is None or len(known.auxiliary.x) < 2:
-        scale, offset = fed(known)
+        scale, offset = input_to_pixels(known)
         centre = float(weights @ offset) if known.mean else 0.5
-        spread = 0.5 * float(weights @ scale) if known.mean else 0.125  # whole images differ less than their pixels
-        found = centre + spread * torch.special.ndtri(inner)
+        spread = 0.5 * float(weights @ scale) if known.mean else 0.125  # images differ less than their pixels
+        quantiles = centre + spread * torch.special.ndtri(inner)
     else:
         values = known.auxiliary.x.flatten(1).double() @ weights
         spread = float(values.std())
         if not spread > 0:
-            raise ValueError("the public images are all equally bright: no thresholds lie between them")
-        found = _quantiles(values, inner, 1.3 * spread * len(values) ** (-1 / 3))
-    below = torch.tensor([-spread], dtype=torch.float64)  # where no image is: pixels are not negative
-    return torch.cat([below, found]), spread
+            raise ValueError("the public images are all equally bright: no threshold can separate images")
+        quantiles = _quantiles(values, inner, 1.3 * spread * len(values) ** (-1 / 3))
+    below = torch.tensor([-spread], dtype=torch.float64)  # below every image: pixels are not negative
+    return torch.cat([below, quantiles]), spread
 
 
 def _quantiles(values: Tensor, levels: Tensor, width: float) -> Tensor:
-    """Of values smoothed by a normal kernel; its width as Azzalini (1981) has it for distribution functions."""
+    """Quantiles of values smoothed by a normal kernel, whose width for distribution functions is Azzalini's (1981)."""
     lowest, highest = float(values.min()) - 4 * width, float(values.max()) + 4 * width
     points = torch.linspace(lowest, highest, POINTS, dtype=torch.float64)
     near = ((values - lowest) / (highest - lowest) * (POINTS - 1)).round().long()  # far finer than the kernel
@@ -139,8 +146,8 @@ def _quantiles(values: Tensor, levels: Tensor, width: float) -> Tensor:
     below = torch.special.ndtr(apart).unfold(0, POINTS, 1) @ share.flip(0)  # row i: of points i - j
     right = torch.searchsorted(below, levels).clamp(1, POINTS - 1)
     part = (levels - below[right - 1]) / (below[right] - below[right - 1])
-    found: Tensor = points[right - 1] + part.clamp(0, 1) * (points[right] - points[right - 1])
-    return found
+    quantiles: Tensor = points[right - 1] + part.clamp(0, 1) * (points[right] - points[right - 1])
+    return quantiles
 
 
 # ------------------------------------------------------------------------------------------------------------- decoder
@@ -148,9 +155,9 @@ def _quantiles(values: Tensor, levels: Tensor, width: float) -> Tensor:
 
 @dataclass(frozen=True)
 class read_imprint(Attack):
-    """The images of an imprinted batch: each bin's own, where several are in it their mean, weighted by their error signals.
+    """Reads the images of an imprinted batch: each bin's image, or the mean of several weighted by their error signals.
 
-    Local steps may be several, and the batch may be that of a secure sum.
+    Clients may take several local steps, and the batch may be that of a secure sum.
     """
 
     def reconstruct(
@@ -170,5 +177,5 @@ def _binned(wave: Wave, known: Knowledge, layer: str) -> Reconstruction:
         return nothing_decoded(reason, started)
     x = rows.differences().images(known)
     exact = on_grid(x)
-    x = torch.cat([snap_to_grid(x[exact]), x[~exact]])  # the strongest first of either kind
+    x = torch.cat([snap_to_grid(x[exact]), x[~exact]])  # in each group the strongest first
     return decoded(x, int(exact.sum()), wave, known, started)

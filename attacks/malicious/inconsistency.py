@@ -1,7 +1,7 @@
-"""Model inconsistency: a secure sum in which one client alone has anything to say (Pasquini et al., CCS 2022).
+"""Model inconsistency: a secure sum in which only one client has a gradient (Pasquini et al., CCS 2022).
 
-Every client but the target gets weights whose last hidden layer is dead on any input: in front of it no gradient is left, and
-behind it only the bias has one. The sum is then the target's update, and no cryptography between clients notices.
+Every client but the target gets weights whose last hidden layer is dead on any input: layers before it have no gradient, and
+behind it only the bias has one. The sum is then the target's update, and the cryptography between clients cannot notice.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _SHIFTED = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm,
 
 @dataclass(frozen=True)
 class dead_layer(ServerAttack):
-    """Weights whose layer before the classifier answers nothing to any input: for all but the target of a secure sum."""
+    """Weights whose layer before the classifier outputs zero for any input, for all clients of a secure sum but the target."""
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         classifier = last_linear(known.model)
@@ -36,8 +36,8 @@ class dead_layer(ServerAttack):
         alive = [k for k, t in client(changed, probe_batch(known, 8), None).items() if bool(t.count_nonzero())]
         if alive != [f"{classifier}.bias"]:
             raise ValueError(
-                f"with layer {name!r} shifted by {-FAR:g} these still have gradients: {', '.join(alive)}; a network dies where "
-                "sigmoid or ReLU follows its last hidden layer"
+                f"with layer {name!r} shifted by {-FAR:g} these still have gradients: {', '.join(alive)}; the attack needs a "
+                "sigmoid or ReLU behind the last hidden layer"
             )
         return changed
 
@@ -51,15 +51,17 @@ def _last_shift(model: nn.Module, classifier: str) -> str:
         if isinstance(module, _SHIFTED) and isinstance(getattr(module, "bias", None), nn.Parameter):
             before.append(name)
     if not before:
-        raise ValueError(f"no layer with a bias stands before the classifier {classifier!r}: there is none to deaden")
+        raise ValueError(
+            f"no layer with a bias stands before the classifier {classifier!r}: the attack needs one to switch off"
+        )
     return before[-1]
 
 
 @dataclass(frozen=True)
 class lone_target(DelegatingAttack):
-    """A secure sum read as the update of the one client that got honest weights, inverted by another attack.
+    """Inverts a secure sum as the update of the one client that got honest weights, by another attack.
 
-    Where the chain adds noise, that of the whole group is in it.
+    Where the chain adds noise, the sum holds the whole group's.
     """
 
     decodes: ClassVar[tuple[str, ...]] = ("dead_layer",)
@@ -69,7 +71,9 @@ class lone_target(DelegatingAttack):
     ) -> list[Reconstruction]:
         summed = known.chain.links[-1]
         if not isinstance(summed, GroupMean):
-            return not_applicable(wave, "the server sees each client's update by itself: there is no sum to take apart")
+            return not_applicable(
+                wave, "the server sees each client's update separately: there is no sum to take apart"
+            )
         others = OmittedParameters(
             (f"{last_linear(known.model)}.bias",)
         )  # the only entry that a dead client's gradient reaches
@@ -77,14 +81,10 @@ class lone_target(DelegatingAttack):
             known,
             chain=Chain((*known.chain.links[:-1], others)),
             batch_size=known.batch_size // summed.members,
-            labels=None,  # of the labels in a sum nobody says which are the target's
+            labels=None,  # which labels of a sum are the target's is unknown
         )
         update = others.apply({k: t * summed.members for k, t in wave.update.items()}, None)
         if not any(bool(t.count_nonzero()) for t in update.values()):
-            return not_applicable(
-                wave, "nothing but the classifier's bias has a gradient: the target is not in this sum"
-            )
-        words = (
-            f"{alone.batch_size} of {known.batch_size} images are the target's, if all others were sent dead weights"
-        )
-        return self.delegated(replace(wave, update=update), alone, known, budget, streams, [words] * len(wave))
+            return not_applicable(wave, "only the classifier's bias has a gradient: the target is not in this sum")
+        note = f"{alone.batch_size} of {known.batch_size} images are the target's, if all others were sent dead weights"
+        return self.delegated(replace(wave, update=update), alone, known, budget, streams, [note] * len(wave))

@@ -1,9 +1,9 @@
-"""Label flipping: rows of the classifier change places, so that a trained network errs and its small gradients grow.
+"""Label flipping: swap rows of the classifier, so that a trained network errs and its small gradients grow.
 
-Appendix A of Inverting Gradients (Geiping et al., NeurIPS 2020): an image that the network has learned sends hardly any
-gradient; one that it takes for another class a large one. Any attack by matching inverts it, knowing the weights that were sent.
-Of one example without noise nothing is won: a cosine, and a ratio of gradients, do not change with its size. Noise drowns the
-small one alone.
+Appendix A of Inverting Gradients (Geiping et al., NeurIPS 2020): an image that the network classifies well has almost no
+gradient; a misclassified one has a large gradient. Any matching attack can invert it with the weights that were sent. For one
+example without noise nothing is gained, since a cosine or a ratio of gradients does not depend on their size; under noise the
+larger gradient survives.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from fedgauge.client.update import Params
 
 @dataclass(frozen=True)
 class label_flipping(ServerAttack):
-    """Two rows of the classifier swapped; or every row moved by one, whatever classes the client has.
+    """Swaps two rows of the classifier, or moves every row by one, whatever classes the client has.
 
     Args:
-        classes: the two; None: all.
+        classes: the two to swap; None: move all rows.
     """
 
     classes: tuple[int, int] | None = None

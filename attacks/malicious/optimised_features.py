@@ -1,14 +1,14 @@
-"""Parameters optimised for reconstruction: layers that leave in what the classifier reads as much of the image as fits.
+"""Weights optimised for reconstruction: layers that keep as much of the image in the classifier's input as fits.
 
-An idea of Inverting Gradients' (Geiping et al., 2020, appendix A). What the classifier reads, h(x), stands in its gradient
-(reading.py), and is mapped back by the best linear estimate that public images give for the weights that were sent,
+An idea of Inverting Gradients (Geiping et al., 2020, appendix A). The classifier's input h(x) is read off its gradient
+(decoding.py) and mapped back by the best linear estimate, fitted to public images under the weights that were sent,
 
     x = mean(x) + Cov(x, h) (Cov(h) + s)^(-1) (h - mean(h)),
 
-where s is the variance of what noise the clients' chain leaves in h. It reads honest weights, too. What it leaves is least
-where every layer before the classifier keeps the principal components of its own input: of each tile that a step of a
-convolution moves on by, or of all that a fully connected layer reads. A layer that is wide enough then loses nothing, and a
-narrow one what varies least; the activations are kept where they are nearly linear.
+where s is the variance of the noise that the clients' chain leaves in h. It works with honest weights, too. Its error is
+smallest where every layer before the classifier keeps the principal components of its own input: of each tile by which a
+convolution strides, or of a fully connected layer's whole input. A layer that is wide enough then loses nothing, and a narrow
+one loses what varies least; activations are kept where they are nearly linear.
 """
 
 import time
@@ -27,19 +27,19 @@ from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_cla
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Batch, Params, Update, relative_error
 
-TOGETHER = 256  # images of a forward pass
-FITTED = 512  # of which the components are taken
-TINY = 1e-6  # a spread below it is none
-RIDGE = 1e-2  # a part of the inputs' mean variance, against chance in the public images
-LEAST = 16  # public images, below which nothing is fitted to them
+TOGETHER = 256  # images in one forward pass
+FITTED = 512  # public images from which the components are taken
+TINY = 1e-6  # a standard deviation below it counts as zero
+RIDGE = 1e-2  # as a part of the inputs' mean variance, against overfitting to the public images
+LEAST = 16  # public images that a fit needs
 
 
 def layer_input(known: Knowledge, params: Params, layer: str, x: Tensor) -> Tensor:
-    """What a layer is fed for images x (n, C, H, W) in pixels, (n, ...)."""
-    found: list[Tensor] = []
+    """A layer's inputs (n, ...) for images x (n, C, H, W) in pixels."""
+    inputs: list[Tensor] = []
 
     def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        found.append(arguments[0])
+        inputs.append(arguments[0])
 
     handle = known.model.get_submodule(layer).register_forward_pre_hook(keep)
     try:
@@ -47,16 +47,16 @@ def layer_input(known: Knowledge, params: Params, layer: str, x: Tensor) -> Tens
             functional_call(known.model, dict(params), (known.normalise(part),))
     finally:
         handle.remove()
-    return torch.cat(found)
+    return torch.cat(inputs)
 
 
 @dataclass(frozen=True, eq=False)
-class Linear:
-    """The best linear estimate of images from what the classifier reads of them.
+class LinearEstimate:
+    """The best linear estimate of images from the classifier's inputs.
 
     Args:
         inputs: (d,) mean; left: (d, r), right: (r, pixels), values: (r,) the spectrum of the public images' inputs.
-        x: (pixels,) mean; ridge: a variance beside that of the noise.
+        x: (pixels,) mean; ridge: a variance added to that of the noise.
     """
 
     inputs: Tensor
@@ -67,35 +67,37 @@ class Linear:
     ridge: float
 
     @classmethod
-    def fitted(cls, h: Tensor, x: Tensor, ridge: float) -> "Linear":
-        """To inputs h (n, d) of images x (n, ...); ridge: as a part of the inputs' mean variance."""
+    def fitted(cls, h: Tensor, x: Tensor, ridge: float) -> "LinearEstimate":
+        """Fitted to inputs h (n, d) of images x (n, ...); ridge: as a part of the inputs' mean variance."""
         h, x = h.double(), x.double().flatten(1)
         u, values, right = torch.linalg.svd(h - h.mean(0), full_matrices=False)
         own = ridge * float(h.var(0).mean())
         return cls(h.mean(0), x.mean(0), right.T, values / len(h) ** 0.5, u.T @ (x - x.mean(0)) / len(h) ** 0.5, own)
 
     def __call__(self, h: Tensor, noise: Tensor) -> Tensor:
-        """Images (n, pixels) from inputs (n, d) on which there is noise of these variances (n,)."""
+        """Images (n, pixels) from inputs (n, d) with noise of these variances (n,)."""
         shrunk = self.values / (self.values.square() + self.ridge + noise[:, None]).clamp(min=1e-30)
         return self.x + ((h.double() - self.inputs) @ self.left * shrunk) @ self.right
 
 
 def _public(known: Knowledge) -> Tensor:
-    """(n, C, H, W) in pixels; ValueError where there are too few."""
+    """Public images (n, C, H, W) in pixels; ValueError where there are too few."""
     if len(known.shape) != 3 or known.text is not None:
-        raise ValueError(f"images (C, H, W) are read, and the examples here are {tuple(known.shape)}")
+        raise ValueError(f"expected images (C, H, W), and the examples here have shape {tuple(known.shape)}")
     public = known.auxiliary
     if public is None or len(public.y) < LEAST:
         count = 0 if public is None else len(public.y)
-        raise ValueError(f"it is fitted to public images, at least {LEAST} ([data] auxiliary), and there are {count}")
+        raise ValueError(
+            f"it is fitted to at least {LEAST} public images, and there are {count}: raise [data] auxiliary"
+        )
     return public.x
 
 
 @dataclass(frozen=True)
 class optimised_features(ServerAttack):
-    """Every layer before the classifier keeps the principal components of its input, as far as it has rows for them.
+    """Makes every layer before the classifier keep the principal components of its input, as far as it has rows for them.
 
-    zero: a classifier of zeros, by which batches are taken apart.
+    zero: send a classifier of zeros, which separates batches.
     """
 
     zero: bool = False
@@ -105,29 +107,29 @@ class optimised_features(ServerAttack):
         leaves = [(name, m) for name, m in known.model.named_modules() if not list(m.children()) and name != classifier]
         layers = [i for i, (_, m) in enumerate(leaves) if isinstance(m, nn.Linear) or _plain(m)]
         if not layers:
-            raise ValueError(f"no layer before the classifier {classifier!r} could be optimised")
+            raise ValueError(f"no layer before the classifier {classifier!r} can be optimised")
         for i in layers:
             name, layer = leaves[i]
             with torch.no_grad():
                 tiles = _tiles(layer, layer_input(known, made, name, public))
             made |= _components(name, layer, tiles, made, leaves[i + 1 : i + 3])
-        ours, theirs = (_told(known, weights) for weights in (made, sent))
+        ours, theirs = (_public_psnr(known, weights) for weights in (made, sent))
         if ours <= theirs:
             raise ValueError(
-                f"the components would tell less of public images ({ours:.1f} dB) than the honest weights ({theirs:.1f} dB): "
-                "pooling or shortcuts mix them"
+                f"the crafted weights reconstruct public images worse ({ours:.1f} dB) than the honest weights ({theirs:.1f} dB): "
+                "pooling or shortcuts mix the components"
             )
         return with_zero_classifier(made, known, self.zero)
 
 
-def _told(known: Knowledge, params: Params) -> float:
-    """PSNR of the estimate for public images that it was not fitted to."""
+def _public_psnr(known: Knowledge, params: Params) -> float:
+    """Mean PSNR of the estimate on public images that it was not fitted to."""
     public = _public(known)[: 2 * FITTED]
     with torch.no_grad():
         h = layer_input(known, params, last_linear(known.model), public).flatten(1)
     half = len(public) // 2
-    found = Linear.fitted(h[:half], public[:half], RIDGE)(h[half:], torch.zeros(len(public) - half))
-    return float(-10 * (found.clamp(0, 1) - public[half:].flatten(1)).square().mean(1).log10().mean())
+    guess = LinearEstimate.fitted(h[:half], public[:half], RIDGE)(h[half:], torch.zeros(len(public) - half))
+    return float(-10 * (guess.clamp(0, 1) - public[half:].flatten(1)).square().mean(1).log10().mean())
 
 
 def _plain(module: nn.Module) -> bool:
@@ -137,7 +139,7 @@ def _plain(module: nn.Module) -> bool:
 
 
 def _window(conv: nn.Conv2d, axis: int) -> slice:
-    """The part of a kernel that tiles the image: as long as a step, from the image's edge on."""
+    """The part of a kernel that tiles the image: as long as the stride, starting at the image's edge."""
     kernel, step, padding = conv.kernel_size[axis], conv.stride[axis], conv.padding[axis]
     assert isinstance(padding, int)
     size = min(step, kernel)
@@ -146,7 +148,7 @@ def _window(conv: nn.Conv2d, axis: int) -> slice:
 
 
 def _tiles(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """What each output of a layer is to keep the components of, (n, d) float64."""
+    """The inputs (n, d) float64 whose components a layer's outputs keep."""
     if not isinstance(layer, nn.Conv2d):
         return inputs.flatten(0, -2).double()
     assert not isinstance(layer.padding, str)
@@ -158,7 +160,7 @@ def _tiles(layer: nn.Module, inputs: Tensor) -> Tensor:
 def _components(
     name: str, layer: nn.Module, tiles: Tensor, sent: Params, behind: Sequence[tuple[str, nn.Module]]
 ) -> dict[str, Tensor]:
-    """The layer's new parameters, and those of a normalisation behind it, which is undone."""
+    """The layer's new parameters, and those that make a BatchNorm behind it the identity."""
     weight, middle = sent[f"{name}.weight"].clone(), tiles.mean(0)
     axes, largest = _principal(tiles - middle)
     kept, shift = min(len(weight), len(axes)), _shift([m for _, m in behind])
@@ -185,7 +187,7 @@ def _components(
 
 
 def _principal(centred: Tensor) -> tuple[Tensor, float]:
-    """Directions (r, d), those first in which points (n, d) vary most, and the standard deviation along the first."""
+    """Principal directions (r, d) of points (n, d), the largest variance first, and the standard deviation along the first."""
     if len(centred) < centred.shape[1]:
         _, values, axes = torch.linalg.svd(centred, full_matrices=False)
         return axes, float(values[0]) / len(centred) ** 0.5
@@ -194,19 +196,19 @@ def _principal(centred: Tensor) -> tuple[Tensor, float]:
 
 
 def _shift(behind: Sequence[nn.Module]) -> float:
-    """Where the inputs of the activation behind a layer are kept, in standard deviations of the first component."""
+    """The offset of the activation's inputs behind a layer, in standard deviations of the first component."""
     activation = next((m for m in behind if not isinstance(m, nn.BatchNorm2d)), None)
     return 3.0 if isinstance(activation, nn.ReLU) else 0.0
 
 
 @dataclass(frozen=True)
 class read_features(Attack):
-    """Images by the best linear estimate from what the classifier read; of one example, or of a batch at a classifier of zeros.
+    """Reads images by the best linear estimate from the classifier's inputs: one example, or a batch at a classifier of zeros.
 
-    Of examples with one label their mean is found. Nothing is proven exact.
+    For examples that share a label it gives their mean. Nothing is proven exact.
 
     Args:
-        ridge: a part of the inputs' mean variance, against chance in the public images.
+        ridge: as a part of the inputs' mean variance, against overfitting to the public images.
     """
 
     ridge: float = RIDGE
@@ -224,23 +226,23 @@ class read_features(Attack):
         except ValueError as error:
             return not_applicable(wave, str(error))
         with torch.no_grad():
-            fit = Linear.fitted(
+            fit = LinearEstimate.fitted(
                 layer_input(known, wave.params, last_linear(known.model), public).flatten(1), public, self.ridge
             )
         return [_read(wave.alone(k), wave.params, known, fit) for k in range(len(wave))]
 
 
-def _read(update: Update, params: Params, known: Knowledge, fit: Linear) -> Reconstruction:
+def _read(update: Update, params: Params, known: Knowledge, fit: LinearEstimate) -> Reconstruction:
     started = time.perf_counter()
     try:
-        read = ClassifierInputs.off(update, params, known)
+        decoded = ClassifierInputs.from_update(update, params, known)
     except ValueError as error:
         return nothing_decoded(str(error), started)
     noise = known.chain.update_distribution
     variance = 0.0 if noise is None else noise.sigma**2 + 2 * noise.scale**2
-    told = variance * read.gain.square()
-    if known.batch_size == 1:  # its own weights were noisy, too: as much of their length is noise
-        told = told / (1 - known.classes * told).clamp(min=TINY)
-    x = fit(read.inputs, told).clamp(0, 1).float().view(-1, *known.shape)
-    off = relative_error(known.forward(params, Batch(x, read.y), None), update)
-    return Reconstruction(x, read.y, off, 1, time.perf_counter() - started, "converged", "")
+    on_inputs = variance * decoded.gain.square()
+    if known.batch_size == 1:  # the bias gradient that divides is noisy, too: part of its length is noise
+        on_inputs = on_inputs / (1 - known.classes * on_inputs).clamp(min=TINY)
+    x = fit(decoded.inputs, on_inputs).clamp(0, 1).float().view(-1, *known.shape)
+    off = relative_error(known.forward(params, Batch(x, decoded.y), None), update)
+    return Reconstruction(x, decoded.y, off, 1, time.perf_counter() - started, "converged", "")

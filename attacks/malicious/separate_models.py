@@ -1,8 +1,8 @@
-"""A network of its own for each example of the batch (Geiping et al., 2020, appendix A): a batch leaks as single examples do.
+"""A separate network for each example of the batch (Geiping et al., 2020, appendix A): a batch leaks like single examples.
 
-Example i goes through sub-network i, whose part of the update is then that of a client who holds this example alone, at a
-rate divided by the batch size. Examples are told apart by their place in the batch: where a chain takes them one by one
-(per-example clipping, DP-SGD) all of them come first, and nothing is separated.
+Example i goes through sub-network i, whose part of the update is then that of a client with this example alone, at a rate
+divided by the batch size. Examples are separated by their place in the batch: where a chain takes them one by one (per-example
+clipping, DP-SGD), each is first in its batch, and nothing is separated.
 """
 
 import copy
@@ -22,8 +22,8 @@ from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Params, relative_error
 
-MOVED = 1e-3  # root mean square in pixels, 60 dB: by how much an image is moved to see what its update makes of it
-FARTHER = 10  # times as far as what is unexplained of its part of the update, where an image is proven
+MOVED = 1e-3  # root mean square in pixels, 60 dB: the perturbation of an image that tests a proof
+FARTHER = 10  # an image is proven if the perturbed one's update is so many times farther from the observed one
 
 
 class SeparateNetworks(nn.Module):
@@ -40,7 +40,7 @@ class SeparateNetworks(nn.Module):
 
 
 def separate(model: nn.Module, count: int = 8) -> SeparateNetworks:
-    """So many copies of the model, each for its own examples of a batch; count: as many as a batch has."""
+    """Copies of the model, each for its own examples of a batch; count: the batch size."""
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
     return SeparateNetworks(model, count)
@@ -48,7 +48,7 @@ def separate(model: nn.Module, count: int = 8) -> SeparateNetworks:
 
 @dataclass(frozen=True)
 class separate_models(ServerAttack):
-    """A network of its own for each example: the architecture is all there is to it; count: the batch size."""
+    """Gives each example its own network, by the architecture alone; count: the batch size."""
 
     count: int = 8
 
@@ -63,13 +63,13 @@ class separate_models(ServerAttack):
 
 
 def _obstacle(known: Knowledge) -> str:
-    """Why examples do not come apart; empty where they do."""
+    """Why examples cannot be separated; empty where they can."""
     if not isinstance(known.model, SeparateNetworks):
-        return "the network is one for all examples (architecture separate)"
+        return "all examples share one network: the model needs the architecture separate"
     if any(map(is_per_example, known.chain.links)):
-        return "the chain takes examples one by one: each comes first in its batch, so that one sub-network sees all of them"
+        return "the chain takes examples one by one: each is first in its batch, so one sub-network sees all of them"
     if known.chain.slice_of(known.batch_size) < known.batch_size:
-        return "a batch is trained on in parts, whose examples meet the same sub-networks"
+        return "the batch is trained on in slices, whose examples share sub-networks"
     return ""
 
 
@@ -78,13 +78,13 @@ def _obstacle(known: Knowledge) -> str:
 
 @dataclass(frozen=True)
 class separated(DelegatingAttack):
-    """Any attack, on the part of each sub-network by itself, at B = 1.
+    """Runs another attack on the part of each sub-network separately, at B = 1.
 
-    Links of the chain that weigh the entries of an update by all of them (clipping, sparsification) are inverted as if they
-    had acted on the part alone. Proven are images that give their part of the update as none at 60 dB from them does.
+    Links of the chain whose effect depends on all entries of an update (clipping, sparsification) are inverted as if they had
+    acted on the part alone. An image is proven if it reproduces its part of the update and images at 60 dB from it do not.
 
     Args:
-        attack: the component table of that attack, which has the whole budget's iterations on each part.
+        attack: the component table of that attack, which gets the whole budget's iterations for each part.
     """
 
     attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "analytic"})
@@ -102,10 +102,10 @@ class separated(DelegatingAttack):
         for i in range(count):
             part, knowledge = _part(wave, known, i)
             own = [_own(stream, i) for stream in streams]
-            found = inner.reconstruct(part, knowledge, replace(budget, seconds=share), own)
-            proven = [_proven(f, part.params, part.alone(k), knowledge) for k, f in enumerate(found)]
-            parts.append(list(zip(found, proven, strict=True)))
-        return [_together([part[k] for part in parts], known) for k in range(len(wave))]
+            results = inner.reconstruct(part, knowledge, replace(budget, seconds=share), own)
+            proven = [_proven(r, part.params, part.alone(k), knowledge) for k, r in enumerate(results)]
+            parts.append(list(zip(results, proven, strict=True)))
+        return [_merged([part[k] for part in parts], known) for k in range(len(wave))]
 
 
 def _own(stream: Stream, part: int) -> Stream:
@@ -116,7 +116,7 @@ def _own(stream: Stream, part: int) -> Stream:
 
 
 def _part(wave: Wave, known: Knowledge, i: int) -> tuple[Wave, Knowledge]:
-    """What is seen of sub-network i, and what is known of the client that it would be by itself."""
+    """The wave and threat model of sub-network i, as if it were a client of its own."""
     assert isinstance(known.model, SeparateNetworks)
     network, count, prefix = known.model.models[i], len(known.model.models), f"models.{i}."
     size = len(range(i, known.batch_size, count))
@@ -126,41 +126,41 @@ def _part(wave: Wave, known: Knowledge, i: int) -> tuple[Wave, Knowledge]:
     local = known.chain.local
     slower = replace(local, rate=local.rate * size / known.batch_size, batch_size=None)
     chain = Chain(tuple(slower if link is local else link for link in known.chain.links))
-    # labels are told by place only where the attacker has them in the client's order, which nobody promises
+    # labels belong to places only if the attacker has them in the client's order, which is not guaranteed
     labels = None if known.labels is None or is_cross_entropy(known.loss) else known.labels[:, i::count]
     part = replace(wave, params=params, update=update, buffers=buffers)
     return part, replace(known, model=network, chain=chain, batch_size=size, labels=labels)
 
 
-def _proven(found: Reconstruction, params: Params, update: Params, known: Knowledge) -> bool:
-    """Whether an image gives its part of the update, and others do not: behind dead neurons any image does."""
-    if found.x is None or found.y is None:
+def _proven(result: Reconstruction, params: Params, update: Params, known: Knowledge) -> bool:
+    """Whether an image gives its part of the update and others do not: behind dead neurons any image does."""
+    if result.x is None or result.y is None:
         return False
-    other = found.x + MOVED * torch.randn(found.x.shape, generator=generator("proof")).to(found.x)
-    given, moved = (known.forward(params, Batch(x, found.y), None) for x in (found.x, other))
+    other = result.x + MOVED * torch.randn(result.x.shape, generator=generator("proof")).to(result.x)
+    given, moved = (known.forward(params, Batch(x, result.y), None) for x in (result.x, other))
     return FARTHER * relative_error(given, update) < relative_error(moved, update)
 
 
-def _together(parts: Sequence[tuple[Reconstruction, bool]], known: Knowledge) -> Reconstruction:
-    """One answer of those to the parts of one observation, in the order of the batch."""
-    found = [f for f, _ in parts]
+def _merged(parts: Sequence[tuple[Reconstruction, bool]], known: Knowledge) -> Reconstruction:
+    """Merge the results for one observation's parts, in the order of the batch."""
+    results = [r for r, _ in parts]
     places = [range(i, known.batch_size, len(parts)) for i in range(len(parts))]
     proven = sum(len(place) for (_, exact), place in zip(parts, places, strict=True) if exact)
-    words = f"{proven} of {known.batch_size} images proven exact (no others give their part of the update)"
-    failed = next((f for f in found if f.status != "converged"), None)
+    note = f"{proven} of {known.batch_size} images proven exact (no other image gives their part of the update)"
+    failed = next((r for r in results if r.status != "converged"), None)
     order = torch.tensor([i for place in places for i in place]).argsort()
     nothing = torch.empty(0, *known.shape)
     x = [
-        fill_with_mean(nothing if f.x is None else f.x, len(place), known)
-        for f, place in zip(found, places, strict=True)
+        fill_with_mean(nothing if r.x is None else r.x, len(place), known)
+        for r, place in zip(results, places, strict=True)
     ]
-    y = [f.y for f in found if f.y is not None]
+    y = [r.y for r in results if r.y is not None]
     return Reconstruction(
-        x=None if all(f.x is None for f in found) else torch.cat(x)[order],
-        y=torch.cat(y)[order] if len(y) == len(found) else None,
-        objective=sum(f.objective for f in found) / len(found),
-        iterations=sum(f.iterations for f in found),
-        seconds=sum(f.seconds for f in found),
-        status="converged" if failed is None or any(f.status == "converged" for f in found) else failed.status,
-        reason=words if failed is None else f"{words}; {failed.reason}",
+        x=None if all(r.x is None for r in results) else torch.cat(x)[order],
+        y=torch.cat(y)[order] if len(y) == len(results) else None,
+        objective=sum(r.objective for r in results) / len(results),
+        iterations=sum(r.iterations for r in results),
+        seconds=sum(r.seconds for r in results),
+        status="converged" if failed is None or any(r.status == "converged" for r in results) else failed.status,
+        reason=note if failed is None else f"{note}; {failed.reason}",
     )

@@ -1,4 +1,4 @@
-"""A dishonest server's vocabulary: what it sends chosen clients in the place of the federation's weights, and how that is named."""
+"""Interfaces of server attacks: what a malicious server sends in place of the agreed weights, and decoders that delegate."""
 
 import time
 from abc import ABC, abstractmethod
@@ -19,29 +19,29 @@ from fedgauge.client.update import Batch, Params, Update
 
 
 class ServerAttack(ABC):
-    """A frozen dataclass whose fields say how the protocol is bent; its decoder is an Attack beside it, in the same file."""
+    """How a malicious server alters what it sends, as a frozen dataclass; its decoder is an Attack in the same file."""
 
     @property
     def architecture(self) -> Table | None:
-        """The component that changes the network of the whole federation before it begins; None: the agreed one stays."""
+        """The component that alters the whole federation's network before training; None: the agreed network stays."""
         return None
 
     @property
     def is_stateful(self) -> bool:
-        """Whether it asks what a client answered to it before."""
+        """Whether it uses a client's earlier updates."""
         return False
 
     @abstractmethod
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        """What one client gets instead of `sent`, by the same names and shapes; `sent` itself is left as it is.
+        """The weights for one client instead of `sent`, with the same names and shapes; `sent` itself is not changed.
 
         Args:
-            known: the network (with the dishonest architecture), shapes, public images: what any server knows.
-            seen: what this client answered to this malice in its earlier rounds, oldest first, where it remembers: of weights
-                and updates the classifier's alone.
+            known: the network (with the malicious architecture), shapes, public images: what any server knows.
+            seen: this client's updates under this server attack in earlier rounds, oldest first, if it is stateful: only the
+                classifier's part of weights and updates.
 
         Raises:
-            ValueError: the network lacks what is needed; the message says what.
+            ValueError: the network lacks what the attack needs; the message says what.
         """
 
 
@@ -49,7 +49,7 @@ SERVER_ATTACK = ComponentKind("a server attack", ("fedgauge.server_attacks",), S
 
 
 def fill_with_mean(x: Tensor, size: int, known: Knowledge) -> Tensor:
-    """A batch (size, ...) of which only some examples x (n, ...) were found: the rest is the mean public image, or grey."""
+    """Fill x (n, ...) up to a batch (size, ...) with the mean public image, or with grey."""
     if len(x) >= size:
         return x[:size]
     public = None if known.auxiliary is None else known.auxiliary.x
@@ -58,7 +58,7 @@ def fill_with_mean(x: Tensor, size: int, known: Knowledge) -> Tensor:
 
 
 def classifier_only(seen: Observation, model: nn.Module) -> Observation:
-    """The classifier's part of an observation: a run's whole answers would fill the server's memory."""
+    """The classifier's part of an observation: a run's full updates would fill the server's memory."""
     name = last_linear(model)
     params, update = (
         {k: t for k, t in part.items() if k.startswith(f"{name}.")} for part in (seen.params, seen.update)
@@ -76,7 +76,7 @@ def why_not_one_gradient(known: Knowledge) -> str:
 
 
 def with_zero_classifier(made: Params, known: Knowledge, zero: bool = True) -> Params:
-    """With a classifier of zeros, if it is to be: what it reads of a batch can then be told apart (reading.py)."""
+    """The weights with a classifier of zeros, if asked: the inputs of a batch can then be separated (decoding.py)."""
     layer = last_linear(known.model)
     ours = {k: torch.zeros_like(t) for k, t in made.items() if k in (f"{layer}.weight", f"{layer}.bias")}
     return {**made, **ours} if zero else made
@@ -84,7 +84,7 @@ def with_zero_classifier(made: Params, known: Knowledge, zero: bool = True) -> P
 
 @dataclass(frozen=True)
 class OmittedParameters(UpdateTransform):
-    """A link of the attacker's own: parameters in whose updates others have mixed, which it leaves out of the comparison."""
+    """A link in the attacker's model of the chain: leaves out parameters whose updates contain other clients' parts."""
 
     names: tuple[str, ...]
 
@@ -94,23 +94,23 @@ class OmittedParameters(UpdateTransform):
 
 @dataclass(frozen=True)
 class DelegatingAttack(Attack):
-    """A decoder that hands what it has isolated on to another attack.
+    """A decoder that isolates part of an update and passes it to another attack.
 
     Args:
         attack: the component table of that attack.
     """
 
     attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "inverting_gradients"})
-    decodes: ClassVar[tuple[str, ...]] = ()  # the malices, by name, of which one must be in the plan; none: any
+    decodes: ClassVar[tuple[str, ...]] = ()  # names of server attacks of which one must be in the plan; empty: any
 
     def __post_init__(self) -> None:
-        _ = self.inner  # an attack that does not exist is told at once
+        _ = self.inner  # so that an unknown attack is an error here
 
     @property
     def inner(self) -> Attack:
-        """The other attack."""
-        found: Attack = build(self.attack, "attack", ATTACK)
-        return found
+        """The attack that inverts the isolated part."""
+        built: Attack = build(self.attack, "attack", ATTACK)
+        return built
 
     def delegated(
         self,
@@ -119,29 +119,29 @@ class DelegatingAttack(Attack):
         known: Knowledge,
         budget: Budget,
         streams: Sequence[Stream],
-        words: Sequence[str],
+        notes: Sequence[str],
     ) -> list[Reconstruction]:
-        """What the other attack makes of each observation, among the places of a batch of whose other examples nothing was seen.
+        """The inner attack's reconstruction of each observation, filled up to a batch.
 
         Args:
-            alone: the threat model of what was isolated; known: of the batch that it is in.
-            words: what is to be said of each.
+            alone: the threat model of the isolated part; known: of the whole batch.
+            notes: for each observation, the beginning of the reason.
         """
         started = time.perf_counter()
-        found = self.inner.reconstruct(wave, alone, budget, streams)
+        results = self.inner.reconstruct(wave, alone, budget, streams)
         seconds = (time.perf_counter() - started) / len(wave)
-        return [_among_all(r, known, said, seconds) for r, said in zip(found, words, strict=True)]
+        return [_filled(result, known, note, seconds) for result, note in zip(results, notes, strict=True)]
 
 
-def _among_all(found: Reconstruction, known: Knowledge, words: str, seconds: float) -> Reconstruction:
-    if found.x is None:
-        return replace(found, seconds=seconds)
-    x, reason = fill_with_mean(found.x, known.batch_size, known), "; ".join(filter(None, (words, found.reason)))
-    return replace(found, x=x, y=None, seconds=seconds, reason=reason)
+def _filled(result: Reconstruction, known: Knowledge, note: str, seconds: float) -> Reconstruction:
+    if result.x is None:
+        return replace(result, seconds=seconds)
+    x, reason = fill_with_mean(result.x, known.batch_size, known), "; ".join(filter(None, (note, result.reason)))
+    return replace(result, x=x, y=None, seconds=seconds, reason=reason)
 
 
 def probe_batch(known: Knowledge, size: int) -> Batch:
-    """Examples to try a malice on: public ones, or noise where there are none."""
+    """Examples on which to test crafted weights: public ones, or noise where there are none."""
     public = known.auxiliary
     if public is None or not len(public.y):
         rng = generator("a malice is tried on noise")

@@ -1,4 +1,4 @@
-"""Whom and when a malice meets: the part of a malicious server's plan that a scenario says."""
+"""Targeting: which clients a server attack hits, in which rounds, and the checks of a scenario's [[server_attack]] tables."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from fedgauge.client.rng import generator
 
 @dataclass(frozen=True)
 class Targeting:
-    """When and whom a malice meets.
+    """The rounds and clients that a server attack hits.
 
     Args:
         rounds: 1-based; None: all.
-        clients: None: all, but for those of all_but.
+        clients: None: all, except those of all_but.
         all_but: these get honest weights.
-        aggregate: what those answer who were sent other weights is averaged into the model; else it is left out, so that
-            the model stays as good as the rounds that are spared.
+        aggregate: average the updates of attacked clients into the model; else they are left out, and the model learns only
+            from the others.
     """
 
     rounds: tuple[int, ...] | None = None
@@ -32,7 +32,7 @@ class Targeting:
     aggregate: bool = False
 
     def applies_to(self, round: int, client: int) -> bool:
-        """Whether this client is sent other weights in this round."""
+        """Whether this client gets crafted weights in this round."""
         if client in self.all_but or (self.clients is not None and client not in self.clients):
             return False
         return self.rounds is None or round in self.rounds
@@ -40,10 +40,10 @@ class Targeting:
 
 @dataclass(frozen=True)
 class TargetedServerAttack:
-    """A malice of the scenario's, and its aim."""
+    """A server attack of the scenario, with its targets."""
 
     table: Table
-    aim: Targeting
+    targeting: Targeting
 
     @classmethod
     def from_table(cls, table: Table, where: str, rounds: int, clients: int) -> "TargetedServerAttack":
@@ -52,26 +52,26 @@ class TargetedServerAttack:
         component = {k: v for k, v in table.items() if k not in own}
         build(component, where, SERVER_ATTACK, beside=own)
         arguments = check_arguments(Targeting, {k: v for k, v in table.items() if k in own}, where)
-        aim: Targeting = call(Targeting, arguments, where)
+        targeting: Targeting = call(Targeting, arguments, where)
         for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1), ("all_but", 0, clients - 1)):
-            for value in getattr(aim, key) or ():
+            for value in getattr(targeting, key) or ():
                 if not low <= value <= high:
                     raise SpecError(f"{where}: {key} must lie in {low}..{high}, got {value}")
-        if not any(aim.applies_to(r, c) for r in range(1, rounds + 1) for c in range(clients)):
-            raise SpecError(f"{where}: its rounds, clients and all_but leave nobody whom it meets")
-        return cls(component, aim)
+        if not any(targeting.applies_to(r, c) for r in range(1, rounds + 1) for c in range(clients)):
+            raise SpecError(f"{where}: its rounds, clients and all_but leave no client to attack")
+        return cls(component, targeting)
 
     @property
     def server_attack(self) -> ServerAttack:
-        """Built anew: it holds nothing between rounds."""
-        found: ServerAttack = build(self.table, "[[server_attack]]", SERVER_ATTACK)
-        return found
+        """A new instance: it keeps nothing between rounds."""
+        built: ServerAttack = build(self.table, "[[server_attack]]", SERVER_ATTACK)
+        return built
 
     def __str__(self) -> str:
-        aim = self.aim
-        whom = "all clients" if aim.clients is None else _listed("client", aim.clients)
-        whom += f" but {_listed('client', aim.all_but)}" if aim.all_but else ""
-        when = "every round" if aim.rounds is None else _listed("round", aim.rounds)
+        targeting = self.targeting
+        whom = "all clients" if targeting.clients is None else _listed("client", targeting.clients)
+        whom += f" but {_listed('client', targeting.all_but)}" if targeting.all_but else ""
+        when = "every round" if targeting.rounds is None else _listed("round", targeting.rounds)
         return f"{describe(self.table)} to {whom} in {when}"
 
 
@@ -80,52 +80,58 @@ def _listed(noun: str, numbers: Sequence[int]) -> str:
 
 
 def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
-    """Craft each malice's weights once, before anything starts; SpecError where the network lacks what it needs."""
+    """Craft each server attack's weights once before anything starts; SpecError where the network lacks what it needs."""
     params, _ = fed.initial()
     known = public_knowledge(fed)
-    for i, aimed in enumerate(plan, 1):
-        where = f"[[server_attack]] #{i}: {aimed.table['use']}"
-        if aimed.server_attack.is_stateful and fed.protocol.secure_sum is not None:
-            raise SpecError(f"{where}: it asks what each client answered, and a [secure_sum] hides that")
-        if aimed.server_attack.is_stateful and (whose := _moving(aimed.aim, fed)):
+    for i, targeted in enumerate(plan, 1):
+        where = f"[[server_attack]] #{i}: {targeted.table['use']}"
+        if targeted.server_attack.is_stateful and fed.protocol.secure_sum is not None:
             raise SpecError(
-                f"{where}: it searches from round to round in a batch that stays the same, and client {whose[0]} draws its batches "
-                f"of {fed.shards.batch_size} from {len(fed.shards.indices[whose[0]])} examples: give it one round, or clients "
+                f"{where}: it needs each client's own updates, which [secure_sum] hides: remove one of the two"
+            )
+        if targeted.server_attack.is_stateful and (changing := _changing_batches(targeted.targeting, fed)):
+            raise SpecError(
+                f"{where}: it searches over several rounds of the same batch, and client {changing[0]} draws its batches "
+                f"of {fed.shards.batch_size} from {len(fed.shards.indices[changing[0]])} examples: give it one round, or clients "
                 "that hold one batch each"
             )
-        call(aimed.server_attack.craft, {"sent": params, "known": known, "rng": generator("a malice is tried")}, where)
+        call(
+            targeted.server_attack.craft, {"sent": params, "known": known, "rng": generator("a malice is tried")}, where
+        )
         for j, other in enumerate(plan[: i - 1], 1):
-            if _both(other.aim, aimed.aim, fed.protocol):
+            if _overlap(other.targeting, targeted.targeting, fed.protocol):
                 raise SpecError(
-                    f"{where}: it meets the same client in the same round as #{j}, and what one of them crafts the other "
-                    "would undo: give them rounds or clients of their own"
+                    f"{where}: it attacks the same client in the same round as #{j}, and each would overwrite the other's "
+                    "weights: give them different rounds or clients"
                 )
 
 
 def check_decoders(plan: Sequence[TargetedServerAttack], attacks: Sequence[PlannedAttack], summed: bool) -> None:
-    """SpecError where an attack reads what only another malice would bring, or a secure sum that is none."""
-    sent = {str(aimed.table["use"]) for aimed in plan}
+    """SpecError where a decoder's server attack is not in the plan, or its secure sum is missing."""
+    sent = {str(targeted.table["use"]) for targeted in plan}
     for planned in attacks:
         made = planned.build() if planned.table["use"] in ATTACK.names() else None
         if not isinstance(made, DelegatingAttack):
             continue
         if made.decodes and not sent & set(made.decodes):
             raise SpecError(
-                f"[[attack]] {planned.name}: it reads {' or '.join(made.decodes)}, and no [[server_attack]] here is one"
+                f"[[attack]] {planned.name}: it decodes {' or '.join(made.decodes)}, and no [[server_attack]] uses that: add one"
             )
         if isinstance(made, lone_target) and not summed:
-            raise SpecError(f"[[attack]] {planned.name}: it takes a secure sum apart: say [secure_sum], group = N")
+            raise SpecError(
+                f"[[attack]] {planned.name}: it reads a secure sum, and there is none: set [secure_sum] group = N"
+            )
 
 
-def _moving(aim: Targeting, fed: Federation) -> list[int]:
-    """The clients whom it meets more than once, and with another batch each time."""
+def _changing_batches(targeting: Targeting, fed: Federation) -> list[int]:
+    """The clients attacked more than once that draw another batch each time."""
     times = Counter(
-        c for r in range(1, fed.protocol.rounds + 1) for c in range(fed.protocol.clients) if aim.applies_to(r, c)
+        c for r in range(1, fed.protocol.rounds + 1) for c in range(fed.protocol.clients) if targeting.applies_to(r, c)
     )
     return [c for c, n in times.items() if n > 1 and len(fed.shards.indices[c]) > fed.shards.batch_size]
 
 
-def _both(one: Targeting, other: Targeting, protocol: Protocol) -> bool:
-    """Whether two malices ever meet the same client in the same round."""
+def _overlap(one: Targeting, other: Targeting, protocol: Protocol) -> bool:
+    """Whether two server attacks ever hit the same client in the same round."""
     rounds, clients = range(1, protocol.rounds + 1), range(protocol.clients)
     return any(one.applies_to(r, c) and other.applies_to(r, c) for r in rounds for c in clients)

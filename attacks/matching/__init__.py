@@ -1,1 +1,1 @@
-"""Gradient matching: recipes of one engine, each a likelihood times a prior."""
+"""Gradient matching: one engine, and recipes that choose a likelihood and priors for it."""

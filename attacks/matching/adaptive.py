@@ -1,4 +1,4 @@
-"""Attackers of one defense each: what breaks it is knowing where it hides something."""
+"""Adaptive attacks on one defense each, which use knowledge of what the defense hides and where."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +16,16 @@ from fedgauge.client.update import Batch
 
 @dataclass(frozen=True)
 class leave_layer_out(Attack):
-    """Soteria's breaker: Inverting Gradients without one layer's weight gradient (Balunovic et al., ICLR 2022, section 5).
+    """Against Soteria: Inverting Gradients without one layer's weight gradient (Balunovic et al., ICLR 2022, section 5).
 
     Args:
-        layer: name of a fully connected layer, or "auto": what the attacker's chain says is hidden. Where it hides nothing,
-            the layer is unknown: every fully connected layer is left out in turn, each at an equal share of the budget, and
-            the reconstruction is chosen whose update is nearest to the seen one over the tensors that no trial left out.
-        columns: match those columns of the layer that are not zero after all, which are its own as long as one mask was
-            drawn for the round and nothing changed what it left.
+        layer: name of a fully connected layer, or "auto": the one that the attacker's chain hides. If the chain hides
+            none, every fully connected layer is left out in turn, with an equal share of the budget. The chosen
+            reconstruction is the one whose update is nearest to the observed one over the tensors that no trial left out.
+        columns: match the layer's nonzero columns, which are unchanged as long as one mask was drawn for the round and no
+            other defense changed them.
         tv, rate: of total variation and of Adam.
-        trace: about so many snapshots are kept of the trial that was chosen; 0: none.
+        trace: keep about this many snapshots of the chosen trial; 0: none.
     """
 
     layer: str = "auto"
@@ -62,7 +62,7 @@ class leave_layer_out(Attack):
     ) -> list[Reconstruction]:
         distance: Distance = left_out(
             cosine(), names - known.chain.hidden
-        )  # the engine leaves out by itself what the chain hides
+        )  # the engine itself leaves out what the chain hides
         if self.columns:
             distance = visible_columns(cosine(), tuple(sorted(names)))
             known = replace(known, chain=known.chain.mean)  # of which nothing is hidden
@@ -71,7 +71,7 @@ class leave_layer_out(Attack):
 
 
 def precode_joint(tv: float = 0.01, rate: float = 0.1, prior: float = 1e-3) -> GradientMatching:
-    """PRECODE's breaker where no first layer gives the images away: Inverting Gradients, the bottleneck's noise found too.
+    """Against PRECODE if no first layer reveals the images: Inverting Gradients that optimises the bottleneck's noise too.
 
     Args:
         prior: weight of the noise's normal density.
@@ -80,7 +80,7 @@ def precode_joint(tv: float = 0.01, rate: float = 0.1, prior: float = 1e-3) -> G
 
 
 def _shares(budget: Budget, count: int) -> list[Budget]:
-    """A budget in equal parts: iterations to the last one, seconds."""
+    """A budget in equal parts, with every iteration used."""
     seconds = None if budget.seconds is None else budget.seconds / count
     parts = [budget.iterations // count + (i < budget.iterations % count) for i in range(count)]
     return [replace(budget, iterations=n, seconds=seconds) for n in parts]
@@ -89,9 +89,9 @@ def _shares(budget: Budget, count: int) -> list[Budget]:
 def _nearest(
     k: int, wave: Wave, known: Knowledge, left: Sequence[str], found: Sequence[list[Reconstruction]]
 ) -> Reconstruction:
-    """Of one observation's reconstructions, that with the nearest update over all tensors but those left out anywhere.
+    """Of one observation's reconstructions, the one with the nearest update over the tensors that no trial left out.
 
-    They are tensors that every trial matched, so none has an advantage; the truth is not asked.
+    Every trial matched these tensors, so none has an advantage; the truth is not used.
     """
     common = left_out(cosine(), left)
     seen = wave.alone(k)

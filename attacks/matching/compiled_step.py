@@ -1,7 +1,7 @@
-"""The whole step of a wave compiled: one graph from the images to the objectives and their slopes, two derivatives included.
+"""A wave's whole step, compiled: one graph from the images to objectives and gradients, including both derivatives.
 
-torch.compile cannot look into a step that differentiates a derivative (AOT autograd refuses double backward). So the step is
-first recorded as it runs, operator by operator (make_fx), which leaves a plain function of tensors.
+torch.compile cannot trace a step that differentiates a derivative (AOT autograd refuses double backward). So make_fx first
+records the step's operators while it runs, which leaves a plain function of tensors.
 """
 
 import importlib.util
@@ -20,12 +20,12 @@ from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching.observed_updates import ObservedUpdates
 from fedgauge.attacks.matching.problems import Problems
 
-Found = tuple[Tensor, Variables]
-Step = Callable[..., Found]
+ValueAndSlopes = tuple[Tensor, Variables]
+Step = Callable[..., ValueAndSlopes]
 
 
 def missing(device: torch.device) -> str:
-    """What torch.compile lacks on this machine, in words; empty where it lacks nothing."""
+    """What torch.compile lacks on this machine, in words; empty if nothing is missing."""
     if device.type == "cuda":
         return "" if importlib.util.find_spec("triton") else "the package triton"
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -41,16 +41,16 @@ def missing(device: torch.device) -> str:
 
 
 class CompiledStep:
-    """`Problems.value_and_slopes`, compiled for waves of as many problems as there are places.
+    """`Problems.value_and_slopes`, compiled for as many problems as the limiter allows.
 
-    Fewer problems are filled up with repetitions of the last one, since another size would be compiled again.
+    Fewer problems are padded with repetitions of the last one, since another size would need compiling again.
     """
 
     def __init__(self, problems: Problems, limiter: BatchLimiter) -> None:
         reason = missing(next(iter(problems.params.values())).device)
         if reason:
             raise ValueError(
-                f"compile needs {reason}, and this machine has none; with compile = false the same is found without"
+                f"compile needs {reason}, and this machine has none; set compile = false: same result, slower"
             )
         self.problems, self.limiter = problems, limiter
         self._steps: dict[tuple[int, bool], Step] = {}
@@ -58,8 +58,8 @@ class CompiledStep:
 
     def value_and_slopes(
         self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0, nearby: Tensor | None = None
-    ) -> Found:
-        """As of `Problems`."""
+    ) -> ValueAndSlopes:
+        """Like `Problems.value_and_slopes`."""
         count, units = len(rows), self.problems.units
         size = min(self.limiter.count, len(units)) * units.shape[1]
         if count < size:
@@ -74,14 +74,14 @@ class CompiledStep:
 
     def _full(
         self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float, nearby: Tensor | None
-    ) -> Found:
+    ) -> ValueAndSlopes:
         seen, labels = self.problems.chosen(rows)
         if (
             self._keys is None
-        ):  # the first step settles how the model is differentiated, and what it needs of what was seen
-            found = self.problems.value_and_slopes(variables, rows, likelihood_weight, nearby)
+        ):  # the first step decides how the model is differentiated, and which forms of the observed updates it needs
+            result = self.problems.value_and_slopes(variables, rows, likelihood_weight, nearby)
             self._keys = tuple(seen.forms)
-            return found
+            return result
         forms = {key: seen.form(*key) for key in self._keys}
         likelihood_weight = (
             likelihood_weight
@@ -98,7 +98,7 @@ class CompiledStep:
             return self._steps[shape](*tensors)
 
     def _recorded(self, seen: ObservedUpdates, *tensors: Any) -> Step:
-        """A compiled function of what changes from step to step and from problem to problem; the rest is part of it."""
+        """A compiled function of the tensors that change between steps and problems; everything else is constant in it."""
         leaves, layout = tree_flatten(tensors)
         names = list(tensors[0])
 
@@ -111,7 +111,7 @@ class CompiledStep:
 
         compiled = torch.compile(make_fx(step)(*leaves), dynamic=False)
 
-        def run(*tensors: Any) -> Found:
+        def run(*tensors: Any) -> ValueAndSlopes:
             value, *slopes = compiled(*tree_leaves(tensors))
             return value, dict(zip(names, slopes, strict=True))
 

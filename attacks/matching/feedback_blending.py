@@ -1,4 +1,4 @@
-"""Feedback blending: what was found of a client's earlier images is where the search for the next begins (Leite et al., 2024)."""
+"""Feedback blending: earlier reconstructions of a client's images are the start of the next search (Leite et al., 2024)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,22 +24,22 @@ from fedgauge.client.components import ComponentKind, build
 MATCHING = ComponentKind("an attack by gradient matching", ("fedgauge.attacks",), GradientMatching, narrow=True)
 ReconstructionCheck = Callable[
     [int, int, Reconstruction], bool
-]  # (place in the sequence, client's place in the wave, found) -> success
+]  # (position in the sequence, client's position in the wave, reconstruction) -> success
 
 
 @dataclass(frozen=True)
 class FeedbackBlending(StatefulAttack):
-    """A search that starts from the blend of what it found of a client before.
+    """Gradient matching that starts from a blend of its earlier reconstructions of a client.
 
-    It remembers `images`, how many are in the blend, and `blend` (B, C, H, W), once there is one.
+    Its state holds `images`, how many are in the blend, and `blend` (B, C, H, W), once there is one.
 
     Args:
-        attack: the search.
-        alpha: the share of the older images in a blend.
-        discard_failures: blend in successes alone; False is the paper's NF variant, which collapses.
-        fit: success is an objective of at most this, the attack's own.
-        start: "blend", from noise until two images are there; the controls "half" (constant 1/2), "mean" (the mean auxiliary
-            image) and "noise" tell how much of the gain is the start alone.
+        attack: the gradient matching.
+        alpha: the share of older images in a blend.
+        discard_failures: blend in only successes; False is the paper's NF variant, which collapses.
+        fit: the attack's objective up to which a reconstruction is a success.
+        start: "blend", from noise until there are two images; the controls "half" (constant 1/2), "mean" (the mean auxiliary
+            image) and "noise" show how much of the gain is due to the start alone.
     """
 
     attack: GradientMatching
@@ -71,13 +71,13 @@ class FeedbackBlending(StatefulAttack):
         streams: Callable[[int], Sequence[Stream]],
         judge: ReconstructionCheck | None = None,
     ) -> list[list[Reconstruction]]:
-        """One reconstruction for each observation of each wave; the k-th observations of all waves are one client's.
+        """One reconstruction for each observation of each wave; the k-th observations of all waves belong to one client.
 
         Args:
             known: for each wave.
-            streams: of the wave at a place in the sequence.
-            judge: an oracle in place of the attack's own objective, for reproducing the paper's counts and nothing else:
-                no scenario can ask for it.
+            streams: for a wave by its position in the sequence.
+            judge: an oracle in place of the attack's own objective, only for reproducing the paper's counts; no scenario
+                can use it.
         """
         memories: list[ClientState] = [self.initial() for _ in waves[0].clients]
         found = []
@@ -110,7 +110,7 @@ class FeedbackBlending(StatefulAttack):
             return memory
         if (
             images and memory["blend"].shape != x.shape
-        ):  # a secure sum of fewer clients, or of more: nothing to be averaged
+        ):  # a secure sum over another number of clients: the shapes do not match
             return memory
         blend = self.alpha * memory["blend"] + (1 - self.alpha) * x if images else x
         return {"images": torch.tensor(images + 1), "blend": blend}
@@ -137,7 +137,7 @@ class FeedbackBlending(StatefulAttack):
             if int(memory["images"]) >= 2 and memory["blend"].shape == shape:
                 images.append(memory["blend"].to(like))
             else:
-                noise = torch.randn(shape, generator=stream("start", 0))  # what the attack itself would draw
+                noise = torch.randn(shape, generator=stream("start", 0))  # the draw of the attack itself
                 images.append(known.pixels(noise).to(like))
         return torch.stack(images)
 
@@ -152,8 +152,8 @@ def feedback_blending(
     """Feedback blending (Leite et al., 2024): iDLG-FB, DLG-FB and, with the failures, their NF variants; see FeedbackBlending.
 
     Args:
-        attack: of fedgauge.attacks.matching.gradient_matching, by its name or as a table: {use = "dlg", double = false}.
-        fit: of the attack's whole objective, priors included: other attacks than DLG and iDLG need another value.
+        attack: a recipe of gradient matching, by its name or as a table: {use = "dlg", double = false}.
+        fit: of the attack's whole objective including priors: attacks other than DLG and iDLG need another value.
     """
     search = build({"use": attack} if isinstance(attack, str) else attack, "attack", MATCHING)
     assert isinstance(search, GradientMatching)

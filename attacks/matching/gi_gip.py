@@ -1,4 +1,4 @@
-"""A generative prior: search the images that a generator can make, then the generator's weights (GI-GIP: Jeon et al., 2021)."""
+"""A generative prior: optimise a generator's latents, then its weights (GI-GIP: Jeon et al., 2021)."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.settings import MatchingSettings
 from fedgauge.client.update import Params
 
-TOGETHER = 16  # problems, each with a generator of its own
+TOGETHER = 16  # problems at once, each with its own generator
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,12 @@ class gi_gip(Attack):
     """Gradient Inversion with a Generative Image Prior: Adam on the latents, then on the weights, against the engine's likelihood.
 
     Args:
-        latent, width, training: of the generator that is trained on the auxiliary images: its latents, channels, Adam's steps.
-        generator: a user's own instead (`fedgauge.attacks.learned.generators.own`): {use = "mynets:decoder", weights = "decoder.safetensors"}.
-        share: of the iterations that are spent on the latents.
+        latent, width, training: of the generator trained on auxiliary images: its latents, channels and Adam steps.
+        generator: a user's own instead (`fedgauge.attacks.learned.generators.own`), such as
+            {use = "mynets:decoder", weights = "decoder.safetensors"}.
+        share: of the iterations spent on the latents.
         rate, weight_rate: of Adam on latents and on weights.
-        prior: weight of the latents' normal density, a mean square's.
+        prior: weight of the latents' normal density, as a mean square.
         tv: of the total variation.
     """
 
@@ -92,7 +93,7 @@ class gi_gip(Attack):
     def _search(
         self, problems: Problems, generator: ImageGenerator, rows: Tensor, z: Tensor, iterations: int, clock: Deadline
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of some problems the images in [0, 1] of the lowest objective, that objective, and iterations; from latents z."""
+        """For some problems, from latents z: the images in [0, 1] of lowest objective, that objective, and iterations."""
         best, lowest = _made(generator, z, None), z.new_full((len(rows),), torch.inf)
         spent = 0
         for moving, weights, adam in self._phases(generator, z, iterations):
@@ -119,9 +120,9 @@ class gi_gip(Attack):
     def _phases(
         self, generator: ImageGenerator, z: Tensor, iterations: int
     ) -> Iterator[tuple[list[Tensor], Params | None, torch.optim.Adam]]:
-        """What moves in each iteration, and how, and each problem's weights once they are its own.
+        """For each iteration: the variables, each problem's own weights (None at first), and their optimiser.
 
-        Adam works on each number alone, so one serves all problems.
+        Adam is elementwise, so one instance serves all problems.
         """
         first = round(self.share * iterations)
         adam = torch.optim.Adam([z], lr=self.rate)
@@ -129,13 +130,13 @@ class gi_gip(Attack):
             yield [z], None, adam
         weights = {name: t.expand(len(z), *t.shape).clone() for name, t in generator.weights.items()}
         moving = list(weights.values())
-        adam = torch.optim.Adam(moving, lr=self.weight_rate, fused=True)  # half of an iteration otherwise
+        adam = torch.optim.Adam(moving, lr=self.weight_rate, fused=True)  # unfused, it takes half of an iteration
         for _ in range(iterations - first):
             yield moving, weights, adam
 
 
 def _made(generator: ImageGenerator, z: Tensor, weights: Params | None) -> Tensor:
-    """Images (P, B, C, H, W) in [0, 1], of latents (P, B, numbers), by the same weights or each problem's by its own."""
+    """Images (P, B, C, H, W) in [0, 1] from latents (P, B, numbers), with shared weights or each problem's own."""
     if weights is None:
         return generator(z.flatten(0, 1)).view(*z.shape[:2], *generator.shape)
     found: Tensor = vmap(lambda own, latents: generator(latents, own))(weights, z)
@@ -143,7 +144,7 @@ def _made(generator: ImageGenerator, z: Tensor, weights: Params | None) -> Tenso
 
 
 def _share(started: float, seconds: float | None, parts: int) -> Deadline:
-    """The clock of the next of so many parts: an equal share of the seconds that are left."""
+    """The deadline of the next of this many parts: an equal share of the remaining seconds."""
     now = time.perf_counter()
     return Deadline(now, None if seconds is None else max(0.0, started + seconds - now) / parts)
 
@@ -151,7 +152,7 @@ def _share(started: float, seconds: float | None, parts: int) -> Deadline:
 def _best(
     x: Tensor, objectives: Tensor, spent: Tensor, labels: Tensor, budget: Budget, seconds: float
 ) -> Reconstruction:
-    """The restart of the lowest objective, of images (R, B, C, H, W)."""
+    """The restart with the lowest objective, from images (R, B, C, H, W)."""
     best, done = int(objectives.argmin()), int(spent.max())
     status: Status = "converged"
     reason = ""

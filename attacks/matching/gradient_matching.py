@@ -1,6 +1,6 @@
-"""Gradient matching: find the images whose update is the one that was seen, under a prior; recipes name the papers.
+"""Gradient matching: find the images whose update is the observed one, under a prior.
 
-reconstruct argmin_x  likelihood(seen, forward(x)) + sum of weight * prior(x)  for K observations x R restarts together.
+It reconstructs argmin_x likelihood(seen, forward(x)) + sum of weight * prior(x), for K observations x R restarts together.
 """
 
 import copy
@@ -30,7 +30,7 @@ Step = Callable[[Variables, Tensor, Tensor | float, Tensor | None], tuple[Tensor
 
 @dataclass(frozen=True)
 class GradientMatching(MatchingSettings, Attack):
-    """The engine: it searches all observations and restarts of a wave together, by the settings of a recipe."""
+    """The engine: optimises all observations and restarts of a wave together, with a recipe's settings."""
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -44,15 +44,13 @@ class GradientMatching(MatchingSettings, Attack):
     def continued(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None
     ) -> list[Reconstruction]:
-        """`reconstruct` from given images (K, B, C, H, W) in [0, 1] instead of noise; restarts still draw theirs."""
+        """`reconstruct` from given images (K, B, C, H, W) in [0, 1] instead of noise; further restarts still draw noise."""
         started = time.perf_counter()
         if reason := _refusal(known):
             return not_applicable(wave, reason)
         soft = self.labels == "optimised" and known.labels is None
         if soft and not takes_probabilities(known.loss, known.classes):
-            return not_applicable(
-                wave, "the loss takes whole labels only, so that they cannot be optimised beside the images"
-            )
+            return not_applicable(wave, "the loss takes whole labels only, so they cannot be optimised with the images")
         like = next(iter(wave.params.values()))
         try:
             epochs = local_steps.epochs(known.chain, known.batch_size) if self.tied else 1
@@ -78,13 +76,13 @@ class GradientMatching(MatchingSettings, Attack):
             )
         else:
             outcome = self._adam(problems, variables, budget, limiter, clock, tracer, step)
-        found = problems.joined(variables["x"], rows)
-        tracer.keep(rows, outcome.spent, outcome.objectives, found)
+        images = problems.joined(variables["x"], rows)
+        tracer.keep(rows, outcome.spent, outcome.objectives, images)
         labels = problems.joined_labels(variables, rows)
-        return self._answers(found, labels, outcome, problems, tracer, budget, time.perf_counter() - started)
+        return self._answers(images, labels, outcome, problems, tracer, budget, time.perf_counter() - started)
 
     def _labels(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream], epochs: int) -> Tensor:
-        """Labels (P, images) of each problem; where steps, or clients of a sum, take a part, restarts try which."""
+        """Labels (P, images) of each problem; if steps, or clients of a sum, take slices, restarts try different ones."""
         y = labelling.restore(wave, known)
         size = known.chain.slice_of(known.batch_size)
         if size >= known.batch_size or (known.labels is not None and not self.tied):
@@ -94,7 +92,7 @@ class GradientMatching(MatchingSettings, Attack):
         return torch.cat([order[torch.arange(restarts) % len(order)] for order in orders])
 
     def _batch_limiter(self, problems: Problems, variables: Variables) -> BatchLimiter:
-        """For as many problems as fit into the free memory beside what the optimiser remembers of all of them."""
+        """Limits the problems to what fits into free memory besides the optimiser's state of all of them."""
         x, units = variables["x"], problems.units
 
         def dry(count: int) -> None:
@@ -114,7 +112,7 @@ class GradientMatching(MatchingSettings, Attack):
 
     def _answers(
         self,
-        found: Tensor,
+        images: Tensor,
         labels: Tensor,
         outcome: OptimizationResult,
         problems: Problems,
@@ -122,14 +120,14 @@ class GradientMatching(MatchingSettings, Attack):
         budget: Budget,
         seconds: float,
     ) -> list[Reconstruction]:
-        """Each observation's restart of the lowest objective, of images (P, B, C, H, W) and labels (P, B)."""
+        """Each observation's restart with the lowest objective, from images (P, B, C, H, W) and labels (P, B)."""
         restarts, known = problems.restarts, problems.known
         objectives = outcome.objectives
         objectives = torch.where(objectives.isfinite(), objectives, torch.inf).view(-1, restarts)
         answers = []
         for k, best in enumerate(objectives.argmin(1).tolist()):
             row, own = k * restarts + best, slice(k * restarts, (k + 1) * restarts)
-            x = known.pixels(found[row]).clamp(0, 1).to(problems.dtype)
+            x = known.pixels(images[row]).clamp(0, 1).to(problems.dtype)
             done = int(outcome.spent[own].max())
             status: Status = "converged"
             reason = ""
@@ -158,12 +156,10 @@ class GradientMatching(MatchingSettings, Attack):
         if self.surrogate:
             variables["at"] = torch.full((len(owners), 1), 0.5).to(like)
         for name, latent in problems.noise.items():
-            variables[name] = torch.zeros(len(owners), *latent.shape).to(like)  # where it is likeliest
+            variables[name] = torch.zeros(len(owners), *latent.shape).to(like)  # the most likely value
         for name, (_, explained) in problems.explained.items():
             variables[name] = torch.zeros(len(owners), images, explained.numbers).to(like)
         return variables
-
-    # ------------------------------------------------------------------------------------------------ Adam's kin
 
     def _adam(
         self,
@@ -236,7 +232,7 @@ class GradientMatching(MatchingSettings, Attack):
         return length
 
     def _note(self, part: OptimizerState, value: Tensor, likelihood_weight: Tensor | float) -> None:
-        """What the next look at these problems is to know of their objectives."""
+        """Record the objectives for the next check of these problems."""
         assert isinstance(self.optimizer, adam)
         part.finite.logical_or_(value.isfinite())
         if self.optimizer.patience and not (isinstance(likelihood_weight, float) and likelihood_weight < 1):
@@ -247,10 +243,10 @@ class GradientMatching(MatchingSettings, Attack):
             )
 
     def _nearby(self, x: Tensor, at: Sequence[int]) -> Tensor | None:
-        """Displacements (samples, N or 1, images, C, H, W), uniform in the box; None where there is nothing to sample.
+        """Displacements (samples, N or 1, images, C, H, W), uniform in the box; None if the radius is 0.
 
         Args:
-            at: each problem's iteration: the same box for all at the same one, so that packing changes nothing.
+            at: each problem's iteration, which decides its draws, so that packing changes nothing.
         """
         if not self.radius:
             return None
@@ -266,7 +262,7 @@ def _seeded(iteration: int) -> torch.Generator:
 def _refusal(known: Knowledge) -> str:
     for name, module in known.model.named_modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            return f"layer {name!r} is dropout in train mode: its draws are not in the update's differentiable form"
+            return f"layer {name!r} is dropout in train mode, and the attacker's differentiable update lacks its draws"
     return ""
 
 

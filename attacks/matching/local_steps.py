@@ -1,8 +1,8 @@
-"""Local steps over slices in an order that is not known: each epoch has images of its own, tied by what no order changes.
+"""Local steps over slices in an unknown order: each epoch has its own copy of the images, tied by an order-invariant term.
 
-Data leakage in federated averaging (Dimitrov et al., TMLR 2022, section 4.2). A search for one set of images has to say which
-of them are in which slice of which epoch; a search for a copy of them in every epoch does not, and is free to be wrong in
-every epoch in another way. The tie takes that freedom away again, and the copies are paired and averaged at the end.
+Data leakage in federated averaging (Dimitrov et al., TMLR 2022, section 4.2). With one set of images, the search would have
+to know which of them are in which slice of which epoch. With a copy for every epoch it need not, but each copy can be wrong
+in its own way. The tie takes that freedom away; at the end the copies are paired and averaged.
 """
 
 from typing import Literal
@@ -16,43 +16,43 @@ Aggregate = Literal["mean", "max"]
 
 
 def epochs(chain: Chain, batch_size: int) -> int:
-    """How often the local steps go through the batch; 1 where every step takes it whole, in whatever order.
+    """How often the local steps go through the batch; 1 if every step takes the whole batch.
 
     Raises:
-        ValueError: slices do not divide the batch, or it is several clients'.
+        ValueError: slices do not divide the batch, or it is a sum of several clients.
     """
     local = chain.local
     if chain.slice_of(batch_size) * chain.parts >= batch_size or local.batch_size is None:
         return 1
     if chain.parts > 1:
         raise ValueError(
-            "epochs in an unknown order are tied for a single client's update, and this one is a sum of several"
+            "epochs of unknown order can be tied for one client's update only, and this one is a sum of several"
         )
     if batch_size % local.batch_size:
         raise ValueError(
-            f"slices of {local.batch_size} leave out {batch_size % local.batch_size} of {batch_size} examples in every epoch:"
-            " epochs in an unknown order are tied where each of them sees the whole batch"
+            f"slices of {local.batch_size} leave out {batch_size % local.batch_size} of {batch_size} examples in every epoch,"
+            " and epochs of unknown order can be tied only if each sees the whole batch"
         )
     return -(-local.steps * local.batch_size // batch_size)
 
 
 def aggregate_gap(x: Tensor, count: int, aggregate: Aggregate) -> Tensor:
-    """How far the epochs' aggregates are from each other (N,), for copies x (N, count * B, ...).
+    """The distance (N,) between the epochs' aggregates, for copies x (N, count * B, ...).
 
     The mean over all pairs of epochs of |g(copies of one) - g(copies of the other)|^2 / entries (the paper's L_inv with
     the squared distance), g the mean or the maximum over an epoch's images.
     """
     copies = _apart(x, count)
-    found = copies.mean(2) if aggregate == "mean" else copies.amax(2)
-    centred = found - found.mean(1, keepdim=True)  # the mean over pairs is twice the mean square round the mean
+    aggregates = copies.mean(2) if aggregate == "mean" else copies.amax(2)
+    centred = aggregates - aggregates.mean(1, keepdim=True)  # the mean over pairs is twice the variance
     return 2 * centred.square().flatten(1).mean(1)
 
 
 def pair_epochs(x: Tensor, labels: Tensor | None, count: int) -> Tensor:
-    """For each epoch, which of its copies belongs to each of the first epoch's (N, count, B): least squared distance.
+    """For each epoch, which of its copies belongs to each of the first epoch's (N, count, B), by least squared distance.
 
     Args:
-        labels: (N, count * B): only copies of the same label are paired.
+        labels: (N, count * B); only copies of the same label are paired.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -61,12 +61,12 @@ def pair_epochs(x: Tensor, labels: Tensor | None, count: int) -> Tensor:
     if labels is not None:
         names = _apart(labels.cpu(), count)
         costs += (names[:, :1, :, None] != names[:, :, None]) * (1 + costs.sum((2, 3), keepdim=True))
-    found = [[torch.from_numpy(linear_sum_assignment(cost.numpy())[1]) for cost in one] for one in costs]
-    return torch.stack([torch.stack(one) for one in found]).to(x.device)
+    orders = [[torch.from_numpy(linear_sum_assignment(cost.numpy())[1]) for cost in one] for one in costs]
+    return torch.stack([torch.stack(one) for one in orders]).to(x.device)
 
 
 def averaged(t: Tensor, order: Tensor) -> Tensor:
-    """The mean (N, B, ...) over epochs of copies (N, count * B, ...), taken in an order (N, count, B)."""
+    """The mean (N, B, ...) over epochs of copies (N, count * B, ...), in the order (N, count, B) that pairs them."""
     copies = _apart(t, order.shape[1])
     return copies.gather(2, order.view(*order.shape, *[1] * (copies.dim() - 3)).expand_as(copies)).mean(1)
 

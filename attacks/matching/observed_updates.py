@@ -1,4 +1,4 @@
-"""The observed updates that problems are matched to, in whatever form the likelihood needs them."""
+"""The observed updates that problems are matched to, in the form that the likelihood needs."""
 
 import copy
 from collections.abc import Callable
@@ -17,15 +17,15 @@ Forms = dict[tuple[str, ...], tuple[Tensor, ...]]
 
 
 class ObservedUpdates:
-    """What was seen of some problems' observations; each form of it is gathered when it is first needed.
+    """The observed updates of some problems; each form is gathered when it is first needed.
 
     Args:
         update: of all K observations.
-        owners: (N,) the problems' observations.
-        factors: of large layers' updates (K, ...), where they are products; filled here, and kept for other problems.
+        owners: (N,) each problem's observation.
+        factors: of large layers' updates (K, ...) that are products; filled here and kept for other problems.
 
     Attributes:
-        forms: what was gathered so far: enough for the same matching of other problems.
+        forms: those gathered so far: all that the same matching of other problems needs.
     """
 
     def __init__(self, update: Update, owners: Tensor, factors: dict[str, FactoredGradient | None]) -> None:
@@ -34,13 +34,13 @@ class ObservedUpdates:
         self.forms: Forms = {}
 
     def with_forms(self, forms: Forms) -> "ObservedUpdates":
-        """The same, with tensors in place of what it would gather."""
+        """The same, with given tensors instead of gathered ones."""
         other = copy.copy(self)
         other.forms = forms
         return other
 
     def form(self, kind: str, *names: str) -> tuple[Tensor, ...]:
-        """One of the forms, gathered if it was not yet."""
+        """One of the forms, gathered on first use."""
         key = (kind, *names)
         if key not in self.forms:
             gather: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -62,19 +62,19 @@ class ObservedUpdates:
         return {name: self.tensor(name) for name in self.update}
 
     def together(self, expected: Update) -> InnerProducts:
-        """Inner products with some tensors of another update, all of them as one."""
+        """Inner products with some tensors of another update, taken as one vector."""
         *matrices, square = self.form("flat", *expected)
         return between(matrices, flattened(expected), square)
 
     def columns_of(self, name: str, expected: Tensor | FactoredGradient) -> Tensor | FactoredGradient:
-        """Another update's matrix (N, out, in), zero in the columns that are zero here."""
+        """Another update's matrix (N, out, in) with the columns set to zero that are zero here."""
         columns = self.form("columns", name)[0][:, None]
         if isinstance(expected, FactoredGradient):
             return FactoredGradient(expected.signal, expected.input * columns)
         return expected * columns
 
     def products(self, name: str, expected: Tensor | FactoredGradient) -> InnerProducts:
-        """Inner products with another update's tensor."""
+        """Inner products with a tensor of another update."""
         if not isinstance(expected, FactoredGradient):
             return self.together({name: expected})
         (square,) = self.form("square", name)
@@ -88,7 +88,7 @@ class ObservedUpdates:
         return (self.update[name] if self.whole else self.update[name][self.owners],)
 
     def _flat(self, *names: str) -> tuple[Tensor, ...]:
-        matrices = flattened({name: self._tensor(name)[0] for name in names})  # not kept twice
+        matrices = flattened({name: self._tensor(name)[0] for name in names})  # the single tensors are not kept as well
         return *matrices, torch.stack([t.square().sum(1) for t in matrices]).sum(0)
 
     def _square(self, name: str) -> tuple[Tensor, ...]:
@@ -99,6 +99,6 @@ class ObservedUpdates:
         return ((matrices != 0).any(1).to(matrices)[self.owners],)
 
     def _factors(self, name: str) -> tuple[Tensor, ...]:
-        found = self.factors[name]
-        assert found is not None
-        return tuple(found.of(self.owners))
+        factors = self.factors[name]
+        assert factors is not None
+        return tuple(factors.of(self.owners))

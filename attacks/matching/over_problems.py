@@ -13,7 +13,7 @@ from fedgauge.client.update import Update
 
 
 def over_problems(function: Callable[..., Tensor], *arguments: Tensor | Update) -> Tensor:
-    """A function of one problem, for all of them: on the first axis of every tensor; a single one without vmap."""
+    """A function of one problem, mapped over the first axis of every tensor; without vmap for a single problem."""
     first = arguments[0]
     count = len(first if isinstance(first, Tensor) else next(iter(first.values())))
     if count > 1:
@@ -29,7 +29,7 @@ def each_with_slopes(
     draws: Literal["same", "error"],
     *arguments: Tensor | Update,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """A function of one problem for all of them, and its gradients by some of its arguments."""
+    """The gradients by some arguments of a function of one problem, and its values, for all problems."""
     with without_stride():
         if len(cast(Tensor, arguments[0])) > 1:
             slopes, value = vmap(grad_and_value(function, by), randomness=draws)(*arguments)
@@ -41,7 +41,7 @@ def each_with_slopes(
 
 
 class KnownGradient(Function):
-    """A value (N,) whose gradients by its inputs (N, ...) are known already: inputs first, then as many gradients."""
+    """A value (N,) with known gradients by its inputs (N, ...): inputs first, then as many gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, inputs: int, *both: Tensor) -> Tensor:

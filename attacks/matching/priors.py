@@ -19,11 +19,11 @@ Energy = Callable[[Tensor], Tensor]  # x (B, C, H, W) -> a scalar
 
 @dataclass(frozen=True, eq=False)
 class LatentPrior:
-    """The energy of images together with what they are made of, which is found beside them.
+    """The energy of images together with their latents, which are optimised with them.
 
     Args:
-        numbers: that explain one image.
-        energy: x (B, C, H, W), z (B, numbers) -> a scalar; z = 0 is where the search begins.
+        numbers: latents of one image.
+        energy: x (B, C, H, W), z (B, numbers) -> a scalar; the search starts at z = 0.
     """
 
     numbers: int
@@ -37,10 +37,10 @@ class Prior(ABC):
 
     @abstractmethod
     def bind(self, known: Knowledge, params: Params) -> Energy | LatentPrior:
-        """The prior's value as a function of images, after whatever needs doing but once.
+        """The prior's value as a function of images; does the work that is needed only once.
 
         Raises:
-            ValueError: what the prior needs is not known to the attacker.
+            ValueError: the attacker lacks what the prior needs.
         """
 
 
@@ -52,7 +52,7 @@ class total_variation(Prior):
     """Differences between neighbouring pixels.
 
     Args:
-        isotropic: the length of (dx, dy) at each pixel instead of |dx| + |dy|.
+        isotropic: use the length of (dx, dy) at each pixel instead of |dx| + |dy|.
         power: 1: the means of |dx| and |dy| (Inverting Gradients, eq. 4); 2: the sums of their squares over the pixels, as
             in GradInversion; the weights of the two differ by the number of pixels.
     """
@@ -92,10 +92,10 @@ class magnitude(Prior):
 
 @dataclass(frozen=True)
 class batch_statistics(Prior):
-    """How far the batch's statistics in front of every BatchNorm are from the running ones (DeepInversion; GradInversion).
+    """The distance of the batch's statistics at every BatchNorm's input to the running ones (DeepInversion; GradInversion).
 
-    The sum over layers of |mean - running mean| + |variance - running variance|, Euclidean norms over the channels; 0 for
-    a model that keeps no statistics.
+    The sum over layers of |mean - running mean| + |variance - running variance|, with Euclidean norms over the channels; 0
+    for a model without running statistics.
     """
 
     weight: float
@@ -107,15 +107,15 @@ class batch_statistics(Prior):
             return lambda x: x.new_zeros(())
 
         def energy(x: Tensor) -> Tensor:
-            found: list[Tensor] = []
+            distances: list[Tensor] = []
 
             def compare(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
                 values = inputs[0].transpose(0, 1).flatten(1)
                 mean, variance = module.running_mean, module.running_var
                 assert isinstance(mean, Tensor)
                 assert isinstance(variance, Tensor)
-                found.append((values.mean(1) - mean).square().sum().add(1e-12).sqrt())
-                found.append((values.var(1, correction=0) - variance).square().sum().add(1e-12).sqrt())
+                distances.append((values.mean(1) - mean).square().sum().add(1e-12).sqrt())
+                distances.append((values.var(1, correction=0) - variance).square().sum().add(1e-12).sqrt())
 
             hooks = [m.register_forward_pre_hook(compare) for m in layers]
             try:
@@ -124,7 +124,7 @@ class batch_statistics(Prior):
             finally:
                 for hook in hooks:
                     hook.remove()
-            return torch.stack(found).sum()
+            return torch.stack(distances).sum()
 
         return energy
 
@@ -156,7 +156,7 @@ class gaussian(Prior):
             return self.mean, self.covariance
         if known.auxiliary is None:
             raise ValueError(
-                "a Gaussian prior without moments is fitted to auxiliary images, and the attacker has none"
+                "a Gaussian prior is fitted to auxiliary images, and the attacker has none; give mean and covariance"
             )
         from fedgauge.attacks.limits import GaussianPrior
 
@@ -178,15 +178,15 @@ class laplacian(Prior):
 
 @dataclass(frozen=True)
 class generator_prior(Prior):
-    """Images that a generator makes of normal latents z, with normal noise in each pixel: -log p(x, z), z found beside x.
+    """A generator's images of normal latents z, with normal noise in each pixel: -log p(x, z), z optimised with x.
 
-    |x - G(z)|^2 / (2 deviation^2) + |z|^2 / 2, summed over examples and pixels in [0, 1]: what the variational autoencoder that
-    is trained on auxiliary images takes for the density of an image and its latents.
+    |x - G(z)|^2 / (2 deviation^2) + |z|^2 / 2, summed over examples and pixels in [0, 1]: the density of an image and its
+    latents under the variational autoencoder that is trained on auxiliary images.
 
     Args:
-        weight: 1 beside a likelihood that is a density, as the one of noise is; beside a cosine, far less.
-        generator: a user's own (`fedgauge.attacks.learned.generators.own`); default: trained on the attacker's auxiliary images.
-        latent, width, training: of the one that is trained: latents, channels, Adam's steps.
+        weight: 1 with a likelihood that is a density, such as that of noise; far less with a cosine.
+        generator: a user's own (`fedgauge.attacks.learned.generators.own`); default: trained on the auxiliary images.
+        latent, width, training: of the trained one: latents, channels and Adam steps.
         deviation: of the noise.
     """
 

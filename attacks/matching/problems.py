@@ -1,4 +1,4 @@
-"""The problems of a wave: each one's objective as a function of its images, likelihood and priors, and its slopes."""
+"""The problems of a wave: each one's objective (likelihood and priors) as a function of its images, and its gradient."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,11 +33,11 @@ from fedgauge.client.update import Batch, Update
 
 
 class Problems:
-    """P = K * R problems of one wave: the objective of each as a function of its variables, and its slopes.
+    """P = K * R problems of one wave: the objective of each as a function of its variables, and its gradients.
 
     Args:
-        labels: (P, images) where they are known, else None: they are among the variables.
-        epochs: copies of the batch that a problem's images are (fedgauge.attacks.matching.local_steps); 1: the images themselves.
+        labels: (P, images) if they are known; None: they are among the variables.
+        epochs: copies of the batch among a problem's images (fedgauge.attacks.matching.local_steps); 1: one image each.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Problems:
         epochs: int = 1,
     ):
         self.settings, self.known, self.labels, self.restarts, self.epochs = settings, known, labels, restarts, epochs
-        self.dtype = dtype  # of the images that are handed out
+        self.dtype = dtype  # of the resulting images
         self.params = wave.params
         self.count = len(wave) * restarts
         noise = known.chain.update_distribution
         own = settings.likelihood or likelihood(noise, known.batch_size)
-        if noise is not None and noise.sparse:  # what was dropped is not compared, whatever a guess would have lost
+        if noise is not None and noise.sparse:  # dropped entries are not compared, whichever entries a guess would drop
             own = own if settings.likelihood is None else visible(own)
             self.known = replace(known, chain=known.chain.visible)
         self.likelihood = left_out(own, known.chain.hidden)
@@ -75,7 +75,7 @@ class Problems:
 
     @property
     def units(self) -> Tensor:
-        """(U, R) problems that only advance together: all restarts of an observation where they feel each other."""
+        """(U, R) problems that only advance together: all restarts of an observation if a group term couples them."""
         return torch.arange(self.count).view(-1, self.restarts if self.settings.group else 1)
 
     @property
@@ -84,17 +84,17 @@ class Problems:
         return self.epochs * self.known.batch_size
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Normalised black and white, (C, 1, 1) each."""
+        """Normalised black and white, each (C, 1, 1)."""
         like = next(iter(self.params.values()))
         black, white = (self.known.normalise(torch.full((len(self.known.mean), 1, 1), v).to(like)) for v in (0.0, 1.0))
         return black, white
 
     def joined(self, x: Tensor, rows: Tensor) -> Tensor:
-        """What some problems would hand out (N, B, C, H, W): their images, those of several epochs made one."""
+        """The resulting images (N, B, C, H, W) of some problems, with several epochs' copies averaged."""
         return x if self.epochs == 1 else local_steps.averaged(x, self._pairing(x, rows))
 
     def joined_labels(self, variables: Variables, rows: Tensor) -> Tensor:
-        """The labels (N, B) of what some problems would hand out."""
+        """The resulting labels (N, B) of some problems."""
         if self.labels is not None:
             return self.labels[rows][:, : self.known.batch_size]
         likely = variables["y"].softmax(2)
@@ -114,10 +114,10 @@ class Problems:
     def value_and_slopes(
         self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0, nearby: Tensor | None = None
     ) -> tuple[Tensor, Variables]:
-        """Objectives (N,), and their gradients by the variables: of the sum, in which each has a term of its own.
+        """Objectives (N,), and the gradient of their sum by the variables.
 
         Args:
-            heat: the likelihood's weight, (N,) or one for all.
+            likelihood_weight: (N,) or one for all.
             nearby: displacements of the images (samples, N or 1, images, C, H, W), over which the objective is averaged.
         """
         return self.differentiated(variables, *self.chosen(rows), likelihood_weight, nearby)
@@ -130,7 +130,7 @@ class Problems:
         likelihood_weight: Tensor | float,
         nearby: Tensor | None,
     ) -> tuple[Tensor, Variables]:
-        """`value_and_slopes` of problems given by what was seen of them and by their labels: tensors in, tensors out."""
+        """`value_and_slopes` of problems given by their observed updates and labels: tensors in, tensors out."""
         leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
         with torch.enable_grad():
             if nearby is None:
@@ -142,13 +142,13 @@ class Problems:
                 ]
                 value = torch.stack(moved).mean(0)
             total = value.sum()
-        if not total.requires_grad:  # a chain that lets nothing of the images through
+        if not total.requires_grad:  # the chain's output does not depend on the images
             return value.detach(), {name: torch.zeros_like(t) for name, t in variables.items()}
-        found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-        return value.detach(), dict(zip(leaves, found, strict=True))
+        slopes = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+        return value.detach(), dict(zip(leaves, slopes, strict=True))
 
     def chosen(self, rows: Tensor) -> tuple[ObservedUpdates, Tensor | None]:
-        """What was seen of some problems, and their labels where they are known; gathered once for the same problems."""
+        """The observed updates of some problems, and their labels if known; gathered once for the same problems."""
         if self._chosen is None or not torch.equal(self._chosen[0], rows):
             labels = None if self.labels is None else self.labels[rows]
             self._chosen = rows, ObservedUpdates(self.update, rows // self.restarts, self.factors), labels
@@ -193,12 +193,12 @@ class Problems:
         return self._generally(x, y, seen.formed(), beside)
 
     def _generally(self, x: Tensor, y: Tensor, seen: Update, beside: Variables) -> Tensor:
-        """The distances by vmap over whole problems, whatever the chain and the model are."""
+        """The distances by vmap over whole problems, for any chain and model."""
         names = tuple(beside)
         one = partial(self._at_surrogate if self.settings.surrogate else self._one, names)
         inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(beside.values(), 3))}
         arguments: list[Tensor | Update] = [x.detach(), y.detach(), seen, *(t.detach() for t in beside.values())]
-        # grad within vmap: autograd round a vmap of grad is faster, and wrong for some layers (LayerNorm in torch 2.13)
+        # grad inside vmap: autograd around a vmap of grad is faster, but wrong for some layers (LayerNorm in torch 2.13)
         draws: Literal["same", "error"] = "same" if self.settings.draws else "error"
         slopes, value = each_with_slopes(one, tuple(inputs), draws, *arguments)
         return cast(Tensor, KnownGradient.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
@@ -220,11 +220,11 @@ class Problems:
         return self.likelihood.between(matrices, flattened(formed), square)
 
     def _one(self, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, *beside: Tensor) -> Tensor:
-        """One problem's distance through the whole chain, averaged over its draws where there are any."""
+        """One problem's distance through the whole chain, averaged over draws if there are any."""
         known, batch = self.known, Batch(self.known.pixels(x), y)
         noise = {self.noise[name].layer: t for name, t in zip(names, beside, strict=True)}
         client = known.given(noise) if noise else known.forward
-        # the same draws in every iteration and for all problems: the objective stays one function, and packing changes nothing
+        # the same draws in every iteration and for all problems: the objective stays one function, packing changes nothing
         count = self.settings.draws
         rngs: list[Generator | None] = [generator("draw", j) for j in range(count)] if count else [None]
         return torch.stack([self.likelihood(seen, client(self.params, batch, rng)) for rng in rngs]).mean(0)
@@ -232,23 +232,23 @@ class Problems:
     def _at_surrogate(self, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, at: Tensor) -> Tensor:
         """One problem's distance to the gradient at a point between the weights before and after."""
         params = {k: p + at * seen[k] for k, p in self.params.items()}
-        found = gradient(self.known.model, self.known.loss)(params, Batch(x, y), None)
-        return self.likelihood(seen, {k: -self.known.scale * t for k, t in found.items()})
+        between_ends = gradient(self.known.model, self.known.loss)(params, Batch(x, y), None)
+        return self.likelihood(seen, {k: -self.known.scale * t for k, t in between_ends.items()})
 
 
 class LatentNoise(NamedTuple):
-    """Noise that a layer of the model draws while a client trains, as a variable: (steps, examples of a step, numbers)."""
+    """The noise that a layer draws while a client trains, as a variable: (steps, examples of a step, numbers)."""
 
     layer: str
     shape: tuple[int, int, int]
 
 
 def drawn(known: Knowledge) -> dict[str, LatentNoise]:
-    """What the layers of the model draw, by the variable's name; ValueError where it cannot be one."""
+    """The noise of the model's layers, by variable name; ValueError if it cannot be optimised."""
     steps, links = known.chain.local, known.chain.links
     layers = {n: m.drawn for n, m in known.model.named_modules() if isinstance(m, StochasticLayer) and m.drawn}
     if layers and known.batch_size > 1 and any(map(is_per_example, links)):
-        raise ValueError("the chain trains on each example by itself, whose noise cannot be told from the others'")
-    # of a sum, one client's after the other's
+        raise ValueError("the chain trains on each example separately, so their noise cannot be told apart")
+    # in a sum, one client's steps follow the other's
     shape = (steps.steps * known.chain.parts, known.chain.slice_of(known.batch_size))
     return {f"noise of {n}": LatentNoise(n, (*shape, numbers)) for n, numbers in layers.items()}

@@ -1,4 +1,4 @@
-"""L-BFGS over the problems of a wave: each descends by itself, and starts again where it ends without a fit."""
+"""L-BFGS over the problems of a wave: each descends by itself, and restarts if it ends without a fit."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ class QuasiNewton:
 
     Args:
         draw: fresh starts for problems that end without a fit.
-        evaluations: of each problem, restarts within it included.
+        evaluations: of each problem, including its restarts.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class QuasiNewton:
         return minimise(evaluate, start, allowed, self.settings, over=self.clock.over, watch=watch)
 
     def _evaluate(self, among: Tensor, points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and slopes of chosen ones among some problems, as many together as there are places."""
+        """Values and gradients of the chosen problems, as many together as the limiter allows."""
         rows = among[chosen].cpu()
 
         def together(some: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class QuasiNewton:
     def _watching(self, among: Tensor, before: Descent | None) -> Callback:
         def watch(at: Descent, live: Tensor) -> None:
             x, f, spent, rows = at.x[live], at.f[live], at.spent[live], among[live]
-            if before is not None:  # a new draw is handed out once it is lower
+            if before is not None:  # a new draw counts once it is lower
                 lower = f < before.f[rows].nan_to_num(torch.inf)
                 x, f = torch.where(lower[:, None], x, before.x[rows]), torch.where(lower, f, before.f[rows])
                 spent = spent + before.spent[rows]

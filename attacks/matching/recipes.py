@@ -1,4 +1,4 @@
-"""Recipes of gradient matching: one function a paper, each a likelihood times priors and a way to descend."""
+"""Recipes of gradient matching: one function for each paper, which chooses likelihood, priors and optimiser."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ CUTS = (3 / 8, 5 / 8, 7 / 8)
 
 
 def _with(prior: Table | None, *others: Prior) -> tuple[Prior, ...]:
-    """Priors with one more that a table names (fedgauge.attacks.matching.priors); those of no weight are left out."""
+    """Priors with one more from a table (fedgauge.attacks.matching.priors), without those of weight 0."""
     if prior is None:
         return others
     named = build(prior, "prior", PRIOR)
@@ -32,22 +32,22 @@ def inverting_gradients(
 
     Args:
         patience: iterations without a fall after which a problem ends; 0: the paper's whole schedule.
-        compile: the whole step; see GradientMatching.
-        prior: one more: {use = "generator_prior", weight = 1e-5}.
+        compile: compile the whole step; see MatchingSettings.
+        prior: an additional prior, such as {use = "generator_prior", weight = 1e-5}.
     """
     descent = adam(rate, signed=True, cuts=CUTS, patience=patience)
     return GradientMatching(cosine(), _with(prior, total_variation(tv)), descent, compile=compile)
 
 
 def dlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True) -> GradientMatching:
-    """Deep Leakage from Gradients (Zhu et al., NeurIPS 2019): squared distance, images and soft labels found together.
+    """Deep Leakage from Gradients (Zhu et al., NeurIPS 2019): squared distance, images and soft labels optimised together.
 
-    By L-BFGS, as in the paper, but with a line search.
+    By L-BFGS as in the paper, but with a line search.
 
     Args:
-        restart_above: a relative squared distance above which a search that has ended starts again, within the budget.
-        tolerance: where it stops.
-        double: in float64; in float32 the search ends at a squared distance of 1e-6 or so, short of a sharp image in colour.
+        restart_above: a search that ends above this relative squared distance starts again, within the budget.
+        tolerance: the distance at which a search stops.
+        double: in float64; float32 ends at a squared distance of about 1e-6, short of a sharp colour image.
     """
     return GradientMatching(
         squared(),
@@ -80,11 +80,11 @@ def bayes(
     """The Bayesian framework's attack (Balunović et al., ICLR 2022, Algorithm 1): the chain's own likelihood, total variation.
 
     Args:
-        conditional: "known": that of the chain's noise and masks; the two others are the paper's baselines.
+        conditional: "known": of the chain's noise and masks; the two others are the paper's baselines.
         tv: the prior's weight beta, relative to the likelihood's own scale.
         decay: of the rate at each iteration; anneal: the likelihood's weight at the start.
-        samples, radius: k and delta; at the centre where radius is 0, as in the paper's tables.
-        prior: one more: {use = "generator_prior"}; tv = 0 leaves it alone.
+        samples, radius: k and delta; radius 0 evaluates at the centre, as in the paper's tables.
+        prior: an additional prior, such as {use = "generator_prior"}; with tv = 0 it is the only one.
     """
     chosen = {"known": None, "squared": squared(), "cosine": cosine()}[conditional]
     priors = _with(prior, total_variation(tv))
@@ -94,21 +94,21 @@ def bayes(
 def grad_inversion(
     tv: float = 1e-4, l2: float = 1e-6, bn: float = 0.1, group: float = 0.01, rate: float = 0.1
 ) -> GradientMatching:
-    """See through Gradients (Yin et al., CVPR 2021): squared distance, image and BatchNorm priors, restarts held together.
+    """See through Gradients (Yin et al., CVPR 2021): squared distance, image and BatchNorm priors, coupled restarts.
 
     The restarts of an observation are pulled towards their mean pixel by pixel; the paper registers them first.
 
     Args:
-        bn: weight of the BatchNorm statistics, where the model keeps any.
+        bn: weight of the BatchNorm statistics, if the model keeps any.
     """
     priors = (total_variation(tv, power=2), magnitude(l2), batch_statistics(bn))
     return GradientMatching(squared(), tuple(p for p in priors if p.weight), adam(rate, cuts=CUTS), group=group)
 
 
 def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
-    """Surrogate model extension (Zhu et al., ICLR 2023): several local steps matched by one gradient between their ends.
+    """Surrogate model extension (Zhu et al., ICLR 2023): one gradient between the end points stands for several local steps.
 
-    The cheap alternative to unrolling them, which inverting_gradients does.
+    A cheap alternative to unrolling the steps, as inverting_gradients does.
     """
     return GradientMatching(cosine(), (total_variation(tv),), adam(rate, signed=True, cuts=CUTS), surrogate=True)
 
@@ -116,15 +116,15 @@ def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
 def federated_averaging(
     tied: float = 1.0, aggregate: local_steps.Aggregate = "mean", tv: float = 1e-3, rate: float = 0.1
 ) -> GradientMatching:
-    """Data leakage in federated averaging (Dimitrov et al., TMLR 2022): local steps over slices whose order is not known.
+    """Data leakage in federated averaging (Dimitrov et al., TMLR 2022): local steps over slices of unknown order.
 
-    The steps are unrolled over copies of the images for every epoch, which an order-invariant term ties; restarts try which
-    slice of which epoch holds which label. At the end copies are paired and averaged. By signed Adam, which finds more here
-    than the paper's Adam.
+    The steps are unrolled over a copy of the images for every epoch, and an order-invariant term ties the copies. Restarts
+    try which slice of which epoch holds which label. At the end the copies are paired and averaged. By signed Adam, which
+    reconstructs more here than the paper's Adam.
 
     Args:
         tied: the term's weight.
-        aggregate: of an epoch's images, which is compared between epochs: their mean, as in the paper's tables, or maximum.
+        aggregate: what is compared between epochs: the mean of an epoch's images, as in the paper's tables, or their maximum.
     """
     descent = adam(rate, signed=True, cuts=CUTS)
     return GradientMatching(cosine(), (total_variation(tv),), descent, tied=tied, aggregate=aggregate)

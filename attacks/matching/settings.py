@@ -12,30 +12,30 @@ from fedgauge.attacks.matching.priors import Prior
 
 @dataclass(frozen=True)
 class MatchingSettings:
-    """What a search by gradient matching minimises, and how: the fields make a recipe.
+    """What gradient matching minimises, and how; the values make a recipe.
 
     Args:
-        likelihood: of the seen update; None: what the chain's own noise makes it, as far as the attacker knows the chain.
+        likelihood: of the observed update; None: the one of the chain's own noise, as far as the attacker knows the chain.
         priors: on the images; group: pulls an observation's restarts towards their mean (GradInversion).
-        optimizer: adam or lbfgs; for lbfgs the budget's iterations are evaluations of a problem, restarts included.
+        optimizer: adam or lbfgs; for lbfgs the budget's iterations count evaluations of a problem, restarts included.
         box: keep pixels in [0, 1] after each step (adam).
-        labels: "restored" before matching (or given by the threat model), or "optimised" beside the image as in DLG.
+        labels: "restored" before matching (or given by the threat model), or "optimised" with the image as in DLG.
         anneal: the likelihood's weight at the start; it grows geometrically to 1 over the first half of the iterations.
-        samples, radius: average the objective over images drawn uniformly from a box of this half-width round the guess.
-        surrogate: for several local steps: match one gradient, at a point between the weights before and after them that
-            is found too (SME: Zhu et al., 2023), instead of unrolling the steps.
-        latent: for a model whose layers draw noise: find that too, under its normal density of this weight (of a mean
-            number's square / 2); None: by their mean.
-        draws: average the objective over so many of the attacker's own draws of what has no noise-free form (expectation
-            over transformation); 0: none is drawn.
-        double: in float64, for attacks that are exact.
-        tied: where local steps take slices of the batch in an order that is not known, in every epoch another: the weight of
-            the term that ties the epochs' copies of the images (fedgauge.attacks.matching.local_steps); 0: the order is known.
-        aggregate: of an epoch's images, which is tied.
-        compile: the whole step by torch.compile, once for a wave of this size; needs a C++ compiler, without which the attack
-            is not applicable. LeNet on a CPU thread: 1.5 to 3 times faster, after 60 to 85 CPU seconds of compiling, which
-            pays from 3,000 iterations (K = 64) or 8,000 (K = 8).
-        trace: about so many snapshots are kept of each problem on its way; 0: none.
+        samples, radius: average the objective over images drawn uniformly from a box of this half-width around the guess.
+        surrogate: for several local steps: instead of unrolling them, match one gradient at a point between the weights
+            before and after them; the point is optimised too (SME: Zhu et al., 2023).
+        latent: for a model whose layers draw noise: optimise the noise too, with its normal density at this weight (times
+            half the mean square); None: use the layers' mean.
+        draws: average the objective over this many draws of what has no noise-free form (expectation over
+            transformation); 0: nothing is drawn.
+        double: compute in float64, for exact attacks.
+        tied: for local steps over slices of the batch in an unknown order that changes every epoch: the weight of the term
+            that ties the epochs' copies of the images (fedgauge.attacks.matching.local_steps); 0: the order is known.
+        aggregate: the statistic of an epoch's images that is tied.
+        compile: compile the whole step by torch.compile, once for each wave size. Needs a C++ compiler; without one the
+            attack is not applicable. LeNet on a CPU thread: 1.5 to 3 times faster after 60 to 85 CPU seconds of compiling,
+            which pays off from 3,000 iterations (K = 64) or 8,000 (K = 8).
+        trace: keep about this many snapshots of each problem in progress; 0: none.
     """
 
     likelihood: Distance | None = None
@@ -71,19 +71,19 @@ class MatchingSettings:
         if self.trace:
             check_snapshots(self.trace)
         if self.latent is not None and (self.tied or self.surrogate):
-            raise ValueError("latent needs local steps whose examples are known: it goes without tied and surrogate")
+            raise ValueError("latent needs local steps with known examples; leave out tied and surrogate")
         if self.draws and (self.surrogate or self.compile):
             raise ValueError(
-                "draws needs the whole chain, and what it draws is not compiled: without surrogate and compile"
+                "draws needs the whole chain, and random draws cannot be compiled; leave out surrogate and compile"
             )
         if self.tied and self.surrogate:
-            raise ValueError("surrogate takes no local steps whose order could be unknown: it goes without tied")
+            raise ValueError("surrogate does not unroll local steps, so there is no order to tie; leave out tied")
         if isinstance(self.optimizer, lbfgs):
             if self.group or self.radius or self.anneal < 1 or self.surrogate:
                 raise ValueError(
-                    "lbfgs needs one smooth objective a problem: without group, anneal, radius and surrogate"
+                    "lbfgs needs one smooth objective for each problem; leave out group, anneal, radius and surrogate"
                 )
             if self.compile:
                 raise ValueError(
-                    "lbfgs advances fewer problems from step to step, and each number is compiled anew: adam"
+                    "compile needs a fixed number of problems, and lbfgs advances fewer from step to step; use adam"
                 )

@@ -1,8 +1,8 @@
-"""Several rounds at once: the same record, seen under several models, is matched to all of its updates together.
+"""Several rounds at once: matches one batch to all updates that a client computed from it under several models.
 
-What a client adds to its updates is drawn anew in every round, and the record stays: the information adds up. Rounds in which the
-client trained on other examples would pull the image away; each round weighs by how well the image already explains it (Geman
-and McClure's weight), so that those fall silent.
+A client's noise is drawn anew in every round and the batch stays, so the information adds up. Rounds in which the client
+trained on other examples would pull the image away. So each round is weighted by how well the image explains it (Geman and
+McClure's weight), and those rounds lose their influence.
 """
 
 import time
@@ -29,16 +29,16 @@ from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update
 
-ALONE = 0.25  # of the iterations go to the newest round, before the others have a say
-CUTS = (3 / 8, 5 / 8, 7 / 8)  # of the rate, by ten each, as Inverting Gradients does
-CHECK_EVERY = 25  # iterations between two weighings of the rounds
-NEAR = 8.0  # a round weighs a quarter where its distance is so many times the newest one's, and less beyond
+ALONE = 0.25  # share of the iterations on the newest round alone, before the others count
+CUTS = (3 / 8, 5 / 8, 7 / 8)  # where the rate is divided by ten, as in Inverting Gradients
+CHECK_EVERY = 25  # iterations between two updates of the rounds' weights
+NEAR = 8.0  # a round's weight is a quarter if its distance exceeds the newest one's by this factor, and less beyond
 FLOOR = 1e-3  # of a distance: an exact match of the newest round must not silence the others
 
 
 @dataclass(frozen=True, eq=False)
 class _RoundUpdate:
-    """One update of a client's, with the weights that it was computed at."""
+    """One update of a client, with the weights at which it was computed."""
 
     params: Params
     update: Update
@@ -46,13 +46,13 @@ class _RoundUpdate:
 
 @dataclass(frozen=True)
 class several_rounds(StatefulAttack):
-    """Inverting Gradients on a client's last rounds together: the cosine of each, weighed, and total variation.
+    """Inverting Gradients on a client's last rounds together: weighted cosine distances, and total variation.
 
-    It needs clients that train on the same examples in several rounds, as those do whose shard is one batch.
+    It needs clients that train on the same examples in several rounds, such as those whose shard is one batch.
 
     Args:
-        most: rounds that are remembered of a client, >= 1; each costs a model and an update on disk, and a gradient a step.
-        tv, rate: as of inverting_gradients.
+        most: remembered rounds of a client, >= 1; each costs a model and an update on disk, and a gradient in each step.
+        tv, rate: as in inverting_gradients.
     """
 
     most: int = 8
@@ -90,20 +90,20 @@ class several_rounds(StatefulAttack):
     def _agreeing(
         self, wave: Wave, k: int, known: Knowledge, rounds: Sequence[_RoundUpdate]
     ) -> tuple[Sequence[_RoundUpdate], Tensor]:
-        """The rounds of the newest one's labels, and these (B,): another record's round has often others.
+        """The rounds with the newest one's labels, and these labels (B,): other batches often have others.
 
-        Where noise is added labels are restored wrongly now and then: those that most rounds tell are the newest's, too.
+        Under noise, restored labels are sometimes wrong, so the labels that most rounds give count for all.
         """
         if known.labels is not None:
             return rounds, known.labels[k]
-        told = []
+        restored = []
         for one in rounds:
             alone = replace(wave, clients=wave.clients[k : k + 1], params=one.params, update=_stacked(one.update))
-            told.append(tuple(labelling.restore(alone, known)[0].tolist()))
+            restored.append(tuple(labelling.restore(alone, known)[0].tolist()))
         update_distribution = known.chain.update_distribution
         if update_distribution is not None and update_distribution.noisy:
-            return rounds, torch.tensor(max(reversed(told), key=told.count))
-        return [one for one, y in zip(rounds, told, strict=True) if y == told[-1]], torch.tensor(told[-1])
+            return rounds, torch.tensor(max(reversed(restored), key=restored.count))
+        return [one for one, y in zip(rounds, restored, strict=True) if y == restored[-1]], torch.tensor(restored[-1])
 
     def _best(
         self, rounds: Sequence[_RoundUpdate], met: int, y: Tensor, known: Knowledge, budget: Budget, stream: Stream
@@ -128,7 +128,7 @@ class several_rounds(StatefulAttack):
         clock: Deadline,
     ) -> Reconstruction:
         like = next(iter(rounds[-1].params.values()))
-        # in the units that the network is fed, as the other searches
+        # in the model's input units, like the other attacks
         z = torch.randn((known.batch_size, *known.shape), generator=stream("start", restart)).to(like).requires_grad_()
         low, high = (known.normalise(torch.full(known.shape, bound)).to(like) for bound in (0.0, 1.0))
         distance, smooth = _distance(known), total_variation(self.tv).bind(known, rounds[-1].params)
@@ -147,7 +147,7 @@ class several_rounds(StatefulAttack):
             objective.backward()
             if z.grad is None or not bool(torch.isfinite(z.grad).all()):
                 return Reconstruction(
-                    None, y, float(objective.detach()), spent, 0.0, "diverged", "its slope is not finite"
+                    None, y, float(objective.detach()), spent, 0.0, "diverged", "the gradient is not finite"
                 )
             z.grad.sign_()
             adam.step()
@@ -158,13 +158,13 @@ class several_rounds(StatefulAttack):
         value, x = float(objective.detach()), known.pixels(z.detach()).clamp(0, 1)
         heard = f"{int((weights > 0.5).sum())} of {met} rounds agree"
         if spent < budget.iterations:
-            words = f"{spent} of {budget.iterations} iterations when its seconds were over; {heard}"
-            return Reconstruction(x, y, value, spent, 0.0, "out_of_budget", words)
+            reason = f"{spent} of {budget.iterations} iterations when the seconds were over; {heard}"
+            return Reconstruction(x, y, value, spent, 0.0, "out_of_budget", reason)
         return Reconstruction(x, y, value, spent, 0.0, "converged", heard)
 
 
 def _shared(budget: Budget, clients: int) -> Budget:
-    """What each search may spend: they follow one another, and the first is not to have all of a wave's seconds."""
+    """Each search's budget: searches run one after the other, so each gets an equal share of the wave's seconds."""
     if budget.seconds is None:
         return budget
     return replace(budget, seconds=budget.seconds / (clients * budget.restarts))
@@ -175,14 +175,14 @@ def _misfit(one: _RoundUpdate, z: Tensor, y: Tensor, known: Knowledge, distance:
 
 
 def _weights(misfits: Tensor) -> Tensor:
-    """Of rounds with these distances (R,), the newest last: near 1 where one is no farther than it, falling to 0."""
+    """Weights of rounds with these distances (R,), the newest last: near 1 if a round is no farther than it, falling to 0."""
     scale = NEAR * misfits[-1].clamp(min=FLOOR)
     weights: Tensor = (scale / (scale + (misfits - misfits[-1]).clamp(min=0))).square()
     return weights
 
 
 def _distance(known: Knowledge) -> Distance:
-    """What the chain shows of an update decides; noise is averaged over the rounds, which a cosine does as well."""
+    """The chain's likelihood without its noise: noise averages out over the rounds, for which a cosine does as well."""
     update_distribution = known.chain.update_distribution
     return likelihood(None if update_distribution is None else _without_noise(update_distribution), known.batch_size)
 

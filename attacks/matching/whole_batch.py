@@ -19,9 +19,9 @@ Step = Callable[[nn.Module, Params, Tensor, Tensor, bool], Gradients]
 
 
 def whole_batch_update(chain: Chain, loss: Loss = F.cross_entropy) -> Step | None:
-    """The update of a chain whose local steps each take one gradient of the whole batch; None where more is changed.
+    """The update of a chain whose local steps each take one gradient of the whole batch; None for any other chain.
 
-    What else is in the chain may change the finished update, or the only gradient. The loss is the mean of its examples'.
+    Other links may change the finished update, or the only gradient. The loss is the mean of its examples' losses.
     """
     steps, links = chain.local, [noise_free(link) for link in chain.links]
     if steps.batch_size is not None:

@@ -1,1 +1,1 @@
-"""Attacks on sentences: exact ones that need no optimisation, matching with discrete moves, and learned inversion."""
+"""Attacks on sentences: exact reading without optimisation, gradient matching with discrete moves, learned inversion."""

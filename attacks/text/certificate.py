@@ -1,4 +1,4 @@
-"""The certificate of a guess: put through the client's own step, it gives the very update, so it is right without the truth."""
+"""Certificates: a guess is proven right, without the truth, when the client's own step turns it into the observed update."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -16,29 +16,30 @@ from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.training import gradient
 from fedgauge.client.update import Batch, Params, Update, norm, relative_error
 
-TOLERANCE = 1e-5  # relative, a hundred roundings of float32; two words of an untrained network exchanged are 6e-4
-MOST_ORDERS = 24  # of labels or of sentences that are tried: a batch of four stands in so many
-UNLIKE = "a guess that is put through the client's step gives {:.1e} of the update's norm too little or too much"
+TOLERANCE = 1e-5  # relative, a hundred roundings of float32; swapping two words of an untrained network gives 6e-4
+MOST_ORDERS = 24  # of labels or of sentences that are tried: as many as a batch of four has
+NEEDS_LANGUAGE_MODEL = "it reconstructs sentences and needs a language model; this model reads images"
+UNLIKE = "the guess's update differs from the observed one by {:.1e} of its norm"
 
 
 def why_unprovable(chain: Chain) -> str:
-    """Why no guess can be proven under a chain, in words; empty where the right one gives the update to rounding."""
+    """Why no guess can be proven under a chain; empty where the right guess reproduces the update up to rounding."""
     seen = chain.update_distribution
     if seen is not None and seen.noisy:
-        return "the chain adds noise, which nobody can re-create"
+        return "the chain adds noise, which nobody can reproduce"
     if seen is not None and seen.signed:
-        return "only signs are seen, and those of entries that are zero but for rounding are chance"
+        return "only signs are seen, and those of entries that are zero up to rounding are random"
     if chain.mean != chain:
-        return "the chain draws at random, or keeps what the server does not see"
+        return "the chain is random, or drops something that the server never sees"
     return ""
 
 
 @dataclass(eq=False)
 class GuessVerifier:
-    """One observation, and what guesses at it give; it counts them.
+    """Compares guesses with one observation, and counts them.
 
     Args:
-        k: which of the wave's.
+        k: the observation's index in the wave.
     """
 
     wave: Wave
@@ -53,52 +54,52 @@ class GuessVerifier:
 
     @property
     def params(self) -> Params:
-        """The weights that the client began with."""
+        """The weights that the client started from."""
         return self.wave.params
 
     @property
     def reason(self) -> str:
-        """What keeps every attack from reading this update; empty where nothing does."""
+        """Why no attack can read this update; empty where one can."""
         if not bool(torch.isfinite(self._norm)):
             return "the update is not finite"
         return "" if bool(self._norm > 0) else "the update is zero"
 
-    def of(self, batch: Batch) -> Update:
-        """The update that a client would send of a batch, without its noise."""
+    def update_of(self, batch: Batch) -> Update:
+        """The update that a client would send for a batch, without its noise."""
         self.spent += 1
         return {name: t.detach() for name, t in self.known.forward(self.params, batch, None).items()}
 
     def error(self, batch: Batch) -> float:
         """|update of the batch - seen| / |seen|."""
-        return self.distance(self.of(batch))
+        return self.distance(self.update_of(batch))
 
     def distance(self, update: Update) -> float:
         """|update - seen| / |seen|."""
         return relative_error(update, self.update)
 
     def best(self, batches: Iterable[Batch]) -> tuple[Batch, float]:
-        """The first batch that is proven, else the one that comes nearest."""
-        found: tuple[Batch, float] | None = None
+        """The first batch that is proven, else the nearest one, with its relative error."""
+        nearest: tuple[Batch, float] | None = None
         for batch in batches:
             error = self.error(batch)
-            if found is None or error < found[1] or math.isnan(found[1]):
-                found = batch, error
+            if nearest is None or error < nearest[1] or math.isnan(nearest[1]):
+                nearest = batch, error
             if error <= TOLERANCE:
                 break
-        assert found is not None
-        return found
+        assert nearest is not None
+        return nearest
 
-    def judge(self, x: Tensor) -> tuple[Batch, float]:
-        """Sentences (B, L) with their labels, as they explain the update best, and the relative error that is left."""
-        return self.best(islice(self.readings(x), MOST_ORDERS))
+    def best_labels(self, x: Tensor) -> tuple[Batch, float]:
+        """Sentences (B, L) with the labels that explain the update best, and the relative error that remains."""
+        return self.best(islice(self.interpretations(x), MOST_ORDERS))
 
     def answer(self, batch: Batch, error: float, seconds: float) -> Reconstruction:
-        """A reconstruction that says whether it is proven."""
+        """A reconstruction whose reason says whether it is proven."""
         y = batch.y if batch.y.dim() == 1 else None
         return Reconstruction(batch.x, y, error, self.spent, seconds, "converged", self.verdict(batch, error))
 
-    def faintest(self, batch: Batch) -> float:
-        """The gradient of the sentence that adds least, of the batch's; it counts as no iteration."""
+    def smallest_share(self, batch: Batch) -> float:
+        """The smallest sentence gradient relative to the batch's; it counts as no iteration."""
         step = gradient(self.known.model, self.known.loss)
 
         def size(part: Batch) -> float:
@@ -110,20 +111,20 @@ class GuessVerifier:
         return min(1.0, min(parts) / len(parts) / size(batch))
 
     def verdict(self, batch: Batch, error: float) -> str:
-        """Whether a guess that leaves this relative error is proven, in words.
+        """Whether a guess with this relative error is proven, in words.
 
-        A sentence of which the model is sure adds next to nothing: the error must be small beside that, too.
+        A sentence that the model predicts well adds almost nothing: the error must be small compared with that, too.
         """
         if why := why_unprovable(self.known.chain):
             return f"no certificate: {why}"
         if not error <= TOLERANCE:
             return f"no certificate: {UNLIKE.format(error)}"
-        if not error <= TOLERANCE * self.faintest(batch):
-            return "no certificate: a sentence adds so little to the update that others would leave as small an error"
-        return f"certified: put through the client's step, the guess gives the update to {error:.0e}"
+        if not error <= TOLERANCE * self.smallest_share(batch):
+            return "no certificate: a sentence adds so little to the update that other sentences would leave as small an error"
+        return f"certified: the client's step turns the guess into the observed update, to {error:.0e}"
 
-    def readings(self, x: Tensor) -> Iterator[Batch]:
-        """Every batch that the sentences may have been, the likeliest first: orders of labels, of slices the sentences' own."""
+    def interpretations(self, x: Tensor) -> Iterator[Batch]:
+        """Every batch that the sentences may form, the likeliest first: label orders and, with slices, sentence orders."""
         together = self.known.chain.slice_of(len(x)) >= len(x)
         for order in [tuple(range(len(x)))] if together else permutations(range(len(x))):
             rows = x[list(order)]
@@ -137,17 +138,17 @@ class GuessVerifier:
         orders: Iterable[tuple[int, ...]] = product(range(self.known.classes), repeat=len(x))
         if self.known.labels is not None:
             orders = dict.fromkeys(permutations(self.known.labels[self.k].tolist()))
-        elif self._features_known:
-            yield self._read_off(x)
+        elif self._head_is_shared:
+            yield self._labels_by_head(x)
         for order in orders:
             yield torch.tensor(order, dtype=torch.int64)
 
     @property
-    def _features_known(self) -> bool:
+    def _head_is_shared(self) -> bool:
         return _model(self.known).parts.head[0] in self.update
 
-    def _read_off(self, x: Tensor) -> Tensor:
-        """The labels (B,) of sentences: of the logits that a sentence's features reach, its label's alone is raised."""
+    def _labels_by_head(self, x: Tensor) -> Tensor:
+        """The labels (B,) of sentences: a sentence's features raise only the logit of its label."""
         model = _model(self.known)
         weight = model.parts.head[0]
         features = layer_inputs(model, self.params, module_of_weight(model, weight), x).double()  # (B, width)
@@ -156,14 +157,14 @@ class GuessVerifier:
 
 
 def sentences_are_labels(known: Knowledge) -> bool:
-    """Whether words are predicted from those before: no other label is to be found."""
+    """Whether the task is next_token, where the sentences are their own labels."""
     return _model(known).task == "next_token"
 
 
 def why_not_applicable(known: Knowledge) -> str:
-    """Why an attack on sentences has nothing to attack; empty where it has."""
+    """Why an attack on sentences does not apply to this model; empty where it does."""
     if known.text is None or not isinstance(known.model, LanguageModel):
-        return "it reads sentences out of a model of words, and this is none"
+        return NEEDS_LANGUAGE_MODEL
     return ""
 
 

@@ -1,7 +1,7 @@
-"""How like an update a guess of sentences is: LAMP's cosine, DLG's squares, TAG's squares and magnitudes.
+"""Distances between an update and guesses of its sentences: LAMP's cosine, DLG's squares, TAG's squares and magnitudes.
 
-By ghost products where they decide it, by gradients formed one at a time where magnitudes count, by gradients formed together
-where only some entries do, and through the client's whole chain where the update is more than one gradient.
+Ghost products suffice for cosine and squares. Gradients are formed one at a time where magnitudes count, together where only
+some entries count, and through the client's whole chain where the update is more than one gradient.
 """
 
 from dataclasses import dataclass, replace
@@ -27,8 +27,8 @@ from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import is_identity, noise_free
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
-TOGETHER = 32  # problems in one pass, whose graph is held until it is differentiated
-FEW = 4  # of those whose gradients are formed together
+TOGETHER = 32  # problems in one pass; its graph stays in memory until it is differentiated
+FEW = 4  # problems in one pass that forms all gradients together
 TINY = 1e-20
 Kind = Literal["cosine", "squared", "l2_l1"]
 Way = Literal["products", "streamed", "formed", "chain"]
@@ -36,12 +36,12 @@ Way = Literal["products", "streamed", "formed", "chain"]
 
 @dataclass(frozen=True)
 class GradientDistance:
-    """A distance between gradients, summed as the papers of text sum it.
+    """A distance between gradients, summed as the papers on text do.
 
     Args:
-        kind: cosine, the mean over tensors of 1 - cos; squared, the sum of squares; l2_l1, that and l1 times that of magnitudes.
-        visible: entries that are exactly zero in what was seen do not count.
-        signed: signs were seen, not values; then the kind does not matter.
+        kind: cosine, the mean over tensors of 1 - cos; squared, the sum of squares; l2_l1, squares plus l1 times magnitudes.
+        visible: entries that are exactly zero in the observed gradient do not count.
+        signed: signs were observed, not values; `kind` then has no effect.
     """
 
     kind: Kind = "cosine"
@@ -51,21 +51,21 @@ class GradientDistance:
 
     @property
     def way(self) -> Way:
-        """The cheapest way to it where the update is one gradient."""
+        """The cheapest way to compute it where the update is one gradient."""
         if self.visible or self.signed:
             return "formed"
         return "streamed" if self.kind == "l2_l1" else "products"
 
     def of_table(self, table: ProductTable) -> Tensor:
-        """Distances (P,) by the products of every tensor."""
+        """Distances (P,) from the products of every tensor."""
         if self.kind == "cosine":
             lengths = (_root(table.seen) * _root(table.expected)).clamp_min(TINY)
             return (1 - table.inner / lengths).mean(1)
-        # not clamped at zero, below which rounding may take it: there the slope would end
+        # not clamped at zero, although rounding may go below: the slope would vanish there
         return (table.seen - 2 * table.inner + table.expected).sum(1)
 
     def of(self, seen: Update, expected: Update) -> Tensor:
-        """The distance of one gradient, a scalar; also under vmap."""
+        """The distance of one gradient, a scalar; works under vmap."""
         if self.signed:
             return signs(self.signed)(seen, expected)
         if self.visible:
@@ -85,7 +85,7 @@ class GradientDistance:
 
 
 def _root(square: Tensor) -> Tensor:
-    """Square root, safe to differentiate at zero."""
+    """Square root that can be differentiated at zero."""
     return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
 
 
@@ -96,7 +96,7 @@ class SentenceGuess(NamedTuple):
         x: word embeddings (P, B, L, width).
         y: labels (P, B), or next words' probabilities (P, B, L, vocabulary).
         mask: which positions exist (P, B, L).
-        owners: (P,) the observation of each, in runs.
+        owners: (P,) each problem's observation; equal ones are adjacent.
     """
 
     x: Tensor
@@ -105,43 +105,46 @@ class SentenceGuess(NamedTuple):
     owners: Tensor
 
     def split(self, size: int) -> "list[SentenceGuess]":
-        """At most so many problems each."""
+        """Parts of at most `size` problems."""
         return [SentenceGuess(*part) for part in zip(*(t.split(size) for t in self), strict=True)]
 
 
 class Matcher:
     """Distances of guesses to the updates of a wave, and their slopes by embeddings and by soft labels.
 
-    The word embeddings' own gradient is left out: a guess is of embeddings, which are no rows of a table.
+    The word embeddings' own gradient is left out: a guess consists of embeddings that are no rows of the table.
 
     Args:
-        keys: count the gradients of keys' biases, which are zero but for rounding, as the published code does.
+        keys: count the gradients of keys' biases, which are zero up to rounding, as the published code does.
 
     Attributes:
-        way: products (no large gradient is formed), streamed (one pass, each formed and forgotten), formed (one pass, all
-            formed), or chain (the client's whole chain, by vmap: several local steps, clipping, examples one by one).
+        way: products (no large gradient is formed), streamed (one pass, each formed and freed), formed (one pass, all formed
+            together), or chain (the client's whole chain by vmap: several local steps, clipping, per-example links).
 
     Raises:
-        ValueError: the model cannot be matched, or nothing that can be compared was sent.
+        ValueError: the model cannot be matched, or the update has nothing to compare.
     """
 
     def __init__(self, wave: Wave, known: Knowledge, kind: Kind, l1: float = 0.01, keys: bool = False) -> None:
         assert isinstance(known.model, LanguageModel)
         self.model: LanguageModel = known.model
         check_differentiable(self.model)
-        told = known.chain.update_distribution
-        sparse, signed = told is not None and told.sparse, told is not None and told.signed
+        distribution = known.chain.update_distribution
+        sparse = distribution is not None and distribution.sparse
+        signed = distribution is not None and distribution.signed
         self.known = replace(known, chain=known.chain.visible) if sparse else known
         hinge: Literal["hinge", "tanh"] = "hinge" if known.batch_size == 1 else "tanh"
         self.distance = GradientDistance(kind, l1, sparse, hinge if signed else "")
-        # the noise-free form of a mask that is not known shrinks every entry, and those that are seen are whole
-        self.scale = known.scale * (1.0 if told is None else told.shrink)
+        # the noise-free form of an unknown mask shrinks every entry, but the entries that are seen are not shrunk
+        self.scale = known.scale * (1.0 if distribution is None else distribution.shrink)
         self.params = wave.params
         parts = self.model.parts
         left = {parts.word} | known.chain.hidden | (frozenset() if keys else parts.key_biases)
         self.names = [name for name in wave.update if name not in left]
         if not self.names:
-            raise ValueError("nothing was sent but the gradient of word embeddings, which no guess of embeddings has")
+            raise ValueError(
+                "the update holds only the gradient of word embeddings, which matching cannot use: share other parameters"
+            )
         # in units of the gradient, as the papers' weights are
         self.seen = ObservedGradients({name: wave.update[name] / -known.scale for name in self.names})
         self.way: Way = self._way()
@@ -161,9 +164,9 @@ class Matcher:
         return torch.cat([self._value(part) for part in parts])
 
     def value_and_slopes(self, guess: SentenceGuess) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Distances (P,), and their slopes by x, and by y where that is of probabilities."""
-        found = [self._value_and_slopes(part) for part in guess.split(self._together)]
-        values, by_x, by_y = zip(*found, strict=True)
+        """Distances (P,), and their slopes by x, and by y where y holds probabilities."""
+        results = [self._value_and_slopes(part) for part in guess.split(self._together)]
+        values, by_x, by_y = zip(*results, strict=True)
         return torch.cat(values), torch.cat(by_x), None if by_y[0] is None else torch.cat(by_y)
 
     @property
@@ -174,14 +177,14 @@ class Matcher:
         if self.way != "chain":
             try:
                 with torch.enable_grad():
-                    found = self._in_one_pass(guess._replace(x=guess.x.detach().requires_grad_()), False)
-                return found.detach()
+                    values = self._in_one_pass(guess._replace(x=guess.x.detach().requires_grad_()), False)
+                return values.detach()
             except Unsupported:
                 self.way = "chain"
         with torch.no_grad():
-            found = self._each(self._one, guess)
-            assert isinstance(found, Tensor)
-            return found
+            values = self._each(self._one, guess)
+            assert isinstance(values, Tensor)
+            return values
 
     def _value_and_slopes(self, guess: SentenceGuess) -> tuple[Tensor, Tensor, Tensor | None]:
         soft = guess.y.is_floating_point()
@@ -191,41 +194,41 @@ class Matcher:
             try:
                 with torch.enable_grad():
                     values = self._in_one_pass(moved, True)
-                    slopes = torch.autograd.grad(values.sum(), leaves, materialize_grads=True)
-                return values.detach(), slopes[0], slopes[1] if soft else None
+                    by_leaf = torch.autograd.grad(values.sum(), leaves, materialize_grads=True)
+                return values.detach(), by_leaf[0], by_leaf[1] if soft else None
             except Unsupported:
                 self.way = "chain"
-        # grad within vmap: autograd round a vmap of grad is wrong for LayerNorm in torch 2.13
-        by = (0, 1) if soft else (0,)
-        found, values = self._each(grad_and_value(self._one, by), guess)
-        return values, found[0], found[1] if soft else None
+        # grad within vmap: autograd around a vmap of grad is wrong for LayerNorm in torch 2.13
+        arguments = (0, 1) if soft else (0,)
+        slopes, values = self._each(grad_and_value(self._one, arguments), guess)
+        return values, slopes[0], slopes[1] if soft else None
 
     def _in_one_pass(self, guess: SentenceGuess, differentiable: bool) -> Tensor:
         x, y, mask, owners = guess
-        found = gradients(self.model, self.params, x, y, mask, self.known.loss, self.names, differentiable)
+        parts = gradients(self.model, self.params, x, y, mask, self.known.loss, self.names, differentiable)
         with torch.set_grad_enabled(differentiable):
             if self.way == "products":
-                return self.distance.of_table(self.seen.table(found, owners))
+                return self.distance.of_table(self.seen.table(parts, owners))
             if self.way == "streamed":
-                return self.seen.apart(found, owners, self.distance.l1)
-            whole = {name: formed(part, self.params[name].shape) for name, part in found.items()}
+                return self.seen.apart(parts, owners, self.distance.l1)
+            whole = {name: formed(part, self.params[name].shape) for name, part in parts.items()}
             seen = {name: self.seen.gradient[name][owners] for name in whole}
             distances: Tensor = vmap(self.distance.of)(seen, whole)
             return distances
 
-    def _each(self, function, guess: SentenceGuess):  # type: ignore[no-untyped-def]  # vmap keeps whatever form it returns
+    def _each(self, function, guess: SentenceGuess):  # type: ignore[no-untyped-def]  # vmap keeps the structure of what it returns
         seen = {name: t[guess.owners] for name, t in self.seen.gradient.items()}
         return vmap(function)(guess.x, guess.y, guess.mask, seen)
 
     def _one(self, x: Tensor, y: Tensor, mask: Tensor, seen: Update) -> Tensor:
-        """One problem's distance through the whole chain."""
+        """One problem's distance, computed through the whole chain."""
         packed = torch.cat([x, mask.to(x.dtype)[..., None]], -1)
         update = self._client(self.params, Batch(packed, y), None)
         return self.distance.of(seen, {name: update[name] / -self.scale for name in self.names})
 
     @property
     def _client(self) -> UpdateFn:
-        """The chain round a gradient by embeddings; which positions exist stands behind them, so that slices keep it."""
+        """The chain around a gradient at embeddings; the mask is packed behind them, so that slices of a batch keep it."""
         model, loss = self.model, self.known.loss
 
         def compute(params: Params, batch: Batch, rng: Generator | None) -> Update:

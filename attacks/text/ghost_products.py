@@ -1,8 +1,8 @@
-"""Ghost products: compare the gradients of many sentences with one that was seen, without forming the large ones.
+"""Ghost products: compare the gradients of many sentences with an observed one without forming the large matrices.
 
 A linear layer's gradient is the sum over tokens of output gradient x input; its inner products follow from the two factors
 (Goodfellow, 2015: per-example norms). All problems' sentences run through the model as one batch, with one copy of the
-weights, and the pass can be differentiated once more by what is fed in. vmap gives the same, several times slower.
+weights, and the pass can be differentiated once more by its inputs. vmap gives the same values, several times slower.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +24,7 @@ from fedgauge.client.update import Loss, Params, Update
 
 
 class EmbeddingRows(NamedTuple):
-    """The gradient (P, rows of the table, width) of embeddings of which few are used: ids (R,), values (P, R, width)."""
+    """A gradient (P, rows of the table, width) of embeddings with few used rows: ids (R,), values (P, R, width)."""
 
     ids: Tensor
     values: Tensor
@@ -34,7 +34,7 @@ Part = Tensor | FactoredGradient | EmbeddingRows
 
 
 def check_differentiable(model: LanguageModel) -> None:
-    """ValueError where a model was changed after it was built, so that no guess can be matched to an update."""
+    """ValueError where a model was changed after it was built so that no guess can be matched to an update."""
     kind = getattr(getattr(model.net, "config", None), "_attn_implementation", "eager")
     if kind != "eager":
         raise ValueError(
@@ -42,7 +42,7 @@ def check_differentiable(model: LanguageModel) -> None:
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
-            raise ValueError(f"dropout is left on ({name}): its draws are the client's own; set the model to eval mode")
+            raise ValueError(f"dropout is on ({name}), and only the client knows its draws: set the model to eval mode")
 
 
 def gradients(
@@ -58,35 +58,35 @@ def gradients(
     """The gradients of P problems' losses by the parameters of these names.
 
     Args:
-        x: word embeddings (P, B, L, width), which require grad; so will what is returned, where it is differentiable.
+        x: word embeddings (P, B, L, width), which require grad; the result then requires grad, too, if differentiable.
         y: (P, B) labels, or (P, B, L) or (P, B, L, vocabulary) of next words.
         mask: which positions exist (P, B, L).
-        loss: the mean of its sentences' losses.
+        loss: a mean over sentences.
 
     Raises:
-        Unsupported: the model uses one of these parameters in a way that this file does not know.
+        Unsupported: the model uses one of these parameters in a way that this module does not handle.
     """
     problems = len(x)
-    spy = _UseRecorder(params, names, problems * x.shape[1])
-    with spy:
+    recorder = _UseRecorder(params, names, problems * x.shape[1])
+    with recorder:
         logits: Tensor = functional_call(model, params, (x.flatten(0, 1), mask.flatten(0, 1)))
     total = loss(logits, y.flatten(0, 1)) * problems
-    outs = [call.out for call in spy.calls]
+    outs = [call.out for call in recorder.calls]
     signals = torch.autograd.grad(total, outs, create_graph=differentiable, materialize_grads=True)
-    found: dict[str, Part] = {}
+    grads: dict[str, Part] = {}
     with torch.set_grad_enabled(differentiable):
-        for call, signal in zip(spy.calls, signals, strict=True):
+        for call, signal in zip(recorder.calls, signals, strict=True):
             for name, part in call.parts(signal, problems).items():
-                if name in found:
+                if name in grads:
                     raise Unsupported(f"{name} is used twice")
                 if name in names:
-                    found[name] = part
-    unused = [name for name in names if name not in found]
-    return found | {name: x.new_zeros(problems, *params[name].shape) for name in unused}
+                    grads[name] = part
+    unused = [name for name in names if name not in grads]
+    return grads | {name: x.new_zeros(problems, *params[name].shape) for name in unused}
 
 
 def formed(part: Part, shape: Sequence[int]) -> Tensor:
-    """The gradient itself (P, ...), of a parameter of a shape."""
+    """The gradient (P, ...) in full, for a parameter of this shape."""
     if isinstance(part, FactoredGradient):
         return part.form()
     if isinstance(part, EmbeddingRows):
@@ -96,7 +96,7 @@ def formed(part: Part, shape: Sequence[int]) -> Tensor:
 
 
 class ProductTable(NamedTuple):
-    """For P problems and T tensors, (P, T) each: <seen, expected>, |seen|^2, |expected|^2."""
+    """For P problems and T tensors, each (P, T): <seen, expected>, |seen|^2, |expected|^2."""
 
     inner: Tensor
     seen: Tensor
@@ -104,9 +104,9 @@ class ProductTable(NamedTuple):
 
 
 class ObservedGradients:
-    """The gradients (K, ...) that were seen, and their products with others.
+    """The observed gradients (K, ...), and their products with other gradients.
 
-    Where one of them is itself a product of few rows, as without a defense, its factors serve in its place.
+    Where an observed gradient is a product of few rows, as without a defense, its factors replace it.
     """
 
     def __init__(self, gradient: Update) -> None:
@@ -116,11 +116,11 @@ class ObservedGradients:
 
     @cached_property
     def squares(self) -> dict[str, Tensor]:
-        """Of each tensor (K,)."""
+        """Squared norms (K,) of each tensor."""
         return {name: t.flatten(1).square().sum(1) for name, t in self.gradient.items()}
 
     def table(self, parts: Mapping[str, Part], owners: Tensor) -> ProductTable:
-        """The products of P expected gradients with those that belong to them, owners (P,) in runs."""
+        """The products of P expected gradients with their owners' observed ones; equal owners (P,) are adjacent."""
         inner, own, names = [], [], []
         flat: dict[int, list[str]] = {}
         for name, part in parts.items():
@@ -146,17 +146,17 @@ class ObservedGradients:
     def apart(self, parts: Mapping[str, Part], owners: Tensor, l1: float) -> Tensor:
         """|seen - expected|^2 + l1 |seen - expected|_1 (P,), over all tensors.
 
-        A large gradient is formed by itself, and forgotten with its difference: only the slopes by its factors are kept.
+        A large gradient is formed alone and freed with its difference: only the slopes by its factors are kept.
         """
-        found = []
+        totals = []
         for name, part in parts.items():
             seen = self.gradient[name]
             if isinstance(part, FactoredGradient):
-                found.append(_DifferenceNorms.apply(*part, seen, owners, l1, torch.is_grad_enabled()))  # type: ignore[no-untyped-call]
+                totals.append(_DifferenceNorms.apply(*part, seen, owners, l1, torch.is_grad_enabled()))  # type: ignore[no-untyped-call]
             else:
                 difference = (formed(part, seen.shape[1:]) - seen[owners]).flatten(1)
-                found.append(difference.square().sum(1) + l1 * difference.abs().sum(1))
-        return torch.stack(found).sum(0)
+                totals.append(difference.square().sum(1) + l1 * difference.abs().sum(1))
+        return torch.stack(totals).sum(0)
 
     def _stacked(self, names: tuple[str, ...]) -> Tensor:
         if names not in self._stacks:
@@ -184,26 +184,26 @@ class ObservedGradients:
 
 
 class _DifferenceNorms(Function):
-    """Squares and l1 times magnitudes (P,) of the difference of products by rows from matrices (K, out, in)."""
+    """Squares plus l1 times magnitudes (P,) of the difference between products of rows and matrices (K, out, in)."""
 
     @staticmethod
     def forward(
         ctx: Any, signal: Tensor, input: Tensor, seen: Tensor, owners: Tensor, l1: float, slopes: bool
     ) -> Tensor:
-        found, by_signal, by_input = [], torch.empty_like(signal), torch.empty_like(input)
+        totals, by_signal, by_input = [], torch.empty_like(signal), torch.empty_like(input)
         apart, signs = torch.empty_like(seen[0]), torch.empty_like(seen[0])
         for p, owner in enumerate(owners.tolist()):
-            # few passes over matrices that stay in the cache: they are what this costs
+            # few passes over matrices, so that they stay in the cache: memory traffic dominates the cost
             torch.mm(signal[p].T, input[p], out=apart).sub_(seen[owner])
             torch.sign(apart, out=signs)
             flat = apart.view(-1)
-            found.append(torch.dot(flat, flat) + l1 * torch.dot(flat, signs.view(-1)))
+            totals.append(torch.dot(flat, flat) + l1 * torch.dot(flat, signs.view(-1)))
             if slopes:
                 half = torch.add(apart, signs, alpha=l1 / 2, out=signs)
                 by_signal[p] = 2 * torch.mm(half, input[p].T).T
                 by_input[p] = 2 * torch.mm(signal[p], half)
         ctx.save_for_backward(by_signal, by_input)
-        return torch.stack(found)
+        return torch.stack(totals)
 
     @staticmethod
     @once_differentiable
@@ -222,14 +222,14 @@ def _tensor(part: Part) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _ParameterUse:
-    """One use of a parameter: a layer's output, and what gives its gradients out of the loss's derivative by that."""
+    """One use of a parameter: a layer's output, and the function from the loss's derivative there to the gradients."""
 
     out: Tensor
     parts: Callable[[Tensor, int], dict[str, Part]]
 
 
 class _UseRecorder(CallRecorder):
-    """Runs a model on P problems' sentences, keeping what every use of a parameter needs for its gradient."""
+    """Runs a model on P problems' sentences, recording what every use of a parameter needs for its gradient."""
 
     def __init__(self, params: Params, wanted: Collection[str], sentences: int) -> None:
         super().__init__({id(t): name for name, t in params.items() if name in wanted}, _LAYERS)
@@ -249,7 +249,7 @@ class _UseRecorder(CallRecorder):
 
     def product(self, input: Tensor, out: Tensor, weight: str | None, bias: str | None, transposed: bool) -> Tensor:
         def parts(signal: Tensor, problems: int) -> dict[str, Part]:
-            found: dict[str, Part] = {}
+            grads: dict[str, Part] = {}
             rows = signal.reshape(problems, -1, signal.shape[-1])
             if weight is not None:
                 own = input.reshape(problems, -1, input.shape[-1])
@@ -257,10 +257,10 @@ class _UseRecorder(CallRecorder):
                 large = own.shape[2] * rows.shape[2] >= FORM_BELOW and FactoredGradient.fewer(
                     rows.shape[1], own.shape[2], rows.shape[2]
                 )
-                found[weight] = both if large else both.form()
+                grads[weight] = both if large else both.form()
             if bias is not None:
-                found[bias] = rows.sum(1)
-            return found
+                grads[bias] = rows.sum(1)
+            return grads
 
         return self.keep(out, parts)
 
@@ -273,7 +273,7 @@ class _UseRecorder(CallRecorder):
         eps: float = 1e-5,
     ) -> Tensor:
         if weight is None or bias is None:
-            raise Unsupported("a norm with only one of weight and bias")
+            raise Unsupported("a layer norm with only one of weight and bias")
         normal = F.layer_norm(input, normalized_shape, None, None, eps)
         names = self.name(weight), self.name(bias)
 
@@ -284,13 +284,13 @@ class _UseRecorder(CallRecorder):
         return self.keep(torch.addcmul(bias, normal, weight), parts)
 
     def embedding(self, input: Tensor, weight: Tensor, *settings: Any, **more: Any) -> Tensor:
-        """Of positions or segments: ids (L,), (1, L) or (P * B, L), the same for all problems."""
+        """Embeddings of positions or segments: ids (L,), (1, L) or (P * B, L), the same for all problems."""
         name = self.names[id(weight)]
         ids = input if input.dim() == 2 else input[None]
         if len(ids) > 1 and not bool((ids == ids[0]).all()):
             raise Unsupported("embeddings that differ from sentence to sentence")
         used, places = ids[0].unique(return_inverse=True)
-        # each sentence has a copy of its own: a shared one's derivative would be the sum over all problems
+        # each sentence gets its own copy: a shared one's derivative would be the sum over all problems
         out = F.embedding(ids[0], weight).expand(self.sentences, -1, -1).clone().requires_grad_()
 
         def parts(signal: Tensor, problems: int) -> dict[str, Part]:

@@ -1,7 +1,7 @@
-"""LAMP, TAG and DLG: sentences out of the gradients of a model that classifies them, or predicts their words, by matching.
+"""LAMP, TAG and DLG: gradient matching for sentences, against classifiers and next-word predictors.
 
 Balunović et al., "LAMP: Extracting Text from Gradients with Language Model Priors" (NeurIPS 2022); Deng et al., "TAG" (2021);
-Zhu et al., "Deep Leakage from Gradients" (2019), in the form in which LAMP compares them.
+Zhu et al., "Deep Leakage from Gradients" (2019), as LAMP's paper compares it.
 """
 
 from pathlib import Path
@@ -14,24 +14,24 @@ Loss = Literal["cosine", "l2_l1"]
 WEIGHTS = {
     "cosine": (1.0, 0.2),
     "l2_l1": (25.0, 60.0),
-}  # of embeddings' lengths and of the language model, as published
+}  # of the embeddings' lengths and of the language model, as published
 
 
 def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> TextMatching:
     """DLG for text: squared distance, Adam from one random start. The paper's budget: 2,500 iterations.
 
     Args:
-        known_tokens, published: as of lamp.
+        known_tokens, published: as for lamp.
     """
     return TextMatching("squared", optimizer=staircase(rate), known_tokens=known_tokens, published=published)
 
 
 def tag(rate: float = 0.1, l1: float = 0.01, known_tokens: bool = False, published: bool = False) -> TextMatching:
-    """TAG: squared distance, and that of magnitudes beside it. The paper's budget: 2,500 iterations.
+    """TAG: squared distance plus a distance of magnitudes. The paper's budget: 2,500 iterations.
 
     Args:
         l1: weight of the magnitudes.
-        known_tokens, published: as of lamp.
+        known_tokens, published: as for lamp.
     """
     return TextMatching("l2_l1", l1, staircase(rate), known_tokens=known_tokens, published=published)
 
@@ -55,20 +55,20 @@ def lamp(
     known_tokens: bool = False,
     published: bool = False,
 ) -> TextMatching:
-    """LAMP: matching in turns with moves of words that a language model judges. The paper's budget: 2,000 iterations.
+    """LAMP: gradient matching alternates with moves of words that a language model scores. The paper's budget: 2,000 iterations.
 
     Args:
-        loss: cosine, or squares with l1 times the magnitudes.
-        rate, decay, stride: of Adam: multiplied by decay every stride iterations.
+        loss: cosine, or squares plus l1 times the magnitudes.
+        rate, decay, stride: of Adam; the rate is multiplied by decay every stride iterations.
         length: weight of the embeddings' lengths; default: the paper's, 1, or 25 with l2_l1.
-        lm_weight: of the language model; default: the paper's, 0.2, or 60 with l2_l1; 0: none is asked.
-        lm: auxiliary, a small GPT-2 trained on auxiliary text (at most lm_steps steps), or one on Hugging Face's hub.
-        lm_folder: of a causal model, in the place of lm.
-        draws, orders: random starts, and orders of the best one's words, of which the likest begins.
-        discrete: words are moved every period iterations, at the end alone, or never.
+        lm_weight: of the language model; default: the paper's, 0.2, or 60 with l2_l1; 0: none is used.
+        lm: auxiliary, a small GPT-2 trained on auxiliary text (at most lm_steps steps), or a model on Hugging Face's hub.
+        lm_folder: folder of a causal model that replaces lm.
+        draws, orders: random starts, and random orders of the best start's words; the nearest to the update is used.
+        discrete: words move every period iterations (alternating), only at the end, or never (none).
         candidates: orders proposed each time.
-        known_tokens: words are of those alone whose embeddings have a gradient; where it is shared.
-        published: as the published code, without what is put right here (fedgauge.attacks.text.text_matching).
+        known_tokens: use only words whose embeddings have a gradient; that gradient must be shared.
+        published: as the published code does, without this package's corrections (fedgauge.attacks.text.text_matching).
     """
     lengths, nll = WEIGHTS[loss]
     return TextMatching(

@@ -1,7 +1,7 @@
-"""Language models as priors: how likely the words of a guess are in their order, by a causal model.
+"""Language models as priors: how likely a guess's words are in their order, by a causal model.
 
-Either a small GPT-2 on the victim's own words, trained on auxiliary text and kept on disk, or a public one, which reads what
-the guess says in its own words.
+Either a small GPT-2 over the victim's vocabulary, trained on auxiliary text and cached on disk, or a public model, which gets
+the guess's text in its own tokens.
 """
 
 import math
@@ -20,42 +20,42 @@ from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer, model_pl
 from fedgauge.client.rng import generator, seed_of
 
 AUXILIARY = "auxiliary"
-REMEMBERED = 2**16  # sentences
+CACHED = 2**16  # sentences whose scores are kept
 TOGETHER = 256  # sentences scored in one pass
-HELD_OUT = 10  # one in so many auxiliary sentences says when to stop
-CHECK_EVERY = 50  # steps between two looks at them
-LEAST = 2  # times that a word occurs in the auxiliary text to have an embedding of its own
-VERSION = 1  # of how the own model is trained: others' weights are not taken for its
+HELD_OUT = 10  # one in so many auxiliary sentences is held out and decides when to stop
+CHECK_EVERY = 50  # steps between two checks of the held-out sentences
+LEAST = 2  # occurrences in the auxiliary text from which on a word has its own embedding
+VERSION = 1  # of the training procedure: cached weights of another version are not used
 
 
 class LanguagePrior(ABC):
-    """Mean negative log-likelihood of sentences' words, each after those before it: the logarithm of their perplexity."""
+    """Mean negative log-likelihood of a sentence's words given the words before: the logarithm of its perplexity."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[int, ...], float] = {}
+        self._scores: dict[tuple[int, ...], float] = {}
 
     def __call__(self, sentences: Sequence[Sequence[int]]) -> Tensor:
-        """(N,) float64 nats a word, of sentences of the victim's token ids; those scored before are not scored again."""
+        """(N,) float64 nats per word, for sentences of the victim's token ids; known sentences are not scored again."""
         keys = [tuple(sentence) for sentence in sentences]
-        new = [key for key in dict.fromkeys(keys) if key not in self._told]
-        if len(self._told) + len(new) > REMEMBERED:
-            self._told = {key: self._told[key] for key in keys if key in self._told}
+        new = [key for key in dict.fromkeys(keys) if key not in self._scores]
+        if len(self._scores) + len(new) > CACHED:
+            self._scores = {key: self._scores[key] for key in keys if key in self._scores}
         for first in range(0, len(new), TOGETHER):
             part = new[first : first + TOGETHER]
-            self._told.update(zip(part, self.score(part).double().tolist(), strict=True))
-        return torch.tensor([self._told[key] for key in keys], dtype=torch.float64)
+            self._scores.update(zip(part, self.score(part).double().tolist(), strict=True))
+        return torch.tensor([self._scores[key] for key in keys], dtype=torch.float64)
 
     @abstractmethod
     def score(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
-        """(N,) of sentences in one batch; 0 where a sentence has no word after another."""
+        """Nats per word (N,) of sentences in one batch; 0 for a sentence with no word after another."""
 
 
 def nll(log: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
-    """Mean over each sentence's words but the first of -log p: log p (N, L, V), ids (N, L), seen (N, L) bool."""
+    """Mean of -log p over each sentence's words but the first: log p (N, L, V), ids (N, L), mask seen (N, L) bool."""
     rows = -log[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
     kept = seen[:, 1:].to(rows.dtype)
-    found: Tensor = (rows * kept).sum(1) / kept.sum(1).clamp(min=1)
-    return found
+    mean: Tensor = (rows * kept).sum(1) / kept.sum(1).clamp(min=1)
+    return mean
 
 
 # -------------------------------------------------------------------------------------------------------- the victim's words
@@ -63,13 +63,13 @@ def nll(log: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LanguageModelTraining:
-    """The small GPT-2, and what its training may cost.
+    """The small GPT-2 and its training budget.
 
     Args:
         layers, width, heads: of the network.
-        steps: at most; it ends before where held-out sentences are predicted no better.
+        steps: at most; training ends early when held-out sentences no longer improve.
         batch, rate: of Adam.
-        patience: looks at them without a gain.
+        patience: checks without an improvement before it ends.
     """
 
     layers: int = 2
@@ -85,22 +85,21 @@ class LanguageModelTraining:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} of the language model must be at least 1, got {getattr(self, name)}")
         if self.width % self.heads:
-            raise ValueError(f"width {self.width} of the language model does not divide among {self.heads} heads")
+            raise ValueError(f"width {self.width} of the language model must be a multiple of its {self.heads} heads")
 
 
 class TrainedPrior(LanguagePrior):
-    """A small GPT-2 on the victim's words, trained on auxiliary text.
+    """A small GPT-2 over the victim's vocabulary, trained on auxiliary text.
 
-    Words that the text has only once stand for all that it does not have: they share one embedding, and what that is given is
-    divided among them.
+    Words that occur once stand for all that do not occur: they share one embedding, and its probability is divided among them.
 
     Args:
-        text: auxiliary sentences (N, L) as the data has them, with what frames them.
-        pad: fills them up.
-        vocabulary: of the victim.
+        text: auxiliary sentences (N, L) in the data's form, with special tokens.
+        pad: the padding token's id.
+        vocabulary: size of the victim's vocabulary.
 
     Attributes:
-        told: mean surprise of held-out sentences before the training and after it.
+        held_out_nll: mean nats per word of held-out sentences before and after training.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class TrainedPrior(LanguagePrior):
     ) -> None:
         super().__init__()
         if int((text[:, 1:] != pad).sum()) == 0:
-            raise ValueError("the auxiliary text has no word after another to learn a language from")
+            raise ValueError("the auxiliary text has no sentence of two words to train a language model on")
         counts = torch.bincount(text[text != pad].flatten(), minlength=vocabulary)
         known = (counts >= LEAST).nonzero().flatten()
         self._place = torch.zeros(vocabulary, dtype=torch.int64)  # 0: any other word
@@ -129,20 +128,20 @@ class TrainedPrior(LanguagePrior):
     @torch.no_grad()
     def _nll(self, ids: Tensor, seen: Tensor) -> Tensor:
         shared = torch.zeros(self._net.config.vocab_size).index_fill(0, torch.tensor([0]), -math.log(self._others))
-        # log p of one of the other words is that of all of them less the logarithm of their number
+        # log p of one of the other words is that of all of them minus the logarithm of their number
         return nll(_log(self._net, ids, seen) + shared, ids, seen)
 
     def _train(self, text: Tensor, pad: int, training: LanguageModelTraining) -> dict[str, Tensor]:
-        """Adam on next words, the best weights by held-out sentences."""
+        """Train on next words with Adam; returns the best weights by held-out sentences."""
         ids, seen = self._place[text], text != pad
         rng = generator("language model")
         order = torch.randperm(len(ids), generator=rng)
         held, own = order[: len(order) // HELD_OUT], order[len(order) // HELD_OUT :]
-        held = held if len(held) else own  # of a handful of sentences
+        held = held if len(held) else own  # too few sentences to hold any out
         net = self._net.train()  # it has no dropout
         optimizer = torch.optim.Adam(net.parameters(), training.rate, betas=(0.9, 0.98))
         best = first = self._held_out(ids[held], seen[held])
-        weights, looks = _copied(net), 0
+        weights, stalled = _copied(net), 0
         with torch.enable_grad():
             for step in range(1, training.steps + 1):
                 for group in optimizer.param_groups:
@@ -158,10 +157,10 @@ class TrainedPrior(LanguagePrior):
                 if step % CHECK_EVERY and step < training.steps:
                     continue
                 now = self._held_out(ids[held], seen[held])
-                looks = 0 if now < best else looks + 1
+                stalled = 0 if now < best else stalled + 1
                 if now < best:
                     best, weights = now, _copied(net)
-                if looks >= training.patience:
+                if stalled >= training.patience:
                     break
         return {**weights, "told": torch.tensor([first, best], dtype=torch.float64)}
 
@@ -171,13 +170,13 @@ class TrainedPrior(LanguagePrior):
 
 
 def _log(net: Any, ids: Tensor, seen: Tensor) -> Tensor:
-    """Log-probabilities (N, L, V) of what follows each word."""
-    found: Tensor = net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1)
-    return found
+    """Log-probabilities (N, L, V) of the word after each word."""
+    log: Tensor = net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1)
+    return log
 
 
 def _copied(net: Any) -> dict[str, Tensor]:
-    """What a network learns, each tensor once by all of its names."""
+    """A copy of a network's weights."""
     return {k: t.detach().clone() for k, t in net.state_dict().items()}
 
 
@@ -202,7 +201,7 @@ def _gpt2(training: LanguageModelTraining, vocabulary: int, positions: int) -> A
 
 
 def _padded(sentences: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
-    """Ids (N, L), filled up on the right, and which of them are there (N, L)."""
+    """Ids (N, L), padded on the right, and the mask (N, L) of real ones."""
     longest = max(2, *(len(s) for s in sentences))
     ids = torch.tensor([[*s, *[pad] * (longest - len(s))] for s in sentences], dtype=torch.int64)
     lengths = torch.tensor([len(s) for s in sentences])
@@ -215,10 +214,10 @@ def _padded(sentences: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, T
 class PretrainedPrior(LanguagePrior):
     """A pre-trained causal model, by name on Hugging Face's hub or by folder.
 
-    Where its words are not the victim's, a guess is written out and read anew. Of a folder, or offline, no hub is asked.
+    Where its vocabulary is not the victim's, a guess is decoded and tokenised again. With a folder, or offline, no hub is used.
 
     Args:
-        words: of the victim.
+        words: the victim's tokenizer.
     """
 
     def __init__(self, source: str | Path, words: Tokenizer) -> None:
@@ -256,12 +255,12 @@ def load_prior(
     """The prior that an attack names.
 
     Args:
-        name: auxiliary (a small GPT-2 on the victim's words, trained on auxiliary text), or one on Hugging Face's hub.
-        folder: of a model, in the place of the name.
-        text: auxiliary sentences (N, L); None: there are none.
+        name: auxiliary (a small GPT-2 over the victim's vocabulary, trained on auxiliary text), or a model on Hugging Face's hub.
+        folder: of a model; replaces the name.
+        text: auxiliary sentences (N, L), if any.
 
     Raises:
-        ValueError: there is no such model, or no text to train one on.
+        ValueError: there is no such model, or no text to train on.
     """
     if folder is not None:
         return PretrainedPrior(folder, model.tokenizer)
@@ -270,6 +269,6 @@ def load_prior(
     if text is None or not len(text):
         raise ValueError(
             "the language model is trained on auxiliary text, and there is none: set [data] auxiliary, name a public model "
-            '(lm = "gpt2", or lm_folder), or go without it (lm_weight = 0)'
+            '(lm = "gpt2", or lm_folder), or use none (lm_weight = 0)'
         )
     return TrainedPrior(text, model.pad, model.vocabulary, training)

@@ -1,6 +1,6 @@
-"""Last words: what follows a sentence's known words is named by the head's row alone, since nothing is predicted from it.
+"""Last words: a sentence's last word shows only in the head's row, since nothing is predicted from it.
 
-Each row of the head's update is a sum of the vectors from which its word was predicted; all of them but the last are known.
+Each row of the head's update is a sum of the vectors from which its word was predicted; all vectors but the last are known.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,62 +15,63 @@ from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.update import Batch, Update
 
-FIRST = 3  # words of the highest rank that are tried for each sentence
+FIRST = 3  # highest-ranked words that are tried for each sentence
 
 
 def complete_sentences(
-    trial: GuessVerifier, model: LanguageModel, known: Sequence[Sequence[int]]
+    verifier: GuessVerifier, model: LanguageModel, known: Sequence[Sequence[int]]
 ) -> tuple[Batch, float]:
-    """Sentences with their last words, and the relative error that is left.
+    """Sentences completed by their last words, and the relative error that remains.
 
     Args:
-        known: of each sentence all words but its last, one at least.
+        known: each sentence's words without the last; at least one.
     """
-    room = trial.known.shape[0]
-    words = [[*ids[: room - 1], ids[0]] for ids in known]  # any word in the last place: the true one shows beside it
-    batch = _batch(trial, model, words)
-    update = trial.of(batch)
-    error = trial.distance(update)
+    room = verifier.known.shape[0]
+    words = [
+        [*ids[: room - 1], ids[0]] for ids in known
+    ]  # any word may stand last: the true one shows in the difference
+    batch = _batch(verifier, model, words)
+    update = verifier.update_of(batch)
+    error = verifier.distance(update)
     if error <= TOLERANCE:
         return batch, error
-    ranked = _ranked(trial, model, batch, update, [len(ids) - 2 for ids in words])
+    ranked = _ranked(verifier, model, batch, update, [len(ids) - 2 for ids in words])
     likely = [[*ids[:-1], rank[0]] for ids, rank in zip(words, ranked, strict=True)]
-    guess = _batch(trial, model, likely)
-    if (found := trial.error(guess)) < error:
-        words, batch, error = likely, guess, found
+    guess = _batch(verifier, model, likely)
+    if (new_error := verifier.error(guess)) < error:
+        words, batch, error = likely, guess, new_error
     for ids, rank in zip(words, ranked, strict=True):
         for word in rank:
             if error <= TOLERANCE:
                 return batch, error
             before, ids[-1] = ids[-1], word
-            changed = _batch(trial, model, words)
-            if (found := trial.error(changed)) < error:
-                batch, error = changed, found
+            changed = _batch(verifier, model, words)
+            if (new_error := verifier.error(changed)) < error:
+                batch, error = changed, new_error
             else:
                 ids[-1] = before
     return batch, error
 
 
-def _batch(trial: GuessVerifier, model: LanguageModel, words: Sequence[Sequence[int]]) -> Batch:
-    x = framed(words, trial.known.shape[0], model.pad)
+def _batch(verifier: GuessVerifier, model: LanguageModel, words: Sequence[Sequence[int]]) -> Batch:
+    x = framed(words, verifier.known.shape[0], model.pad)
     return Batch(x, targets(x, model.pad))
 
 
 def _ranked(
-    trial: GuessVerifier, model: LanguageModel, batch: Batch, update: Update, places: Sequence[int]
+    verifier: GuessVerifier, model: LanguageModel, batch: Batch, update: Update, positions: Sequence[int]
 ) -> list[list[int]]:
-    """For each sentence the words that may end it, the likeliest first, and then its own words.
+    """For each sentence the words that may end it, the likeliest first, and then the batch's own words.
 
-    Rows of tied embeddings have an input's share, too, where their words occur: these are tried because their rows are no
-    evidence.
+    In tied embeddings the rows of words that occur also hold an input's share, so they are no evidence: these words are tried too.
     """
     name = model.parts.head[0]
-    rows = (trial.update[name].double() - update[name].double()).cpu()  # (V, width)
-    fed = layer_inputs(model, trial.params, head(model), batch.x)
-    vectors = torch.stack([fed[b, place] for b, place in enumerate(places)]).double().cpu()
+    rows = (verifier.update[name].double() - update[name].double()).cpu()  # (V, width)
+    inputs = layer_inputs(model, verifier.params, head(model), batch.x)
+    vectors = torch.stack([inputs[b, position] for b, position in enumerate(positions)]).double().cpu()
     shares = rows @ torch.linalg.pinv(vectors)  # (V, B)
     own = sorted(set(batch.x[batch.x != model.pad].tolist()))
-    return [list(dict.fromkeys(_order(shares[:, b], own))) for b in range(len(places))]
+    return [list(dict.fromkeys(_order(shares[:, b], own))) for b in range(len(positions))]
 
 
 def _order(shares: Tensor, own: Sequence[int]) -> Iterator[int]:
@@ -78,7 +79,7 @@ def _order(shares: Tensor, own: Sequence[int]) -> Iterator[int]:
     elsewhere[list(own)] = -torch.inf
     best = elsewhere.topk(FIRST).indices.tolist()
     alone = shares.topk(FIRST).indices.tolist()
-    # nothing else adds to the row of a word that occurs nowhere
+    # only the last word adds to the row of a word that occurs nowhere else
     yield from (best if float(elsewhere[best[0]]) > float(shares.abs().max()) / 10 else alone)
     yield from alone
     yield from sorted(own, key=lambda word: -float(shares[word]))

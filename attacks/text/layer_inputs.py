@@ -1,4 +1,4 @@
-"""What is computed inside a language model: the inputs of one of its linear maps."""
+"""Inputs of one linear map inside a language model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,21 +11,21 @@ from fedgauge.client.models.language import LanguageModel
 
 
 class _InputsReached(Exception):
-    """The wanted inputs are there: the rest of the network need not be computed."""
+    """The wanted inputs are captured: the rest of the forward pass is unnecessary."""
 
 
 def layer_inputs(
     model: LanguageModel, params: Mapping[str, Tensor], part: nn.Module, ids: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """What a part of the model is fed for sentences (B, L), (B, L, width).
+    """A module's inputs (B, L, width) for sentences (B, L).
 
     Args:
-        mask: which positions exist; default: those that hold no padding.
+        mask: which positions exist; default: those without padding.
     """
-    found: list[Tensor] = []
+    captured: list[Tensor] = []
 
     def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        found.append(arguments[0])
+        captured.append(arguments[0])
         raise _InputsReached
 
     handle = part.register_forward_pre_hook(keep)
@@ -33,10 +33,10 @@ def layer_inputs(
         with torch.no_grad():
             functional_call(model, dict(params), (ids, mask))
     except _InputsReached:
-        return found[0]
+        return captured[0]
     finally:
         handle.remove()
-    raise ValueError(f"{type(part).__name__} is no part that the model computes")
+    raise ValueError(f"the model's forward pass never calls {type(part).__name__}")
 
 
 def module_of_weight(model: LanguageModel, weight: str) -> nn.Module:
@@ -45,7 +45,7 @@ def module_of_weight(model: LanguageModel, weight: str) -> nn.Module:
 
 
 def head(model: LanguageModel) -> nn.Module:
-    """The module that makes the words' logits: of tied embeddings not the one whose name the weight bears."""
+    """The module that computes the words' logits; with tied embeddings the weight has another module's name."""
     net: Any = model.net
-    found: nn.Module = net.get_output_embeddings()
-    return found
+    module: nn.Module = net.get_output_embeddings()
+    return module

@@ -1,9 +1,10 @@
-"""Learned rows: a word's own rows of the embeddings' and the head's gradients say at which places of the sentence it stands.
+"""Learned rows: a network reads each word's own rows of the embedding and head gradients and predicts the word's positions.
 
 Learning To Invert hashes an update as if its entries were all alike. Those of a language model are not: row v of the word
-embeddings' gradient is the sum of the error signals where word v stands, and row v of the head's the sum of the features where it
-is to come, both of which differ from place to place. One small network reads the rows of any word, so that every word of every
-auxiliary sentence teaches it; like Learning To Invert it learns behind the clients' own chain, and so knows any defense.
+embeddings' gradient is the sum of the error signals where word v stands, and row v of the head's is the sum of the features
+where it is the next word; both differ from position to position. One small network reads the rows of any word, so it learns
+from every word of every auxiliary sentence. Like Learning To Invert, it trains behind the clients' own chain and so adapts to
+any defense.
 """
 
 import time
@@ -20,27 +21,28 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.cache import digest
 from fedgauge.attacks.learned.learning_to_invert import Trainer
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures
+from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
 from fedgauge.attacks.text.learning_to_invert_text import NEVER, TrainingRecord, likeliest
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Update
 
-LOUDEST, DRAWN = 24, 16  # candidates beside a sentence's words: those with the largest rows, and others at random
+LOUDEST, DRAWN = 24, 16  # candidates beside a sentence's words: those with the largest rows, and random others
 TINY = 1e-12
-HELD = 512  # held-out lessons at most
+HELD = 512  # held-out shadow updates at most
 
 
 @dataclass(frozen=True)
 class learned_rows(Attack):
-    """Words by place from their own rows of the gradients, one sentence an update; iterations are Adam's steps.
+    """Predicts words by position from their own rows of the gradients, one sentence per update; iterations are Adam's steps.
 
-    Training ends early when held-out auxiliary sentences have not become likelier for `patience` looks; the best weights are
-    used. It wants word embeddings or an untied head that send their gradients.
+    Training ends early when held-out auxiliary sentences have not become likelier for `patience` checks; the best weights are
+    used. The word embeddings or an untied head must share their gradients.
 
     Args:
         hidden: units of the two hidden layers.
-        batch, rate: sentences a step of Adam, and its rate, cut to a tenth at 3/4 of the steps.
-        every: steps between two looks at held-out sentences.
+        batch, rate: sentences per step of Adam, and its rate, cut to a tenth at 3/4 of the steps.
+        every: steps between two checks of held-out sentences.
     """
 
     hidden: int = 256
@@ -61,26 +63,27 @@ class learned_rows(Attack):
     ) -> list[Reconstruction]:
         clock = Deadline(time.perf_counter(), budget.seconds)
         if known.text is None or not isinstance(known.model, LanguageModel):
-            return not_applicable(wave, "words are looked for, and the model reads images")
+            return not_applicable(wave, NEEDS_LANGUAGE_MODEL)
         if known.batch_size != 1:
-            reason = f"rows add up over a batch; of {known.batch_size} sentences nothing says whose word it is"
+            reason = f"it reads one sentence per update; in a batch of {known.batch_size} a word's sentence is unknown"
             return not_applicable(wave, reason)
         try:
             reader = _RowFeatures.of(known.model, wave.params)
-            taught = _PositionTraining(
+            trained = _PositionTraining(
                 self, ShadowTrainer(known, wave.params, UpdateFeatures(False)), reader, budget
             ).result(clock)
         except ValueError as error:
             return not_applicable(wave, str(error))
         lengths = known.text.lengths
         return [
-            taught.answer(wave.alone(k), known.model, None if lengths is None else lengths[k]) for k in range(len(wave))
+            trained.answer(wave.alone(k), known.model, None if lengths is None else lengths[k])
+            for k in range(len(wave))
         ]
 
 
 @dataclass(frozen=True)
 class _RowFeatures:
-    """What is read of each word: its rows in some tensors of the update.
+    """The features of each word: its rows in some tensors of the update.
 
     Args:
         tables: names of tensors (vocabulary, ...) that have a row for every word.
@@ -95,14 +98,14 @@ class _RowFeatures:
         found = tuple(name for name in named if name in params and len(params[name]) == model.vocabulary)
         if not found:
             raise ValueError(
-                "words are told by their own rows, and neither the word embeddings nor a head over words send a gradient"
+                "it reads each word's own row, and neither the word embeddings nor a head over words share a gradient"
             )
         return cls(found)
 
     def rows(self, updates: Update) -> Tensor:
-        """Features (n, vocabulary, F) of updates (n, ...): of each row its direction, and its size beside the largest one's.
+        """Features (n, vocabulary, F) of updates (n, ...): each row's direction, and its size relative to the largest row.
 
-        The last one is 1 where there is no word, which nobody but a lesson says.
+        The last feature is 1 for a repeated candidate, which only training data has.
         """
         parts = []
         for name in self.tables:
@@ -114,8 +117,8 @@ class _RowFeatures:
 
     def loudness(self, updates: Update) -> Tensor:
         """Sizes (n, vocabulary) of the rows of the first table."""
-        found: Tensor = self._table(updates, self.tables[0]).norm(dim=2)
-        return found
+        sizes: Tensor = self._table(updates, self.tables[0]).norm(dim=2)
+        return sizes
 
     def _table(self, updates: Update, name: str) -> Tensor:
         t = updates[name]
@@ -123,7 +126,7 @@ class _RowFeatures:
 
 
 class _PositionNetwork(nn.Module):
-    """Scores (..., L) of a word at each place, from its features (..., F)."""
+    """Scores (..., L) of a word at each position, from its features (..., F)."""
 
     def __init__(self, features: int, hidden: int, length: int) -> None:
         super().__init__()
@@ -137,7 +140,7 @@ class _PositionNetwork(nn.Module):
 
 
 def _nll(scores: Tensor, truth: Tensor) -> Tensor:
-    """Mean -log p of the candidates (n, L) that stand at each place, under scores (n, candidates, L)."""
+    """Mean -log p of the true candidate (n, L) at each position, under scores (n, candidates, L)."""
     return F.cross_entropy(scores, truth)
 
 
@@ -146,29 +149,29 @@ class _TrainedPositions:
     """A trained network.
 
     Args:
-        words: (words,) that the auxiliary text has.
+        words: (words,) ids that occur in the auxiliary text.
     """
 
     network: _PositionNetwork
     reader: _RowFeatures
     words: Tensor
-    course: TrainingRecord
+    record: TrainingRecord
 
     def answer(self, update: Update, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
-        """What it makes of one update."""
+        """The reconstruction of one update."""
         started = time.perf_counter()
         with torch.no_grad():
             scores = self.network(self.reader.rows({k: t[None] for k, t in update.items()})[0])  # (vocabulary, L)
         if not bool(scores.isfinite().all()):
-            return self.course.diverged("the update is not finite")
+            return self.record.diverged("the update is not finite")
         log = torch.full_like(scores, NEVER)
         log[self.words] = scores[self.words].log_softmax(0)
-        return self.course.answer(likeliest(log.T[None].contiguous(), model, lengths), time.perf_counter() - started)
+        return self.record.answer(likeliest(log.T[None].contiguous(), model, lengths), time.perf_counter() - started)
 
 
 @dataclass(frozen=True, eq=False)
 class _PositionTraining:
-    """The training of one network, which is kept on the shelf."""
+    """The training of one network, which is kept in the cache."""
 
     attack: learned_rows
     shadow: ShadowTrainer
@@ -180,7 +183,7 @@ class _PositionTraining:
         return digest("rows", self.shadow.key, self.attack, self.budget)
 
     def result(self, clock: Deadline) -> _TrainedPositions:
-        """Trained now, unless it was before."""
+        """The trained network, from the cache where it is there."""
         kept = self.shadow.cache.get(f"rows-{self.name}", lambda: self._train(clock))
         network = self._network(int(kept["features"]))
         network.load_state_dict({k: kept[f"w {k}"] for k in network.state_dict()})
@@ -189,14 +192,14 @@ class _PositionTraining:
         )
 
     def _network(self, features: int) -> _PositionNetwork:
-        """Untrained, as torch initialises it."""
+        """An untrained network, as torch initialises it."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of("rows", self.name))
             return _PositionNetwork(features, self.attack.hidden, self.shadow.known.shape[0])
 
     def _train(self, clock: Deadline) -> dict[str, Tensor]:
-        rows, truth = self._lessons(False)
-        held = self._lessons(True)
+        rows, truth = self._shadow_data(False)
+        held = self._shadow_data(True)
         network = self._network(rows.shape[2])
         trainer = Trainer(network, self.attack.rate, self.attack.patience, self.budget.iterations, _nll)
         rng = generator("rows", self.name)
@@ -210,18 +213,17 @@ class _PositionTraining:
         return {**trainer.best, "numbers": TrainingRecord.of(trainer).numbers, "features": torch.tensor(rows.shape[2])}
 
     def _error(self, network: _PositionNetwork, held: tuple[Tensor, Tensor]) -> float:
-        """Mean surprise of a word of held-out sentences."""
+        """Mean negative log-likelihood of a word of held-out sentences, in nats."""
         with torch.no_grad():
             return float(_nll(network(held[0]), held[1]))
 
-    def _lessons(self, held: bool) -> tuple[Tensor, Tensor]:
-        """Candidates' features (n, candidates, F), and which of them stands at each place (n, L)."""
+    def _shadow_data(self, held: bool) -> tuple[Tensor, Tensor]:
+        """Candidates' features (n, candidates, F), and the index of the true one at each position (n, L)."""
         shadow = self.shadow
         groups = shadow.groups(held)[: HELD if held else None]
         x, y = shadow.auxiliary.x[groups], shadow.auxiliary.y[groups]
         rng = generator("rows lessons", shadow.key, held)
-        found = list(self._parts(x, y, rng))
-        rows, truth = (torch.cat(parts) for parts in zip(*found, strict=True))
+        rows, truth = (torch.cat(parts) for parts in zip(*self._parts(x, y, rng), strict=True))
         return rows, truth
 
     def _parts(self, x: Tensor, y: Tensor, rng: Generator) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,7 +1,7 @@
-"""Learning To Invert for text: a network that is trained to read sentences off updates (Wu, Chen, Guo & Weinberger, UAI 2023).
+"""Learning To Invert for text: a network trained to reconstruct sentences from updates (Wu, Chen, Guo & Weinberger, UAI 2023).
 
-Its lessons are simulated updates of auxiliary sentences behind the clients' own chain, hashed into fewer numbers. It answers
-with one vector for every place of every sentence, and one layer makes words of all of them alike.
+It trains on simulated updates of auxiliary sentences behind the clients' own chain, hashed into fewer numbers. It outputs one
+vector for every position of every sentence, and one shared layer maps these vectors to words.
 """
 
 import time
@@ -24,29 +24,30 @@ from fedgauge.attacks.learned.learning_to_invert import (
     steps_per_epoch,
 )
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
+from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Batch
 
 NEVER = -1e4  # log-probability of a word that is not in the auxiliary text; finite, so that sums of it are numbers
-HELD = 256  # held-out updates that are answered at once
+HELD = 256  # held-out updates in one pass
 
 
 @dataclass(frozen=True)
 class learning_to_invert_text(Attack):
     """The published inverter; iterations are Adam's steps.
 
-    Its training ends early when held-out auxiliary sentences have not become likelier for `patience` epochs; the best epoch's
-    weights are used. Words that the auxiliary text does not have are never answered. Labels are not asked for.
+    Training ends early when held-out auxiliary sentences have not become likelier for `patience` epochs; the best epoch's
+    weights are used. Words that do not occur in the auxiliary text are never output. Labels are not needed.
 
     Args:
-        hidden, layers: of the perceptron; the last layer has `width` units for every word that is to be found.
+        hidden, layers: of the perceptron; the last layer has `width` units for every position.
         batch, rate: of Adam; the rate is cut to a tenth at 3/4 of the steps.
-        buckets, signed: of feature hashing; 0 buckets: none. The paper's sums have no signs.
-        passes: how often each auxiliary sentence is grouped anew with others, for batches of several.
-        pseudo: made-up sentences beside the auxiliary ones: their words drawn as often as those have them.
-        alone: of the made-up ones alone is learned, as by the paper's attacker who knows the words' frequencies and no text.
+        buckets, signed: of feature hashing; 0 buckets: no hashing. The paper's sums have no signs.
+        passes: how often each auxiliary sentence is grouped with new others, for batches of several.
+        pseudo: number of made-up sentences beside the auxiliary ones; their words are drawn at the auxiliary text's frequencies.
+        alone: train only on made-up sentences, as the paper's attacker does who knows word frequencies but no text.
     """
 
     hidden: int = 1000
@@ -78,17 +79,17 @@ class learning_to_invert_text(Attack):
         if not self.rate > 0:
             raise ValueError(f"rate must be above 0, got {self.rate}")
         if self.alone and not self.pseudo:
-            raise ValueError("alone learns of made-up sentences, and pseudo = 0 makes none")
+            raise ValueError("alone = true trains on made-up sentences, and pseudo = 0 makes none: set pseudo above 0")
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
         clock = Deadline(time.perf_counter(), budget.seconds)
         if known.text is None or not isinstance(known.model, LanguageModel):
-            return not_applicable(wave, "words are looked for, and the model reads images")
+            return not_applicable(wave, NEEDS_LANGUAGE_MODEL)
         try:
             shadow = ShadowTrainer(
-                self._taught(known, known.model),
+                self._training_knowledge(known, known.model),
                 wave.params,
                 UpdateFeatures(False, self.buckets, self.signed),
                 self.passes,
@@ -102,8 +103,8 @@ class learning_to_invert_text(Attack):
             for k, row in enumerate(shadow.view.hashed(flat(wave.update)))
         ]
 
-    def _taught(self, known: Knowledge, model: LanguageModel) -> Knowledge:
-        """The threat model with the sentences that are learned from."""
+    def _training_knowledge(self, known: Knowledge, model: LanguageModel) -> Knowledge:
+        """The threat model with the sentences to train on as auxiliary data."""
         if not self.pseudo or known.auxiliary is None:
             return known
         made = pseudo_sentences(known.auxiliary, self.pseudo, known.classes, model)
@@ -113,7 +114,7 @@ class learning_to_invert_text(Attack):
 
 
 def pseudo_sentences(text: Batch, count: int, classes: int, model: LanguageModel) -> Batch:
-    """Sentences as long as those of a text x (N, L), each word drawn as often as it has it, with labels drawn evenly."""
+    """Sentences with lengths and word frequencies of a text x (N, L), and labels drawn uniformly."""
     rng = generator("pseudo-sentences", digest(text.x), count)
     x = text.x[torch.randint(len(text.x), (count,), generator=rng)]
     special = torch.tensor(sorted(model.special))
@@ -131,11 +132,11 @@ def pseudo_sentences(text: Batch, count: int, classes: int, model: LanguageModel
 
 
 class SentenceNetwork(nn.Module):
-    """Logits (n, B, L, words) of hashed updates (n, columns), which it standardises first.
+    """Logits (n, B, L, words) from hashed updates (n, columns), which it standardises first.
 
     Args:
         sentences, length: B and L.
-        mean, deviation: (columns,) of the updates that it learns from.
+        mean, deviation: (columns,) of the training updates.
     """
 
     mean: Tensor
@@ -162,16 +163,16 @@ class SentenceNetwork(nn.Module):
 
 
 def matched_nll(logits: Tensor, truth: Tensor) -> Tensor:
-    """Mean -log p of the words of sentences (n, B, L) under logits (n, B, L, words), under each row's best pairing."""
+    """Mean -log p of the words of sentences (n, B, L) under logits (n, B, L, words), by each row's best pairing."""
     if truth.shape[1] > 1:
         with torch.no_grad():
-            order = hungarian(_surprises(logits, truth))
+            order = hungarian(_pairwise_nll(logits, truth))
         logits = logits.gather(1, order[:, :, None, None].expand_as(logits))
     return F.cross_entropy(logits.flatten(0, 2), truth.flatten())
 
 
-def _surprises(logits: Tensor, truth: Tensor) -> Tensor:
-    """-log p (n, B, B) of each true sentence under each answer."""
+def _pairwise_nll(logits: Tensor, truth: Tensor) -> Tensor:
+    """-log p (n, B, B) of each true sentence under each predicted one."""
     log = logits.log_softmax(-1)
     each = [
         -log.gather(3, truth[:, [i], :, None].expand(-1, log.shape[1], -1, 1)).sum((2, 3))
@@ -182,11 +183,11 @@ def _surprises(logits: Tensor, truth: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """How a training went.
+    """The outcome of a training.
 
     Args:
-        error: mean surprise of a held-out sentence's word in nats.
-        steps: that it took; planned: those that it might have; interrupted: whether the clock ended it.
+        error: mean negative log-likelihood of a held-out sentence's word, in nats.
+        steps: done; planned: at most; interrupted: whether the deadline ended it.
     """
 
     error: float
@@ -196,29 +197,29 @@ class TrainingRecord:
 
     @classmethod
     def of(cls, trainer: Trainer) -> "TrainingRecord":
-        """A training that has ended."""
+        """Of a finished training."""
         return cls(trainer.lowest, trainer.step, trainer.planned, not trainer.done)
 
     @classmethod
     def kept(cls, numbers: Tensor) -> "TrainingRecord":
-        """From what `numbers` wrote."""
+        """The inverse of `numbers`."""
         error, steps, planned, interrupted = numbers.tolist()
         return cls(error, int(steps), int(planned), bool(interrupted))
 
     @property
     def numbers(self) -> Tensor:
-        """As it lies on the shelf."""
+        """The form in the cache."""
         return torch.tensor([self.error, self.steps, self.planned, self.interrupted], dtype=torch.float64)
 
     def answer(self, x: Tensor, seconds: float) -> Reconstruction:
-        """What was learned, applied."""
+        """The trained network's reconstruction."""
         if not self.interrupted:
             return Reconstruction(x, None, self.error, self.steps, seconds, "converged")
-        reason = f"{self.steps} of {self.planned} steps of training when its seconds were over"
+        reason = f"training stopped after {self.steps} of {self.planned} steps: its seconds were over"
         return Reconstruction(x, None, self.error, self.steps, seconds, "out_of_budget", reason)
 
     def diverged(self, reason: str) -> Reconstruction:
-        """Of an update that cannot be read."""
+        """The result for an update that cannot be read."""
         return Reconstruction(None, None, self.error, self.steps, 0.0, "diverged", reason)
 
 
@@ -227,30 +228,30 @@ class TextInverter:
     """A trained network.
 
     Args:
-        vocabulary: (words,) the ids that it tells apart.
+        vocabulary: (words,) the ids that it can output.
     """
 
     network: SentenceNetwork
     vocabulary: Tensor
-    course: TrainingRecord
+    record: TrainingRecord
 
     def answer(self, row: Tensor, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
-        """What it makes of one hashed update (columns,), with lengths (B,) where they are given."""
+        """The reconstruction of one hashed update (columns,), with lengths (B,) where they are given."""
         started = time.perf_counter()
         with torch.no_grad():
             logits = self.network(row[None])[0]
         if not bool(logits.isfinite().all()):
-            return self.course.diverged("the update is not finite, or too large to be read")
+            return self.record.diverged("the update is not finite, or too large for the network")
         log = logits.new_full((*logits.shape[:2], model.vocabulary), NEVER)
         log[..., self.vocabulary] = logits.log_softmax(-1)
-        return self.course.answer(likeliest(log, model, lengths), time.perf_counter() - started)
+        return self.record.answer(likeliest(log, model, lengths), time.perf_counter() - started)
 
 
 def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tensor:
-    """The likeliest sentences (B, L) under each place's log-probabilities (B, L, vocabulary), framed and padded.
+    """The likeliest sentences (B, L) under each position's log-probabilities (B, L, vocabulary), framed and padded.
 
     Args:
-        lengths: (B,) with what frames them; None: the likeliest.
+        lengths: (B,) including special tokens; None: the likeliest.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -263,9 +264,9 @@ def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tens
     if lengths is None:
         chosen = [(j, least + int(sums[j].argmax())) for j in rows]
     else:
-        told = lengths.clamp(least, longest)
-        order = linear_sum_assignment(sums[:, told - least].T.double().numpy(), maximize=True)[1]
-        chosen = [(int(j), int(n)) for j, n in zip(order, told, strict=True)]
+        given = lengths.clamp(least, longest)
+        order = linear_sum_assignment(sums[:, given - least].T.double().numpy(), maximize=True)[1]
+        chosen = [(int(j), int(n)) for j, n in zip(order, given, strict=True)]
     found = torch.full(log.shape[:2], model.pad)
     for k, (j, n) in enumerate(chosen):
         found[k, :n] = torch.cat([start, best.indices[j, len(start) : n - len(end)], end])
@@ -273,7 +274,7 @@ def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tens
 
 
 def _total(log: Tensor, words: Tensor, model: LanguageModel, n: int) -> Tensor:
-    """Log-probability (B,) of the likeliest sentences of n tokens, whose words have log-probabilities (B, L) by place."""
+    """Log-probability (B,) of the likeliest sentences of n tokens, from their words' log-probabilities (B, L)."""
     inner = words[:, len(model.start) : n - len(model.end)].sum(1)
     for place, token in enumerate(model.end, n - len(model.end)):
         inner = inner + log[:, place, token]
@@ -285,7 +286,7 @@ def _total(log: Tensor, words: Tensor, model: LanguageModel, n: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TextInverterTraining:
-    """The training of one inverter, whose network is kept on the shelf."""
+    """The training of one inverter, whose network is kept in the cache."""
 
     attack: learning_to_invert_text
     shadow: ShadowTrainer
@@ -297,19 +298,19 @@ class TextInverterTraining:
 
     @cached_property
     def vocabulary(self) -> Tensor:
-        """The words that there are lessons of."""
-        found: Tensor = self.shadow.auxiliary.x.unique()
-        return found
+        """The words that occur in the training text."""
+        words: Tensor = self.shadow.auxiliary.x.unique()
+        return words
 
     def inverter(self, clock: Deadline) -> TextInverter:
-        """Trained now, unless it was before."""
+        """The trained inverter, from the cache where it is there."""
         kept = self.shadow.cache.get(f"inverter-{self.name}", lambda: self._train(clock))
         network = self._network(kept["w mean"], kept["w deviation"])
         network.load_state_dict({k: kept[f"w {k}"] for k in network.state_dict()})
         return TextInverter(network, self.vocabulary, TrainingRecord.kept(kept["numbers"]))
 
     def _network(self, mean: Tensor, deviation: Tensor) -> SentenceNetwork:
-        """Untrained, as torch initialises it."""
+        """An untrained network, as torch initialises it."""
         known = self.shadow.known
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of("inverter", self.name))
@@ -334,18 +335,18 @@ class TextInverterTraining:
         return {**trainer.best, "numbers": TrainingRecord.of(trainer).numbers}
 
     def _statistics(self, shadow_data: ShadowDataset, sigma: float) -> tuple[Tensor, Tensor]:
-        """Mean and deviation (columns,) of rows, as they will be with their noise."""
+        """Mean and deviation (columns,) of the training rows with their noise."""
         variance, mean = torch.var_mean(shadow_data.rows, 0, correction=0)
         variance = variance + (sigma * self.shadow.view.noise(self.shadow.entries).to(mean)).square()
         return mean, torch.where(variance > 0, variance, 1.0).sqrt()  # a column that never changes stays 0
 
     def _truth(self, groups: Tensor) -> Tensor:
-        """Sentences (n, B, L) as numbers of `vocabulary`."""
-        found: Tensor = torch.searchsorted(self.vocabulary, self.shadow.auxiliary.x[groups])
-        return found
+        """Sentences (n, B, L) as indices into `vocabulary`."""
+        indices: Tensor = torch.searchsorted(self.vocabulary, self.shadow.auxiliary.x[groups])
+        return indices
 
     def _error(self, network: SentenceNetwork, held: ShadowDataset) -> float:
-        """Mean surprise of a word of held-out sentences."""
+        """Mean negative log-likelihood of a word of held-out sentences, in nats."""
         truth = self._truth(held.groups.reshape(len(held.rows), -1))
         parts = zip(held.rows.split(HELD), truth.split(HELD), strict=True)
         with torch.no_grad():

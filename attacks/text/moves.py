@@ -1,4 +1,4 @@
-"""Moves: other orders of a sentence's words, which a language model and the update then judge (LAMP, section 3.3)."""
+"""Moves: other orders of a sentence's words, to be scored by a language model and the update (LAMP, section 3.3)."""
 
 import torch
 from torch import Generator, Tensor
@@ -7,32 +7,32 @@ KINDS = 4
 
 
 def propose(n: int, count: int, rng: Generator) -> Tensor:
-    """Different orders (N, n) int64 of n words, N <= count, the first of them as they stand.
+    """Different orders (N, n) int64 of n words, N <= count, the present order first.
 
-    In turns: two words swapped, one moved, a span of them moved, a prefix put behind the rest.
+    By turns: swap two words, move one, move a span of them, move a prefix behind the rest.
 
     >>> propose(1, 5, torch.Generator()).tolist()
     [[0]]
     """
-    found = {tuple(range(n)): None}
+    orders = {tuple(range(n)): None}
     for i in range(count - 1 if n > 1 else 0):
-        found.setdefault(tuple(_moved(n, i % KINDS, rng)))
-    return torch.tensor(list(found), dtype=torch.int64).view(len(found), n)
+        orders.setdefault(tuple(_moved(n, i % KINDS, rng)))
+    return torch.tensor(list(orders), dtype=torch.int64).view(len(orders), n)
 
 
 def shuffles(n: int, count: int, rng: Generator) -> Tensor:
-    """Any orders (N, n) of n words, N <= count, the first of them as they stand."""
+    """Random orders (N, n) of n words, N <= count, the present order first."""
     drawn = [tuple(torch.randperm(n, generator=rng).tolist()) for _ in range(count - 1 if n > 1 else 0)]
-    found = list(dict.fromkeys([tuple(range(n)), *drawn]))
-    return torch.tensor(found, dtype=torch.int64).view(len(found), n)
+    orders = list(dict.fromkeys([tuple(range(n)), *drawn]))
+    return torch.tensor(orders, dtype=torch.int64).view(len(orders), n)
 
 
 def on_all_positions(orders: Tensor, movable: Tensor, length: int) -> Tensor:
-    """Orders (N, n) of the movable positions (n,) as orders (N, length) of all, in which the others stay.
+    """Orders (N, n) of the movable positions (n,) as orders (N, length) of all positions.
 
-    The others are special tokens and padding.
+    The other positions, special tokens and padding, stay.
 
-    >>> placed(torch.tensor([[1, 0]]), torch.tensor([1, 2]), 4).tolist()
+    >>> on_all_positions(torch.tensor([[1, 0]]), torch.tensor([1, 2]), 4).tolist()
     [[0, 2, 1, 3]]
     """
     whole = torch.arange(length, device=movable.device).repeat(len(orders), 1)

@@ -1,4 +1,4 @@
-"""The span of a linear map's inputs: the rows of its weight gradient lie in it, so a vector outside was never an input."""
+"""Spans: the rows of a linear map's weight gradient span its inputs, so a vector outside the span was never an input."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from torch import Tensor
 
 from fedgauge.client.models.language_parts import Projection
 
-LOOSEST = 0.2  # a threshold above which nearly every vector would pass, and the span says nothing
+LOOSEST = 0.2  # above this threshold nearly every vector would pass
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Inputs of one attention block, all sentences' and positions' together.
+    """The span of one attention block's inputs, over all sentences and positions.
 
     Args:
         basis: (r, d), orthonormal rows.
-        threshold: the relative distance up to which rounding, or noise, may have moved an input out of the span.
-        sketch: (d, s), random directions outside the span: what is far along them need not be measured.
+        threshold: the relative distance by which rounding or noise may have moved an input out of the span.
+        sketch: (d, s), random directions outside the span, for the cheap test `near`.
     """
 
     basis: Tensor
@@ -27,7 +27,7 @@ class Span:
 
     @property
     def rank(self) -> int:
-        """Dimensions: as many as there were different inputs, if they are independent."""
+        """The dimension: the number of different inputs, if these are independent."""
         return len(self.basis)
 
     def distance(self, vectors: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Span:
         return relative.view(vectors.shape[:-1])
 
     def near(self, vectors: Tensor) -> Tensor:
-        """Which vectors (..., d) may be inputs: a cheap test that lets every input pass, and few others."""
+        """Which vectors (..., d) may be inputs: a cheap test that every input passes, and few others."""
         length = vectors.square().sum(-1)
         return (vectors @ self.sketch).square().mean(-1) <= (4 * self.threshold) ** 2 * length
 
@@ -46,21 +46,21 @@ class Span:
 def span(
     update: Mapping[str, Tensor], maps: Sequence[Projection], most: int, rng: torch.Generator, directions: int = 16
 ) -> Span | None:
-    """The span of what the maps, which share their inputs, were fed; None where their gradients are zero.
+    """The span of the inputs that several maps share; None where their gradients are zero.
 
-    Its rank is that of the gradients in their own precision: what singular values are below rounding's, or below those that
-    no input explains, is no input. An input of the weakest direction that counts is moved by as much as rounding is of it.
+    Its rank is that of the gradients at their precision: singular values below rounding, or below those that no input explains,
+    do not count. The threshold is the relative size of that noise in the weakest direction that counts.
 
     Args:
-        most: inputs that there can be at most; the singular values after them are noise, wherever it comes from.
+        most: the largest possible number of inputs; the singular values after it are noise, wherever it comes from.
     """
     parts = [m.of(update)[0].double().cpu() for m in maps]
     eps = max(torch.finfo(update[m.weight].dtype).eps for m in maps)
     sizes = [torch.linalg.matrix_norm(part, 2) for part in parts]
-    told = [part / size for part, size in zip(parts, sizes, strict=True) if float(size) > 0]
-    if not told:
+    scaled = [part / size for part, size in zip(parts, sizes, strict=True) if float(size) > 0]
+    if not scaled:
         return None
-    rows = torch.cat(told)  # each map's at its own scale: its rounding is relative to it
+    rows = torch.cat(scaled)  # each map at its own scale: its rounding is relative to that
     _, values, basis = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R, full_matrices=False)
     noise = float(values[0]) * eps * rows.shape[1] ** 0.5
     if most < len(values):

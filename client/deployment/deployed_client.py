@@ -1,7 +1,7 @@
-"""A client of a deployment does what its owner's file says: data, chain, grading and guard; the server only names the model.
+"""A deployed client: its owner's file gives the data, chain, grading and guard; the server only names the model.
 
-The server's protocol is taken at its word for the seed, the number of rounds and clients, and the model. All else in it is
-what the server assumes.
+From the server's protocol it takes the seed, the number of rounds and clients, and the model. The rest of the protocol is
+only what the server assumes.
 """
 
 import os
@@ -48,7 +48,7 @@ class DeployedClient(Federation):
 
     @classmethod
     def of(cls, owner: OwnerConfig, terms: ServerTerms) -> "DeployedClient":
-        """Built and checked; Refused where the server's part is at fault, SpecError where the owner's is."""
+        """Built and checked; RequestRefused if the server's part is wrong, SpecError if the owner's is."""
         if owner.client >= terms.clients:
             raise RequestRefused(f"this is client {owner.client}, the protocol has {terms.clients} clients")
         protocol = Protocol(
@@ -65,7 +65,7 @@ class DeployedClient(Federation):
 
     @cached_property
     def shards(self) -> Shards:
-        """The owner's images: all of them, or the part that the protocol's seed deals out to this client."""
+        """The owner's images: all of them, or the part that the protocol's seed gives this client."""
         owner, clients, data = self.owner, self.protocol.clients, self.owner.dataset
         if not owner.whole:
             fixed = {"dataset": data, "clients": clients, "seed": self.protocol.seed}
@@ -80,16 +80,16 @@ class DeployedClient(Federation):
 
     @cached_property
     def model(self) -> nn.Module:
-        """The network that the server names, if it is small enough to be held, and here, of a place that the owner allows."""
+        """The network that the server names, if it fits in memory, is installed here, and the owner allows its package."""
         table = dict(self.protocol.model)
         offered = self.shards.dataset.offered
-        allowed = may_download.set(False)  # a server names what a client has, and makes it fetch nothing
+        allowed = may_download.set(False)  # a server must not make a client download anything
         try:
             mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
             with self.owner.allowing():
                 if with_absolute_paths(table, MODEL, Path(os.sep)) != table:
                     raise RequestRefused(NO_FILE)
-                if is_own(table, MODEL):  # a package that the owner allows is the owner's to trust
+                if is_own(table, MODEL):  # the owner trusts the packages that it allows
                     self._check_size(table, offered)
                 return build_model(table, "[model]", offered, self.protocol.seed, beside=("mode",)).train(
                     mode == "train"
@@ -100,7 +100,7 @@ class DeployedClient(Federation):
             may_download.reset(allowed)
 
     def _check_size(self, table: Table, offered: Mapping[str, Any]) -> None:
-        with torch.device("meta"):  # shapes alone, before any memory is taken
+        with torch.device("meta"):  # only shapes, before any memory is taken
             shadow = build_model(table, "[model]", offered, self.protocol.seed, beside=("mode",))
         size = sum(t.numel() for t in (*shadow.parameters(), *shadow.buffers()))
         if size > MOST_PARAMETERS:
@@ -115,27 +115,27 @@ class DeployedClient(Federation):
         return drawn[: self.owner.batch_size].tolist()
 
     def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: TransformState) -> Update:
-        """What leaves the client, with noise that nobody else can draw again."""
+        """The update that leaves the client, with noise that nobody else can reproduce."""
         self.load_buffers(buffers)
         return self.update_fn(memory)(params, batch, secret_generator())
 
 
 class SelfAudit(ABC):
-    """What a client tries on its own update before it leaves; a frozen dataclass of an attack's name and its budget."""
+    """An attack of a client on its own update before it leaves; a frozen dataclass of the attack's name and budget."""
 
     @abstractmethod
     def leak(
         self, own: Federation, params: Params, buffers: Mapping[str, Tensor], update: Update, batch: Batch
     ) -> float:
-        """PSNR in dB of the best reconstructed example; -inf where the attack got none.
+        """PSNR in dB of the best reconstructed example; -inf if there is none.
 
         Raises:
-            ValueError: the attack does not apply, so that nothing can be said.
+            ValueError: the attack does not apply to this update.
         """
 
 
 SELF_AUDIT = ComponentKind("an audit of one's own update", ("fedgauge.audits",), SelfAudit)
-INVERSION = "invert_own"  # attacks stand above clients: it is found by its name, where an owner asks for it
+INVERSION = "invert_own"  # clients may not import attacks, so the registry finds it by name
 
 
 def self_audit(guard: GuardPolicy) -> SelfAudit | None:

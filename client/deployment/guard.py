@@ -1,9 +1,9 @@
-"""A client's guard: what it was sent is inspected, what it computed looked at once more, and the update may be held back.
+"""A client's guard: it inspects the weights that came and the update that would leave, and may withhold the update.
 
-The server learns that nothing comes, and no reason. (That much it does learn: who may hold back by what the examples are tells
-one bit of them a round. Of an inspection these are its detectors that try weights on examples; a server can send weights that
-raise an alarm at whoever has examples of a certain kind. Without them, `examples = false`, a refusal says nothing that the
-server does not know. An alarm that is only logged tells it nothing either.)
+The server learns that no update comes, but not why. (A decision that depends on the examples tells it one bit about them a
+round. In an inspection, these are the detectors that evaluate weights on examples: a server can send weights that raise an
+alarm at clients with examples of a certain kind. Without them, `examples = false`, a refusal tells the server nothing new. An
+alarm that is only logged tells it nothing either.)
 """
 
 import logging
@@ -26,29 +26,33 @@ from fedgauge.client.update import Params, Update, norm
 
 _LOG = logging.getLogger("fedgauge")
 WITHHELD = 111  # an error code of our own
-INSPECTED = "inspected"  # the record in a client's state of what it has met
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm: they jump in an honest federation
+INSPECTED = "inspected"  # the record of inspections in a client's state
+_STATISTICS = (
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+)  # of BatchNorm: they jump with an honest server, too
 Audit = Callable[[Params, Update], float]  # (weights as sent, update) -> PSNR in dB of the best reconstructed example
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class UpdatePolicy:
-    """What an update must pass: every entry finite, a norm that is not too large, an audit of one's own that fails.
+    """What an update must pass: every entry is finite, the norm is not too large, the client's own attack on it fails.
 
     Args:
         max_norm: the largest Euclidean norm that is sent; None: any.
-        threshold: dB; held back is an update of which the audit reconstructs an example at this PSNR or better.
+        threshold: dB; an update is withheld if the audit reconstructs an example at this PSNR or better.
     """
 
     max_norm: float | None = None
     threshold: float = 20.0
 
     def objection(self, update: Mapping[str, Tensor], audit: Callable[[], float] | None = None) -> str:
-        """Why an update should not leave, for the owner alone; empty where it may.
+        """Why an update should not leave, for the owner only; empty if it may.
 
         Args:
-            audit: of this update; ValueError where it cannot say: then it is held back. Asked last, as it costs most.
+            audit: of this update; on ValueError the update is withheld. It runs last, as it costs most.
         """
         floats = {k: t.double() for k, t in update.items() if torch.is_floating_point(t)}
         if wrong := [k for k, t in floats.items() if not torch.isfinite(t).all()]:
@@ -60,8 +64,8 @@ class UpdatePolicy:
         try:
             leak = audit()
         except ValueError as error:
-            return f"its audit says nothing: {error}"
-        # not leak < threshold: a leak that is no number is none that was found to be small
+            return f"its audit failed: {error}"
+        # not (leak >= threshold): a NaN must not pass
         return "" if leak < self.threshold else f"its audit reconstructs an example at {leak:.1f} dB"
 
 
@@ -74,18 +78,19 @@ def guard(
     inspection_policy: InspectionPolicy | None = None,
     probes: ProbeSet | None = None,
 ) -> Mod:
-    """A mod that answers with an error where an update should not leave: `@app.train(mods=[guard(max_norm=10.0), ...])`.
+    """A mod that answers with an error if an update should not leave: `@app.train(mods=[guard(max_norm=10.0), ...])`.
 
-    First in the list: what the others make of an update is what leaves. It wants one ArrayRecord in the message, or several
-    of which one is called "arrays", and in the reply the same names; every other ArrayRecord of the reply must be finite.
+    Put it first in the list, so that it checks what the other mods made of the update. It expects one ArrayRecord in the
+    message, or several with one called "arrays", and the same names in the reply; every other ArrayRecord of the reply must be
+    finite.
 
     Args:
-        audit: None: none; it is handed what the message and the reply hold, and knows the examples by itself.
+        audit: gets what the message and the reply hold, and knows the examples by itself; None: no audit.
         replies: what the ClientApp answers with: weights (anybody's) or updates (fedgauge's).
-        note: told why an update was held back, at the client alone; default: its log.
-        watch: what is done about suspicious weights; None: nothing. What they are compared with lies in the node's state.
-        bench: the network, whose buffers become those that were sent, and the client's own examples; None: weights are inspected
-            by themselves.
+        note: gets the reason for withholding an update, at the client only; default: its log.
+        inspection_policy: what to do about suspicious weights; None: nothing. The node's state keeps what they are compared with.
+        probes: the network, whose buffers become those that were sent, and the client's own examples; None: only the weights
+            are inspected.
     """
     outbound, vigilant = UpdatePolicy(max_norm, threshold), inspection_policy or InspectionPolicy()
 
@@ -110,13 +115,13 @@ def guard(
 
 
 def withheld(message: Message) -> Message:
-    """The answer in the place of an update."""
+    """The answer instead of an update."""
     return Message(Error(WITHHELD, REASON), reply_to=message)
 
 
 @contextmanager
 def guard_memory(state: RecordDict) -> Iterator[TransformState]:
-    """What a node's state remembers of the weights that it has met; what is changed in it is kept."""
+    """What a node's state keeps of earlier weights; changes are saved."""
     memory: TransformState = dict(state.array_records.get(INSPECTED, ArrayRecord()).to_torch_state_dict())
     yield memory
     if memory:
@@ -134,12 +139,12 @@ def inspect_message(
     note: Note = _LOG.warning,
     rng: Generator | None = None,
 ) -> str:
-    """Why a client should not answer to weights that it was sent, for its owner alone; empty where it may.
+    """Why a client should not answer to the weights that it got, for its owner only; empty if it may.
 
     Args:
-        rows: of the training images, those that the round trains on.
-        weights: and the buffers that came with them.
-        memory: what the client kept from its rounds before, brought up to date.
+        rows: the training images of the round.
+        weights: with the buffers that came with them.
+        memory: what the client kept from earlier rounds; it is updated.
         rng: None: the client's own entropy.
     """
     if inspection_policy.inspect == "off":
@@ -159,7 +164,7 @@ def inspect_params(
     note: Note = _LOG.warning,
     rng: Generator | None = None,
 ) -> str:
-    """`inspect_message`, of weights whose buffers the bench's model has already."""
+    """`inspect_message` for weights whose buffers the model of the probes already has."""
     if inspection_policy.inspect == "off":
         return ""
     found = inspection_policy.findings(probes, params, round, memory, rng)
@@ -171,7 +176,7 @@ def inspect_params(
 
 
 def _learnt(sent: Mapping[str, Tensor], probes: ProbeSet | None) -> Params:
-    """The parameters among what was sent: by their names in the network, where it is known."""
+    """The parameters among the tensors that were sent: by the network's names, if it is known."""
     if probes is not None:
         return {name: sent[name] for name, _ in probes.model.named_parameters() if name in sent}
     return {k: t for k, t in sent.items() if torch.is_floating_point(t) and not k.endswith(_STATISTICS)}
@@ -184,7 +189,7 @@ def _load_buffers(sent: Mapping[str, Tensor], probes: ProbeSet | None) -> None:
 
 
 def _round(memory: TransformState) -> int:
-    """A mod counts the messages: what a message calls its round is the server's word."""
+    """The number of this message: a message's own round number is only the server's claim."""
     memory["messages"] = memory.get("messages", torch.tensor(0)) + 1
     return int(memory["messages"])
 
@@ -194,7 +199,7 @@ def _objections(
 ) -> Iterator[str]:
     found = [dict(record.to_torch_state_dict()) for record in reply.content.array_records.values()]
     if not any(tensors.keys() == sent.keys() for tensors in found):
-        yield "the reply has no weights of the names that were sent"
+        yield "the reply has no weights with the names that were sent"
     for tensors in found:
         if tensors.keys() != sent.keys():
             yield UpdatePolicy().objection(tensors)
@@ -211,5 +216,5 @@ def _objections(
 def _weights(message: Message) -> ArrayRecord:
     records = dict(message.content.array_records)
     if len(records) != 1 and "arrays" not in records:
-        raise ValueError(f"guard wants one ArrayRecord in a message, or one called 'arrays', got {sorted(records)}")
+        raise ValueError(f"guard expects one ArrayRecord in a message, or one called 'arrays', got {sorted(records)}")
     return records["arrays"] if "arrays" in records else next(iter(records.values()))

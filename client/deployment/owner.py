@@ -1,4 +1,4 @@
-"""The owner's file: data, chain, grading and guard of a client of a deployment."""
+"""The owner's file: the data, chain, grading and guard of a deployed client."""
 
 import tomllib
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ _SPLIT = ("partition", "alpha", "shards_per_client", "auxiliary")  # of a data s
 
 @dataclass(frozen=True)
 class GradingPolicy:
-    """What the owner lets the server know of its success.
+    """What the owner lets the server learn about the quality of its reconstructions.
 
     Args:
-        mode: off answers nothing; scores answers with the PSNR of each reconstruction.
-        precision: PSNR is rounded to multiples of so many dB, > 0.
-        queries: reconstructions of one batch of examples that are answered, at most, >= 1, in whatever rounds.
+        mode: off: no answer; scores: the PSNR of each reconstruction.
+        precision: PSNR is rounded to multiples of this, in dB, > 0.
+        queries: the most answers about one batch of examples, >= 1, over all rounds.
     """
 
     mode: Literal["off", "scores"] = "off"
@@ -54,14 +54,14 @@ class GradingPolicy:
 
 @dataclass(frozen=True)
 class GuardPolicy:
-    """What an update must pass before it leaves; entries that are not finite never do.
+    """What an update must pass before it leaves; an update with entries that are not finite never leaves.
 
     Args:
         max_norm: the largest Euclidean norm that is sent; None: any.
-        audit: an attack that the client tries on its own update first; None: none.
-        iterations, seconds: the most that it may spend.
-        threshold: dB; an update is held back whose best reconstructed example has this PSNR, or more.
-        inspect, architecture, examples: what is done about suspicious weights, as fedgauge.client.inspection's Watch says.
+        audit: an attack that the client first tries on its own update; None: none.
+        iterations, seconds: the budget of that attack.
+        threshold: dB; an update is withheld if its best reconstructed example has this PSNR or more.
+        inspect, architecture, examples: what to do about suspicious weights, as in `InspectionPolicy`.
     """
 
     max_norm: float | None = None
@@ -83,7 +83,7 @@ class GuardPolicy:
 
     @property
     def inspection_policy(self) -> InspectionPolicy:
-        """What is done about the weights that the server sends."""
+        """What to do about the weights that the server sends."""
         return InspectionPolicy(self.inspect, self.architecture, self.examples)
 
 
@@ -92,15 +92,18 @@ class OwnerConfig:
     """An owner's file, checked.
 
     Args:
-        client: the number under which the server knows this client.
+        client: the server's number for this client.
         state: the client's own folder.
-        allow: packages outside fedgauge's from which components may be loaded.
-        data: the dataset's table; split: how one that several clients share is dealt out; batch_size: examples a round.
-        whole: all of the training images are this client's own.
-        sampling: secret draws a round's examples by the operating system's entropy, agreed by the protocol's seed.
-        loss: what is minimised; chain: what is applied.
-        updates: the most that are computed for servers, all runs together; None: any number.
-        guard: None: none.
+        allow: packages outside fedgauge that may provide components.
+        data: the dataset's table.
+        split: how a dataset that several clients share is divided.
+        batch_size: examples a round.
+        whole: whether all training images are this client's own.
+        sampling: secret: the operating system's entropy draws a round's examples; agreed: the protocol's seed does.
+        loss: what is minimised.
+        chain: what is applied.
+        updates: the most updates for servers, over all runs; None: any number.
+        guard: None: no guard.
     """
 
     path: Path
@@ -156,7 +159,9 @@ class OwnerConfig:
         if batch_size < 1:
             raise SpecError(f"[data]: batch_size must be at least 1, got {batch_size}")
         if whole and shared:
-            raise SpecError(f"[data]: {next(iter(shared))} deals out what clients share; whole = true is all one's own")
+            raise SpecError(
+                f"[data]: {next(iter(shared))} divides data that clients share; whole = true means that all images are this client's own"
+            )
         updates = coerce(tables["updates"], int, "updates") if "updates" in tables else None
         if updates is not None and updates < 1:
             raise SpecError(f"updates must be at least 1, got {updates}")
@@ -183,14 +188,14 @@ class OwnerConfig:
     def dataset(self) -> Dataset:
         """The images."""
         beside = ("batch_size", "whole", "sampling", *_SPLIT)
-        with self.allowing():  # paths are relative to the owner's file
+        with self.allowing():  # paths start from the owner's file
             found: Dataset = build(
                 with_absolute_paths(self.data, DATASET, self.path.parent), "[data]", DATASET, beside=beside
             )
         return found
 
     def allowing(self) -> AbstractContextManager[None]:
-        """Let components be loaded from the packages that this owner allows, and no others."""
+        """Allow components of the packages that this owner lists, and no others."""
         return allowing(self.allow, [self.path.absolute().parent], plug_ins=False)
 
     def batch(self, rows: Sequence[int]) -> Batch:

@@ -1,4 +1,4 @@
-"""Mount a secure sum as an ordinary Flower mod: what leaves the client is a masked vector in the place of its update."""
+"""A secure sum as an ordinary Flower mod: the client sends a masked vector instead of its update."""
 
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -45,9 +45,10 @@ def secure_sum(protocol: SecureSumClient, replies: Literal["updates", "weights"]
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         if RECORD not in message.content.config_records:
             raise ValueError(
-                "the server asks for an update that it would see by itself: wrap its strategy in fedgauge.server.strategy.secure_aggregation.SecureSum"
+                "the server asks for an update that it would see by itself: "
+                "the server must wrap its strategy in fedgauge's SecureSumStrategy"
             )
-        # the ClientApp gets what it would get without a secure sum: many a one looks for its only ConfigRecord
+        # the ClientApp gets what it would get without a secure sum: some expect a single ConfigRecord
         plain = copy(message)
         plain.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
         failed: list[Message] = []
@@ -63,7 +64,7 @@ def secure_sum(protocol: SecureSumClient, replies: Literal["updates", "weights"]
         try:
             state, answer = protocol.answer(cast(Record, kept), read(message.content), train)
         except ValueError:
-            if failed:  # the ClientApp's own answer, e.g. that it came too late
+            if failed:  # the ClientApp's own error, e.g. that it was too late
                 return failed[0]
             raise
         context.state[RECORD] = ConfigRecord(cast(Any, state))
@@ -80,7 +81,7 @@ def to_config_record(record: Mapping[str, Value]) -> RecordDict:
 
 
 def read(content: RecordDict) -> Record:
-    """The question or answer that a message carries; {} where it carries none."""
+    """The question or answer in a message; {} if there is none."""
     plain = cast(Record, dict(content.config_records.get(RECORD, ConfigRecord())))
     return {**plain, **{k: array.numpy() for k, array in content.array_records.get(ARRAYS, ArrayRecord()).items()}}
 
@@ -91,7 +92,7 @@ def _update(message: Message, reply: Message, replies: str) -> Vector:
     moving = {k: t for k, t in sent.items() if t.is_floating_point()}
     expected = sent if replies == "weights" else moving
     if wrong := [k for k in sorted(expected.keys() | returned.keys()) if _form(expected, k) != _form(returned, k)]:
-        raise ValueError(f"the reply's arrays are not those of the message: {', '.join(wrong)} differ")
+        raise ValueError(f"the reply's arrays do not match the message's: {', '.join(wrong)} differ")
     origin = moving if replies == "weights" else {k: torch.zeros_like(t) for k, t in moving.items()}
     parts = [(returned[k].double() - t.double()).flatten() for k, t in origin.items()]
     flat: Vector = torch.cat(parts).numpy()
@@ -101,7 +102,7 @@ def _update(message: Message, reply: Message, replies: str) -> Vector:
 def _tensors(message: Message) -> dict[str, Tensor]:
     records = dict(message.content.array_records)
     if len(records) != 1:
-        raise ValueError(f"secure_sum wants exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")
+        raise ValueError(f"secure_sum expects exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")
     return dict(next(iter(records.values())).to_torch_state_dict())
 
 

@@ -1,4 +1,4 @@
-"""The client's own folder: what it drew, what it answered, and its log; nothing in it ever travels."""
+"""The client's own folder: what it drew, what it answered, and its log; nothing in it ever leaves the client."""
 
 import fcntl
 import hashlib
@@ -20,7 +20,7 @@ from fedgauge.client.update import Batch
 
 
 class DamagedState(Exception):
-    """A file of the client's own folder cannot be read; the message names it, and is for the owner alone."""
+    """A file of the client's own folder cannot be read; the message names it, and is for the owner only."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class DrawnBatch:
 
     Args:
         run: Flower's number of the run.
-        digest: of the examples; else rows would mean others where the owner's data has changed.
-        sent: whether the update left: of one that the owner's guard held back nothing is told, not even its leak.
+        digest: of the examples: if the owner's data changes, the same rows mean other examples.
+        sent: whether the update left. Of a withheld update the server learns nothing, not even what it leaks.
     """
 
     run: int
@@ -41,20 +41,20 @@ class DrawnBatch:
 
 @dataclass(frozen=True)
 class ClientFolder:
-    """The client's own folder: what it drew, what it answered, and its log; nothing in it ever travels."""
+    """The client's own folder: what it drew, what it answered, and its log; nothing in it ever leaves the client."""
 
     folder: Path
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the folder alone: counts must not be read by two at the same time."""
+        """Lock the folder: two processes must not read counts at the same time."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _private(self.folder / "lock") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def drawn(self, run: int, round: int) -> DrawnBatch | None:
-        """What was trained on in a round of one of the server's runs; None where that round never came."""
+        """What the client trained on in a round of a run; None if that round never came."""
         table = _read(self._round(run, round))
         if table is None:
             return None
@@ -70,15 +70,15 @@ class ClientFolder:
         return sum(1 for _ in (self.folder / "rounds").glob("run-*.json"))
 
     def keep_drawn(self, round: int, drawn: DrawnBatch) -> None:
-        """Write a round's draw down."""
+        """Record a round's draw."""
         _write(self._round(drawn.run, round), asdict(drawn))
 
     def answers(self, digest: str) -> dict[str, Any]:
-        """What was answered on a batch, by round and attack."""
+        """The answers about a batch, by round and attack."""
         return _read(self._answers(digest)) or {}
 
     def keep_answers(self, digest: str, answers: Mapping[str, Any]) -> None:
-        """Write down what will be answered: before it leaves, so that a crash forgets no answer."""
+        """Record answers before they leave, so that a crash loses none."""
         _write(self._answers(digest), answers)
 
     def protocol(self) -> str | None:
@@ -89,15 +89,15 @@ class ClientFolder:
             return None
 
     def keep_protocol(self, text: str) -> None:
-        """Write the server's protocol down, for the owner's own account."""
+        """Record the server's protocol, for the owner's report."""
         with replacing(self.folder / "protocol.json") as file:
             file.write(text.encode())
 
     @contextmanager
     def met(self, run: int) -> Iterator[TransformState]:
-        """What an inspection remembers of the weights of one of the server's runs; what is changed in it is kept.
+        """What inspections keep of a run's weights; changes are saved.
 
-        The network that was met first is that of all runs: an owner who agrees to another one deletes the file, or names it.
+        The first network counts for all runs: an owner who agrees to another one deletes the file, or names the network.
         Weights are not compared between runs.
         """
         from safetensors import SafetensorError
@@ -118,7 +118,7 @@ class ClientFolder:
 
     @property
     def log(self) -> Path:
-        """A line of JSON for each thing that was done, answered or refused."""
+        """One line of JSON for each event: an update, an answer, a refusal."""
         return self.folder / "log.jsonl"
 
     def note(self, event: str, **facts: object) -> None:
@@ -132,12 +132,12 @@ class ClientFolder:
         return self.folder / "rounds" / f"run-{run}-round-{round:05d}.json"
 
     def _answers(self, digest: str) -> Path:
-        # by batch, not by round: a server that has the same examples trained on again has spent its questions on them
+        # by batch, not by round: training on the same examples again gives the server no new questions
         return self.folder / "answers" / f"{digest}.json"
 
 
 def digest_of(batch: Batch) -> str:
-    """Tells batches apart, whatever the order of their examples."""
+    """A digest of a batch that does not depend on the order of its examples."""
     each = sorted(hashlib.sha256(x.contiguous().numpy().tobytes()).digest() for x in batch.x)
     return hashlib.sha256(b"".join(each)).hexdigest()[:32]
 
@@ -159,10 +159,12 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise DamagedState(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):
-        raise DamagedState(f"{path} is damaged: it holds no table")
+        raise DamagedState(f"{path} is damaged: expected a JSON object")
     return found
 
 
 def _write(path: Path, table: Mapping[str, Any]) -> None:
-    with replacing(path, durable=True) as file:  # a count that a power cut forgets is one that a server can reset
+    with replacing(
+        path, durable=True
+    ) as file:  # durable: a count that a power cut loses would give the server new questions
         file.write(json.dumps(table).encode())

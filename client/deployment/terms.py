@@ -1,4 +1,4 @@
-"""What a client takes from the server's protocol, and how it refuses the rest."""
+"""The server's protocol at a deployed client: what the client takes from it, and what it refuses."""
 
 import json
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from fedgauge.client.components import Table, coerce
 from fedgauge.client.deployment.owner import MOST_CLIENTS
 
 MOST_TEXT = 2**16  # characters of a protocol
-MOST_MODEL = 2**12  # of them of the model: a list of layers is built before it is measured
-NO_FILE = "[model]: a server does not make a client read a file"
+MOST_MODEL = 2**12  # characters of [model]: a list of layers is built before its size is known
+NO_FILE = "[model]: a server must not make a client read a file"
 
 
 class RequestRefused(Exception):
-    """What the server asked for is not done; the message is for the server, and tells nothing of the data."""
+    """The client does not do what the server asked for; the message is for the server, and says nothing about the data."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ServerTerms:
 
     @classmethod
     def parse(cls, text: str) -> "ServerTerms":
-        """From the protocol's JSON; Refused with the reason."""
+        """From the protocol's JSON; RequestRefused with the reason."""
         if len(text) > MOST_TEXT:
             raise RequestRefused(f"the protocol has {len(text)} characters, more than {MOST_TEXT}")
         try:

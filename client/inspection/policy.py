@@ -1,7 +1,7 @@
-"""Inspection: before a client trains on weights, it asks whether an honest federation would have sent them.
+"""Inspection: before a client trains on weights, it checks whether an honest server would have sent them.
 
-It knows the network, the weights of its last round, and examples of its own. Nothing of what it finds has to leave it, but a
-client that refuses by what its examples show tells the server one bit of them.
+It knows the network, the weights of its last round, and its own examples. No result has to leave the client, but a client
+that refuses because of what its examples show tells the server one bit about them.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from fedgauge.client.inspection.weights import embedding_weights, inspect_weight
 from fedgauge.client.transforms import TransformState
 from fedgauge.client.update import Batch, Params
 
-MOST_APART = 5  # rounds by which a jump is excused: how many it has been is the server's word
-REASON = "withheld by the client's guard"  # the same whatever the cause
+MOST_APART = 5  # rounds that can explain a jump: the server says how many have passed
+REASON = "withheld by the client's guard"  # the same for every cause
 ALARM = "alarm, suspicion"
 
 
 def is_alarm(reason: str) -> bool:
-    """Whether a guard's words, as a server records them, tell of an alarm or of an update that was withheld."""
+    """Whether a guard's message, as a server records it, reports an alarm or a withheld update."""
     return ALARM in reason or reason.startswith(REASON)
 
 
@@ -39,16 +39,16 @@ def inspect(
     agreed: str = "",
     rng: Generator | None = None,
 ) -> DetectorResults:
-    """Everything that can be said of weights before training on them; all that is handed in is left as it was.
+    """Run every detector on weights before training on them; no argument is changed.
 
-    Of fewer than FEWEST examples nothing is said of how they share a gradient: one alone has all of it by definition. Who
-    trains on one example a round probes with others of its own.
+    With fewer than FEWEST examples the detectors of shared gradients are silent: a single example has the whole gradient by
+    definition. A client that trains on one example a round adds other examples of its own.
 
     Args:
         previous: the weights of an earlier round, None before the first; apart: rounds since then.
         agreed: `fingerprint` of the network that was agreed on; "": any.
-        rng: draws the rows of large matrices that are looked at; None: the client's own entropy. A server that could foresee
-            them would put its rows elsewhere.
+        rng: samples the rows of large matrices; None: the client's own entropy. A server that could predict the sample
+            would put its rows elsewhere.
     """
 
     def findings() -> Iterator[DetectorResult]:
@@ -61,7 +61,7 @@ def inspect(
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of the tree of modules: their names, kinds, settings and the shapes of their tensors; not of any value."""
+    """A digest of the tree of modules: their names, types, settings and shapes of tensors, but no values."""
     parts = []
     for name, module in model.named_modules():
         kind = type(module)
@@ -73,13 +73,13 @@ def fingerprint(model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class InspectionPolicy:
-    """What a client does about the weights that it is sent.
+    """What a client does about the weights that the server sends.
 
     Args:
-        inspect: off looks at nothing; log writes down what is found; warn tells of alarms alone, more loudly; refuse also
-            holds the update back.
-        architecture: `fingerprint` of the network that was agreed on; None: of the first round's.
-        examples: whether weights are tried on examples; if not, a refusal tells the server nothing of them.
+        inspect: off: no inspection; log: write down every result; warn: report alarms only; refuse: report alarms and
+            withhold the update.
+        architecture: `fingerprint` of the network that was agreed on; None: that of the first round.
+        examples: whether weights are evaluated on examples; if not, a refusal says nothing about the examples.
     """
 
     inspect: Mode = "off"
@@ -89,17 +89,17 @@ class InspectionPolicy:
     def findings(
         self, probes: ProbeSet | None, params: Params, round: int, memory: TransformState, rng: Generator | None = None
     ) -> DetectorResults:
-        """What a round's weights look like to a client that keeps `memory` from round to round: read, and written.
+        """Inspect a round's weights; `memory` is what the client keeps from round to round, and is updated.
 
         It keeps the first network's fingerprint and the last weights that raised no alarm: no more than a model.
 
         Args:
-            bench: None: of the network and examples nothing is known here.
-            rng: as `inspect` has it.
+            probes: None: the network and the examples are unknown here.
+            rng: as for `inspect`.
         """
         previous, then = _remembered(memory)
         if previous is not None and _shapes(previous) != _shapes(params):
-            previous = None  # of another network, of which the fingerprint speaks
+            previous = None  # another network: the fingerprint reports it
         apart = min(max(round - then, 1), MOST_APART)
         if probes is None:
             found = DetectorResults.of(inspect_weights(params, previous, apart, rng=rng))
@@ -116,7 +116,7 @@ class InspectionPolicy:
         return found
 
 
-FIRST_NETWORK = "architecture"  # in a memory, the fingerprint of the network that was met first
+FIRST_NETWORK = "architecture"  # key of the first network's fingerprint in a memory
 _ROUND, _WEIGHTS = "round", "params."
 
 
@@ -137,4 +137,6 @@ def _architecture(model: nn.Module, agreed: str) -> Iterator[DetectorResult]:
     if not agreed:
         return
     met = fingerprint(model)
-    yield DetectorResult("architecture", "", float(met != agreed) * 2, f"its fingerprint is {met}, agreed is {agreed}")
+    yield DetectorResult(
+        "architecture", "", float(met != agreed) * 2, f"its fingerprint is {met}, the agreed one is {agreed}"
+    )

@@ -1,4 +1,4 @@
-"""Detectors that try weights on a client's own examples: biases, dead layers, gradients that single examples own, the loss."""
+"""Detectors that evaluate weights on a client's own examples: biases, dead layers, gradients of single examples, the loss."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -15,21 +15,22 @@ from fedgauge.client.inspection.weights import FEWEST, embedding_weights
 from fedgauge.client.training import drawing, gradient
 from fedgauge.client.update import Batch, Loss, Params
 
-PROBE = 32  # own examples on which weights are tried
-MOST_FLOATS = 2**24  # of single examples' gradients at a time: 64 MiB
-TOUCHES = 1e-12  # part of the largest energy from which on a gradient is one
-GONE = 1e-6  # part of what its energy was that an example's gradient has left when it has vanished
-WIDE = 16  # units of a layer: fewer are a classifier's, of which one may well belong to one example
-ALONE = 0.99  # part of a unit's energy that makes it one example's
+PROBE = 32  # own examples on which weights are evaluated
+MOST_FLOATS = 2**24  # of per-example gradients at a time: 64 MiB
+TOUCHES = 1e-12  # part of the largest energy; below it a gradient counts as zero
+GONE = 1e-6  # an example's gradient has vanished if its norm fell to this part
+WIDE = 16  # units of a layer: a narrower one may be a classifier's, where a unit may well belong to one example
+ALONE = 0.99  # part of a unit's energy from which on it belongs to one example
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeSet:
-    """What a client tries weights on.
+    """The network and the examples on which a client evaluates weights.
 
     Args:
         model: with the buffers that came with the weights.
-        probe: examples of its own, none where they are to be left out of it; the mean loss over them is what it minimises.
+        probe: its own examples; empty if the inspection must not use any.
+        loss: their mean loss, which the client minimises.
     """
 
     model: nn.Module
@@ -39,14 +40,14 @@ class ProbeSet:
 
 
 def probe_examples(shards: Shards, client: int, rows: Tensor) -> Batch:
-    """Examples of a client's own to try weights on: a round's (their rows), and others of its shard up to PROBE."""
+    """A client's own examples to evaluate weights on: the round's (rows), and others of its shard up to PROBE."""
     mine = shards.indices[client]
     others = mine[~torch.isin(mine, rows)][: max(PROBE - len(rows), 0)]
     return batch_of(shards.dataset.x, shards.dataset.y, torch.cat([rows, others])[:PROBE])
 
 
 def inspect_with_examples(probes: ProbeSet, params: Params, previous: Params | None) -> Iterator[DetectorResult]:
-    """What weights show on a client's own examples; previous: the weights of an earlier round, None before the first."""
+    """Results of the detectors that need examples; previous: the weights of an earlier round, None before the first."""
     tables = embedding_weights(probes.model)
     now = _try_weights(probes, params)
     before = None if previous is None else _try_weights(probes, previous)
@@ -59,10 +60,10 @@ def inspect_with_examples(probes: ProbeSet, params: Params, previous: Params | N
 
 @dataclass(frozen=True, eq=False)
 class _ProbeResult:
-    """What weights make of examples.
+    """How weights act on examples.
 
     Args:
-        inputs: by the layer's name, the root mean square of what it is fed.
+        inputs: by layer, the root mean square of its input.
         losses: (B,).
         energy: by parameter, |gradient|^2 of each example and row, (B, rows).
     """
@@ -80,7 +81,7 @@ def _try_weights(probes: ProbeSet, params: Params) -> _ProbeResult:
 
 @contextmanager
 def _as_evaluated(model: nn.Module) -> Iterator[None]:
-    """In train mode one example's gradient would depend on the others by BatchNorm."""
+    """In eval mode: in train mode BatchNorm makes one example's gradient depend on the others."""
     training = [m for m in model.modules() if m.training]
     model.eval()
     try:
@@ -121,18 +122,18 @@ def _energies(probes: ProbeSet, params: Params) -> dict[str, Tensor]:
 
     def one(x: Tensor, y: Tensor) -> Params:
         found = compute(params, Batch(x[None], y[None]), None)
-        # in double: a gradient of 1e20 squares to none in single, and one that is no number outdoes no threshold
+        # in double: in single precision a gradient of 1e20 has no finite square, and NaN passes every threshold
         rows = {k: t.double().flatten(1) if t.dim() > 1 else t.double().reshape(-1, 1) for k, t in found.items()}
         return {k: t.square().sum(1) for k, t in rows.items()}
 
-    # of a network larger than that it is one example's gradient, which the client computes anyway
+    # for a larger network one example at a time, which the client computes anyway
     chunk = max(1, MOST_FLOATS // sum(t.numel() for t in params.values()))
     found: dict[str, Tensor] = vmap(one, randomness="different", chunk_size=chunk)(*probes.probe)
     return {k: t.detach() for k, t in found.items()}
 
 
 def _biases(params: Params, now: _ProbeResult) -> Iterator[DetectorResult]:
-    """Biases that drown what their layer's weights make of the examples, |b| over |w| and the size of the inputs."""
+    """Biases that outweigh what the weights make of an input: |b| over |w| times the size of the input."""
     for layer, size in now.inputs.items():
         weight, bias = params.get(_inside(layer, "weight")), params[_inside(layer, "bias")]
         if weight is None or weight.dim() < 2 or len(weight) != len(bias):
@@ -140,14 +141,14 @@ def _biases(params: Params, now: _ProbeResult) -> Iterator[DetectorResult]:
         expected = weight.detach().flatten(1).double().norm(dim=1) * size
         ratio = (bias.detach().double().abs() / expected.clamp(min=1e-12)).clamp(max=LARGEST)
         worst = int(ratio.argmax())
-        words = f"its bias {worst} is {float(ratio[worst]):.3g} times what its weights can make of an input"
+        words = f"its bias {worst} is {float(ratio[worst]):.3g} times the typical output of its weights"
         yield DetectorResult("extreme biases", layer, float(ratio[worst]), words)
 
 
 def _dead(params: Params, now: _ProbeResult, tables: frozenset[str]) -> Iterator[DetectorResult]:
-    """Layers and units that no example's gradient reaches; of a table it reaches the words that occur."""
+    """Layers and units that get no gradient from any example; embeddings are left out, as only words that occur get one."""
     layers = {k: e for k, e in now.energy.items() if params[k].dim() > 1 and k not in tables}
-    # gradient times weight is of one size in all layers of a ReLU network, whatever the scale of each
+    # gradient times weight has the same size in all layers of a ReLU network, whatever their scales
     sizes = {k: math.sqrt(float(e.sum())) * float(params[k].double().norm()) for k, e in layers.items()}
     most = max(sizes.values(), default=0.0)
     for name, size in sizes.items():
@@ -163,7 +164,7 @@ def _dead(params: Params, now: _ProbeResult, tables: frozenset[str]) -> Iterator
 
 
 def _shared_out(now: _ProbeResult, before: _ProbeResult | None, tables: frozenset[str]) -> Iterator[DetectorResult]:
-    """Gradients that one example has for itself, as a layer, as most of its units, or as others have lost theirs."""
+    """Gradients that belong to one example: it dominates a layer, owns most units, or the others' gradients vanished."""
     if len(now.losses) < FEWEST:
         return
     for name, layer in [*now.energy.items(), ("", _together(now))]:
@@ -174,8 +175,8 @@ def _shared_out(now: _ProbeResult, before: _ProbeResult | None, tables: frozense
             usual = max(1.0, _dominance(then))
             gone = layer.sum(1) <= GONE * then.sum(1)
         share = float(gone.double().mean())
-        words = f"one example's gradient is {ratio:.3g} times all others' together"
-        yield DetectorResult("dominated", name, ratio / usual, f"{words}, {ratio / usual:.3g} times what was usual")
+        words = f"one example's gradient is {ratio:.3g} times that of all others together"
+        yield DetectorResult("dominated", name, ratio / usual, f"{words}, {ratio / usual:.3g} times the usual ratio")
         yield DetectorResult("vanished", name, share, f"{share:.0%} of the examples lost their gradient")
         if layer.shape[1] >= WIDE and name not in tables:
             share, common = _isolated(layer), 0.0 if before is None else _isolated(before.energy[name])
@@ -184,7 +185,7 @@ def _shared_out(now: _ProbeResult, before: _ProbeResult | None, tables: frozense
 
 
 def _isolated(layer: Tensor) -> float:
-    """The part of a layer's units of whose gradient one example has nearly all."""
+    """The part of a layer's units whose gradient comes almost only from one example."""
     units = layer.sum(0)
     alive = units > TOUCHES * units.max()
     return float((layer.amax(0) >= ALONE * units)[alive].double().mean()) if bool(alive.any()) else 0.0
@@ -204,7 +205,7 @@ def _dominance(layer: Tensor) -> float:
 
 
 def _loss(now: _ProbeResult, before: _ProbeResult) -> Iterator[DetectorResult]:
-    """A loss that has leapt or collapsed since the last round, as a logarithm."""
+    """A loss that rose or fell sharply since the last round, as the logarithm of the ratio."""
     here, then = (max(float(t.losses.mean()), 1e-6) for t in (now, before))
     yield DetectorResult(
         "loss",

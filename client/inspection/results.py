@@ -1,11 +1,11 @@
-"""What detectors report: a score for each layer, and the threshold from which on it is an alarm."""
+"""What detectors report: a score for each layer, and the threshold at which it is an alarm."""
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-LARGEST = 1e6  # a score that has no bound, or is no number, stops here
-# By detector the score at which it alarms: above what honest rounds of networks and seeds gave that no figure is reported of.
+LARGEST = 1e6  # scores that are larger, or not finite, become this
+# By detector, the score of an alarm: above all scores of honest rounds, on networks and seeds that no reported figure uses.
 THRESHOLDS: Mapping[str, float] = {
     "architecture": 1.0,
     "dependent rows": 0.15,
@@ -25,10 +25,10 @@ THRESHOLDS: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class DetectorResult:
-    """What one detector made of one layer ("": of the whole network).
+    """One detector's result for one layer ("": for the whole network).
 
     Args:
-        score: 0 and more; an alarm from `threshold` on.
+        score: at least 0; an alarm at `threshold` or above.
         words: for the owner.
     """
 
@@ -50,7 +50,7 @@ class DetectorResult:
 
 @dataclass(frozen=True)
 class DetectorResults:
-    """Each detector's worst layer, the most suspicious first; without those that had nothing to look at."""
+    """Each detector's worst layer, the most suspicious first; detectors without input are left out."""
 
     found: tuple[DetectorResult, ...]
 
@@ -59,7 +59,7 @@ class DetectorResults:
         """The worst of each detector."""
         worst: dict[str, DetectorResult] = {}
         for finding in findings:
-            if not math.isfinite(finding.score):  # by comparison it would pass under any threshold
+            if not math.isfinite(finding.score):  # a comparison with NaN never alarms
                 finding = replace(finding, score=LARGEST)
             if finding.detector not in worst or finding.score > worst[finding.detector].score:
                 worst[finding.detector] = finding

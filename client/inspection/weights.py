@@ -10,10 +10,10 @@ from fedgauge.client.inspection.results import LARGEST, THRESHOLDS, DetectorResu
 from fedgauge.client.rng import secret_generator
 from fedgauge.client.update import Params
 
-MOST_ROWS = 1024  # of a matrix that are compared with each other: of more, some are drawn
-FEWEST = 8  # examples, and entries of a row, of which something can be said
-LONG = 25  # entries of a row of which one alone does not by chance hold nearly all
-PARALLEL = 0.9999  # cosine of two rows that are one
+MOST_ROWS = 1024  # of a matrix that are compared with each other: of a larger one a random sample
+FEWEST = 8  # examples, and entries of a row, below which a detector says nothing
+LONG = 25  # entries of a row; by chance no single one of so many holds nearly all of its norm
+PARALLEL = 0.9999  # cosine from which on two rows count as multiples of each other
 
 
 def inspect_weights(
@@ -23,7 +23,7 @@ def inspect_weights(
     tables: frozenset[str] = frozenset(),
     rng: Generator | None = None,
 ) -> Iterator[DetectorResult]:
-    """What weights show without an example; tables: names of embeddings, whose rows are no units of a layer."""
+    """Results of the detectors that need no example; tables: names of embeddings, whose rows are not units of a layer."""
     before = {} if previous is None else dict(_matrices(previous, tables))
     for name, matrix in _matrices(params, tables):
         drawn = _drawn(matrix, rng)
@@ -48,15 +48,15 @@ def _matrices(params: Params, tables: frozenset[str]) -> Iterator[tuple[str, Ten
 
 
 def _drawn(matrix: Tensor, rng: Generator | None) -> Tensor:
-    """The rows that are compared: all, or MOST_ROWS by chance."""
+    """The rows that are compared: all, or MOST_ROWS at random."""
     if len(matrix) <= MOST_ROWS:
         return torch.arange(len(matrix))
     return torch.randperm(len(matrix), generator=secret_generator() if rng is None else rng)[:MOST_ROWS]
 
 
 def _rows(name: str, matrix: Tensor) -> Iterator[DetectorResult]:
-    """Rows that are zero or another's multiple, and a rank that says the same of all of them together."""
-    if not bool(torch.isfinite(matrix).all()):  # eigenvalues of which cannot be asked for
+    """Rows that are zero or a multiple of another row, and the rank that the matrix lacks."""
+    if not bool(torch.isfinite(matrix).all()):  # it has no eigenvalues
         yield DetectorResult("dependent rows", name, LARGEST, "it has entries that are not finite")
         return
     rows = matrix.double()
@@ -69,14 +69,14 @@ def _rows(name: str, matrix: Tensor) -> Iterator[DetectorResult]:
     values = torch.linalg.eigvalsh(small @ small.T)
     lacking = float((values <= 1e-8 * values[-1]).double().mean())
     share = max(float((zero | parallel).double().mean()), lacking)
-    words = f"{int(zero.sum())} rows of {len(rows)} are zero, {int(parallel.sum())} another's multiple"
+    words = f"{int(zero.sum())} rows of {len(rows)} are zero, {int(parallel.sum())} a multiple of another"
     yield DetectorResult("dependent rows", name, share, f"{words}; its rank lacks {lacking:.0%}")
 
 
 def _balance(name: str, matrix: Tensor) -> Iterator[DetectorResult]:
-    """More rows with as many negative as positive entries than chance allows: minus log10 of its probability, at most."""
+    """Too many rows with as many negative as positive entries: minus log10 of a bound on the probability by chance."""
     entries = matrix.shape[1]
-    matrix = matrix[(matrix != 0).all(1)]  # of empty rows others speak
+    matrix = matrix[(matrix != 0).all(1)]  # other detectors report zeros
     even = int((matrix.sign().sum(1).abs() <= entries % 2).sum())
     middle = math.lgamma(entries + 1) - math.lgamma(entries // 2 + 1) - math.lgamma(entries - entries // 2 + 1)
     expected = math.exp(middle - entries * math.log(2)) * (1 + entries % 2)
@@ -84,7 +84,7 @@ def _balance(name: str, matrix: Tensor) -> Iterator[DetectorResult]:
         "balanced rows",
         name,
         _chernoff(even, len(matrix), expected),
-        f"{even} rows of {len(matrix)} are half negative, {expected:.0%} would be by chance",
+        f"{even} rows of {len(matrix)} are half negative, {expected:.0%} are expected by chance",
     )
 
 
@@ -98,18 +98,18 @@ def _chernoff(count: int, n: int, expected: float) -> float:
 
 
 def _sparse(name: str, matrix: Tensor) -> Iterator[DetectorResult]:
-    """Rows of which a few entries hold all: (sum w^2)^2 / sum w^4 is n/3 of n normal entries, 1 of a single one."""
+    """Rows with all their norm in a few entries: (sum w^2)^2 / sum w^4 is n/3 for n normal entries, 1 for a single one."""
     squares = matrix.double().square()
     held_by = squares.sum(1).square() / squares.square().sum(1).clamp(min=1e-300)
     few = (held_by < 0.1 * matrix.shape[1]) & (squares.sum(1) > 0)
     single = int((few & (held_by < 2)).sum()) if matrix.shape[1] >= LONG else 0
     share = float(few.double().mean())
-    words = f"of {share:.0%} of its rows a few entries hold nearly all, of {single} rows a single one"
+    words = f"in {share:.0%} of its rows a few entries hold nearly all of the norm, in {single} rows a single one"
     yield DetectorResult("sparse rows", name, 1.0 if single else share, words)
 
 
 def _jumps(params: Params, previous: Params, apart: int) -> Iterator[DetectorResult]:
-    """How far each layer has moved, in units of its size; weights and bias together, since a bias may start near zero."""
+    """How far each layer has moved, relative to its norm; weights and bias together, since a bias may start near zero."""
     layers: dict[str, list[str]] = {}
     for name in params:
         layers.setdefault(name.rpartition(".")[0], []).append(name)
@@ -125,7 +125,7 @@ def _norm(tensors: Iterator[Tensor]) -> float:
 
 
 def _moved(name: str, matrix: Tensor, before: Tensor, drawn: Tensor) -> Iterator[DetectorResult]:
-    """Rows, of those drawn, that stand where any other stood: nearer to what that one was than to what they were."""
+    """Sampled rows that are nearer to what another row was than to what they were themselves."""
     now = _directions(matrix[drawn])
     own, nearest = torch.full((2, len(now)), -1.0, dtype=now.dtype)
     for places in torch.arange(len(before)).split(MOST_ROWS):

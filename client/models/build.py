@@ -24,7 +24,7 @@ def build_model(
 
     Args:
         offered: of the dataset.
-        beside: keys that may stand in the same table and are not the network's; for messages.
+        beside: other keys that the same table may have; for messages.
     """
     changes = {"defense": MODEL_DEFENSE, "architectures": MALICIOUS}
     own = {k: v for k, v in table.items() if k not in changes}
@@ -40,13 +40,13 @@ def build_model(
 
 
 def _refuse_other_examples(table: Table, where: str, offered: Mapping[str, Any]) -> None:
-    """A model of words asks for the tokenizer that only text comes with, and no model of images does."""
+    """Refuse a model of text for images, and the reverse: only models of text have a parameter `tokenizer`."""
     asks = "tokenizer" in inspect.signature(resolve(table, where, MODEL)).parameters
     if asks and "tokenizer" not in offered:
         raise SpecError(
-            f"{where}: {table['use']} reads text, and [data] is images: name a model of fedgauge.client.models.vision"
+            f"{where}: {table['use']} reads text, but [data] is images: name a model of images such as lenet"
         )
     if not asks and "tokenizer" in offered:
         raise SpecError(
-            f"{where}: {table['use']} reads images, and [data] is text: name a model of fedgauge.client.models.language"
+            f"{where}: {table['use']} reads images, but [data] is text: name a model of text such as tiny_bert"
         )

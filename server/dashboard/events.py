@@ -1,4 +1,4 @@
-"""What has changed: each page that listens has somebody look at its ledgers' files, and at what is in them when they change."""
+"""Tells listening pages about changes: it polls the ledgers' files, and reads them only if a file has changed."""
 
 import asyncio
 import json
@@ -13,12 +13,12 @@ from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import state_of
 
-POLL_SECONDS = 0.5  # seconds between looks at files
-HEARTBEAT = 15.0  # seconds after which silence is broken, so that proxies keep the connection
+POLL_SECONDS = 0.5  # between checks of the files
+HEARTBEAT = 15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
 
 
 class EventStream:
-    """The changes of a shelf's runs, as server-sent events; a slow listener misses versions, never the last one."""
+    """Changes of a catalog's runs as server-sent events; a slow listener may miss versions, but never the last one."""
 
     def __init__(self, catalog: RunCatalog) -> None:
         self.catalog = catalog
@@ -32,8 +32,8 @@ class EventStream:
         """The stream of one listener.
 
         Args:
-            name: a run; None for all of the folder.
-            last: the version that the listener knows already, by its Last-Event-ID.
+            name: a run; None for all runs of the folder.
+            last: the version that the listener already has, from its Last-Event-ID.
         """
         known, touched, silent = last, None, 0.0
         yield "retry: 1000\n\n"
@@ -58,7 +58,7 @@ class EventStream:
                 continue
 
     def _touched(self, name: str | None) -> Any:
-        """What differs whenever a ledger may have changed; it costs no query. None: the run is gone."""
+        """A value that differs whenever a ledger may have changed, made without a query. None: the run is gone."""
         if name is not None:
             try:
                 return _marks(self.catalog.run(name))

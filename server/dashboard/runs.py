@@ -1,4 +1,4 @@
-"""The runs that the page shows: those of a folder, or a single one; nothing outside is ever opened."""
+"""The runs that the page shows: those of a folder, or one run; nothing outside is ever opened."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -7,17 +7,18 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
+from fedgauge.server.store import predecessor
 from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import Reading
 
-OPEN = 24  # runs that are kept open: a reading holds all scores of its run
+OPEN = 24  # the most runs kept open, because a reading holds all scores of its run
 
 View = TypeVar("View")
 
 
 class UnknownRun(Exception):
-    """There is no such run, or no such part of one; the message says what there is."""
+    """There is no such run, or no such part of one; the message names it."""
 
 
 def _plain(name: str) -> bool:
@@ -25,10 +26,16 @@ def _plain(name: str) -> bool:
 
 
 class RunCatalog:
-    """A folder of runs, or one run; safe to use from many threads."""
+    """A folder of runs, or one run; safe to use from many threads.
+
+    Raises:
+        LedgerError: a predecessor of fedgauge wrote the one run.
+    """
 
     def __init__(self, path: Path) -> None:
         self.single = (path / "ledger.sqlite").exists()
+        if self.single:
+            predecessor.refuse(path)
         self.root = path.parent if self.single else path
         self._only = path if self.single else None
         self._readings: OrderedDict[str, Reading] = OrderedDict()
@@ -43,7 +50,7 @@ class RunCatalog:
         return sorted(filter(_plain, names), reverse=True)
 
     def run(self, name: str) -> Run:
-        """A run by its name; Unknown where there is none, whatever else the name may lead to."""
+        """A run by its name; UnknownRun if there is none, even if the name is a path to something else."""
         if self._only is not None:
             if name == Run(self._only).name:
                 return Run(self._only)
@@ -52,13 +59,13 @@ class RunCatalog:
         raise UnknownRun(f"there is no run {name!r} here")
 
     def _inside(self, folder: Path) -> bool:
-        return folder.resolve().parent == self.root.resolve()  # a link may lead anywhere
+        return folder.resolve().parent == self.root.resolve()  # a link may point anywhere
 
     def use(self, name: str, ask: Callable[[Reading], View]) -> View:
-        """What `ask` finds in a run as it stands now.
+        """The result of `ask` on a run's current state.
 
         Raises:
-            Unknown: there is no such run.
+            UnknownRun: there is no such run.
             LedgerError: its ledger cannot be read.
         """
         reading = self._reading(name)
@@ -66,14 +73,14 @@ class RunCatalog:
             with reading.now():
                 return ask(reading)
         except LedgerError:
-            self._drop(name)  # it may be mended when it is opened again
+            self._drop(name)  # it may be repaired by the time it is opened again
             raise
 
     def compare(self, names: Sequence[str], ask: Callable[[list[Reading]], View]) -> View:
-        """What `ask` finds in several runs together."""
+        """The result of `ask` on several runs together."""
         readings = [self._reading(name) for name in dict.fromkeys(names)]
         with ExitStack() as stack:
-            # in one order for all, so that no two wait for each other
+            # always in the same order, so that no two threads wait for each other
             for reading in sorted(readings, key=lambda r: r.run.name):
                 try:
                     stack.enter_context(reading.now())
@@ -89,9 +96,8 @@ class RunCatalog:
             if known is not None and known.gone:
                 known = None
             self._readings[name] = known or Reading(run)
-            while (
-                len(self._readings) > OPEN
-            ):  # not closed: somebody may be about to read it, and closes it by forgetting it
+            # dropped but not closed: another thread may be about to read it
+            while len(self._readings) > OPEN:
                 self._readings.popitem(last=False)
             return self._readings[name]
 

@@ -1,14 +1,12 @@
-"""The page's server: JSON of each view, the page itself, and a stream of what has changed; it reads ledgers only."""
+"""The page's web server: each view as JSON, the page itself, and a stream of changes; it only reads."""
 
 import asyncio
 import gzip
-import hmac
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -21,13 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
+from fedgauge.server.dashboard import STATIC
 from fedgauge.server.dashboard.events import EventStream
+from fedgauge.server.dashboard.guards import LOOPBACK, Headers, OwnHost, TokenGate, refusal
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.views.clients import client, clients
@@ -37,28 +36,21 @@ from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.run_list import run_summary
 
-STATIC = Path(__file__).parent / "static"
-THREADS = 4  # that make views: one core does one at a time, and each thread keeps memory of its own
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-HEADERS = {
-    # Plotly sets styles of its own; nothing may be loaded from, or sent to, anywhere else
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data: blob:; connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",  # what is shown is personal data: it stays in no browser's cache
-}
+THREADS = 4  # that make views; more would not be faster on one core, and each keeps memory of its own
 
 
 class BadQuery(Exception):
-    """A query parameter that cannot be; the message names it and what is allowed."""
+    """A query parameter is wrong; the message names it and what is allowed."""
 
 
 def make_app(path: Path, token: str | None = None) -> Starlette:
     """The page over a folder of runs, or over a single run.
 
     Args:
-        token: without which nothing is answered; None: only requests that name this machine are.
+        token: requests without it are refused; None: only requests that name this machine are answered.
+
+    Raises:
+        LedgerError: the single run was written by a predecessor of fedgauge.
     """
     catalog = RunCatalog(path)
     event_stream = EventStream(catalog)
@@ -66,15 +58,15 @@ def make_app(path: Path, token: str | None = None) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         current_default_thread_limiter().total_tokens = THREADS
-        ahead = asyncio.get_running_loop().run_in_executor(None, _packed)  # nobody shall wait for its packing
+        ahead = asyncio.get_running_loop().run_in_executor(None, _packed)  # compressed before the first page asks
         yield
         await ahead
         event_stream.stop()
 
-    guard = Middleware(_Token, token=token) if token else Middleware(_OwnHost)
+    guard = Middleware(TokenGate, token=token) if token else Middleware(OwnHost)
     app = Starlette(
         routes=_routes(),
-        middleware=[Middleware(_Headers), guard, Middleware(GZipMiddleware, minimum_size=2000)],
+        middleware=[Middleware(Headers), guard, Middleware(GZipMiddleware, minimum_size=2000)],
         exception_handlers={
             UnknownRun: _answer(404),
             LedgerError: _answer(503),
@@ -91,25 +83,26 @@ def serve(path: Path, host: str, port: int | None, token: str | None, ready: Cal
     """Serve until interrupted.
 
     Args:
-        port: None: the usual one, or where that is taken a free one.
+        port: None: the usual one, or a free one if that is taken.
         token: None: none on this machine's own address, a fresh one elsewhere.
-        ready: is told the address to open.
+        ready: called with the address to open.
 
     Raises:
-        OSError: the address cannot be had; it says what to do.
+        OSError: the address is not available; the message says what to do.
+        LedgerError: the single run was written by a predecessor of fedgauge.
     """
     import uvicorn
 
-    listening = _listen(host, port)
     if not token and host not in LOOPBACK:
         token = secrets.token_urlsafe(24)
     app = make_app(path, token)
+    listening = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     ready(f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={quote(token, safe='')}" if token else ""))
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            app.state.event_stream.stop()  # else the streams would hold the end up
+            app.state.event_stream.stop()  # otherwise the open streams would delay the end
             super().handle_exit(sig, frame)
 
     Server(uvicorn.Config(app, log_level="warning", log_config=None, ws="none", timeout_graceful_shutdown=2)).run(
@@ -133,7 +126,7 @@ def _listen(host: str, port: int | None) -> socket.socket:
             opened.close()
             if port is not None or tried == 0:
                 advice = "choose another --port" if tried else "choose another --host"
-                raise OSError(f"{host}:{tried} cannot be listened on ({error.strerror}): {advice}") from error
+                raise OSError(f"cannot listen on {host}:{tried} ({error.strerror}): {advice}") from error
     raise AssertionError("one of them was tried last")
 
 
@@ -156,99 +149,23 @@ def _routes() -> list[Route | Mount]:
     ]
 
 
-# -------------------------------------------------------------------------------------------------------------- guards
-
-
-class _Headers:
-    """Adds HEADERS to every answer."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
-            await send(message)
-
-        await self.app(scope, receive, with_headers if scope["type"] == "http" else send)
-
-
-class _OwnHost:
-    """Answers only requests that name this machine itself: a page elsewhere may have its own name lead to us."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or Request(scope).url.hostname in LOOPBACK:
-            await self.app(scope, receive, send)
-        else:
-            words = f"this page is asked for by the name {' or '.join(LOOPBACK[:2])} alone, or with a token (--token)"
-            await _refusal(Request(scope), words, 400)(scope, receive, send)
-
-
-class _Token:
-    """Lets nobody in without the token: once in the address, from then on in a cookie."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app = app
-        self.token = token
-        self.mark = sha256(token.encode()).hexdigest()  # a cookie cannot hold every character
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        request = Request(scope)
-        cookie = f"fedgauge-{request.url.port or 80}"  # browsers share cookies between the ports of a host
-        given = request.query_params.get("token")
-        if given is not None and self._right(given):
-            without = request.url.remove_query_params("token")
-            response: Response = RedirectResponse(f"{without.path}{'?' if without.query else ''}{without.query}", 303)
-            response.set_cookie(cookie, self.mark, httponly=True, samesite="strict")
-            await response(scope, receive, send)
-        elif _equal(request.cookies.get(cookie, ""), self.mark) or self._right(_bearer(request)):
-            await self.app(scope, receive, send)
-        else:
-            words = (
-                "this page needs its token: open the address that `fedgauge watch` printed, with ?token=... at its end"
-            )
-            await _refusal(request, words, 401)(scope, receive, send)
-
-    def _right(self, given: str) -> bool:
-        return _equal(given, self.token)
-
-
-def _equal(given: str, known: str) -> bool:
-    return hmac.compare_digest(given.encode(), known.encode())
-
-
-def _bearer(request: Request) -> str:
-    kind, _, given = request.headers.get("authorization", "").partition(" ")
-    return given if kind.lower() == "bearer" else ""
-
-
-def _refusal(request: Request, words: str, status: int) -> Response:
-    if request.url.path.startswith("/api/"):
-        return JSONResponse({"error": words}, status)
-    return PlainTextResponse(f"fedgauge: {words}\n", status)
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def _answer(status: int) -> Callable[[Request, Exception], Response]:
-    return lambda request, error: _refusal(request, str(error), status)
+    return lambda request, error: refusal(request, str(error), status)
 
 
 def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _refusal(request, str(error.detail), error.status_code)
+    return refusal(request, str(error.detail), error.status_code)
 
 
 # --------------------------------------------------------------------------------------------------------------- views
 
 
 async def _ask(request: Request, make: Callable[[Reading], Mapping[str, Any]]) -> Response:
-    """What a view makes of the run that the address names, with how the run stands."""
+    """A view of the run that the address names, with the run's state and version."""
     catalog, name = request.app.state.catalog, request.path_params["id"]
     found = await run_in_threadpool(
         catalog.use, name, lambda reading: {**make(reading), "state": reading.state, "version": reading.version}
@@ -370,7 +287,7 @@ async def _page(request: Request) -> Response:
     if "id" in request.path_params:
         try:
             request.app.state.catalog.run(request.path_params["id"])
-        except UnknownRun:  # the page says so, with a way to the others
+        except UnknownRun:  # the page says so and links to the other runs
             status = 404
     return Response((STATIC / "page.html").read_bytes(), status, media_type="text/html")
 
@@ -392,7 +309,7 @@ def _plotly_script() -> bytes:
 
 @cache
 def _packed() -> bytes:
-    """Packed once, and quickly: no page should wait for it."""
+    """Plotly, compressed once and quickly, as no page should wait for it."""
     return gzip.compress(_plotly_script(), 1)
 
 
@@ -435,5 +352,5 @@ def _there(what: str, value: int | None, known: Sequence[int]) -> None:
 
 
 def _known(asked: Mapping[str, str], key: str, names: list[str]) -> str | None:
-    """The named one; None: all of them."""
+    """The named one; None: all."""
     return _one_of(asked, key, tuple(names), asked[key]) if key in asked and names else None

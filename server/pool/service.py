@@ -129,7 +129,7 @@ def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | No
 def _mixed(scenario: Scenario, round: int, client: int) -> bool:
     """Whether a secure sum adds updates computed at different weights, of which the tape keeps only one."""
     members = scenario.protocol.members(client, round)
-    return any(len({aimed.aim.applies_to(round, c) for c in members}) > 1 for aimed in scenario.server_attack)
+    return any(len({aimed.targeting.applies_to(round, c) for c in members}) > 1 for aimed in scenario.server_attack)
 
 
 def _is_stateful(scenario: Scenario) -> bool:

@@ -1,4 +1,4 @@
-"""What a worker does with a wave: plain arrays in, scores and images out; it opens no file and no connection."""
+"""What a worker does: it attacks one wave, from plain arrays to scores and images, and opens no file or connection."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,7 +18,7 @@ from fedgauge.server.store.tape import as_arrays, as_tensors
 
 @dataclass(frozen=True)
 class Task:
-    """One wave, as it travels to a worker: the protocol and plan as JSON, weights and updates as plain arrays."""
+    """One wave as it travels to a worker: protocol and plan as JSON, weights and updates as plain arrays."""
 
     protocol: str
     planned: str
@@ -29,22 +29,22 @@ class Task:
     params: dict[str, Any]
     buffers: dict[str, Any]
     updates: tuple[dict[str, Any], ...]
-    memories: dict[int, dict[str, Any]] = field(default_factory=dict)  # by client, of an attack that remembers any
-    blind: bool = False  # there is no truth to grade against: a deployment's
+    memories: dict[int, dict[str, Any]] = field(default_factory=dict)  # by client, for a stateful attack
+    blind: bool = False  # in a deployment there is no truth to grade against
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What comes back, by attacked client: its rows, its reconstruction's arrays, and why.
+    """A wave's result, by attacked client: score rows, the reconstruction's arrays, and reasons.
 
-    images: x, y where labels were claimed, and trace_iteration (T,), trace_objective (T,), trace_x (T, B, C, H, W) in uint8
-        where a trace was kept.
+    images: x; y if labels were claimed; and if a trace was kept, trace_iteration (T,), trace_objective (T,) and
+        trace_x (T, B, C, H, W) in uint8.
     """
 
     rows: dict[int, list[ScoreRecord]]
     images: dict[int, dict[str, Any]]
-    reasons: dict[int, str]  # of those whose attack gives one
-    memories: dict[int, dict[str, Any]] = field(default_factory=dict)  # of an attack that remembers: afterwards
+    reasons: dict[int, str]  # only if the attack gives one
+    memories: dict[int, dict[str, Any]] = field(default_factory=dict)  # what a stateful attack remembers afterwards
 
 
 def attack_wave(task: Task) -> TaskResult:
@@ -66,10 +66,10 @@ def attack_wave(task: Task) -> TaskResult:
     return TaskResult({a.client: list(a.rows) for a in audited}, images, reasons, kept)
 
 
-def _tensors(found: Reconstruction) -> dict[str, Tensor]:
-    """What is kept of a reconstruction, by the names it has in its file."""
-    tensors = {"x": found.x, "y": found.y}
-    if (trace := found.trace) is not None:
+def _tensors(reconstruction: Reconstruction) -> dict[str, Tensor]:
+    """A reconstruction's tensors by their names in its file."""
+    tensors = {"x": reconstruction.x, "y": reconstruction.y}
+    if (trace := reconstruction.trace) is not None:
         tensors |= {"trace_iteration": trace.iteration, "trace_objective": trace.objective, "trace_x": trace.x}
     return {name: t for name, t in tensors.items() if t is not None}
 

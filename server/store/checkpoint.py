@@ -1,8 +1,7 @@
-"""Checkpoints: after each round all that the next one needs, so that a training that was killed goes on as if it had not been.
+"""Checkpoints: everything the next round needs, written after each round, so that a killed training resumes with equal results.
 
-The order of the writes makes a kill at any moment harmless: tape, checkpoint, ledger. Until its checkpoint is there a round
-has not happened, and what it left on the tape is swept away; from then on it has, and what the ledger lacks of it is
-entered from the checkpoint.
+The order of the writes (tape, checkpoint, ledger) makes a kill at any moment harmless. A round counts once its checkpoint
+exists. Before that, its files on the tape are deleted; after that, rows missing from the ledger are entered from the checkpoint.
 """
 
 import json
@@ -27,13 +26,13 @@ from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_bytes, write_tensors
 
-VERSION = 1  # of what a checkpoint's file says
-_NAME = "checkpoint.json"  # whoever reads it reads a whole round: it names the file with the tensors, and its digest
+VERSION = 1  # of the format of checkpoint.json
+_NAME = "checkpoint.json"  # read first: it names the round's file of tensors and its digest, so that no reader sees half a round
 _PARAM, _BUFFER, _STATE = "param/", "buffer/", "state/"
 
 
 class StateNotSavable(Exception):
-    """A strategy keeps something that no checkpoint can hold; the message names it."""
+    """A strategy has state that no checkpoint can hold; the message names it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +40,9 @@ class Checkpoint:
     """A federation between two rounds.
 
     Args:
-        round: the last that is over.
-        strategy: all attributes of the wrapped strategy, by name: stock ones have their moments there.
-        seen: what became of each client in that round.
+        round: the last finished round.
+        strategy: all attributes of the wrapped strategy, by name; Flower's own strategies keep their moments there.
+        seen: what each client did in that round.
     """
 
     round: int
@@ -53,11 +52,11 @@ class Checkpoint:
     seen: tuple[Participation, ...]
 
     def write(self, folder: Path) -> None:
-        """Keep it in a run folder, in the place of the one before.
+        """Write it to a run folder, replacing the previous one.
 
         Raises:
-            Unsavable: of the strategy's state.
-            OSError: the one before is still there, whole.
+            StateNotSavable: the strategy's state cannot be saved.
+            OSError: writing failed; the previous checkpoint is still complete.
         """
         tensors = {_PARAM + k: t for k, t in self.params.items()} | {_BUFFER + k: t for k, t in self.buffers.items()}
         state = {name: _encoded(value, name, tensors) for name, value in self.strategy.items()}
@@ -72,7 +71,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint | None":
-        """The one in a run folder, or None; NotResumable where it is damaged or says that there can be none."""
+        """The checkpoint in a run folder, or None; NotResumable if it is damaged or says that there can be none."""
         path = folder / _NAME
         if not path.exists():
             return None
@@ -97,38 +96,38 @@ class Checkpoint:
 
 
 def mark_not_resumable(folder: Path, reason: str) -> None:
-    """Leave word in a run folder that it cannot be resumed."""
+    """Record in a run folder that it cannot be resumed, and why."""
     write_bytes(folder / _NAME, json.dumps({"version": VERSION, "refused": reason}).encode())
 
 
 def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint | None:
-    """Where a training begins: at its last checkpoint, to which ledger and tape are brought, or None: at the first round.
+    """The checkpoint from which a training continues, with ledger and tape brought to it; None: start at the first round.
 
-    A second call changes nothing more. Rounds that the ledger has beyond it (no checkpoint could be written: the disk was
-    full) are trained again, so whatever was recorded of them is deleted.
+    A second call changes nothing more. If the ledger has later rounds (a full disk prevented their checkpoint), they are
+    trained again, and everything recorded about them is deleted.
 
     Raises:
-        NotResumable: the clients had a memory, which died with them; the checkpoint is missing or damaged; the ledger lacks
+        NotResumable: the clients' state is lost with their processes; the checkpoint is missing or damaged; the ledger lacks
             rounds.
-        Busy: somebody attacks rounds that would be deleted.
+        RunBusy: an attack service works on rounds that would be deleted.
     """
-    found = Checkpoint.read(run.folder)
-    done = found.round if found is not None else 0
-    if found is not None:
+    checkpoint = Checkpoint.read(run.folder)
+    done = checkpoint.round if checkpoint is not None else 0
+    if checkpoint is not None:
         _check(run, ledger, scenario, done)
         if not any(o["round"] == done for o in ledger.observations_since(done)):
-            ledger.record_intake(done, found.seen, scenario.plan if scenario.audit.curious else None)
+            ledger.record_intake(done, checkpoint.seen, scenario.plan if scenario.audit.curious else None)
     beyond = [row["round"] for row in (*ledger.observations_since(done + 1), *ledger.rounds_since(done + 1))]
-    if beyond and found is None:
+    if beyond and checkpoint is None:
         raise NotResumable(
-            f"{run.folder} cannot be resumed: it has rounds up to {max(beyond)} and no checkpoint (an older fedgauge wrote none, "
-            f"and a full disk takes none); what is on its tape can be attacked: fedgauge audit {run.folder}"
+            f"{run.folder} cannot be resumed: it has rounds up to {max(beyond)} but no checkpoint (the disk was full, or an "
+            f"older fedgauge wrote none); attack what is on its tape with: fedgauge audit {run.folder}"
         )
     if beyond:
         with run.lock("audit"):
             ledger.rewind(done + 1)
     run.sweep(done + 1)
-    return found
+    return checkpoint
 
 
 def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int) -> None:
@@ -137,10 +136,10 @@ def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int) -> None:
         for link in scenario.federation.chain.links
     ):
         raise NotResumable(
-            f"{run.folder} cannot be resumed: its chain remembers (error feedback), and the clients' memories ended with them"
+            f"{run.folder} cannot be resumed: its chain is stateful (error feedback), and the clients' states are lost"
         )
     recorded = {row["round"] for row in ledger.rounds()}
-    if missing := sorted(set(range(done)) - recorded):  # a power cut may take the ledger's last rows
+    if missing := sorted(set(range(done)) - recorded):  # a power cut may lose the ledger's last rows
         raise NotResumable(
             f"{run.folder} cannot be resumed: its ledger lacks round {missing[0]}, its checkpoint is of {done}"
         )
@@ -150,22 +149,24 @@ def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int) -> None:
 
 
 def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
-    """Give a strategy, built as it was before, what it had kept; NotResumable where it was built with other functions."""
+    """Restore the state of a freshly built strategy; NotResumable if it is built with other functions than before."""
     for name, value in state.items():
         if isinstance(value, _Named):
             if (now := _Named.of(getattr(strategy, name, None))) != value:
-                raise NotResumable(f"the strategy's {name} was {value.name}, and is {now.name} now: build it as it was")
+                raise NotResumable(
+                    f"the strategy's {name} was {value.name} and is {now.name} now: build the strategy as before"
+                )
         else:
             setattr(strategy, name, value)
 
 
 class ResumedStrategy(Strategy):
-    """A strategy whose first round is not the first: Flower always counts from 1, everybody else by the true round.
+    """A strategy that resumes after some rounds: Flower counts from 1, the wrapped strategy gets the true round.
 
     Args:
-        inner: the true rounds' strategy.
-        done: how many rounds are over.
-        over: called after each round's aggregation, with the true round and the weights from there on.
+        inner: the wrapped strategy.
+        done: how many rounds are finished.
+        over: called after each round's aggregation with the true round and the new weights.
     """
 
     def __init__(self, inner: Strategy, done: int, over: Callable[[int, ArrayRecord], None]) -> None:
@@ -184,7 +185,7 @@ class ResumedStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The wrapped strategy's; a round of which nothing came leaves the weights as they were."""
+        """The wrapped strategy's; a round without replies leaves the weights unchanged."""
         arrays, metrics = self.inner.aggregate_train(self.done + server_round, replies)
         self.over(self.done + server_round, self._arrays if arrays is None else arrays)
         return arrays, metrics
@@ -209,7 +210,7 @@ class ResumedStrategy(Strategy):
 
 @dataclass(frozen=True)
 class _Named:
-    """A function among a strategy's attributes: it keeps nothing, and is there again when the strategy is built again."""
+    """A function among a strategy's attributes: it has no state, and is there again once the strategy is built again."""
 
     name: str
 
@@ -219,7 +220,7 @@ class _Named:
 
 
 def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON whose arrays are in `tensors`; exact: bits, types and the order of names."""
+    """A value as JSON, with its arrays put into `tensors`; exact in bits, types and order of names."""
     if value is None or isinstance(value, bool | int | float | str) and not isinstance(value, np.generic):
         return value
     if isinstance(value, FunctionType) and value.__closure__ is None:

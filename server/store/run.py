@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fedgauge.server.store import predecessor
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.scenario import Scenario
@@ -22,22 +23,22 @@ WEIGHTS = "weights.safetensors"  # what [model] weights named when the run began
 
 
 class RunBusy(Exception):
-    """Another process is at work on this run; the message names it."""
+    """Another process works on this run; the message names it."""
 
 
 class NotResumable(LedgerError):
-    """A training cannot go on; the message says why, and what can be done."""
+    """A training cannot be resumed; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Paths and doors of one run folder."""
+    """One run folder: its paths, and how its files are read, written and locked."""
 
     folder: Path
 
     @classmethod
     def create(cls, folder: Path, scenario: Scenario) -> "Run":
-        """A new run folder, for its owner only: what it holds can be inverted to personal data."""
+        """Create a run folder that only its owner may read, as its contents can be inverted to personal data."""
         folder.mkdir(parents=True, mode=0o700)
         for part in ("tape", "reconstructions", "logs"):
             (folder / part).mkdir(mode=0o700)
@@ -45,26 +46,27 @@ class Run:
         write_bytes(folder / "scenario.toml", scenario.to_toml().encode())
         if weights := scenario.protocol.model.get("weights"):
             shutil.copyfile(weights, run._private(WEIGHTS))
-        begun = run._private(".part-ledger.sqlite")  # SQLite's own files beside a ledger get its mode
-        Ledger(begun, create=True).close()
-        begun.replace(folder / "ledger.sqlite")  # whole from the first moment: somebody may be waiting for it
+        unfinished = run._private(".part-ledger.sqlite")  # SQLite gives its own files beside a ledger the ledger's mode
+        Ledger(unfinished, create=True).close()
+        unfinished.replace(folder / "ledger.sqlite")  # complete from the first moment, as another process may wait for it
         return run
 
     @classmethod
     def open(cls, folder: Path) -> "Run":
-        """An existing run; LedgerError when the folder is none."""
+        """An existing run; LedgerError if the folder is none, or a predecessor of fedgauge wrote it."""
         missing = [name for name in ("ledger.sqlite", "scenario.toml") if not (folder / name).exists()]
         if missing:
-            raise LedgerError(f"{folder} is not a run folder (no {' and '.join(missing)} in it)")
+            raise LedgerError(f"{folder} is not a run folder: it has no {' and no '.join(missing)}")
+        predecessor.refuse(folder)
         return cls(folder)
 
     @property
     def name(self) -> str:
-        """The run's id."""
+        """The run's name."""
         return self.folder.resolve().name
 
     def scenario(self, settings: Sequence[str] = ()) -> Scenario:
-        """The scenario as it was run, settings applied; [model] weights are the run's own copy, wherever it is read from."""
+        """The scenario as it was run, with further settings applied; [model] weights are the run's own copy."""
         weights = (self.folder / WEIGHTS).absolute()
         own = [f"model.weights={json.dumps(str(weights), ensure_ascii=False)}"] if weights.exists() else []
         return Scenario.load(self.folder / "scenario.toml", [*own, *settings])
@@ -79,65 +81,67 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """Where the trained model is put, last of all: with it a training is complete."""
+        """The trained model's file, which is written last: with it the training is complete."""
         return self.folder / "model.safetensors"
 
     def log(self, name: str) -> Path:
-        """A log of the run, to be appended to."""
+        """A log file of the run, to append to."""
         return self._private(f"logs/{name}")
 
     def _private(self, name: str) -> Path:
-        """A file of the run that only its owner may read, made where there is none."""
+        """A file of the run that only its owner may read, created if missing."""
         path = self.folder / name
         path.touch(mode=0o600)
         return path
 
     def reconstruction(self, round: int, client: int, attack: str) -> Path:
-        """Where an attack's images of one observation are kept: x (B, C, H, W), and y where labels were claimed."""
+        """The file of an attack's reconstruction of one observation: x (B, C, H, W), and y if the attack claims labels."""
         return self.folder / "reconstructions" / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
 
     def write_reconstruction(self, round: int, client: int, attack: str, tensors: dict[str, Tensor]) -> None:
-        """Keep an attack's images."""
+        """Write an attack's reconstruction."""
         write_tensors(self._own(self.reconstruction(round, client, attack)), tensors)
 
     def read_reconstruction(self, round: int, client: int, attack: str) -> dict[str, Tensor]:
-        """An attack's images; TapeError when there are none."""
+        """An attack's reconstruction; TapeError if there is none."""
         return read_tensors(self.reconstruction(round, client, attack))
 
     def memory(self, round: int, client: int, attack: str) -> Path:
-        """Where is kept what an attack with memory knew of a client after a round."""
+        """The file of what a stateful attack remembers of a client after a round."""
         return self.folder / "memories" / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
 
     def write_memory(self, round: int, client: int, attack: str, tensors: Mapping[str, Tensor]) -> str:
-        """Keep what an attack remembers; returns its digest."""
+        """Write what an attack remembers; returns its digest."""
         return write_tensors(self._own(self.memory(round, client, attack)), tensors)
 
     def read_memory(self, round: int, client: int, attack: str, digest: str | None = None) -> dict[str, Tensor]:
-        """What an attack remembered; TapeError when it is missing, damaged, or not what the ledger's digest says."""
+        """What an attack remembered; TapeError if it is missing, damaged, or does not match the ledger's digest."""
         return read_tensors(self.memory(round, client, attack), digest)
 
     def _own(self, path: Path) -> Path:
-        """A path that is really below this run: in a ledger from elsewhere an attack may be called anything, ../../x too."""
+        """A path checked to lie in this run: in somebody else's ledger an attack may have any name, such as ../../x."""
         if (
             path.name != os.path.basename(os.path.normpath(path))
             or path.parent.parent != self.folder
             or "\0" in path.name
         ):
-            raise LedgerError(f"{self.folder}: its ledger has an attack whose name is no file's name: {path.name!r}")
+            raise LedgerError(
+                f"{self.folder}: an attack in its ledger has a name that cannot be part of a file's name: {path.name!r}"
+            )
         return path
 
     def sweep(self, round: int) -> None:
-        """Delete everything but the ledger's rows of the rounds from one on: they are trained again."""
+        """Delete all files of the rounds from this one on, which are trained again; the ledger's rows stay."""
         for name in ROUNDS:
             sweep(self.folder / name, round)
-        for scrap in (self.folder / "tape").glob(".part-*"):  # of a server that was killed; there nobody else writes
+        for scrap in (self.folder / "tape").glob(".part-*"):  # left by a killed server; nobody else writes there
             scrap.unlink()
 
     @contextmanager
     def lock(self, purpose: str) -> Iterator[None]:
-        """Hold a purpose of this run alone ("audit", "training"); Busy names the holder. A dead holder holds nothing."""
+        """Lock this run for one purpose ("audit", "training"); RunBusy names the holder. A process that dies loses its lock."""
         with self._private(f"{purpose}.lock").open("a+") as file:
-            for attempt in range(10):  # somebody who only asks for the holder has the file for a moment
+            for attempt in range(10):  # a process that only asks for the holder locks the file for a moment
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
@@ -156,7 +160,7 @@ class Run:
                 file.truncate(0)
 
     def holder(self, purpose: str) -> int | None:
-        """The living process that holds a purpose of this run, or None."""
+        """The process that holds the lock for a purpose, or None."""
         path = self.folder / f"{purpose}.lock"
         if not path.exists():
             return None
@@ -168,4 +172,4 @@ class Run:
                 except BlockingIOError:
                     if pid := file.read():
                         return int(pid)
-            time.sleep(0.02)  # it holds the lock and is about to say who it is
+            time.sleep(0.02)  # the holder has the lock but has not written its process id yet

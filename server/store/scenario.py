@@ -1,6 +1,6 @@
-"""A scenario: one TOML file, one question; checked whole before anything starts.
+"""A scenario: one TOML file that describes an experiment, checked completely before anything starts.
 
-Its protocol part is what clients are sent; the plan of attack, the strategy and the tape stay with the server.
+Clients are sent its protocol part; the plan of attack, the strategy and the tape options stay with the server.
 """
 
 import re
@@ -26,6 +26,7 @@ from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import Protocol
 from fedgauge.defenses.accounting import DELTA, Accountant, NoGuarantee
+from fedgauge.server.store import predecessor
 from fedgauge.server.store.tape import Keep
 
 _TOP = {
@@ -38,11 +39,11 @@ FEDAVG: Table = {"use": "FedAvg"}
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """How the plan is carried out.
+    """How the plan of attack is carried out.
 
     Args:
-        curious: False trains without looking.
-        executor: ray (workers in processes of their own) or local (in the audit's process, one wave at a time).
+        curious: False trains without keeping or attacking updates.
+        executor: ray (worker processes) or local (in the attack service's own process, one wave at a time).
         workers: attack workers; each uses one core.
     """
 
@@ -57,10 +58,11 @@ class AuditOptions:
 
 @dataclass(frozen=True)
 class TapeOptions:
-    """What stays on disk: all accepted updates; scored, those the plan attacks; none, nothing once it was attacked.
+    """Which updates stay on disk.
 
     Args:
-        retention_days: after so many days `fedgauge prune` deletes them, and what was reconstructed; None: never.
+        keep: all accepted updates; attacked: those that the plan attacks; none: they are deleted once they were attacked.
+        retention_days: after this many days `fedgauge prune` deletes updates and reconstructions; None: never.
     """
 
     keep: Keep = "all"
@@ -73,7 +75,7 @@ class TapeOptions:
 
 @dataclass(frozen=True)
 class SimulationOptions:
-    """How much of this machine the clients get: how many train at the same time, one core each; the patience for a round."""
+    """How many clients train at the same time, on one core each, and how many seconds a round may take."""
 
     parallel_clients: int = 2
     round_timeout: float = 600.0
@@ -87,7 +89,7 @@ class SimulationOptions:
 
 @dataclass(frozen=True)
 class PrivacyOptions:
-    """At which delta epsilons are told; who writes the table asks for them, and is refused a chain that has none."""
+    """The delta at which epsilons are reported. With a [privacy] table, a chain without a guarantee is refused."""
 
     delta: float = DELTA
 
@@ -98,7 +100,7 @@ class PrivacyOptions:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A checked scenario, with the federation that its protocol describes, built."""
+    """A checked scenario and the federation built from its protocol."""
 
     tables: Table
     protocol: Protocol
@@ -118,7 +120,7 @@ class Scenario:
 
         Args:
             settings: "chain.0.max_norm=2", as given on the command line.
-            rounds: instead of the file's; those of [audit] rounds that are beyond are `left_out`.
+            rounds: replaces the file's; rounds of [audit] beyond it are `left_out`.
 
         Raises:
             SpecError: naming the file, the table, the value and what is allowed.
@@ -138,15 +140,20 @@ class Scenario:
 
     @classmethod
     def from_tables(cls, tables: Table) -> "Scenario":
-        """From parsed TOML; every component is built once, so that a mistake is told here."""
+        """Build from parsed TOML; every component is built once, so that mistakes show here."""
+        if message := predecessor.replaced(tables):
+            raise SpecError(message)
         if unknown := sorted(tables.keys() - _TOP):
             hint = "; this looks like a sweep: fedgauge sweep" if "defense" in tables else ""
             raise SpecError(f"unknown key {unknown[0]!r} (a scenario has: {', '.join(sorted(_TOP))}){hint}")
-        tables = _located(tables)
+        tables = _absolute_paths(tables)
         strategy = dict(coerce(tables.get("strategy", FEDAVG), dict, "[strategy]"))
-        server_attack = _malice(tables)
+        server_attack = _server_attacks(tables)
         protocol = Protocol.from_tables(
-            {**_bent(tables, server_attack), "chain": _with_proximal_term(tables.get("chain", []), strategy)}
+            {
+                **_with_architectures(tables, server_attack),
+                "chain": _with_proximal_term(tables.get("chain", []), strategy),
+            }
         )
         federation = Federation(protocol).check()
         targeting.check(server_attack, federation)
@@ -157,7 +164,7 @@ class Scenario:
             {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}},
             protocol.rounds,
             protocol.clients,
-            *_company(federation),
+            *_limits_and_baselines(federation),
         )
         _check_secure_sum(protocol, strategy, plan)
         targeting.check_decoders(server_attack, plan.attacks, protocol.secure_sum is not None)
@@ -173,20 +180,20 @@ class Scenario:
 
     @property
     def server(self) -> str:
-        """Who the server is, in words: they stand on every result."""
+        """Whether the server is honest or what it does instead, as every result states it."""
         return f"malicious server: {'; '.join(map(str, self.server_attack))}" if self.server_attack else "honest server"
 
     def to_toml(self) -> str:
-        """The scenario as it was run, settings applied."""
+        """The scenario as it was run, with settings applied."""
         return tomli_w.dumps(dict(self.tables))
 
 
-def _malice(tables: Table) -> tuple[TargetedServerAttack, ...]:
-    """What a malicious server does; SpecError where the scenario does not call it that, or names nothing that it does."""
+def _server_attacks(tables: Table) -> tuple[TargetedServerAttack, ...]:
+    """What a malicious server does; SpecError if `server` and [[server_attack]] contradict each other."""
     server = coerce(tables.get("server", "honest"), Literal["honest", "malicious"], "server")
     planned = coerce(tables.get("server_attack", []), list, "[[server_attack]]")
     if planned and server == "honest":
-        raise SpecError('[[server_attack]] is of a malicious server: say server = "malicious"')
+        raise SpecError('[[server_attack]] needs a malicious server: set server = "malicious"')
     if server == "malicious" and not planned:
         raise SpecError(
             f'server = "malicious" needs a [[server_attack]]; use is one of {", ".join(SERVER_ATTACK.names())}'
@@ -200,14 +207,14 @@ def _malice(tables: Table) -> tuple[TargetedServerAttack, ...]:
     )
 
 
-def _bent(tables: Table, server_attack: Sequence[TargetedServerAttack]) -> Table:
-    """The tables with the architectures that a malicious server passes off as the agreed one."""
+def _with_architectures(tables: Table, server_attack: Sequence[TargetedServerAttack]) -> Table:
+    """The tables with the architecture changes that a malicious server makes to the agreed model."""
     model = tables.get("model")
     if not isinstance(model, Mapping):
-        return tables  # told in its place
+        return tables  # the protocol reports this mistake
     if "architectures" in model:
         raise SpecError(
-            '[model]: architectures is a key of malicious servers: say server = "malicious" and name a [[server_attack]]'
+            '[model]: architectures is set by a malicious server: set server = "malicious" and name a [[server_attack]]'
         )
     changes = [
         aimed.server_attack.architecture for aimed in server_attack if aimed.server_attack.architecture is not None
@@ -216,7 +223,7 @@ def _bent(tables: Table, server_attack: Sequence[TargetedServerAttack]) -> Table
 
 
 def _agreed(malicious: Table, honest: Table) -> Table:
-    """The tables with the honest network as the one that clients who inspect have agreed to, unless they name another."""
+    """The tables with the honest network as the one that inspecting clients expect, unless they name another."""
     guard = malicious.get("guard", {})
     if not isinstance(guard, Mapping) or guard.get("inspect", "off") == "off" or "architecture" in guard:
         return malicious
@@ -224,37 +231,37 @@ def _agreed(malicious: Table, honest: Table) -> Table:
     return {**malicious, "guard": {**guard, "architecture": fingerprint(model)}}
 
 
-def _company(federation: Federation) -> tuple[Sequence[str], Sequence[str]]:
-    """What stands beside the attacks: limits of images under a known noise, and the baselines of what is attacked."""
+def _limits_and_baselines(federation: Federation) -> tuple[Sequence[str], Sequence[str]]:
+    """What is run beside the attacks: limits (of images, under a known noise), and the baselines for the kind of examples."""
     if isinstance(federation.shards.dataset, Text):
         return (), TEXT_BASELINES
     noise = known_noise(federation.as_seen(federation.chain, len(federation.protocol.groups(1)[0])))
     return LIMITS if noise else (), IMAGE_BASELINES
 
 
-def _located(tables: Table) -> Table:
-    """The tables with their paths absolute: Flower's processes and whoever opens the run read them in other folders."""
+def _absolute_paths(tables: Table) -> Table:
+    """The tables with absolute paths: Flower's processes, and whoever opens the run later, read them in other folders."""
     kinds = {"data": DATASET, "model": MODEL, "loss": LOSS}
     named = {key: kind for key, kind in kinds.items() if isinstance(tables.get(key), dict)}
-    found = {**tables, **{key: with_absolute_paths(tables[key], kind, Path.cwd()) for key, kind in named.items()}}
-    if isinstance(found.get("attack"), list):
-        found["attack"] = [
-            generators.with_absolute_paths(t, Path.cwd()) if isinstance(t, dict) else t for t in found["attack"]
+    located = {**tables, **{key: with_absolute_paths(tables[key], kind, Path.cwd()) for key, kind in named.items()}}
+    if isinstance(located.get("attack"), list):
+        located["attack"] = [
+            generators.with_absolute_paths(t, Path.cwd()) if isinstance(t, dict) else t for t in located["attack"]
         ]
-    return found
+    return located
 
 
 def _check_secure_sum(protocol: Protocol, strategy: Table, plan: AttackPlan) -> None:
-    """Refuse what a secure sum leaves no meaning."""
+    """Refuse settings that have no meaning under a secure sum."""
     if protocol.secure_sum is None:
         return
     if strategy.get("fraction_train", 1.0) != 1.0:
-        raise SpecError("[secure_sum]: groups are of all clients, so [strategy] fraction_train must be 1.0")
+        raise SpecError("[secure_sum]: its groups hold all clients, so [strategy] fraction_train must be 1.0")
     first = [group[0] for group in protocol.groups(1)]
     drawn = protocol.secure_sum.drawn
     if plan.clients is not None and (drawn or not set(plan.clients) <= set(first)):
-        allowed = "leave it out, as groups are drawn anew in each round" if drawn else f"choose from {first}"
-        raise SpecError(f"[audit]: clients are groups under [secure_sum], each named by its first client: {allowed}")
+        allowed = "leave it out, as each round draws new groups" if drawn else f"choose from {first}"
+        raise SpecError(f"[audit]: under [secure_sum], clients are groups, each named by its first client: {allowed}")
 
 
 def apply_setting(tables: dict[str, Any], setting: str) -> None:
@@ -291,7 +298,7 @@ def _check_guarantee(federation: Federation) -> None:
 
 
 def _with_proximal_term(chain: Any, strategy: Table) -> Any:
-    """FedProx's proximal term is the clients' work: its weight becomes part of the protocol's local_sgd."""
+    """Clients compute FedProx's proximal term, so its weight becomes part of the protocol's local_sgd."""
     if "proximal_mu" not in strategy or not isinstance(chain, list):
         return chain
     mu = coerce(strategy["proximal_mu"], float, "[strategy]: proximal_mu")
@@ -308,7 +315,7 @@ def _with_proximal_term(chain: Any, strategy: Table) -> Any:
 
 
 def _shorten(tables: dict[str, Any], rounds: int) -> tuple[int, ...]:
-    """Train for another number of rounds; drops, and returns, the rounds of [audit] that only the file's own number has."""
+    """Set another number of rounds; removes and returns the rounds of [audit] that are now too late."""
     before, tables["rounds"] = tables.get("rounds"), rounds
     audit = tables.get("audit")
     named = audit.get("rounds") if isinstance(audit, dict) else None
@@ -317,12 +324,14 @@ def _shorten(tables: dict[str, Any], rounds: int) -> tuple[int, ...]:
     beyond = [r for r in named if isinstance(r, int) and rounds < r <= before]
     audit["rounds"] = [r for r in named if r not in beyond]
     if beyond and not audit["rounds"]:
-        raise SpecError(f"[audit]: none of its rounds is left of {rounds}; add --set audit.rounds=[{rounds}]")
+        raise SpecError(
+            f"[audit]: all its rounds are after round {rounds}, the last one now; add --set audit.rounds=[{rounds}]"
+        )
     return tuple(beyond)
 
 
 def _as_set(message: str, settings: Sequence[str]) -> str:
-    """A message on a table of a list; where a setting changed that table, by the setting's name for it, which counts from 0."""
+    """A message about a table of a list; if a setting changed that table, it is named as in the setting, which counts from 0."""
     place = re.match(r"\[\[(\w+)\]\] #(\d+)", message)
     if place is None:
         return message
@@ -332,7 +341,7 @@ def _as_set(message: str, settings: Sequence[str]) -> str:
 
 
 def _table(tables: Table, name: str, allowed: Sequence[str]) -> Table:
-    """A table whose keys are all allowed."""
+    """A table, checked to have only allowed keys."""
     table: Table = coerce(tables.get(name, {}), dict, f"[{name}]")
     for key in table:
         if key not in allowed:

@@ -1,4 +1,4 @@
-"""The tape: every update that the server kept, as safetensors files that outlive the run."""
+"""The tape: the updates that the server kept, as safetensors files."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from fedgauge.client.files import replacing
 Keep = Literal["all", "attacked", "none"]
 _BUFFER = "buffer/"
 _PARAM = "param/"
-_PIECE = 1 << 19  # bytes that stay in a core's cache between writing and digesting
+_PIECE = 1 << 19  # bytes: small enough to stay in a core's cache between writing and hashing
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -32,26 +32,26 @@ class TapeError(Exception):
 
 @dataclass(frozen=True)
 class Tape:
-    """A folder with one file of weights a round, one for each client that was sent others, one of each update kept."""
+    """A folder with a file of weights for each round, one for each client that was sent other weights, and one for each update."""
 
     folder: Path
 
     def write_round(
         self, round: int, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], client: int | None = None
     ) -> str:
-        """Keep what the server sent in a round, to everyone or to one client alone; returns its digest."""
+        """Write what the server sent in a round, to everyone or to one client alone; returns its digest."""
         named = {_PARAM + k: t for k, t in params.items()} | {_BUFFER + k: t for k, t in buffers.items()}
         return write_tensors(self._round(round) if client is None else self._sent(round, client), named)
 
     def write_update(self, round: int, client: int, update: Mapping[str, Tensor]) -> str:
-        """Keep what a client answered; returns its digest."""
+        """Write a client's update; returns its digest."""
         return write_tensors(self._update(round, client), update)
 
     def read(self, round: int, client: int, digest: str | None = None) -> Observation:
-        """One observation; TapeError when a file is missing, damaged, or not what the digest says.
+        """One observation; TapeError if a file is missing, damaged, or does not match the digest.
 
         Args:
-            digest: the ledger's, "<of the round's weights>:<of the update>"; None checks nothing.
+            digest: the ledger's, "<digest of the round's weights>:<digest of the update>"; None checks nothing.
         """
         of_round, _, of_update = (digest or "").rpartition(":")
         update = read_tensors(self._update(round, client), of_update or None)
@@ -62,7 +62,7 @@ class Tape:
         return Observation(round, client, params, update, buffers)
 
     def forget(self, round: int, clients: Collection[int]) -> None:
-        """Delete the updates of some clients in a round, and the round's weights with the last of them."""
+        """Delete the updates of some clients in a round; with the last update, also the round's weights."""
         for client in clients:
             self._update(round, client).unlink(missing_ok=True)
             self._sent(round, client).unlink(missing_ok=True)
@@ -80,16 +80,16 @@ class Tape:
 
 
 def sweep(folder: Path, round: int) -> None:
-    """Delete a folder's files of the rounds from one on."""
+    """Delete a folder's files of this round and all later ones."""
     for path in folder.glob("round-*"):
-        found = re.match(r"round-(\d+)", path.name)
-        if found is not None and int(found[1]) >= round:
+        named = re.match(r"round-(\d+)", path.name)
+        if named is not None and int(named[1]) >= round:
             path.unlink()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors to a safetensors file atomically; returns the digest of its bytes."""
-    # in pieces, straight from the tensors' memory: safetensors' own save() copies them twice, six times the cost
+    # in pieces, straight from the tensors' memory: safetensors' own save() copies them twice and takes six times as long
     digest = xxhash.xxh3_128()
     with replacing(path) as file:
         for piece in _pieces(tensors):
@@ -99,13 +99,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file so that a reader or a crash sees the old file or the whole new one, never a part."""
+    """Write a file atomically: a reader, or a crash, sees the old file or the complete new one."""
     with replacing(path) as file:
         file.write(data)
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: length of the header, header, then the tensors, wide types first as aligned."""
+    """The bytes of a safetensors file: header length, header, then the tensors, wide types first for alignment."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header, end = {}, 0
     for name, t in ordered:
@@ -115,7 +115,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for _, t in ordered:
-        if not t.numel():  # torch cannot view what NumPy left without strides
+        if not t.numel():  # torch cannot view an empty NumPy array, which has no strides
             continue
         data = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(data), _PIECE):
@@ -123,7 +123,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
-    """Tensors of a file; TapeError names the file when it is missing, damaged or changed."""
+    """The tensors of a file; TapeError names the file if it is missing, damaged or changed."""
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
@@ -131,26 +131,28 @@ def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
     except OSError as error:
         raise TapeError(f"{path} cannot be read: {error}") from error
     if digest is not None and digest_of(data) != digest:
-        raise TapeError(f"{path} is damaged: its digest is not the one that the ledger recorded when it was written")
+        raise TapeError(
+            f"{path} is damaged: its digest differs from the one that the ledger recorded when it was written"
+        )
     try:
         tensors: dict[str, Tensor] = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except (SafetensorError, ValueError) as error:
         raise TapeError(f"{path} is damaged: {error}") from error
-    # load() gives them in an order of its own, another one in each process, and noise is drawn in the order of the names
+    # load() returns another order in each process, and noise is drawn in the order of the names
     return {name: tensors[name] for name in header if name in tensors}
 
 
 def digest_of(data: bytes) -> str:
-    """A fast digest against damage (not against malice): at 44 MB an update, a cryptographic one would cost a round's 5 %."""
+    """A fast digest against damage, not against tampering: at 44 MB per update a cryptographic one would cost 5 % of a round."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def as_arrays(tensors: Mapping[str, Tensor]) -> dict[str, object]:
-    """Plain arrays, the form in which tensors travel to workers."""
+    """Tensors as plain arrays, the form in which they travel to workers."""
     return {k: t.numpy() for k, t in tensors.items()}
 
 
 def as_tensors(arrays: Mapping[str, object]) -> dict[str, Tensor]:
-    """Tensors of plain arrays; copied, as what travelled is read-only."""
+    """Plain arrays as tensors; copied, because arrays that have travelled are read-only."""
     return {k: torch.tensor(a) for k, a in arrays.items()}

@@ -1,4 +1,4 @@
-"""The curious strategy: any Flower strategy behind the door, with every accepted update put on the tape for attack."""
+"""The curious strategy: any Flower strategy behind the validator, with every accepted update kept on the tape for attack."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,25 +14,25 @@ from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 
 @dataclass
 class UpdateRecorder:
-    """Writes a round's intake down: updates to the tape, then observations and jobs to the ledger in one transaction.
+    """Records a round's replies: updates to the tape, then observations and jobs to the ledger in one transaction.
 
     Args:
         plan: what to attack; None records who answered and keeps nothing (curiosity off).
-        keep: all accepted updates; scored: only those that the plan attacks; none: like scored, and the pool deletes
-            them once they are.
+        keep: all accepted updates; attacked: only those that the plan attacks; none: like attacked, and the attack service
+            deletes them afterwards.
     """
 
     ledger: Ledger
     tape: Tape
     plan: AttackPlan | None
     keep: Keep = "all"
-    seconds: dict[int, float] = field(default_factory=dict)  # what intercepting cost, by round
+    seconds: dict[int, float] = field(default_factory=dict)  # what recording cost, by round
 
     def __call__(self, intake: RoundReplies) -> None:
         self.enter(intake.round, self.put(intake))
 
     def put(self, intake: RoundReplies) -> list[Participation]:
-        """Write updates to the tape; returns what is to be entered in the ledger."""
+        """Write updates to the tape; returns what to enter in the ledger."""
         started = time.perf_counter()
         taped = list(self._taped(intake))
         if not any(digest for digest, _ in taped):
@@ -52,7 +52,7 @@ class UpdateRecorder:
         self.seconds[round] = self.seconds.get(round, 0.0) + time.perf_counter() - started
 
     def _taped(self, intake: RoundReplies) -> Iterator[tuple[str | None, str]]:
-        """Of each accepted update its digest, or None and, where it should be on the tape, why it is not."""
+        """For each accepted update its digest, or None and why it is not on the tape; the reason is empty if it need not be."""
         kept = self._kept(intake)
         sent = partial(self.tape.write_round, intake.round, intake.params, intake.buffers)
         of_round, lost = _attempt(sent) if kept else (None, "")
@@ -70,7 +70,7 @@ class UpdateRecorder:
             yield f"{of_sent}:{of_update}" if of_update else None, reason
 
     def _kept(self, intake: RoundReplies) -> set[int]:
-        """Whose updates go on the tape; in the first round one at least, for the replay check."""
+        """The clients whose updates go on the tape; in the first round at least one, for the replay check."""
         clients = [a.client for a in intake.accepted]
         if self.plan is None:
             return set()
@@ -79,11 +79,13 @@ class UpdateRecorder:
 
 
 def _attempt(write: Callable[[], str]) -> tuple[str | None, str]:
-    """A file's digest, or the reason why there is none: a full disk costs observations, never a round."""
+    """A file's digest, or why there is none: a full disk loses observations but never a round."""
     try:
         return write(), ""
     except OSError as error:
         return None, f"not recorded: {error.strerror or error}"
 
 
-CuriousStrategy = UpdateValidator  # a door whose record is a tap; by this name it is mounted in anybody's Flower app
+CuriousStrategy = (
+    UpdateValidator  # a validator that records with an UpdateRecorder; users mount it in their Flower app by this name
+)

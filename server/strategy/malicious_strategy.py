@@ -1,6 +1,6 @@
-"""The malicious server: a strategy that sends chosen clients other weights than the federation's, and otherwise does its work.
+"""The malicious server: a strategy that sends chosen clients other weights than the federation's, and trains as usual.
 
-It stands between the door and the wrapped strategy, so that what was really sent is what the door remembers and the tape keeps.
+It sits between the validator and the wrapped strategy, so the validator remembers, and the tape keeps, what was really sent.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,13 +25,13 @@ class MaliciousStrategy(Wrapper):
     """A strategy that wraps another one and changes what some clients receive.
 
     Args:
-        inner: any stock strategy; it chooses clients and averages.
-        plan: no two of it meet the same client in the same round.
+        inner: any of Flower's strategies; it chooses clients and averages.
+        plan: no two of its attacks target the same client in the same round.
         known: what the server knows: the network and public examples.
-        protocol: whose updates are seen only together.
-        clients: node id -> client number: the door's own, which grows.
-        trouble: told of what could not be crafted; those clients get honest weights.
-        seen: by client, what it answered, as far as a malice asks for it.
+        protocol: says whose updates the server sees only as a sum.
+        clients: node id -> client number; the validator's own mapping, which grows.
+        trouble: called with a message if weights cannot be crafted; that client then gets honest weights.
+        seen: by client, its replies, as far as a server attack asks for them.
     """
 
     inner: Strategy
@@ -46,64 +46,64 @@ class MaliciousStrategy(Wrapper):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Let the wrapped strategy choose and address clients, and change the weights of those that are met."""
+        """Let the wrapped strategy choose clients, and change the weights of the targeted ones."""
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
         honest = dict(arrays.to_torch_state_dict())
         self._altered = set()
         for message in messages:
             client = self.clients[message.metadata.dst_node_id]
-            if (met := self.met(server_round, client)) is not None:
+            if (attack := self.attack_on(server_round, client)) is not None:
                 try:
-                    sent = self._crafted(met, server_round, client, honest)
-                except ValueError as error:  # it was tried on the first weights, and depends on these
+                    sent = self._crafted(attack, server_round, client, honest)
+                except ValueError as error:  # crafting was tried on the first weights, but depends on the current ones
                     self.trouble(f"round {server_round}, client {client}: honest weights were sent: {error}")
                     continue
-                # a record of its own: the strategy's messages share one
+                # a new record, because the strategy's messages share one
                 message.content = RecordDict({**message.content, "arrays": ArrayRecord(sent)})
                 self._altered.add(client)
         return messages
 
-    def met(self, round: int, client: int) -> TargetedServerAttack | None:
-        """What a client meets in a round."""
-        return next((aimed for aimed in self.plan if aimed.aim.applies_to(round, client)), None)
+    def attack_on(self, round: int, client: int) -> TargetedServerAttack | None:
+        """The server attack that targets a client in a round, or None."""
+        return next((planned for planned in self.plan if planned.targeting.applies_to(round, client)), None)
 
-    def _crafted(self, met: TargetedServerAttack, round: int, client: int, honest: Params) -> Params:
-        # the same for all of a secure sum: at different weights nothing adds up
+    def _crafted(self, attack: TargetedServerAttack, round: int, client: int, honest: Params) -> Params:
+        # the same weights for a whole secure sum, because updates at different weights must not be added
         (group,) = (group for group in self.protocol.groups(round) if client in group)
-        rng, server_attack = generator(self.protocol.seed, "malice", round, group[0]), met.server_attack
+        rng, server_attack = generator(self.protocol.seed, "malice", round, group[0]), attack.server_attack
         seen = (
-            [o for o in self.seen.get(client, []) if met.aim.applies_to(o.round, client)]
+            [o for o in self.seen.get(client, []) if attack.targeting.applies_to(o.round, client)]
             if server_attack.is_stateful
             else []
         )
         return {k: t.detach().contiguous() for k, t in server_attack.craft(honest, self.known, rng, seen).items()}
 
     def note(self, intake: RoundReplies) -> None:
-        """Remember what those answered who were sent other weights: the next round's may depend on it."""
+        """Remember replies to altered weights, because the next round's attack may depend on them."""
         for reply in intake.accepted:
             if reply.client in intake.sent and self.is_stateful(intake.round, reply.client):
                 self.remember(_observed(intake, reply))
 
     def is_stateful(self, round: int, client: int) -> bool:
-        """Whether what a client answers in a round is asked for later."""
-        met = self.met(round, client)
-        return met is not None and met.server_attack.is_stateful
+        """Whether a later attack needs a client's reply of this round."""
+        attack = self.attack_on(round, client)
+        return attack is not None and attack.server_attack.is_stateful
 
     def remember(self, seen: Observation) -> None:
-        """One more answer of a client's, in the order of the rounds."""
+        """Add a client's reply; call it in the order of the rounds."""
         self.seen.setdefault(seen.client, []).append(classifier_only(seen, self.known.model))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """As the wrapped strategy does, without the answers that are to be left out."""
+        """The wrapped strategy's, without the replies that must not be averaged."""
         kept = [m for m in replies if self.counts(server_round, self.clients[m.metadata.src_node_id])]
         return self.inner.aggregate_train(server_round, kept) if kept else (None, None)
 
     def counts(self, round: int, client: int) -> bool:
-        """Whether an answer (under a secure sum, its group's) is averaged."""
+        """Whether a client's reply (under a secure sum, its group's) is averaged."""
         altered = [c for c in self.protocol.members(client, round) if c in self._altered]
-        return all(met.aim.aggregate for c in altered if (met := self.met(round, c)) is not None)
+        return all(attack.targeting.aggregate for c in altered if (attack := self.attack_on(round, c)) is not None)
 
 
 def _observed(intake: RoundReplies, reply: AcceptedReply) -> Observation:

@@ -1,4 +1,4 @@
-"""Which client each node is, as it says itself: node ids are random, shards are not."""
+"""Asks each node which client it is: node ids are random, while shards belong to client numbers."""
 
 import math
 import time
@@ -9,39 +9,40 @@ from dataclasses import dataclass, field
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-TIMES = 3  # that a node of a deployment is asked which client it is
-PATIENCE = 120.0  # seconds for the answers: each may cost a client the start of a process
+TIMES = 3  # how often a node of a deployment is asked which client it is
+PATIENCE = 120.0  # seconds for the answers: to answer, a client may have to start a process
 
 
 def discover_nodes(grid: Grid, clients: int, patience: float | None = None) -> dict[int, int]:
     """The clients by their nodes.
 
     Args:
-        patience: seconds. Of a deployment, where one client must not stop the others: who is not there by then, says no number
-            of the federation's, or the same as another, is left out. None: waits until every client is there.
+        patience: seconds. For a deployment, where one client must not stop the others: nodes that are not connected by then,
+            or give a number that is not the federation's or that another node gives too, are left out. None: wait for every
+            client.
 
     Raises:
-        RuntimeError: nobody is left, or without patience: they are not exactly the federation's.
+        RuntimeError: no node is left; without patience: the nodes are not exactly the federation's clients.
     """
     deadline = math.inf if patience is None else time.monotonic() + patience
     while len(nodes := list(grid.get_node_ids())) < clients and time.monotonic() < deadline:
         time.sleep(0.2)
-    found = _introduced(grid, nodes, clients)
+    numbers = _client_numbers(grid, nodes, clients)
     if patience is not None:
-        if not (found := _alone(found)):
-            raise RuntimeError(f"of {clients} clients none introduced itself within {patience:g} s")
-        return found
-    if sorted(found.values()) != list(range(clients)):
-        raise RuntimeError(f"expected clients 0..{clients - 1} to introduce themselves, got {sorted(found.values())}")
-    return found
+        if not (numbers := _unique(numbers)):
+            raise RuntimeError(f"none of {clients} clients introduced itself within {patience:g} s")
+        return numbers
+    if sorted(numbers.values()) != list(range(clients)):
+        raise RuntimeError(f"expected clients 0..{clients - 1} to introduce themselves, got {sorted(numbers.values())}")
+    return numbers
 
 
 @dataclass
 class LateJoiners:
-    """Lets in, between the rounds of a deployment, whoever was not there at its census.
+    """Admits clients that connect to a deployment after it began, between its rounds.
 
     Args:
-        known: clients by node; those that are let in are added.
+        known: clients by node; admitted ones are added.
     """
 
     grid: Grid
@@ -50,32 +51,32 @@ class LateJoiners:
     _asked: Counter[int] = field(default_factory=Counter)
 
     def admit(self) -> None:
-        """Ask the nodes that nobody knows; a number that is taken is nobody else's."""
+        """Ask the unknown nodes for their client numbers; a number that is taken is not given again."""
         strangers = [n for n in self.grid.get_node_ids() if n not in self.known and self._asked[n] < TIMES]
         if not strangers:
             return
         self._asked.update(strangers)
-        found = _alone(_introduced(self.grid, strangers, self.clients))
+        numbers = _unique(_client_numbers(self.grid, strangers, self.clients))
         taken = set(self.known.values())
-        self.known.update({node: client for node, client in found.items() if client not in taken})
+        self.known.update({node: client for node, client in numbers.items() if client not in taken})
 
 
-def _introduced(grid: Grid, nodes: Collection[int], clients: int) -> dict[int, int]:
-    """Who answered with a client's number."""
+def _client_numbers(grid: Grid, nodes: Collection[int], clients: int) -> dict[int, int]:
+    """By node, the client number it answered with."""
     questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
     answers = grid.send_and_receive(questions, timeout=PATIENCE)
     return {m.metadata.src_node_id: number for m in answers if (number := _number(m, clients)) is not None}
 
 
-def _alone(found: dict[int, int]) -> dict[int, int]:
-    """Those whose number no other says."""
-    claims = Counter(found.values())
-    return {node: client for node, client in found.items() if claims[client] == 1}
+def _unique(numbers: dict[int, int]) -> dict[int, int]:
+    """The nodes whose number no other node gave."""
+    claims = Counter(numbers.values())
+    return {node: client for node, client in numbers.items() if claims[client] == 1}
 
 
 def _number(answer: Message, clients: int) -> int | None:
-    """Which client a node says it is; None where it says nothing of the kind."""
+    """Which client a node says it is; None if its answer gives no valid number."""
     if answer.has_error():
         return None
-    told = answer.content.metric_records.get("who", MetricRecord()).get("client")
-    return told if isinstance(told, int) and 0 <= told < clients else None
+    number = answer.content.metric_records.get("who", MetricRecord()).get("client")
+    return number if isinstance(number, int) and 0 <= number < clients else None

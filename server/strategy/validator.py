@@ -1,24 +1,22 @@
-"""The door: every reply is checked before the strategy or the curious server touches it.
+"""The validator checks every reply before the strategy or the curious server uses it.
 
-Clients answer with updates (or, in foreign ClientApps, with weights); any stock strategy expects weights. The door
-remembers what it sent, checks names, shapes, dtypes and finiteness, hands theta + update to the wrapped strategy in a
-stable order, and records what it refused. A bad reply costs its client the round, never the round itself.
+Clients answer with updates (foreign ClientApps with weights), while Flower's strategies expect weights. The validator
+remembers what was sent, checks names, shapes, dtypes and finiteness, hands theta + update to the wrapped strategy in a
+stable order, and records what it rejected. A bad reply excludes its client from the round and never ends the round.
 """
 
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from flwr.supercore.run import Run
 from torch import Tensor
 
 from fedgauge.client.arrays import npy_header
@@ -26,30 +24,33 @@ from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import seed_of
 from fedgauge.client.update import Params, Update, average
 from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.strategy.ordered_grid import OrderedGrid
 
 WEIGHT = "num-examples"
-CLIENT_ABSENT = "it was not there when the round began"
-MOST_EXAMPLES = 2**53  # beyond it a float no longer counts, and the sum of two clients' overflows the ledger
+CLIENT_ABSENT = "it was not connected when the round began"
+MOST_EXAMPLES = (
+    2**53
+)  # beyond it floats skip whole numbers, and the sum of two clients would overflow the ledger's integers
 
 
 @dataclass(frozen=True, eq=False)
 class AcceptedReply:
-    """A reply that passed the door."""
+    """A reply that the validator accepted."""
 
     client: int
     update: Update
     examples: int
     buffers: Mapping[str, Tensor]
-    note: str = ""  # what the client's guard says of the weights that it was sent
+    note: str = ""  # what the client's guard says about the weights that it was sent
 
 
 @dataclass(frozen=True, eq=False)
 class RoundReplies:
-    """What the door saw in one round: what it sent, the accepted replies by client, and everyone else with a reason.
+    """One round as the validator saw it: what was sent, the accepted replies by client, and why the others have none.
 
     Args:
-        sent: by client, the weights of those who were sent others than params. Of a secure sum, by its first client, where
-            nobody in it was sent params.
+        sent: by client, the weights of the clients that were sent others than params. For a secure sum: by its first client,
+            and only if no member was sent params.
     """
 
     round: int
@@ -61,24 +62,23 @@ class RoundReplies:
 
 
 class ReplyRejected(ValueError):
-    """A reply that must not reach the strategy; the message is the recorded reason."""
+    """A reply that the strategy must not get; the message is the recorded reason."""
 
 
 class UpdateValidator(Strategy):
-    """A strategy that wraps another one.
+    """A strategy that wraps another one and passes on checked replies only.
 
     Args:
-        inner: any stock Flower strategy; it sees weights, as it expects.
-        record: called once a round with what came in, before aggregation.
-        buffers: floating-point buffers of the model, sent beside the weights and averaged where clients return them.
+        inner: any of Flower's strategies; it gets weights, as it expects.
+        record: called once per round with the replies, before aggregation.
+        buffers: floating-point buffers of the model, sent beside the weights and averaged if clients return them.
         seed: client sampling is drawn from it and the round.
-        clients: node id -> client number; a node that is not in it gets the next free number at first sight.
-        replies: what clients answer with: updates (fedgauge's ClientApp) or weights (anybody's).
-        protocol: of a simulation; where it has a [secure_sum], the door stands in for it: neither the tap nor the wrapped
-            strategy sees more of a group than the mean of its updates, as the reply of its first client.
+        clients: node id -> client number; an unknown node gets the next free number.
+        replies: what clients answer with: updates (fedgauge's ClientApp) or weights (other ClientApps).
+        protocol: of a simulation. If it has a [secure_sum], the validator simulates it: `record` and the wrapped strategy see
+            only the mean of a group's updates, as the reply of its first client.
         strict: nodes that are not in clients take no part.
-        counts: whether the wrapped strategy averages what a client answers in a round: its buffers no more than its weights; None:
-            it does.
+        counts: whether the wrapped strategy averages a client's reply in a round, and so its buffers; None: always.
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class UpdateValidator(Strategy):
         self.replies = replies
         self.protocol = protocol
         self._params: Params = {}
-        self._sent: dict[int, Params] = {}  # by client, where the wrapped strategy sends others
+        self._sent: dict[int, Params] = {}  # by client, if the wrapped strategy sends it other weights
         self._asked: set[int] = set()  # node ids
         self._away: set[int] = set()  # clients
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Let the wrapped strategy choose and address clients; remember what was sent, and to whom."""
+        """Let the wrapped strategy choose clients; remember what was sent, and to whom."""
         self._params = dict(arrays.to_torch_state_dict())
-        random.seed(seed_of(self.seed, "sample", server_round))  # stock strategies sample with the global generator
+        random.seed(seed_of(self.seed, "sample", server_round))  # Flower's strategies sample with the global generator
         messages = list(
             self.inner.configure_train(
-                server_round, arrays, config, _OrderedGrid(grid, self._client, self.clients if self.strict else None)
+                server_round, arrays, config, OrderedGrid(grid, self._client, self.clients if self.strict else None)
             )
         )
         buffers = ArrayRecord(self.buffers)
@@ -131,7 +131,7 @@ class UpdateValidator(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check, record, and hand the accepted replies on as weights, in the order of the clients' numbers."""
+        """Check and record the replies, and pass the accepted ones on as weights, ordered by client."""
         received = list(replies)
         answers = Counter(m.metadata.src_node_id for m in received if not m.has_error())
         passed: list[tuple[AcceptedReply, Message]] = []
@@ -141,13 +141,15 @@ class UpdateValidator(Strategy):
                 continue
             client = self._client(message.metadata.src_node_id)
             try:
-                if (times := answers[message.metadata.src_node_id]) > 1:  # which came first is chance: neither counts
+                if (
+                    times := answers[message.metadata.src_node_id]
+                ) > 1:  # which one came first is chance, so neither counts
                     raise ReplyRejected(f"the client answered {times} times")
                 reply, weights = self._check(client, message)
             except ReplyRejected as reason:
                 rejected[client] = Participation(client, "rejected", str(reason))
                 continue
-            # in the place of the raw reply, so that those of all clients are not kept beside what they became
+            # replaces the raw reply, so that memory does not hold all replies twice
             message.content = RecordDict({"arrays": ArrayRecord(weights), "metrics": _metrics(message)})
             passed.append((reply, message))
         passed.sort(key=lambda pair: pair[0].client)
@@ -169,15 +171,15 @@ class UpdateValidator(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """As the wrapped strategy does, with the same order of nodes."""
+        """The wrapped strategy's, with the same order of nodes."""
         random.seed(seed_of(self.seed, "sample evaluate", server_round))
         return self.inner.configure_evaluate(
-            server_round, arrays, config, _OrderedGrid(grid, self._client, self.clients if self.strict else None)
+            server_round, arrays, config, OrderedGrid(grid, self._client, self.clients if self.strict else None)
         )
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """As the wrapped strategy does, over replies in the order of the clients' numbers."""
-        # a dead node's error comes from the SuperLink, which is no client
+        """The wrapped strategy's, over replies ordered by client."""
+        # a dead node's error comes from the SuperLink, which is not a client
         ordered = sorted(replies, key=lambda m: self.clients.get(m.metadata.src_node_id, math.inf))
         return self.inner.aggregate_evaluate(server_round, ordered)
 
@@ -191,7 +193,7 @@ class UpdateValidator(Strategy):
         return self.clients[node]
 
     def _check(self, client: int, message: Message) -> tuple[AcceptedReply, Params]:
-        """The reply's update, and the weights that the wrapped strategy expects; Refused with the reason when it is none."""
+        """The reply's update, and the weights that the wrapped strategy expects; ReplyRejected says what is wrong."""
         if message.metadata.src_node_id not in self._asked:
             raise ReplyRejected("the client was not asked in this round")
         records = dict(message.content.array_records)
@@ -204,7 +206,7 @@ class UpdateValidator(Strategy):
             update, weights = tensors, {k: t + self._params[k] for k, t in tensors.items()}
         else:
             update = {k: t - (sent or self._params)[k] for k, t in tensors.items()}
-            # weights go on as they came: theta + (weights - theta) would cost rounding
+            # weights are passed on unchanged: theta + (weights - theta) would add rounding errors
             weights = tensors if sent is None else {k: t + self._params[k] for k, t in update.items()}
         for name in tensors:
             if not (torch.isfinite(update[name]).all() and torch.isfinite(weights[name]).all()):
@@ -213,37 +215,37 @@ class UpdateValidator(Strategy):
         if not isinstance(examples, int | float) or not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
             raise ReplyRejected(f"{WEIGHT} must be a whole number from 1 to {MOST_EXAMPLES}, got {examples!r}")
         returned = _tensors(buffers, self.buffers) if buffers is not None else {}
-        said = message.content.config_records.get("guard", ConfigRecord()).get("found")
+        finding = message.content.config_records.get("guard", ConfigRecord()).get("found")
         return AcceptedReply(
-            client, update, int(examples), returned, f"guard: {said}" if isinstance(said, str) else ""
+            client, update, int(examples), returned, f"guard: {finding}" if isinstance(finding, str) else ""
         ), weights
 
     def _altered(self, messages: Iterable[Message], arrays: ArrayRecord) -> dict[int, Params]:
-        """By client, the weights of the messages that carry others than the federation's."""
-        found = {}
+        """By client, the weights of messages that carry other weights than the federation's."""
+        altered = {}
         for message in messages:
             record = message.content.array_records.get("arrays", arrays)
-            # strategies hand the very record on: only of another one is anything to be compared
+            # strategies pass on the same record object, so only a different one needs comparing
             if record is arrays or record.keys() != arrays.keys():
                 continue
             if any(record[name].data != arrays[name].data for name in arrays):
-                found[self._client(message.metadata.dst_node_id)] = dict(record.to_torch_state_dict())
-        return found
+                altered[self._client(message.metadata.dst_node_id)] = dict(record.to_torch_state_dict())
+        return altered
 
     def _sent_to_groups(self, protocol: Protocol, round: int, present: Sequence[int]) -> dict[int, Params]:
-        """By first client, what a group was sent of which nobody got the federation's weights."""
-        found = {}
+        """By first client, what was sent to the groups of which no member got the federation's weights."""
+        sent = {}
         for group in protocol.groups(round):
             members = [client for client in group if client in present]
-            told = [self._sent[client] for client in members if client in self._sent]
-            if told and len(told) == len(members):
-                found[members[0]] = told[0]
-        return found
+            altered = [self._sent[client] for client in members if client in self._sent]
+            if altered and len(altered) == len(members):
+                sent[members[0]] = altered[0]
+        return sent
 
     def _summed(
         self, protocol: Protocol, round: int, passed: list[tuple[AcceptedReply, Message]]
     ) -> tuple[list[tuple[AcceptedReply, Message]], dict[int, Participation]]:
-        """One reply in the place of each group's, and the replies of groups that have no sum."""
+        """One reply for each group that has a sum, and the rejections of the groups that have none."""
         replies = {reply.client: (reply, message) for reply, message in passed}
         merged: list[tuple[AcceptedReply, Message]] = []
         alone: dict[int, Participation] = {}
@@ -257,7 +259,7 @@ class UpdateValidator(Strategy):
         return sorted(merged, key=lambda pair: pair[0].client), alone
 
     def _merged(self, replies: Sequence[AcceptedReply], messages: Sequence[Message]) -> tuple[AcceptedReply, Message]:
-        """The mean of a group's updates by their examples, in the message of its first client; other metrics are dropped."""
+        """The mean of a group's updates, weighted by examples, as its first client's message; other metrics are dropped."""
         examples = [reply.examples for reply in replies]
         returned = all(reply.buffers for reply in replies)
         update = average([reply.update for reply in replies], examples)
@@ -269,16 +271,16 @@ class UpdateValidator(Strategy):
         return AcceptedReply(replies[0].client, update, sum(examples), buffers, note), message
 
     def _absent(self, grid: Grid) -> set[int]:
-        """The protocol's clients that nobody could ask; of a federation whose nodes are not all known, none."""
+        """The protocol's clients that are not connected; empty if the federation's nodes are not all known."""
         if not self.strict or self.protocol is None:
             return set()
-        there = self._asked.union(grid.get_node_ids()) & self.clients.keys()
-        return set(range(self.protocol.clients)) - {self.clients[node] for node in there}
+        connected = self._asked.union(grid.get_node_ids()) & self.clients.keys()
+        return set(range(self.protocol.clients)) - {self.clients[node] for node in connected}
 
     def _missing(self, received: list[Message]) -> list[Participation]:
-        """Who was asked and did not answer, or answered with an error; and who was away."""
+        """Clients that were asked and did not answer, or answered with an error; and clients that were not connected."""
         reasons = {m.metadata.src_node_id: (m.error.reason or "").strip() or "error" for m in received if m.has_error()}
-        # a node that died is reported by the SuperLink under an id of its own
+        # the SuperLink reports a dead node under an id of its own
         unplaced = [r for node, r in reasons.items() if node not in self._asked]
         answered = {m.metadata.src_node_id for m in received if not m.has_error()}
         silent = "no reply" + (f" ({unplaced[0].splitlines()[0]})" if unplaced else "")
@@ -295,7 +297,7 @@ class UpdateValidator(Strategy):
             self.buffers[k] = torch.stack([a.buffers[k] * (a.examples / total) for a in returned]).sum(0)
 
     def _as_sent(self, arrays: ArrayRecord | None) -> ArrayRecord | None:
-        """Aggregates in the dtypes that were sent: FedAdam returns float64 under NumPy 2."""
+        """The aggregate in the dtypes that were sent, as FedAdam returns float64 under NumPy 2."""
         if arrays is None:
             return None
         aggregated = arrays.to_torch_state_dict()
@@ -303,7 +305,7 @@ class UpdateValidator(Strategy):
 
 
 def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A reply's arrays as tensors, in the reference's order; Refused when they are not the reference's names and shapes."""
+    """A reply's arrays as tensors in the reference's order; ReplyRejected if names, shapes or dtypes differ from it."""
     if missing := sorted(reference.keys() - record.keys()):
         raise ReplyRejected(f"missing tensors: {', '.join(missing)}")
     if extra := sorted(record.keys() - reference.keys()):
@@ -315,7 +317,7 @@ def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, 
             shape, dtype, *_ = npy_header(record[name].data)
             if (shape, dtype) == (expected.shape, expected.dtype):
                 array = record[name].numpy()
-        except Exception as error:  # hostile bytes raise what they like: ValueError, MemoryError, RecursionError
+        except Exception as error:  # hostile bytes can raise anything: ValueError, MemoryError, RecursionError
             raise ReplyRejected(f"{name} cannot be decoded: {error}") from error
         if shape != expected.shape:
             raise ReplyRejected(f"{name} has shape {shape}, expected {expected.shape}")
@@ -335,19 +337,19 @@ def _metrics(message: Message) -> MetricRecord:
 
 
 def _no_sum(protocol: Protocol, round: int, group: Sequence[int], present: Sequence[int]) -> str:
-    """Why the clients of a group that answered have no sum; empty where they have one."""
+    """Why a group has no sum although clients answered; empty if it has one."""
     assert protocol.secure_sum is not None
     least = protocol.secure_sum.least
     if 0 < len(present) < least:
         return f"no secure sum: {len(present)} of its group's {len(group)} clients answered, fewer than the threshold {least}"
     if present and (failed := sorted(set(protocol.members(group[0], round)) - set(present))):
-        # an audit recomputes what was summed from the scenario, which knows of stragglers only
-        return f"no secure sum: client {failed[0]} of its group failed, which is no straggler of the scenario's"
+        # an audit recomputes who was summed from the scenario, which only knows about stragglers
+        return f"no secure sum: client {failed[0]} of its group failed, and it is not one of the scenario's stragglers"
     return ""
 
 
 def _shared(records: list[MetricRecord]) -> list[MetricRecord]:
-    """The records less what they do not all have in the same form, over which Flower would end the whole run."""
+    """The records without entries that not all have in the same form, because Flower would end the whole run over them."""
 
     def form(value: object) -> int | None:
         return len(value) if isinstance(value, list) else None
@@ -356,41 +358,3 @@ def _shared(records: list[MetricRecord]) -> list[MetricRecord]:
         k for k in (records[0] if records else ()) if all(k in r and form(r[k]) == form(records[0][k]) for r in records)
     ]
     return [MetricRecord({k: r[k] for k in keys}) for r in records]
-
-
-class _OrderedGrid(Grid):
-    """The grid with its nodes in the order of the clients' numbers: node ids are random in every run."""
-
-    def __init__(self, grid: Grid, client: Callable[[int], int], only: Container[int] | None = None) -> None:
-        self._grid = grid
-        self._client = client
-        self._only = only  # these nodes
-
-    def get_node_ids(self) -> Iterable[int]:
-        found = (n for n in self._grid.get_node_ids() if self._only is None or n in self._only)
-        return sorted(sorted(found), key=self._client)
-
-    def get_nodes(self) -> Iterable[NodeInfo]:
-        found = (n for n in self._grid.get_nodes() if self._only is None or n.node_id in self._only)
-        return sorted(found, key=lambda node: self._client(node.node_id))
-
-    def set_run(self, run: Run) -> None:
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        return self._grid.run
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self._grid.pull_messages(message_ids)
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        return self._grid.send_and_receive(messages, timeout=timeout)

@@ -1,4 +1,4 @@
-"""A strategy round another one, which does as that one wherever it has no say of its own."""
+"""The base class of strategies that wrap another one and change only its training."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from flwr.serverapp.strategy import Strategy
 
 
 class Wrapper(Strategy):
-    """Hands evaluation and the summary on; what it changes of training a subclass says."""
+    """Passes evaluation and summary on to the wrapped strategy; subclasses define the training methods."""
 
     inner: Strategy
 

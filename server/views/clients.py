@@ -1,4 +1,4 @@
-"""The clients' view: who leaks most, in which round, and what labels were read off each."""
+"""The clients' view: who leaks most, in which round, and which labels attacks restored of each."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +49,7 @@ def _graded(scores: Scores, metric: str, attack: str | None) -> Scores:
 
 
 def _worst(rows: Scores, ids: list[int], rounds: list[int], metric: str) -> Floats:
-    """(clients, rounds): the value that leaks most; NaN where there is none."""
+    """(clients, rounds): the value that leaks most; NaN if there is none."""
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
     z = np.full((len(ids), len(rounds)), np.nan)
     np.fmax.at(z, (np.searchsorted(ids, rows.client), np.searchsorted(rounds, rows.round)), sign * rows.value)
@@ -60,19 +60,19 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
     rows = _graded(reading.scores, metric, attack)
     given = {name for name, planned in planned_attacks(reading.ledger).items() if planned.labels == "given"}
     hits, labels = (_graded(reading.scores, m, attack) for m in ("identified", "label_accuracy"))
-    if attack is None:  # of each example what leaks most; labels that the threat model gave away are no leak
+    if attack is None:  # per example the value that leaks most; labels that the threat model gives away do not count
         labels = labels.where(np.array([a not in given for a in labels.attacks], bool)[labels.attack])
         rows, hits, labels = (
             _worst_of_each(rows, metric),
             _worst_of_each(hits, "identified"),
             _worst_of_each(labels, "label_accuracy"),
         )
-    found = []
+    lines = []
     for client in ids:
         values, identified, restored = (k.value[k.client == client] for k in (rows, hits, labels))
         worst = (values.max() if HIGHER_IS_BETTER[metric] else values.min()) if len(values) else None
         replies = {s: reading.participation[client, s] for s in ("accepted", "rejected", "missing")}
-        found.append(
+        lines.append(
             {
                 "client": client,
                 "n": len(values),
@@ -84,11 +84,11 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
                 **replies,
             }
         )
-    return found
+    return lines
 
 
 def _worst_of_each(rows: Scores, metric: str) -> Scores:
-    """Of each example the row that leaks most."""
+    """For each example the row that leaks most."""
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
     keys = rows.example_keys()
     order = np.lexsort((sign * rows.value, keys))
@@ -104,11 +104,11 @@ def _by_leak(row: Mapping[str, Any], metric: str) -> tuple[bool, float]:
 
 
 def client(gallery: Gallery, client: int) -> dict[str, Any]:
-    """One client: how often each label occurs in what was attacked, and how often in what each attack restored."""
+    """One client: how often each label occurs in the attacked batches, and how often in what each attack restored."""
     reading, scores = gallery.reading, gallery.reading.scores
     own = scores.where(scores.client == client)
     rounds = {a: np.unique(own.of_attack(a).round).tolist() for a in gallery.attacks}
-    attacked = sorted({round for found in rounds.values() for round in found})
+    attacked = sorted({round for own_rounds in rounds.values() for round in own_rounds})
     shards = gallery.shards
     classes = shards.dataset.classes if shards else 0
     rows = [row for round in attacked for row in gallery.rows_at(round, client)]
@@ -124,7 +124,7 @@ def client(gallery: Gallery, client: int) -> dict[str, Any]:
         "classes": list(range(classes)),
         "true": true,
         "restored": [
-            restored for a, found in rounds.items() if (restored := _restored(gallery, client, a, found, classes))
+            restored for a, own in rounds.items() if (restored := _restored(gallery, client, a, own, classes))
         ],
         "rounds": len(attacked),
         "reasons": sorted(missed, key=lambda row: row["round"]),
@@ -132,9 +132,9 @@ def client(gallery: Gallery, client: int) -> dict[str, Any]:
 
 
 def _restored(gallery: Gallery, client: int, attack: str, rounds: list[int], classes: int) -> dict[str, Any] | None:
-    """The label counts of an attack's reconstructions; None where it claims none."""
+    """The label counts of an attack's reconstructions; None if it claims no labels."""
     kept = [reconstruction(gallery.reading.run, round, client, attack) for round in rounds]
-    labels = [found["y"].numpy() for found in kept if not isinstance(found, str) and "y" in found]
+    labels = [tensors["y"].numpy() for tensors in kept if not isinstance(tensors, str) and "y" in tensors]
     if not labels:
         return None
     counts = np.bincount(np.concatenate(labels), minlength=classes).tolist()

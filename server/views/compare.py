@@ -1,4 +1,4 @@
-"""Several runs side by side: what each leaks, what it costs in accuracy, and in what their scenarios differ."""
+"""Several runs side by side: what each leaks, which accuracy it reaches, and how the scenarios differ."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
@@ -15,7 +15,7 @@ Settings = dict[str, Any]
 
 
 def compare(readings: Sequence[Reading], metric: str) -> dict[str, Any]:
-    """The runs' pooled leakage under every attack, with the accuracy that each reached."""
+    """The runs' leakage under every attack, over all rounds, with the accuracy that each reached."""
     named = list(zip(distinct(r.run.name for r in readings), readings, strict=True))
     points = _with_pareto([point for name, r in named for point in _points(name, r, metric)], metric)
     chains = {name: formatting.chain(r.tables) for name, r in named}
@@ -37,12 +37,12 @@ def compare(readings: Sequence[Reading], metric: str) -> dict[str, Any]:
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Names made different where runs of different folders share one."""
-    found: list[str] = []
+    """The names, numbered where runs of different folders share one."""
+    unique: list[str] = []
     for name in names:
-        other = (f"{name}-{i}" if i > 1 else name for i in count(1))
-        found.append(next(n for n in other if n not in found))
-    return found
+        numbered = (f"{name}-{i}" if i > 1 else name for i in count(1))
+        unique.append(next(n for n in numbered if n not in unique))
+    return unique
 
 
 def _run(name: str, reading: Reading, metric: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _points(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]
 
 
 def _with_pareto(points: Sequence[Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
-    """Marks each run's strongest attack, and as pareto that of a run where none has more accuracy and leaks less."""
+    """Mark each run's strongest attack, and whether its run is on the Pareto front of accuracy and leakage."""
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
     strongest: dict[str, Mapping[str, Any]] = {}
     for point in points:
@@ -99,7 +99,7 @@ def _with_pareto(points: Sequence[Mapping[str, Any]], metric: str) -> list[dict[
 
 
 def _better(one: Mapping[str, Any], other: Mapping[str, Any], sign: int) -> bool:
-    """Whether a point is at least as good in both, and better in one: accuracy up, leakage down."""
+    """Whether a point is at least as good in accuracy and leakage, and better in one of them."""
     accuracy: float = one["accuracy"] - other["accuracy"]
     leakage: float = sign * (other["mean"] - one["mean"])
     return min(accuracy, leakage) >= 0 and max(accuracy, leakage) > 0
@@ -111,13 +111,15 @@ def _matrix(named: Mapping[str, Reading], metric: str) -> dict[str, Any]:
     return {
         "rows": list(named),
         "columns": attacks,
-        "mean": [[formatting.rounded(found[a].mean) if a in found else None for a in attacks] for found in pooled],
-        "baseline": [_best(found, metric, is_baseline) for found in pooled],
+        "mean": [
+            [formatting.rounded(by_attack[a].mean) if a in by_attack else None for a in attacks] for by_attack in pooled
+        ],
+        "baseline": [_best(by_attack, metric, is_baseline) for by_attack in pooled],
     }
 
 
 def _best(pooled: Mapping[str, Leak], metric: str, kind: Callable[[str], bool]) -> float | None:
-    """The best mean of a kind of answer: of baselines, or of limits, of which the weakest is sure."""
+    """The best mean among baselines or among limits (the weakest limit is the one that holds for sure)."""
     means = [leak.mean for a, leak in pooled.items() if kind(a) and leak.mean is not None]
     if not means:
         return None
@@ -138,7 +140,7 @@ def _curves(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]
 
 
 def differences(scenarios: Sequence[Settings]) -> tuple[list[dict[str, Any]], int]:
-    """The settings in which scenarios differ, with each one's value ("–": not set), and in how many they agree."""
+    """The settings that differ between scenarios, with each one's value ("–": not set), and the number of equal settings."""
     flat = [dict(_flat(tables)) for tables in scenarios]
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
     rows = [{"key": key, "values": [str(settings.get(key, "–")) for settings in flat]} for key in keys]

@@ -1,4 +1,4 @@
-"""Numbers and names in words, as the page and the report say them."""
+"""Numbers and names as the page and the report show them."""
 
 import math
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ LABELS = {
     "rouge2_special": "ROUGE-2 with special tokens (%)",
     "rougeL_special": "ROUGE-L with special tokens (%)",
 }
-RATES = ("identified",)  # 0 or 1 an example: no best case, and Wilson intervals
+RATES = ("identified",)  # 0 or 1 per example, so no worst case, and Wilson intervals
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number to so many decimals, infinity as ∞, nothing as a dash."""
+    """A number to `digits` decimals, infinity as ∞, a missing one as a dash."""
     if value is None or math.isnan(value):
         return "–"
     return ("−∞" if value < 0 else "∞") if math.isinf(value) else f"{value:.{digits}f}"
@@ -45,37 +45,37 @@ def decibel(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A fraction as whole percent."""
+    """A fraction in whole percent."""
     return "–" if value is None else f"{100 * value:.0f}\u00a0%"
 
 
 def rounded(value: float | None) -> float | None:
-    """To five digits, nothing where it is not finite: what JSON can say, and a file of a thousand rounds stays small."""
+    """Five significant digits, None if not finite: valid JSON, and a report of a thousand rounds stays small."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
 def plotted_value(metric: str, value: float | None) -> float | None:
-    """Where a value is drawn: an exact hit's PSNR at the cap, or it would flatten all others."""
+    """The value to draw: the infinite PSNR of an exact hit is drawn at the cap, as it would flatten all others."""
     return min(value, PSNR_CAP) if metric.startswith("psnr") and value is not None else value
 
 
 def is_exact(value: float | None) -> bool:
-    """Whether a PSNR is that of an exact hit."""
+    """Whether a PSNR belongs to an exact hit."""
     return value is not None and math.isinf(value)
 
 
 def component(table: Mapping[str, Any]) -> str:
-    """A component with its arguments; without brackets where it has none."""
+    """A component with its arguments; without brackets if it has none."""
     return describe(table).removesuffix("()")
 
 
 def chain(tables: Mapping[str, Any]) -> str:
-    """A scenario's chain, in the order a gradient travels."""
+    """A scenario's chain, in the order in which a gradient passes through it."""
     return " > ".join(map(component, tables["chain"]))
 
 
 def scenario_line(tables: Mapping[str, Any]) -> str:
-    """A scenario in a line."""
+    """A scenario in one line."""
     clients, rounds = tables["clients"], tables["rounds"]
     parts = [
         f"{clients} client{'s' if clients > 1 else ''}",
@@ -89,12 +89,12 @@ def scenario_line(tables: Mapping[str, Any]) -> str:
 
 
 def interval_label(leak: Leak) -> tuple[float | None, float | None]:
-    """A mean's 95 % interval: Wilson's for a rate, else clustered by client."""
+    """A mean's 95 % interval: Wilson's for a rate, clustered by client for other metrics."""
     return as_rate(leak).interval if leak.metric in RATES else (leak.low, leak.high)
 
 
 def point_label(leak: Leak) -> str:
-    """A point of a figure."""
+    """The label of a point in a figure."""
     low, high = interval_label(leak)
     digits = 1 if leak.metric.startswith("psnr") or "%" in LABELS.get(leak.metric, "") else 3
     if is_limit(leak.attack):

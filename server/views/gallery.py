@@ -1,4 +1,4 @@
-"""The gallery: private images beside what the attacks made of them, a page of them at a time."""
+"""The gallery: private examples beside the attacks' reconstructions, one page at a time."""
 
 import math
 from collections import Counter
@@ -22,10 +22,10 @@ from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, planned_attacks
 from fedgauge.server.views.scores import OF_TEXT, Scores
 
-WORD_BYTES = 40  # of a marked word
-PAGE_BYTES = 1_500_000  # of pictures in one answer
+WORD_BYTES = 40  # per marked word
+PAGE_BYTES = 1_500_000  # of images in one answer
 PAGE = (6, 60)  # cards in one answer, at least and at most
-NO_TRUTH, NOT_HERE, NOT_GRADED = "the truth stays at the client", "no truth here", "not graded"
+NO_TRUTH, NOT_HERE, NOT_GRADED = "the truth stays with the client", "no truth here", "not graded"
 
 Sort = Literal["leak", "hidden", "client"]
 Mark = Literal["right", "misplaced", "wrong"]
@@ -33,7 +33,7 @@ Mark = Literal["right", "misplaced", "wrong"]
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked for; None: no filter. round None: all rounds."""
+    """Which examples to show; None: no filter."""
 
     round: int | None = None
     client: int | None = None
@@ -45,7 +45,7 @@ class Query:
 
 @dataclass(frozen=True, eq=False)
 class AttackedExamples:
-    """The examples that were attacked, in columns (N,): where they are, and the best PSNR of the attacks (NaN: no image)."""
+    """The attacked examples, as columns (N,): where they are, and the attacks' best PSNR (NaN: no image)."""
 
     round: Ints
     client: Ints
@@ -53,7 +53,7 @@ class AttackedExamples:
     strength: Floats
 
     def where(self, chosen: Any) -> "AttackedExamples":
-        """Some of them."""
+        """The chosen examples."""
         return AttackedExamples(self.round[chosen], self.client[chosen], self.example[chosen], self.strength[chosen])
 
     def __len__(self) -> int:
@@ -65,14 +65,14 @@ class AttackedExamples:
 
 @dataclass(frozen=True)
 class Tile:
-    """One attack's picture of one example, or its text.
+    """One attack's reconstruction of one example, an image or text.
 
     Args:
         image: a data URI, or None with the reason in note.
-        psnr: the run's measure (of text, ROUGE-1); None where there is no value, and where exact says that it is infinite.
-        label: what the attack claims, in words; empty where it claims none.
+        psnr: the main metric (of text, ROUGE-1); None if there is no value, or if it is infinite, which `exact` says.
+        label: the label that the attack claims, as text; empty if it claims none.
         trace: whether its iterations were kept.
-        words: of text, each piece and whether it is right, misplaced or wrong.
+        words: of text, each token and whether it is right, misplaced or wrong.
     """
 
     attack: str
@@ -87,13 +87,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Card:
-    """One private example beside what the attacks made of it.
+    """One private example beside the attacks' reconstructions.
 
     Args:
-        image: which of the training images it is; it, truth and label are None where the data is not on this machine.
-        why: for which reason it is shown, where not all are.
-        truth_words: of text, its pieces, in the place of truth.
-        absent: why there is no truth; empty where there is one.
+        image: its number among the training images; image, truth and label are None if the data is not on this machine.
+        why: why it is shown, if not all are.
+        truth_words: of text, its tokens, instead of truth.
+        absent: why there is no truth; empty if there is one.
     """
 
     round: int
@@ -110,24 +110,24 @@ class Card:
 
 @dataclass(frozen=True, eq=False)
 class Gallery:
-    """The gallery of a run as it has been read by now."""
+    """The gallery of a run, from what has been read so far."""
 
     reading: Reading
 
     @cached_property
     def attacks(self) -> list[str]:
-        """The real ones, in the plan's order."""
+        """The attacks (without baselines and limits), in the plan's order."""
         return [a for a in self.reading.order if is_attack(a)]
 
     @cached_property
     def given(self) -> set[str]:
-        """The attacks to which the threat model hands the labels."""
+        """The attacks that the threat model gives the labels."""
         planned = planned_attacks(self.reading.ledger)
         return {name for name, attack in planned.items() if attack.labels == "given"}
 
     @cached_property
     def shards(self) -> Shards | None:
-        """The private data; None where it is not on this machine, and in a deployment, where it is never the server's."""
+        """The private data; None if it is not on this machine, as in every deployment."""
         if self.reading.ledger.deployed:
             return None
         try:
@@ -142,29 +142,29 @@ class Gallery:
 
     @cached_property
     def text(self) -> Text | None:
-        """The private data, where they are sentences and here."""
+        """The private data, if they are sentences and on this machine."""
         dataset = self.shards.dataset if self.shards else None
         return dataset if isinstance(dataset, Text) else None
 
     @cached_property
     def psnr(self) -> Scores:
-        """The PSNR of real attacks, of text their ROUGE-1."""
+        """The attacks' score rows of the main metric: PSNR, or ROUGE-1 of text."""
         psnr = self.reading.scores.of_metric(self.reading.scores.measure.metric)
         return psnr.where(np.array([is_attack(a) for a in psnr.attacks], bool)[psnr.attack])
 
     @cached_property
     def cells(self) -> set[tuple[int, str]]:
-        """Every round and attack of which there are scores."""
+        """Every (round, attack) that has scores."""
         pairs = np.unique(np.stack([self.psnr.round, self.psnr.attack]), axis=1).T.tolist()
         return {(round, self.psnr.attacks[attack]) for round, attack in pairs}
 
     @cached_property
     def rounds(self) -> list[int]:
-        """Those in which somebody was attacked."""
+        """The attacked rounds."""
         return sorted({round for round, _ in self.cells})
 
     def outcomes(self, round: int, attack: str) -> Mapping[tuple[int, int], tuple[float, str]]:
-        """PSNR (NaN: none) and status by (client, example); WHOLE_BATCH stands for all of a batch."""
+        """PSNR (NaN: none) and status by (client, example); WHOLE_BATCH stands for a whole batch."""
         return self.reading.view(("outcomes", round, attack), lambda: self._outcomes(round, attack))
 
     def _outcomes(self, round: int, attack: str) -> dict[tuple[int, int], tuple[float, str]]:
@@ -174,10 +174,10 @@ class Gallery:
         return {(c, e): (v, rows.statuses[s]) for c, e, v, s in zip(*(k.tolist() for k in columns), strict=True)}
 
     def attacked(self, attack: str | None = None) -> AttackedExamples:
-        """Every example that was attacked, by a certain attack or by any, in order."""
+        """Every attacked example, by one attack or by any, in order."""
         rows = self.psnr if attack is None else self.psnr.of_attack(attack)
         whole = rows.example == WHOLE_BATCH
-        lost = rows.where(whole)  # each of a batch's examples
+        lost = rows.where(whole)  # stands for each example of its batch
         sizes = [self.reading.sizes.get(key, 1) for key in zip(lost.round.tolist(), lost.client.tolist(), strict=True)]
         places = np.concatenate([np.arange(size) for size in sizes]) if sizes else lost.example
         columns = [
@@ -193,7 +193,7 @@ class Gallery:
         return AttackedExamples(rounds, clients, examples, strength)
 
     def page(self, query: Query) -> dict[str, Any]:
-        """The cards that a query asks for, and what else it could ask."""
+        """The cards that a query asks for, and the values that its filters may have."""
         everything = self.reading.view(("attacked", query.attack), lambda: self.attacked(query.attack))
         chosen = self._sorted(self._filtered(everything, query), query.sort)
         size = self.page_size
@@ -211,32 +211,32 @@ class Gallery:
             "cards": [asdict(self.card(*key, attack=query.attack)) for key in shown],
         }
 
-    def _filtered(self, found: AttackedExamples, query: Query) -> AttackedExamples:
+    def _filtered(self, examples: AttackedExamples, query: Query) -> AttackedExamples:
         if query.round is not None:
-            found = found.where(found.round == query.round)
+            examples = examples.where(examples.round == query.round)
         if query.client is not None:
-            found = found.where(found.client == query.client)
+            examples = examples.where(examples.client == query.client)
         if query.label is not None and self.shards is not None and self._labelled:
             y = self.shards.dataset.y
-            labels = [int(y[self.rows_at(r, c)[e]]) for r, c, e in found]
-            found = found.where(np.array(labels, np.int64) == query.label)
-        return found
+            labels = [int(y[self.rows_at(r, c)[e]]) for r, c, e in examples]
+            examples = examples.where(np.array(labels, np.int64) == query.label)
+        return examples
 
     @property
     def _labelled(self) -> bool:
-        """Whether the truth is here, with a label for each example."""
+        """Whether the truth is on this machine and each example has one label."""
         return self.shards is not None and self.shards.dataset.y.dim() == 1
 
     @staticmethod
-    def _sorted(found: AttackedExamples, sort: Sort) -> AttackedExamples:
+    def _sorted(examples: AttackedExamples, sort: Sort) -> AttackedExamples:
         if sort == "client":
-            return found.where(np.lexsort((found.example, found.round, found.client)))
+            return examples.where(np.lexsort((examples.example, examples.round, examples.client)))
         sign = -1 if sort == "leak" else 1
-        return found.where(np.argsort(sign * found.strength, kind="stable"))  # NaN goes last either way
+        return examples.where(np.argsort(sign * examples.strength, kind="stable"))  # NaN goes last either way
 
     @property
-    def picture_bytes(self) -> int:
-        """Of one picture in base64, at worst incompressible; of a sentence, about."""
+    def example_bytes(self) -> int:
+        """The size of one image in base64, if it cannot be compressed; the approximate size of a sentence."""
         if self.text is not None:
             return WORD_BYTES * self.text.shape[0]
         channels, height, width = self.shards.dataset.shape if self.shards else (3, SMALL, SMALL)
@@ -244,21 +244,19 @@ class Gallery:
 
     @property
     def page_size(self) -> int:
-        """Cards in one answer: fewer where pictures are large."""
-        return int(np.clip(PAGE_BYTES // (self.picture_bytes * (1 + len(self.attacks))), *PAGE))
+        """Cards in one answer: fewer if images are large."""
+        return int(np.clip(PAGE_BYTES // (self.example_bytes * (1 + len(self.attacks))), *PAGE))
 
     def rows_at(self, round: int, client: int) -> list[int]:
-        """Which training images a client trained on in a round; none where the data is not here."""
+        """The training images that a client trained on in a round; empty if the data is not on this machine."""
         if self.shards is None:
             return []
         federation = self.reading.scenario.federation
-        found: list[int] = self.reading.keep(
-            ("rows", round, client), lambda: federation.rows_at(client, round).tolist()
-        )
-        return found
+        rows: list[int] = self.reading.keep(("rows", round, client), lambda: federation.rows_at(client, round).tolist())
+        return rows
 
     def card(self, round: int, client: int, example: int, why: str = "", attack: str | None = None) -> Card:
-        """One private example beside what the attacks made of it, or one of them."""
+        """One private example beside the reconstructions of all attacks, or of one."""
         attacks = self.attacks if attack is None else [attack]
         truth, row = self._truth(round, client, example)
         return Card(
@@ -285,23 +283,23 @@ class Gallery:
         outcomes = self.outcomes(round, attack)
         fallback = (math.nan, "not attacked")
         value, status = outcomes.get((client, example)) or outcomes.get((client, WHOLE_BATCH)) or fallback
-        told, exact, unit = formatting.rounded(value), formatting.is_exact(value), self.reading.scores.measure.unit
+        shown, exact, unit = formatting.rounded(value), formatting.is_exact(value), self.reading.scores.measure.unit
         if math.isnan(value) and status != UNGRADED:
-            return Tile(attack, None, told, exact, status)
+            return Tile(attack, None, shown, exact, status)
         note = NOT_GRADED if math.isnan(value) else f"{formatting.decibel(value)} {unit}"
-        found = reconstruction(self.reading.run, round, client, attack)
-        if isinstance(found, str):
-            return Tile(attack, None, told, exact, f"file {found}; {note}")
-        # no images but sentences, of which no score tells; or fewer than the client claims
-        if status == UNGRADED and not (found["x"].dim() == 4 and example < len(found["x"])):
-            return Tile(attack, None, told, exact, note)
-        label = self._label(found.get("y"), round, client, example, attack)
-        traced = "trace_x" in found
+        tensors = reconstruction(self.reading.run, round, client, attack)
+        if isinstance(tensors, str):
+            return Tile(attack, None, shown, exact, f"file {tensors}; {note}")
+        # the file may hold sentences, which no score row shows here, or fewer images than the client claims to have
+        if status == UNGRADED and not (tensors["x"].dim() == 4 and example < len(tensors["x"])):
+            return Tile(attack, None, shown, exact, note)
+        label = self._label(tensors.get("y"), round, client, example, attack)
+        traced = "trace_x" in tensors
         if self.kind == "image":
-            return Tile(attack, png(found["x"][example], SMALL), told, exact, note, label, traced)
+            return Tile(attack, png(tensors["x"][example], SMALL), shown, exact, note, label, traced)
         truth, _ = self._truth(round, client, example)
-        written = marked(found["x"][example], truth[0] if truth else None, self.text) if self.text else None
-        return Tile(attack, None, told, exact, note, label, traced, written)
+        written = marked(tensors["x"][example], truth[0] if truth else None, self.text) if self.text else None
+        return Tile(attack, None, shown, exact, note, label, traced, written)
 
     def _label(self, y: Tensor | None, round: int, client: int, example: int, attack: str) -> str:
         if y is None or not self._labelled:
@@ -315,32 +313,32 @@ class Gallery:
 
 
 def token_strings(x: Tensor, text: Text) -> list[str]:
-    """A sentence's tokens as its vocabulary writes them, without padding."""
+    """A sentence's tokens as text, without padding."""
     return text.tokenizer.tokens(x[x != text.tokenizer.pad].tolist())
 
 
 def marked(guess: Tensor, truth: Tensor | None, text: Text) -> tuple[tuple[str, Mark], ...]:
-    """A guess's tokens: right in its place, misplaced (the truth has one more of it elsewhere), or wrong; without truth, wrong."""
-    formatting, pad = text.tokenizer, text.tokenizer.pad
+    """A guess's tokens, each right in its place, misplaced (the truth has it elsewhere) or wrong; without truth, all are wrong."""
+    tokenizer, pad = text.tokenizer, text.tokenizer.pad
     ids: list[int] = guess.tolist()
     true: list[int] = [] if truth is None else truth.tolist()
     here = [i < len(true) and true[i] == token for i, token in enumerate(ids)]
     spare = Counter(token for i, token in enumerate(true) if not (i < len(here) and here[i]))
-    found: list[tuple[str, Mark]] = []
+    marks: list[tuple[str, Mark]] = []
     for token, right in zip(ids, here, strict=True):
         if token == pad:
             continue
         mark: Mark = "right" if right else "misplaced" if spare[token] > 0 else "wrong"
         spare[token] -= mark == "misplaced"
-        found.append((formatting.tokens([token])[0], mark))
-    return tuple(found)
+        marks.append((tokenizer.tokens([token])[0], mark))
+    return tuple(marks)
 
 
-MOST_OTHERS = 48  # of a client's other rounds, evenly spaced
+MOST_OTHERS = 48  # the most of a client's other rounds that are shown, evenly spaced
 
 
 def through_rounds(gallery: Gallery, client: int, image: int) -> dict[str, Any] | None:
-    """One private image in every round in which it was attacked, and the client's other rounds; None where it never was."""
+    """One private image in every round in which it was attacked, and the client's other rounds; None if it never was."""
     everything = gallery.reading.view(("attacked", None), gallery.attacked)
     own = [key for key in everything.where(everything.client == client) if key[2] < len(gallery.rows_at(*key[:2]))]
     same = [key for key in own if gallery.rows_at(*key[:2])[key[2]] == image]
@@ -369,17 +367,17 @@ def _spaced(keys: Sequence[tuple[int, int, int]], count: int) -> list[tuple[int,
 
 def trace(gallery: Gallery, round: int, client: int, example: int, attack: str) -> Mapping[str, Any] | str:
     """An attack's objective and image over its iterations, or why there are none."""
-    found = reconstruction(gallery.reading.run, round, client, attack)
-    if isinstance(found, str):
-        return f"the reconstruction's file is {found}"
-    if "trace_x" not in found:
-        return "nothing was kept of its iterations: set trace = 12 in the [[attack]] table"
-    if example >= found["trace_x"].shape[1]:
+    tensors = reconstruction(gallery.reading.run, round, client, attack)
+    if isinstance(tensors, str):
+        return f"the reconstruction's file is {tensors}"
+    if "trace_x" not in tensors:
+        return "the attack's iterations were not kept: set trace = 12 in the [[attack]] table"
+    if example >= tensors["trace_x"].shape[1]:
         return f"there is no example {example}"
     truth, _ = gallery._truth(round, client, example)
     return {
-        "iterations": found["trace_iteration"].tolist(),
-        "objective": [formatting.rounded(v) for v in found["trace_objective"].tolist()],
-        "images": [png(x) for x in found["trace_x"][:, example]],
+        "iterations": tensors["trace_iteration"].tolist(),
+        "objective": [formatting.rounded(v) for v in tensors["trace_objective"].tolist()],
+        "images": [png(x) for x in tensors["trace_x"][:, example]],
         "truth": None if truth is None else png(truth[0]),
     }

@@ -1,4 +1,4 @@
-"""Private images and what attacks made of them, as pictures a browser shows."""
+"""Images as PNG data URIs, and the reconstructions that attacks left on disk."""
 
 import base64
 import io
@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 
-SMALL = 96  # pixels a side of a picture among many
+SMALL = 96  # pixels per side of an image among many
 
 
 def png(x: Tensor, most: int | None = None) -> str:
     """An image (C, H, W), one or three channels, in [0, 1] or uint8, as the data URI of a PNG.
 
     Args:
-        most: pixels a side; larger ones are made smaller by averaging.
+        most: pixels per side; larger images are reduced by averaging.
     """
     from PIL import Image
 
@@ -33,11 +33,11 @@ def png(x: Tensor, most: int | None = None) -> str:
 
 
 def reconstruction(run: Run, round: int, client: int, attack: str) -> dict[str, Tensor] | str:
-    """What an attack kept of one observation, or in a word why there is nothing: missing, damaged."""
+    """An attack's reconstruction of one observation, or why there is none: "missing" or "damaged"."""
     path = run.reconstruction(round, client, attack)
-    if path.resolve().parent != (run.folder / "reconstructions").resolve():  # a ledger from elsewhere may say anything
+    if path.resolve().parent != (run.folder / "reconstructions").resolve():  # somebody else's ledger may name any path
         return "damaged"
     try:
         return run.read_reconstruction(round, client, attack)
-    except TapeError:  # deleted or damaged: the scores remain, and the picture's place says that it does not
+    except TapeError:  # the scores remain; the page says why the image is gone
         return "damaged" if path.exists() else "missing"

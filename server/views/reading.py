@@ -1,4 +1,4 @@
-"""A run as it has been read by now: only what is new is asked of its ledger, and only what it changes is computed again."""
+"""A run as read so far: it asks the ledger only for what is new, and recomputes only what that changes."""
 
 import tomllib
 from collections import Counter
@@ -11,6 +11,7 @@ import numpy as np
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.local_data import may_download
+from fedgauge.server.store import predecessor
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.ledger_rows import EMPTY, ScoreRow
@@ -22,11 +23,11 @@ from fedgauge.server.views.scores import Scores, known_metrics
 
 State = Literal["training", "attacking", "complete", "attacks waiting", "interrupted", "failed"]
 View = TypeVar("View")
-SHOWN = ("seed", "rounds", "clients", "data", "model", "chain")  # of a scenario, on every page
+SHOWN = ("seed", "rounds", "clients", "data", "model", "chain")  # keys of a scenario that every page shows
 
 
 def state_of(run: Run, ledger: Ledger) -> State:
-    """In a word: at work, complete, or how it ended."""
+    """Whether a run is at work, complete, or how it ended."""
     if run.holder("training") is not None:
         return "training"
     if run.holder("audit") is not None:
@@ -34,32 +35,33 @@ def state_of(run: Run, ledger: Ledger) -> State:
     progress, meta, rounds = ledger.progress(), ledger.meta(), ledger.rounds()
     if meta.get("state") == "failed" and EMPTY in meta:
         return "failed"
-    # a model that is trained has not failed, whatever became of the processes that trained it
+    # once the model is trained the run has not failed, whatever happened to its processes
     if meta.get("state") == "trained" or (rounds and str(rounds[-1]["round"]) == meta.get("rounds")):
         return "attacks waiting" if progress.queued + progress.leased else "complete"
     return "failed" if meta.get("state") == "failed" else "interrupted"
 
 
 def tables_of(run: Run) -> dict[str, Any]:
-    """A run's scenario as it stands in its file, unchecked."""
+    """A run's scenario as in its file, unchecked."""
     try:
         # a scenario may leave its seed out
         tables = {"seed": 0, **tomllib.loads((run.folder / "scenario.toml").read_text())}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise LedgerError(f"{run.folder / 'scenario.toml'} cannot be read: {error}") from error
     if missing := [key for key in SHOWN if key not in tables]:
-        raise LedgerError(f"{run.folder / 'scenario.toml'} is no scenario: it lacks {', '.join(missing)}")
+        raise LedgerError(f"{run.folder / 'scenario.toml'} is not a scenario: it lacks {', '.join(missing)}")
     return tables
 
 
 class Reading:
-    """One run; `lock` is held by whoever uses it, as a ledger serves one thread at a time.
+    """One run. Users hold `lock`, because a ledger serves one thread at a time.
 
     Raises:
-        LedgerError: there is no ledger that can be read.
+        LedgerError: the ledger cannot be read, or a predecessor of fedgauge wrote the run.
     """
 
     def __init__(self, run: Run) -> None:
+        predecessor.refuse(run.folder)
         self.run = run
         self.lock = Lock()
         self.ledger = run.ledger(readonly=True)
@@ -72,7 +74,7 @@ class Reading:
         self.missed: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (status, reason): (client, round)
         self.version = ""
         self._finished = 0
-        self._seen = 0  # the last round of which observations are known
+        self._seen = 0  # the last round whose observations were read
         self._leaks: dict[str, dict[int, list[Leak]]] = {}
         self._views: dict[Any, Any] = {}
         self._kept: dict[Any, Any] = {}
@@ -80,20 +82,20 @@ class Reading:
 
     @contextmanager
     def now(self) -> Iterator["Reading"]:
-        """The run as it stands now, for one thread; LedgerError where it cannot be read."""
+        """The run's current state, for one thread; LedgerError if it cannot be read."""
         with self.lock, self.ledger.snapshot():
             self.refresh()
             yield self
 
     def close(self) -> None:
-        """Close the ledger, unless somebody is reading: then it closes with him."""
+        """Close the ledger, unless somebody is reading: then it closes when the reader lets go of it."""
         if self.lock.acquire(blocking=False):
             self.ledger.close()
             self.lock.release()
 
     @property
     def gone(self) -> bool:
-        """Whether another ledger, or none, stands where this one was opened."""
+        """Whether the file that was opened has been deleted or replaced."""
         return not self.ledger.path.exists() or self.ledger.path.stat().st_ino != self.inode
 
     def refresh(self) -> None:
@@ -124,48 +126,48 @@ class Reading:
         self._views.clear()
 
     def _version(self) -> str:
-        """The same as long as nothing has changed; it follows from the ledger alone, so that it survives a restart."""
+        """A string that changes with the run; it is derived from the ledger alone, so it survives a restart."""
         p = self.ledger.progress()
         counts = (self.ledger.finished(), p.queued, p.leased, p.failed, self.ledger.last_round())
         return "-".join(map(str, (*counts, self.state, self.ledger.meta().get("replay", "")))).replace(" ", "_")
 
     @property
     def state(self) -> State:
-        """In a word, how the run stands now."""
+        """The run's current state."""
         return state_of(self.run, self.ledger)
 
     def view(self, key: Any, make: Callable[[], View]) -> View:
-        """What `make` gave when nothing has changed since."""
+        """The result of `make`, cached until the run changes."""
         if key not in self._views:
             self._views[key] = make()
-        found: View = self._views[key]
-        return found
+        view: View = self._views[key]
+        return view
 
     def keep(self, key: Any, make: Callable[[], View]) -> View:
-        """What `make` gave once: of what never changes."""
+        """The result of `make`, cached for good: for what never changes."""
         if key not in self._kept:
             self._kept[key] = make()
-        found: View = self._kept[key]
-        return found
+        kept: View = self._kept[key]
+        return kept
 
     @property
     def metrics(self) -> list[str]:
-        """Those that are shown; the measure always, so that failures are told where nothing else is."""
+        """The metrics to show; always the main one, so that failures show even if there is nothing else."""
         measure = self.scores.measure.metric
         return list(dict.fromkeys([measure, *known_metrics(self.scores)])) if len(self.scores) else []
 
     @property
     def newest(self) -> int:
-        """The newest round of which anything is known: its jobs are there before it is over."""
+        """The newest round of which anything is known; its jobs exist before it is finished."""
         return max(self._seen, max(self.rounds, default=0))
 
     @property
     def order(self) -> list[str]:
-        """Names in the scores: attacks in the plan's order, limits, baselines."""
+        """The names in the scores: attacks in the plan's order, limits, baselines."""
         return attack_order(self.ledger, self.scores.attacks)
 
     def leaks(self, metric: str) -> list[Leak]:
-        """As leakage gives it; rounds without new rows are remembered."""
+        """The same as `leakage`; rounds without new rows are cached."""
         known = self._leaks.setdefault(metric, {})
         rounds = np.unique(self.scores.round).tolist()
         if missing := [round for round in rounds if round not in known]:
@@ -178,12 +180,12 @@ class Reading:
         return [leak for round in rounds for leak in known[round]] + pooled
 
     def pooled(self, metric: str) -> dict[str, Leak]:
-        """Over all rounds, by attack."""
+        """The Leaks over all rounds, by attack."""
         return {leak.attack: leak for leak in self.leaks(metric) if leak.round is None}
 
     @property
     def scenario(self) -> Scenario:
-        """The scenario, built with its data; SpecError where this machine cannot."""
+        """The scenario, built with its data; SpecError if this machine cannot build it."""
         if self._scenario is None:
             allowed = may_download.set(False)
             try:
@@ -198,7 +200,7 @@ class Reading:
 
 
 def _noting(rows: Iterable[ScoreRow], rounds: set[int]) -> Iterator[ScoreRow]:
-    """The same rows; their rounds are noted on the way."""
+    """Pass the rows on, and collect their rounds."""
     for row in rows:
         rounds.add(row[0])
         yield row

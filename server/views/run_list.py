@@ -1,7 +1,8 @@
-"""The list of runs: how each stands, in a line, without reading its scores."""
+"""The list of runs: one line for each, made without reading all its scores."""
 
 from typing import Any
 
+from fedgauge.server.store import predecessor
 from fedgauge.server.store.run import Run
 from fedgauge.server.views import formatting
 from fedgauge.server.views.reading import state_of, tables_of
@@ -10,7 +11,8 @@ from fedgauge.server.views.scores import best_so_far
 
 
 def run_summary(run: Run) -> dict[str, Any]:
-    """State, rounds, chain, attacks, accuracy, and the best PSNR (of text, ROUGE-1) so far; LedgerError where it cannot be read."""
+    """State, rounds, chain, attacks, accuracy, and the best PSNR (of text, ROUGE-1) so far; LedgerError if it cannot be read."""
+    predecessor.refuse(run.folder)
     tables = tables_of(run)
     with run.ledger(readonly=True) as ledger:
         progress, last = ledger.progress(), ledger.last_round()

@@ -1,4 +1,4 @@
-"""What a malicious server's run shows, side by side: what it sent, what that won, who noticed, what it cost the federation."""
+"""The effects of a malicious server: what it sent, what that recovered, who noticed, and what it cost the federation."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +12,13 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 
-MOST_WORDS = 240  # letters of what a client says that are told
+MOST_WORDS = 240  # letters of a client's message that are shown
 Key = tuple[int, int]  # round, client
-Row = Any  # of the ledger: by name
+Row = Any  # a row of the ledger, read by column name
 
 
 def server_attack_effects(scenario: Scenario, scores: Scores, ledger: Ledger) -> dict[str, str]:
-    """By heading, a sentence each; empty where the server is honest."""
+    """One sentence by heading; empty if the server is honest."""
     if not scenario.server_attack:
         return {}
     seen = [o for o in ledger.observations() if o["status"] == "accepted" or is_alarm(o["reason"])]
@@ -36,13 +36,13 @@ def server_attack_effects(scenario: Scenario, scores: Scores, ledger: Ledger) ->
 
 
 def _met(scenario: Scenario, round: int, client: int) -> list[int]:
-    """Of the clients behind what the server sees (of a secure sum several), those who were sent other weights."""
+    """The clients behind one reply (several under a secure sum) that were sent altered weights."""
     members = scenario.protocol.members(client, round) or (client,)
-    return [c for c in members if any(aimed.aim.applies_to(round, c) for aimed in scenario.server_attack)]
+    return [c for c in members if any(aimed.targeting.applies_to(round, c) for aimed in scenario.server_attack)]
 
 
 def _best(scores: Scores) -> dict[tuple[int, int, int], float]:
-    """PSNR by round, client and example, of the attack that came nearest; raw."""
+    """The best uncapped PSNR of any attack, by round, client and example."""
     ours = {i for i, name in enumerate(scores.attacks) if is_attack(name)}
     best: dict[tuple[int, int, int], float] = {}
     if "psnr" not in scores.metrics:
@@ -67,69 +67,67 @@ def _recovered(best: Mapping[tuple[int, int, int], float], met: set[Key], rounds
 
 
 def _exact(values: Iterable[float]) -> str:
-    found = list(values)
-    if not found:
+    psnr = list(values)
+    if not psnr:
         return "none was graded"
-    exact = sum(v > PSNR_CAP for v in found)
-    nearest = f" ({100 * exact / len(found):.0f} %)" if exact else f", the best {max(found):.1f} dB"
-    return f"{exact} of {len(found)} over {PSNR_CAP:g} dB{nearest}"
+    exact = sum(v > PSNR_CAP for v in psnr)
+    nearest = f" ({100 * exact / len(psnr):.0f} %)" if exact else f", the best {max(psnr):.1f} dB"
+    return f"{exact} of {len(psnr)} over {PSNR_CAP:g} dB{nearest}"
 
 
 def _noticed(scenario: Scenario, seen: Sequence[Row], met: set[Key]) -> str:
-    """Alarms among the answers to altered messages, and among the others; the suspicions where clients tell them.
+    """Alarms among the replies to altered messages and among the others, and the suspicions that clients reported.
 
-    Of a secure sum the members' words stand together: a sum counts as alarmed at where one of them alarmed.
+    A secure sum counts as alarmed if one of its members raised an alarm.
     """
     alarms = {(o["round"], o["client"]) for o in seen if is_alarm(o["reason"])}
     honest = {(o["round"], o["client"]) for o in seen} - met
     if scenario.protocol.guard.inspect == "off" and not any(
         "suspicion" in o["reason"] or is_alarm(o["reason"]) for o in seen
     ):
-        return (
-            "no client's guard has said anything (clients inspect what they are sent where [guard] inspect is not off)"
-        )
+        return "no client's guard reported anything (clients inspect what they are sent only if [guard] inspect is not off)"
     answer = "message" if scenario.protocol.secure_sum is None else "sum"
     words = (
         f"guards alarmed at {len(alarms & met)} of {_many(len(met), f'altered {answer}')} and {len(alarms & honest)} of "
         f"{len(honest)} honest ones"
     )
-    told = [s for o in seen if (o["round"], o["client"]) in met for s in _suspicions(o["reason"])]
-    spread = " to ".join(dict.fromkeys(f"{s:.3g}" for s in (min(told), max(told)))) if told else ""
-    words += f"; suspicion {spread} at the altered ones (alarm above 1)" if told else ""
+    suspicions = [s for o in seen if (o["round"], o["client"]) in met for s in _suspicions(o["reason"])]
+    spread = " to ".join(dict.fromkeys(f"{s:.3g}" for s in (min(suspicions), max(suspicions)))) if suspicions else ""
+    words += f"; suspicion {spread} at the altered ones (alarm above 1)" if suspicions else ""
     first = first_alarm(seen, scenario.protocol.secure_sum is not None)
     return f"{words}; {first}" if first else words
 
 
 def first_alarm(seen: Sequence[Row], named: bool) -> str:
-    """When whose guard alarmed first, and what it said, on one line; empty where none did.
+    """The first alarm: its round, client and message, on one line; empty if no guard raised one.
 
     Args:
-        named: the words may name their client, as the door makes them in a sum; else they are a client's own, and may lie.
+        named: whether the message may name its client, as the validator's does for a sum; a client's own message may lie.
     """
-    told = next((o for o in seen if is_alarm(o["reason"])), None)
-    if told is None:
+    alarm = next((o for o in seen if is_alarm(o["reason"])), None)
+    if alarm is None:
         return ""
-    words = shortened(told["reason"])
-    whose = "" if named and words.startswith("client ") else f"client {told['client']}: "
-    return f"first in round {told['round']}: {whose}{words}"
+    words = shortened(alarm["reason"])
+    whose = "" if named and words.startswith("client ") else f"client {alarm['client']}: "
+    return f"first in round {alarm['round']}: {whose}{words}"
 
 
 def shortened(reason: str) -> str:
-    """A client's words, on one line."""
+    """A client's message, shortened, on one line."""
     words = " ".join(reason.split())
     return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."
 
 
 def _suspicions(reason: str) -> list[float]:
-    """The numbers in clients' words, whatever else these say."""
+    """The suspicions in a client's message, whatever else it says."""
     return [float(number) for number in re.findall(r"suspicion (\d{1,9}(?:\.\d{1,9})?(?:e[+-]?\d{1,2})?)\b", reason)]
 
 
 def _cost(scenario: Scenario, ledger: Ledger, seen: Sequence[Row], met: set[Key], rounds: Sequence[int]) -> str:
-    """What became of the updates, and how accuracy went in the rounds in which the server was malicious and in the others."""
+    """What happened to the updates, and how accuracy changed in rounds with and without altered weights."""
     accuracy = {r["round"]: r["accuracy"] for r in ledger.rounds() if r["accuracy"] is not None}
     steps = {r: 100 * (accuracy[r] - accuracy[r - 1]) for r in accuracy if r - 1 in accuracy}
-    kept = [aimed.aim.aggregate for aimed in scenario.server_attack]
+    kept = [aimed.targeting.aggregate for aimed in scenario.server_attack]
     fate = "averaged as all are" if all(kept) else "averaged in part" if any(kept) else "left out of the average"
     words = f"answers to altered weights ({_many(len(met), 'update')} of {len(seen)}) were {fate}"
     both = (("in those rounds", True), ("in the others", False))

@@ -16,8 +16,8 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.curious import UpdateRecorder
 from fedgauge.server.strategy.validator import RoundReplies
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
+from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.in_memory import InMemory, flower
-from fedgauge.simulations.run.simulate import new_run
 
 WIDE: Table = {"use": "mlp", "hidden": [3000, 2900]}  # 11.1 M parameters on a digit
 LENET: Table = {"use": "lenet"}

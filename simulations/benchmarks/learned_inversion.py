@@ -23,7 +23,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
 from fedgauge.simulations.run import in_memory
-from fedgauge.simulations.run.simulate import new_run
+from fedgauge.simulations.run.create import new_run
 
 SHAPE = (3, 32, 32)
 SQUARE = 2048  # side of the matrices whose product tells the machine's rate

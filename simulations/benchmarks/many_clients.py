@@ -21,8 +21,8 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
 from fedgauge.simulations.benchmarks.memory_growth import MB, MemoryUse, own_memory
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
+from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
-from fedgauge.simulations.run.simulate import new_run
 
 
 class Synthetic(MemoryGrid):

@@ -24,9 +24,9 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.curious import UpdateRecorder
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
 from fedgauge.simulations.run import processes
+from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.in_memory import InMemory, flower
 from fedgauge.simulations.run.launch import TrainingProcess
-from fedgauge.simulations.run.simulate import new_run
 
 MB = 2**20
 

@@ -1,1 +1,1 @@
-"""Checks before a run: the doctor and the preflight."""
+"""Checks before a run: the doctor (machine, scenario, owner's file) and the preflight."""

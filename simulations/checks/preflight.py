@@ -1,8 +1,8 @@
-"""The preflight: what a scenario would leak, told in seconds and before any training.
+"""The preflight: estimates in seconds, before any training, what a scenario would leak, and says what to change.
 
-Auxiliary images stand in for the clients', whose data is never touched. It counts unknowns against equations layer by layer,
-tries what needs no search (analytic inversion, label restoration) on updates that went through the whole chain, draws the
-limit, and says what to change.
+Auxiliary images stand in for the clients', whose data is never touched. The preflight counts unknowns against equations layer
+by layer, tries the attacks that need no search (analytic inversion, label restoration) on updates that went through the whole
+chain, and computes the limit.
 """
 
 import json
@@ -33,9 +33,9 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import decibel, percent
 
 STAND_INS = 8  # clients, with batches of auxiliary images
-EXACT = 60.0  # dB, from which on an image counts as read off
-STRONG = 8.0  # epsilon of a record, up to which a guarantee is more than words
-TESTED = 512  # auxiliary images on which the mean image is tried
+EXACT = 60.0  # dB; above it an image counts as recovered exactly
+STRONG = 8.0  # epsilon of a record, up to which the guarantee means something
+TESTED = 512  # auxiliary images on which the mean image is measured
 Severity = Literal["leaks", "weak", "note", "holds"]
 _STYLES: Mapping[Severity, str] = {"leaks": "bold red", "weak": "yellow", "note": "", "holds": "green"}
 
@@ -46,7 +46,7 @@ class LayerExposure:
 
     Args:
         entries: parameters; visible: entries of the uploaded update that are not zero, on average.
-        unknowns: numbers in the layer's input, of the whole batch.
+        unknowns: numbers in the layer's input for the whole batch.
     """
 
     name: str
@@ -58,7 +58,7 @@ class LayerExposure:
 
 @dataclass(frozen=True)
 class PreflightFinding:
-    """One thing that was found: how bad it is, what it is, and what to change (empty: nothing)."""
+    """One finding: how bad it is, what it is, and what to change (empty: nothing)."""
 
     severity: Severity
     words: str
@@ -67,24 +67,24 @@ class PreflightFinding:
 
 @dataclass(frozen=True)
 class Preflight:
-    """All that was found of a scenario."""
+    """The exposure of each layer, and all findings."""
 
     layers: tuple[LayerExposure, ...]
     findings: tuple[PreflightFinding, ...]
 
     def to_json(self) -> str:
-        """One object."""
+        """As one JSON object."""
         return json.dumps(asdict(self), indent=1, allow_nan=False)
 
 
 def preflight(scenario: Scenario) -> Preflight:
-    """Examine a checked scenario; some seconds."""
+    """Examine a checked scenario; this takes some seconds."""
     probe = _Probe(scenario)
     return Preflight(tuple(probe.layers()), tuple(probe.findings()))
 
 
 class _Probe:
-    """A scenario with the updates of stand-in clients, who hold auxiliary images."""
+    """A scenario with the updates of stand-in clients, which hold auxiliary images."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.fed = scenario, scenario.federation
@@ -120,11 +120,11 @@ class _Probe:
             yield LayerExposure(name, type(module).__name__, entries, visible, given.numel())
 
     def _inputs(self) -> dict[str, tuple[nn.Module, Tensor]]:
-        found: dict[str, tuple[nn.Module, Tensor]] = {}
+        inputs: dict[str, tuple[nn.Module, Tensor]] = {}
 
         def watch(name: str, module: nn.Module) -> None:
             def seen(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-                found.setdefault(name, (module, given[0].detach()))
+                inputs.setdefault(name, (module, given[0].detach()))
 
             hooks.append(module.register_forward_pre_hook(seen))
 
@@ -134,29 +134,29 @@ class _Probe:
                 watch(name, module)
         training = self.fed.model.training
         try:
-            with torch.no_grad():  # in eval mode: a look must not move BatchNorm's statistics
+            with torch.no_grad():  # in eval mode: the probe must not change BatchNorm's statistics
                 self.fed.model.eval()(self.fed.shards.dataset.normalise(self.batches[0].x))
         finally:
             self.fed.model.train(training)
             for hook in hooks:
                 hook.remove()
-        return found
+        return inputs
 
     # --------------------------------------------------------------------------------------------------- findings
 
     def findings(self) -> Iterator[PreflightFinding]:
         """The worst first."""
-        own = self._words() if self.text else (*self._structure(), self._analytic())
-        found = [f for f in (*own, self._labels(), *self._chain()) if f is not None]
-        yield from sorted(found, key=lambda f: list(_STYLES).index(f.severity))
+        own = self._word_embeddings() if self.text else (*self._structure(), self._analytic())
+        findings = [f for f in (*own, self._labels(), *self._chain()) if f is not None]
+        yield from sorted(findings, key=lambda f: list(_STYLES).index(f.severity))
 
     @property
     def text(self) -> bool:
         """Whether the examples are sentences."""
         return isinstance(self.fed.model, LanguageModel)
 
-    def _words(self) -> Iterator[PreflightFinding]:
-        """What the rows of the word embeddings' gradient tell."""
+    def _word_embeddings(self) -> Iterator[PreflightFinding]:
+        """What the rows of the word embeddings' gradient reveal."""
         assert isinstance(self.fed.model, LanguageModel)
         parts = self.fed.model.parts
         seen = self.wave.update.get(parts.word)
@@ -164,42 +164,43 @@ class _Probe:
             yield PreflightFinding("note", "the word embeddings are frozen, so no row of their gradient names a word")
         elif parts.tied:
             yield PreflightFinding(
-                "note", "the head's rows are the word embeddings: each has a gradient, whether its word occurs or not"
+                "note", "the head shares the word embeddings: every row has a gradient, whether its word occurs or not"
             )
         else:
             rows = [set(t.flatten(1).any(1).nonzero().flatten().tolist()) for t in seen]
             words = [set(_fed(b, self.fed.model.pad).tolist()) for b in self.batches]
-            right = sum(found == said for found, said in zip(rows, words, strict=True))
+            right = sum(named == used for named, used in zip(rows, words, strict=True))
             change = '[model] freeze = ["words"], or noise after local_sgd'
-            told = "are the sentences' words"
             yield PreflightFinding(
                 "leaks" if right else "note",
-                f"the rows of the word embeddings' update that are not zero {told} for {right} of {len(rows)} stand-ins",
+                f"the nonzero rows of the word embeddings' update are the sentences' words for {right} of {len(rows)} stand-ins",
                 change if right else "",
             )
 
     def _structure(self) -> Iterator[PreflightFinding]:
         pixels = self.size * math.prod(self.fed.shards.dataset.shape)
         visible = sum(int(t.count_nonzero()) for t in self.wave.update.values()) // STAND_INS
-        told = f"{visible:,} entries of an update are not zero, for {pixels:,} unknown pixels of {_examples(self.size)}"
+        counts = (
+            f"{visible:,} entries of an update are not zero, for {pixels:,} unknown pixels of {_examples(self.size)}"
+        )
         if visible >= pixels:
-            change = "larger batches and more noise, rather than dropping entries: many more would have to go"
+            change = "larger batches and more noise; dropping entries would have to drop many more"
             yield PreflightFinding(
-                "weak", f"{told}: enough to determine them, wherever nothing random hides them", change
+                "weak", f"{counts}: enough to determine them, unless something random hides them", change
             )
         else:
-            yield PreflightFinding("note", f"{told}: too few to determine them without a prior, which images have")
+            yield PreflightFinding("note", f"{counts}: too few to determine them without a prior; images have one")
         for name, module in self.fed.model.named_modules():
             if isinstance(module, nn.Embedding):
                 yield PreflightFinding(
                     "leaks",
-                    f"layer {name!r} is an embedding: the rows of its gradient that are not zero name the tokens",
+                    f"layer {name!r} is an embedding: the nonzero rows of its gradient name the tokens",
                     "freeze it (freeze)",
                 )
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                 yield PreflightFinding(
                     "leaks",
-                    f"BatchNorm in train mode ({name!r} and others): means and variances of the batch are uploaded as they are",
+                    f"BatchNorm in train mode ({name!r} and others): the batch's means and variances are uploaded unchanged",
                     '[model] mode = "eval", or norm = "group"',
                 )
                 break
@@ -207,12 +208,12 @@ class _Probe:
             yield PreflightFinding(
                 "leaks",
                 f"{percent(share)} of the stand-ins' examples are read off a row of the first fully connected layer's gradient: "
-                "they are the only ones that excite its neuron",
-                "larger batches, a convolution before it, or noise after it; a malicious server raises that share to all",
+                "each is the only one that excites its neuron",
+                "larger batches, a convolution before it, or noise after it; a malicious server raises that share to 100 %",
             )
 
     def _held_by_a_neuron(self) -> float:
-        """Of examples, as they were trained on, that some row's weights over its bias give exactly."""
+        """The share of examples, as they were trained on, that some row's weight over bias gradient gives exactly."""
         name, (first, _) = next(iter(self._inputs().items()))
         if not isinstance(first, nn.Linear) or first.bias is None:
             return 0.0
@@ -228,7 +229,7 @@ class _Probe:
         return sum(shares) / len(shares)
 
     def _trained_on(self) -> list[Batch]:
-        """The stand-ins' batches as the chain makes them, but under a secure sum, whose members train apart."""
+        """The stand-ins' batches as the chain changes them; unchanged under a secure sum, whose members train separately."""
         if self.members > 1:
             return self.batches
         bare = self.fed.gradient
@@ -239,17 +240,17 @@ class _Probe:
         planned = PlannedAttack("analytic", {"use": "analytic"})
         known = self.auditor.knowledge(planned, self.members)
         streams = [self.auditor.stream(planned, 1, k) for k in range(STAND_INS)]  # stand-ins are no clients: no audit
-        found = planned.build().reconstruct(self.wave, known, planned.budget, streams)
-        pairs = [(r.x, b.x) for r, b in zip(found, self.batches, strict=True) if r.x is not None]
+        results = planned.build().reconstruct(self.wave, known, planned.budget, streams)
+        pairs = [(r.x, b.x) for r, b in zip(results, self.batches, strict=True) if r.x is not None]
         values = [float(v) for x, truth in pairs for v in psnr_of(truth, x[match(truth, x)])]
         if not values:
             return None
         mean = sum(min(v, PSNR_CAP) for v in values) / len(values)
-        read = sum(v > EXACT for v in values)
-        if read:
+        exact = sum(v > EXACT for v in values)
+        if exact:
             return PreflightFinding(
                 "leaks",
-                f"the first fully connected layer's gradient holds the image: read off {read} of {len(values)} stand-ins "
+                f"the first fully connected layer's gradient holds the image: read off {exact} of {len(values)} stand-ins "
                 "without any search (analytic)",
                 "more examples an update, a convolution before the first fully connected layer, or noise after it",
             )
@@ -260,7 +261,7 @@ class _Probe:
     def _labels(self) -> PreflightFinding | None:
         from fedgauge.attacks.labels import restore
 
-        if self.fed.shards.dataset.y.dim() > 1:  # they are the sentences
+        if self.fed.shards.dataset.y.dim() > 1:  # the labels are the sentences
             return None
         known = self.auditor.knowledge(PlannedAttack("labels", {"use": "idlg"}))
         try:
@@ -279,12 +280,12 @@ class _Probe:
             yield PreflightFinding(
                 "note",
                 f"{local.steps} local steps at rate {local.rate:g}: attacks unroll them at {local.steps} times the cost, "
-                "or match one gradient between their ends (surrogate); steps alone do not hide",
+                "or match one gradient between their ends (surrogate); more steps alone hide nothing",
             )
         if _is_bare(self.fed):
-            yield PreflightFinding("leaks", "the chain has no defense: what is uploaded is local training's own result",
-                          "see README's table of defenses; clipping each example and noise (dp_sgd) certify "
-                          "something")  # fmt: skip
+            yield PreflightFinding("leaks", "the chain has no defense: the result of local training is uploaded unchanged",
+                          "see docs/defenses.md; clipping each example and adding noise (dp_sgd) give a "
+                          "guarantee")  # fmt: skip
         if not self.text:
             yield self._limit()
         yield self._epsilon()
@@ -294,8 +295,8 @@ class _Probe:
         if known_noise(self.fed.as_seen(self.fed.chain, self.members)) is None:
             return PreflightFinding(
                 "weak",
-                "no limit: the chain adds no noise of a known density, so nothing but the cost of a search stands before "
-                f"an attacker; guessing the mean image gets {decibel(floor)} dB",
+                "no limit: the chain adds no noise of a known density, so only the cost of a search stops an "
+                f"attacker; guessing the mean image gets {decibel(floor)} dB",
                 "noise whose density is known (gaussian, dp_sgd)",
             )
         known = self.auditor.knowledge(PlannedAttack("limit", {"use": "idlg"}))
@@ -319,13 +320,13 @@ class _Probe:
 
     def _epsilon(self) -> PreflightFinding:
         rounds = {client: self.fed.protocol.rounds for client in range(self.fed.protocol.clients)}
-        found = privacy_statement(self.fed, rounds, self.scenario.privacy.delta)
-        if found.record is None:
-            return PreflightFinding("note", found.words)
-        strong = found.record <= STRONG
+        statement = privacy_statement(self.fed, rounds, self.scenario.privacy.delta)
+        if statement.record is None:
+            return PreflightFinding("note", statement.words)
+        strong = statement.record <= STRONG
         change = "" if strong else "more noise, fewer rounds, larger shards"
         return PreflightFinding(
-            "holds" if strong else "weak", f"if every client takes part in every round: {found.words}", change
+            "holds" if strong else "weak", f"if every client takes part in every round: {statement.words}", change
         )
 
 
@@ -334,22 +335,22 @@ def _examples(n: int) -> str:
 
 
 def _fed(batch: Batch, pad: int) -> Tensor:
-    """The words that reach the loss as inputs; where each is predicted from those before it, not a sentence's last."""
+    """The words that reach the loss as inputs; with next-word prediction, all but a sentence's last."""
     if batch.y.dim() == 1:
         return batch.x[batch.x != pad]
     return batch.x[:, :-1][batch.x[:, 1:] != pad]
 
 
 def _is_bare(fed: Federation) -> bool:
-    """Whether local training is all that there is."""
+    """Whether the chain is local training only."""
     protected = fed.protocol.model.get("defense") or fed.protocol.secure_sum
     return not protected and all(link is fed.chain.local or is_identity(link) for link in fed.chain.links)
 
 
-def show(found: Preflight, console: Console) -> None:
-    """The layers as a table, then what was found, the worst first."""
+def show(result: Preflight, console: Console) -> None:
+    """Print the layers as a table, then the findings, the worst first."""
     table = Table("layer", "kind", "entries", "visible", "inputs of the batch", "visible / inputs", box=None)
-    for layer in found.layers:
+    for layer in result.layers:
         ratio = layer.visible / layer.unknowns
         table.add_row(
             layer.name, layer.kind, f"{layer.entries:,}", f"{layer.visible:,}", f"{layer.unknowns:,}", f"{ratio:.2g}"
@@ -358,10 +359,10 @@ def show(found: Preflight, console: Console) -> None:
     console.print(
         "visible: entries of an uploaded update that are not zero; above 1 a layer gives more equations than unknowns"
     )
-    told = Table(box=None, show_header=False, padding=(0, 1))
-    for finding in found.findings:
-        told.add_row(Text(finding.severity, style=_STYLES[finding.severity]), finding.words)
+    findings = Table(box=None, show_header=False, padding=(0, 1))
+    for finding in result.findings:
+        findings.add_row(Text(finding.severity, style=_STYLES[finding.severity]), finding.words)
         if finding.change:
-            told.add_row("", Text(f"change: {finding.change}", style="dim"))
+            findings.add_row("", Text(f"change: {finding.change}", style="dim"))
     console.print()
-    console.print(told)
+    console.print(findings)

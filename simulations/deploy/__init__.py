@@ -1,1 +1,1 @@
-"""A deployment: its folder, keys, services, and the processes on one machine."""
+"""Deployments: folder, keys, services, and their processes on one machine."""

@@ -1,4 +1,4 @@
-"""A deployment is a folder: the server's scenario, certificates, a key and a file for each client's owner, and its runs."""
+"""A deployment's folder: the server's scenario, certificates, a key and a file for each client's owner, and the runs."""
 
 import json
 import os
@@ -24,20 +24,20 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy.pki import alternative_names, write_authority, write_node_key, write_secret
 from fedgauge.simulations.deploy.services import Addresses, supernode
-from fedgauge.simulations.run.simulate import check_deployable, create_run
+from fedgauge.simulations.run.create import check_deployable, create_run
 
 DEMO = Path(__file__).parents[1] / "deployment.toml"
 VERSION = "0.1.0"  # of the image
-IN_COMPOSE = 3  # clients that docker-compose.yml has
-CONTAINER_USER = 10001  # who the containers run as where the deployment was made by root
-FIRST_RUN = "federation"  # what the containers call their run, unless FEDGAUGE_RUN says another name
+IN_COMPOSE = 3  # clients in docker-compose.yml
+CONTAINER_USER = 10001  # the containers' user if root made the deployment
+FIRST_RUN = "federation"  # the containers' name for their run, unless FEDGAUGE_RUN sets another
 Grading = Literal["off", "scores"]
 Sampling = Literal["secret", "agreed"]
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """Paths and doors of one deployment's folder."""
+    """One deployment's folder: its files and its runs."""
 
     folder: Path
 
@@ -51,21 +51,23 @@ class Deployment:
         grading: Grading = "off",
         sampling: Sampling = "secret",
     ) -> "Deployment":
-        """Write a deployment's folder, for its owner only.
+        """Write a deployment's folder, readable by its owner only.
 
         Args:
             hosts: names or addresses under which clients on other machines reach the server.
-            grading, sampling: what each client's file says; its owner may change it.
+            grading, sampling: written into each client's file, where its owner may change them.
 
         Raises:
-            SpecError: the folder holds something, or the scenario is none.
+            SpecError: the folder is not empty, or the scenario is wrong.
         """
         if folder.exists() and not folder.is_dir():
-            raise SpecError(f"{folder} is a file: a deployment is a folder, which is made where there is none")
+            raise SpecError(f"{folder} is a file: name a folder that does not exist yet, or an empty one")
         if folder.exists() and any(folder.iterdir()):
-            raise SpecError(f"{folder} is not empty: a deployment's keys must not replace another's")
+            raise SpecError(f"{folder} is not empty: a new deployment must not overwrite keys; name another folder")
         if any(c in str(folder.absolute()) for c in "\"'\\\n"):
-            raise SpecError(f"{folder}: Flower cannot be told of a path with quotes or backslashes in it")
+            raise SpecError(
+                f"{folder}: Flower cannot read a path with quotes or backslashes in it; name another folder"
+            )
         checked = Scenario.load(scenario, [f"clients={clients}"])
         check_deployable(checked)
         try:
@@ -74,7 +76,7 @@ class Deployment:
             raise SpecError(f"--host: {error}") from error
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
-        made = cls(folder)
+        deployment = cls(folder)
         for part in ("tls", "keys", "public", "secrets", "clients", "link", "runs", "logs"):
             (folder / part).mkdir(mode=0o700)
         (folder / "scenario.toml").write_text(checked.to_toml())
@@ -83,28 +85,28 @@ class Deployment:
             write_secret(folder / "secrets" / name, secrets.token_hex(32).encode())
         for client in range(clients):
             write_node_key(folder / "keys" / f"client-{client}")
-            # apart, for the server's containers, which must not see the private ones
-            shutil.copyfile(made.public_key(client), folder / "public" / made.public_key(client).name)
-            made._write_client(client, checked, grading, sampling)
-        write_secret(folder / ".env", made._settings(clients).encode())
+            # a copy for the server's containers, which must not see the private keys
+            shutil.copyfile(deployment.public_key(client), folder / "public" / deployment.public_key(client).name)
+            deployment._write_client(client, checked, grading, sampling)
+        write_secret(folder / ".env", deployment._settings(clients).encode())
         (folder / "compose.override.yaml").write_text(override(clients))
         if os.getuid() == 0:  # the containers do not run as root
-            made._hand_over(CONTAINER_USER)
-        return made
+            deployment._hand_over(CONTAINER_USER)
+        return deployment
 
     @classmethod
     def open(cls, folder: Path) -> "Deployment":
-        """An existing deployment; SpecError when the folder is none."""
+        """An existing deployment; SpecError if the folder does not hold one."""
         missing = [name for name in ("scenario.toml", "keys", "tls") if not (folder / name).exists()]
         if missing:
             raise SpecError(
-                f"{folder} is no deployment (no {' and '.join(missing)} in it): make one with fedgauge deploy init"
+                f"{folder} is not a deployment (it lacks {' and '.join(missing)}): create one with fedgauge deploy init"
             )
         return cls(folder)
 
     @property
     def clients(self) -> int:
-        """How many there are."""
+        """How many clients there are."""
         return len(list((self.folder / "keys").glob("client-*.pub")))
 
     def scenario(self) -> Scenario:
@@ -112,7 +114,7 @@ class Deployment:
         scenario = Scenario.load(self.folder / "scenario.toml")
         if scenario.protocol.clients != self.clients:
             raise SpecError(
-                f"{self.folder}/scenario.toml: clients = {scenario.protocol.clients}, but there are keys of {self.clients}"
+                f"{self.folder}/scenario.toml: clients = {scenario.protocol.clients}, but there are keys for {self.clients}"
             )
         return scenario
 
@@ -121,18 +123,18 @@ class Deployment:
         return self.folder / "keys" / f"client-{client}.pub"
 
     def log(self, service: str) -> Path:
-        """Where a service of a local start tells what it does."""
+        """The log of a service of a local start."""
         path = self.folder / "logs" / f"{service}.log"
         path.touch(mode=0o600)
         return path
 
     def runs(self) -> list[Run]:
-        """Its runs, in the order in which they began."""
-        found = [Run(path.parent) for path in (self.folder / "runs").glob("*/ledger.sqlite")]
-        return sorted(found, key=lambda run: (run.folder / "scenario.toml").stat().st_mtime_ns)
+        """Its runs, in the order in which they started."""
+        runs = [Run(path.parent) for path in (self.folder / "runs").glob("*/ledger.sqlite")]
+        return sorted(runs, key=lambda run: (run.folder / "scenario.toml").stat().st_mtime_ns)
 
     def next_run(self, new: bool = False) -> str:
-        """The name of the run that is to be trained now: of the last one where it is unfinished; else, or if asked for, new."""
+        """The name of the run to train now: the last one if it is unfinished and no new one is asked for, else a new name."""
         runs = self.runs()
         if runs and not new and not runs[-1].model.exists():
             return runs[-1].name
@@ -141,10 +143,10 @@ class Deployment:
         return next(name for n in count(1) if (name := stem if n == 1 else f"{stem}-{n}") not in taken)
 
     def begin(self, name: str) -> tuple[Run, bool]:
-        """The run of this name, made where there is none, and whether it has to go on where it stopped.
+        """The run of this name, created if it does not exist, and whether it must be resumed.
 
         Raises:
-            SpecError: it is complete, or the name is none.
+            SpecError: the run is complete, or this cannot be a name.
         """
         if not name or Path(name).name != name or name.startswith("."):
             raise SpecError(f"{name!r} cannot be a run's name")
@@ -153,11 +155,11 @@ class Deployment:
             return create_run(self.scenario(), folder, mode="deployment"), False
         run = Run.open(folder)
         if run.model.exists():
-            raise SpecError(f"{folder} is complete; the next run needs another name (FEDGAUGE_RUN)")
+            raise SpecError(f"{folder} is complete; give the next run another name (FEDGAUGE_RUN)")
         return run, state_of_training(run) != ""
 
-    def foreign(self) -> list[str]:
-        """Packages outside fedgauge's that the scenario names: each owner must have them, and let them be loaded."""
+    def foreign_packages(self) -> list[str]:
+        """Packages outside fedgauge that the scenario names: each owner must install and allow them."""
         protocol = self.scenario().protocol
         tables = (protocol.data, protocol.model, protocol.loss, *protocol.chain)
         kinds = (DATASET, MODEL, LOSS, *[TRANSFORM] * len(protocol.chain))
@@ -165,11 +167,11 @@ class Deployment:
         return sorted(packages - {OWN, ""})
 
     def lock(self) -> AbstractContextManager[None]:
-        """Hold this deployment's local start alone; Busy names the holder."""
-        return Run(self.folder).lock("up")  # the same lock as a run's
+        """The lock of this deployment's local start; RunBusy names the process that holds it."""
+        return Run(self.folder).lock("up")  # the same kind of lock as a run's
 
     def holder(self) -> int | None:
-        """The living process that holds the local start."""
+        """The process that holds the lock of the local start, if it is alive."""
         return Run(self.folder).holder("up")
 
     def _write_client(self, client: int, scenario: Scenario, grading: Grading, sampling: Sampling) -> None:
@@ -206,7 +208,7 @@ class Deployment:
 
 
 def state_of_training(run: Run) -> str:
-    """ "" before it began, then training, trained, failed or interrupted."""
+    """Empty before the training starts; then training, trained, failed or interrupted."""
     try:
         with run.ledger(readonly=True) as ledger:
             return ledger.meta().get("state", "")
@@ -215,7 +217,7 @@ def state_of_training(run: Run) -> str:
 
 
 def override(clients: int) -> str:
-    """What docker-compose.yml lacks, or has too much of, for this many clients; JSON is YAML, too."""
+    """Adds clients to docker-compose.yml, or removes them, for this many clients; written as JSON, which is YAML too."""
     added: dict[str, Any] = {f"supernode-{k}": container(k) for k in range(IN_COMPOSE, clients)}
     added |= {f"supernode-{k}": {"scale": 0} for k in range(clients, IN_COMPOSE)}
     keys = {f"client-{k}": {"file": f"./keys/client-{k}"} for k in range(IN_COMPOSE, clients)}
@@ -223,7 +225,7 @@ def override(clients: int) -> str:
 
 
 def container(client: int) -> Mapping[str, Any]:
-    """A SuperNode's service as docker-compose.yml has those of its first clients."""
+    """A SuperNode's service, like those of the first clients in docker-compose.yml."""
     return {
         **HARDENED,
         "command": list(supernode(Addresses(), client)),
@@ -248,23 +250,24 @@ HARDENED: Mapping[str, Any] = {
 }
 _PATIENT = {"interval": "10s", "timeout": "5s", "retries": 6, "start_period": "60s"}
 _OWNER = """\
-# What this client's owner decides: the data it trains on, what is done to an update before it leaves, and whether the
-# server may be told how well its attacks did. Nothing that a server says changes it. Paths are relative to this file.
+# What this client's owner decides: the data that it trains on, what happens to an update before it leaves, and whether the
+# server may learn how well its attacks did. No server can change it. Paths are relative to this file.
 """
 
 
 def health(port: int, first: int = 1, mute: float = 60.0) -> str:
-    """A health check in Python: whether a SuperNode answers; one that refuses to, long after its start, is ended.
+    """A health check in Python: whether a SuperNode answers; one that refuses connections long after its start is ended.
 
-    A connection that breaks at the wrong moment makes a SuperNode fail without its process ending, and Docker starts again
-    only what has ended.
+    A connection that breaks at the wrong moment makes a SuperNode fail while its process stays, and Docker restarts only
+    processes that have ended.
 
     Args:
         first: the container's first process.
+        mute: seconds after its start from which on a refused connection counts as a failure.
     """
     return (
         "import os, time, urllib.error, urllib.request as u\n"
-        "direct = u.build_opener(u.ProxyHandler({}))\n"  # Docker hands its own proxies to every container
+        "direct = u.build_opener(u.ProxyHandler({}))\n"  # Docker passes its own proxies to every container
         f"try: direct.open('http://127.0.0.1:{port}/health', timeout=3)\n"
         "except urllib.error.URLError as error:\n"
         f"    late = time.time() - os.stat('/proc/{first}').st_mtime > {mute:g}\n"

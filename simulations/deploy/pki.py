@@ -1,4 +1,4 @@
-"""Who is who in a deployment: an authority, the server's certificate, and a key pair for each client's node."""
+"""Certificates and keys of a deployment: an authority, the server's certificate, a key pair for each client's node."""
 
 import datetime
 import ipaddress
@@ -12,19 +12,19 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-HOSTS = ("localhost", "127.0.0.1", "superlink")  # what the server is called on one machine and among its containers
-DAYS = 825  # what a certificate may live
+HOSTS = ("localhost", "127.0.0.1", "superlink")  # the server's names on one machine and among its containers
+DAYS = 825  # a certificate is valid
 _PRIVATE, _PUBLIC = 0o600, 0o644
 
 
 def write_authority(folder: Path, hosts: Sequence[str] = (), days: int = DAYS) -> None:
-    """A certificate authority of this deployment alone, and the certificate it gives the server: ca.crt, server.*.
+    """Write a certificate authority for this deployment, and the server's certificate: ca.crt, server.*.
 
-    The authority signs this once, and its key is kept nowhere: who had it could be the server to every client.
+    The authority signs once and its key is not kept, as its holder could impersonate the server to every client.
 
     Args:
-        hosts: names and addresses under which clients reach the server, beside `HOSTS`.
-        days: how long both are valid; one day of the past is added, as clocks differ.
+        hosts: names and addresses under which clients reach the server, in addition to `HOSTS`.
+        days: how long both are valid; validity starts one day in the past, as clocks differ.
     """
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     ca = _named("fedgauge deployment CA")
@@ -51,12 +51,12 @@ def write_authority(folder: Path, hosts: Sequence[str] = (), days: int = DAYS) -
 
 
 def alternative_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
-    """What the server is called; ValueError for what is no name."""
+    """The server's names for its certificate; ValueError for text that is neither a name nor an address."""
     return [_alternative(host) for host in dict.fromkeys([*HOSTS, *hosts])]
 
 
 def write_node_key(path: Path) -> None:
-    """A node's key pair as `ssh-keygen -t ecdsa -b 384` writes it: the private one at path, the public one at path.pub."""
+    """Write a node's key pair as `ssh-keygen -t ecdsa -b 384` does: the private key at path, the public one at path.pub."""
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
@@ -67,7 +67,7 @@ def write_node_key(path: Path) -> None:
 
 
 def write_secret(path: Path, secret: bytes) -> None:
-    """A file that only its owner may read, from its first moment on."""
+    """Write a file that only its owner can read, from the moment it is created."""
     _write(path, secret, _PRIVATE)
 
 

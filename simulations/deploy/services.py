@@ -1,4 +1,4 @@
-"""The processes of a deployment, in one table: docker-compose.yml and `fedgauge deploy up --local` start these very commands."""
+"""The table of a deployment's processes; docker-compose.yml and `fedgauge deploy up --local` start the same commands."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ Restart = Literal["no", "on-failure", "unless-stopped"]
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a deployment's processes run, as far as their commands say it; the default is inside the containers.
+    """The addresses and paths in the commands of a deployment's processes; the defaults are those inside the containers.
 
     Args:
         folder: of the deployment.
         run: the name of its run.
         bind: the address that servers listen on.
-        superlink, ray, dashboard: host and port under which others find them.
-        ports: where each SuperNode serves the client app that it starts, on its loopback address.
+        superlink, ray, dashboard: host and port under which the other processes reach them.
+        ports: each SuperNode's port on its loopback address, for the client app that it starts.
     """
 
     folder: str = "/deployment"
@@ -31,18 +31,18 @@ class Addresses:
 
     @classmethod
     def local(cls, folder: str, run: str, clients: int) -> "Addresses":
-        """This machine's loopback address, with ports that are free."""
+        """This machine's loopback address with free ports."""
         here = "127.0.0.1"
         ports = {client: free_port() for client in range(clients)}
         return cls(folder, run, here, (here, free_port()), (here, free_port()), free_port(), ports)
 
     def port(self, client: int) -> int:
-        """Where a client's SuperNode answers, on its loopback address."""
+        """The port of a client's SuperNode on its loopback address."""
         return self.ports.get(client, 9094)
 
     @property
     def dashboard_address(self) -> str:
-        """Where the page is on this machine."""
+        """The URL of the page on this machine."""
         return f"http://{self.bind}:{self.dashboard}/"
 
     @property
@@ -53,11 +53,11 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Service:
-    """One process: its command, what it finds in its environment, and what becomes of it when it ends.
+    """One process: its command, its environment, and whether it is restarted when it ends.
 
     Args:
-        answers: the loopback port on which it answers while it works; one that no longer does is ended, for its process may
-            stay when it has failed.
+        answers: the loopback port on which it answers while it works; if it no longer does it is ended, as a failed service's
+            process may stay.
     """
 
     command: tuple[str, ...]
@@ -67,7 +67,7 @@ class Service:
 
 
 def services(addresses: Addresses, clients: int) -> dict[str, Service]:
-    """Every service of a deployment by its name, each after those that it needs."""
+    """Every service of a deployment by name; each comes after the services that it needs."""
     return {
         "superlink": Service(superlink(addresses)),
         "serverapp": Service(serverapp(addresses)),
@@ -93,9 +93,9 @@ def services(addresses: Addresses, clients: int) -> dict[str, Service]:
 
 
 def superlink(addresses: Addresses) -> tuple[str, ...]:
-    """The SuperLink: TLS, node authentication, and server apps only for who knows the secret.
+    """The SuperLink: TLS, node authentication, and a secret without which nobody can run server apps.
 
-    Its database is a file, so that it knows the registered nodes when it is started again.
+    Its database is a file, so that it still knows the registered nodes after a restart.
     """
     certificates = (
         "--ssl-ca-certfile",
@@ -114,7 +114,7 @@ def superlink(addresses: Addresses) -> tuple[str, ...]:
 
 
 def serverapp(addresses: Addresses) -> tuple[str, ...]:
-    """What runs the curious ServerApp, in a process apart from the SuperLink."""
+    """The process that runs the curious ServerApp, separate from the SuperLink."""
     return (
         "flower-superexec",
         *("--runtime-api-address", _at(addresses.superlink), "--root-certificates", f"{addresses.folder}/tls/ca.crt"),
@@ -123,7 +123,7 @@ def serverapp(addresses: Addresses) -> tuple[str, ...]:
 
 
 def supernode(addresses: Addresses, client: int) -> tuple[str, ...]:
-    """A client's SuperNode, known by its key, with its owner's file."""
+    """A client's SuperNode, authenticated by its key, with its owner's file."""
     return (
         "flower-supernode",
         *("--superlink", _at(addresses.superlink), "--root-certificates", f"{addresses.folder}/tls/ca.crt"),
@@ -134,7 +134,7 @@ def supernode(addresses: Addresses, client: int) -> tuple[str, ...]:
 
 
 def ray_head(addresses: Addresses) -> tuple[str, ...]:
-    """The head of the attack workers' cluster: it attacks nothing itself."""
+    """The head of the attack workers' cluster; it runs no attacks itself."""
     return (
         "ray",
         "start",
@@ -149,20 +149,20 @@ def ray_head(addresses: Addresses) -> tuple[str, ...]:
 
 
 def ray_worker(addresses: Addresses, gpus: int = 0) -> tuple[str, ...]:
-    """One attack worker, on one core, and on one GPU where there are any."""
+    """One attack worker, on one core, and on this many GPUs."""
     has = ("--num-gpus", str(gpus)) if gpus else ()
     return ("ray", "start", "--address", _at(addresses.ray), "--num-cpus", "1", *has, *_RAY)
 
 
 def dashboard(addresses: Addresses) -> tuple[str, ...]:
-    """The page over all runs of the deployment; who has the token may look."""
+    """The page over all runs of the deployment; visitors need the token."""
     token = f"{addresses.folder}/secrets/dashboard"
     where = ("--host", addresses.bind, "--port", str(addresses.dashboard), "--token-file", token)
     return _fedgauge("watch", f"{addresses.folder}/runs", *where)
 
 
 def ray_access(addresses: Addresses) -> dict[str, str]:
-    """What tells Ray to let nobody in without the token: a process of the cluster may run any code in all others."""
+    """Ray's token authentication: a process that joins the cluster can run any code in all others."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{addresses.folder}/secrets/ray"}
 
 

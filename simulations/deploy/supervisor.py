@@ -1,4 +1,4 @@
-"""All processes of a deployment on one machine: started by the table's commands, started again when they die, ended together."""
+"""Supervises all processes of a deployment on one machine: starts them, restarts those that die, ends them together."""
 
 import json
 import os
@@ -18,16 +18,16 @@ from fedgauge.simulations.deploy.services import Addresses, Service, services
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.launch import TrainingFailed
 
-FACTS = "up.json"  # what a local start tells `status` and `down`
-# deaths of one service before it is given up: a node that was killed is let in again after a minute at the earliest
+FACTS = "up.json"  # a local start's file for `status` and `down`
+# deaths of one service before it is given up: the SuperLink readmits a killed node after a minute at the earliest
 DEATHS = 20
-NEEDED = ("superlink", "serverapp")  # without these nobody trains, and all is given up
-PAUSE = 3.0  # seconds before a service that died is started again
+NEEDED = ("superlink", "serverapp")  # without these there is no training, so the whole start fails
+PAUSE = 3.0  # seconds before a dead service is restarted
 MUTE = 60.0  # seconds after its start from which on a service that does not answer counts as failed
 
 
 class LocalDeployment:
-    """All processes of a deployment, on this machine's loopback address: the commands are those of docker-compose.yml."""
+    """All processes of a deployment on this machine's loopback address, with the commands of docker-compose.yml."""
 
     def __init__(self, deployment: Deployment, run: str, with_ray: bool) -> None:
         self.deployment = deployment
@@ -40,9 +40,9 @@ class LocalDeployment:
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))  # short: Ray's sockets live below it
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.deaths: dict[str, int] = {}
-        self.given_up: dict[str, str] = {}  # services that died again and again, and the end of their logs
-        self._again: dict[str, float] = {}
-        self._listened: dict[str, float] = {}  # when each was last asked whether it answers, or is first to be
+        self.given_up: dict[str, str] = {}  # services that died repeatedly, with the end of their logs
+        self._restart_at: dict[str, float] = {}
+        self._ask_at: dict[str, float] = {}  # when each is next asked whether it answers
 
     def __enter__(self) -> "LocalDeployment":
         return self
@@ -52,12 +52,12 @@ class LocalDeployment:
 
     def close(self) -> None:
         """End every process, whatever it does."""
-        with ExitStack() as all_of_it:  # each is ended, however the end of another goes
-            all_of_it.callback(shutil.rmtree, self.scratch, ignore_errors=True)
-            all_of_it.callback(processes.sweep, self.mark)
+        with ExitStack() as cleanup:  # each is ended, even if ending another one fails
+            cleanup.callback(shutil.rmtree, self.scratch, ignore_errors=True)
+            cleanup.callback(processes.sweep, self.mark)
             for child in self.children.values():
-                all_of_it.callback(processes.end, child)
-            for child in self.children.values():  # all at once: some take seconds
+                cleanup.callback(processes.end, child)
+            for child in self.children.values():  # all at once, as some take seconds to end
                 if child.poll() is None:
                     child.terminate()
 
@@ -66,11 +66,11 @@ class LocalDeployment:
         service = self.services[name]
         log = self.deployment.log(name)
         self.children[name] = processes.start(service.command, log, self._environment(name, service))
-        self._listened[name] = time.monotonic() + MUTE
+        self._ask_at[name] = time.monotonic() + MUTE
         self._write_facts()
 
     def finish(self, name: str) -> None:
-        """Start one that does its work once, and wait for it; TrainingFailed when it fails."""
+        """Start a service that does its work once, and wait for it; TrainingFailed if it fails."""
         self.begin(name)
         if status := self.children[name].wait():
             raise TrainingFailed(self.blame(name, f"exit status {status}"))
@@ -85,42 +85,42 @@ class LocalDeployment:
             time.sleep(0.1)
 
     def poll(self) -> None:
-        """Start again what has died, as containers are, and give up what dies again and again: the others go on.
+        """Restart services that died, as Docker does, and give up one that dies repeatedly; the others continue.
 
         Raises:
-            TrainingFailed: what is given up is one of NEEDED.
+            TrainingFailed: the service that is given up is one of NEEDED.
         """
         now = time.monotonic()
         for name, child in list(self.children.items()):
             status, restart = child.poll(), self.services[name].restart
-            if status is None and self._mute(name, now):
+            if status is None and self._is_mute(name, now):
                 processes.end(child)
             if status is None or restart == "no" or (restart == "on-failure" and status == 0) or name in self.given_up:
                 continue
-            if name not in self._again:
+            if name not in self._restart_at:
                 self.deaths[name] = self.deaths.get(name, 0) + 1
                 if self.deaths[name] > DEATHS:
                     self._give_up(name, status)
                     continue
-                self._again[name] = now + PAUSE
-            elif now >= self._again[name]:
-                del self._again[name]
+                self._restart_at[name] = now + PAUSE
+            elif now >= self._restart_at[name]:
+                del self._restart_at[name]
                 _end_leftovers(child)
                 self.begin(name)
 
     def _give_up(self, name: str, status: int) -> None:
-        words = self.blame(name, f"exit status {status}, {DEATHS} times")
+        message = self.blame(name, f"exit status {status}, {DEATHS} times")
         if name in NEEDED:
-            raise TrainingFailed(words)
-        self.given_up[name] = words
-        print(f"fedgauge: it goes on without {name}: {words}", file=sys.stderr)
+            raise TrainingFailed(message)
+        self.given_up[name] = message
+        print(f"fedgauge: it continues without {name}: {message}", file=sys.stderr)
 
-    def _mute(self, name: str, now: float) -> bool:
-        """Whether a service that lives should answer and does not; it is asked every few seconds."""
+    def _is_mute(self, name: str, now: float) -> bool:
+        """Whether a living service that should answer does not; it is asked every few seconds."""
         port = self.services[name].answers
-        if port is None or now < self._listened[name]:
+        if port is None or now < self._ask_at[name]:
             return False
-        self._listened[name] = now + PAUSE
+        self._ask_at[name] = now + PAUSE
         return not processes.listens(port)
 
     def status(self, name: str) -> int | None:
@@ -128,7 +128,7 @@ class LocalDeployment:
         return self.children[name].poll()
 
     def blame(self, name: str, what: str) -> str:
-        """That a service failed, and the end of its log."""
+        """A message that a service failed, with the end of its log."""
         return launch.with_ends(f"the deployment failed: {name}: {what}", self.deployment.log(name))
 
     def _environment(self, name: str, service: Service) -> dict[str, str]:
@@ -145,12 +145,14 @@ class LocalDeployment:
             "dashboard": self.addresses.dashboard_address,
             "pids": {name: child.pid for name, child in self.children.items()},
         }
-        write_bytes(self.deployment.folder / FACTS, json.dumps(facts, indent=1).encode())  # whole for whoever looks
+        write_bytes(
+            self.deployment.folder / FACTS, json.dumps(facts, indent=1).encode()
+        )  # written at once, so that readers see it whole
 
 
 def _end_leftovers(child: subprocess.Popen[bytes]) -> None:
-    """What a service that died had started in its session would hold its port, or answer in its place."""
+    """End the processes that a dead service had started: they would hold its port, or answer in its place."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:  # nobody is left
+    except ProcessLookupError:  # none is left
         return

@@ -1,1 +1,1 @@
-"""Experiments over many runs: sweeps, papers' tables, tuning, worlds with known answers."""
+"""Experiments over many runs: sweeps, papers' tables, tuning, simulated worlds with known answers."""

@@ -1,4 +1,4 @@
-"""Ablations: attacks with one part exchanged, to be compared with the whole (Inverting Gradients, table 3)."""
+"""Ablations: attacks with one part exchanged (Inverting Gradients, table 3)."""
 
 from fedgauge.attacks.engine.distances import cosine, squared
 from fedgauge.attacks.engine.optimizers import adam, lbfgs
@@ -13,5 +13,5 @@ def without_cosine(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
 
 
 def without_adam(tv: float = 0.01) -> GradientMatching:
-    """Inverting Gradients by L-BFGS."""
+    """Inverting Gradients with L-BFGS."""
     return GradientMatching(cosine(), (total_variation(tv),), lbfgs(), box=False)

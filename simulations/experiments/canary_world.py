@@ -1,6 +1,6 @@
-"""Canaries in mechanisms whose epsilon is known: whether a single run's estimate comes out at it.
+"""Canaries in mechanisms whose epsilon is known: does the estimate from a single run agree with it?
 
-`n` releases are each audited by themselves, with canaries of their own, so that the spread of one estimate is seen.
+Each of `n` releases is audited by itself, with its own canaries, which shows the spread of one estimate.
 """
 
 import math
@@ -17,20 +17,20 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
-from fedgauge.simulations.experiments.gaussian_world import NORMAL_95, WorldFigure
+from fedgauge.simulations.experiments.gaussian_world import WorldFigure, mean_interval
 
 DELTA = 1e-5
 DIMENSION = 2**16
-SIGMAS = (0.5, 1.0, 3.0)  # of the noise, over the norm of one client's part
+SIGMAS = (0.5, 1.0, 3.0)  # noise over the norm of one client's contribution
 ROUNDS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class MechanismCase:
-    """A mechanism that sums clients' clipped parts and adds noise.
+    """A mechanism that sums clients' clipped contributions and adds noise.
 
     Args:
-        honest: for each round what clients that are no canaries add to the sum, as one vector (d,).
+        honest: for each round, what the clients that are not canaries add to the sum, as one vector (d,).
     """
 
     name: str
@@ -43,27 +43,27 @@ class MechanismCase:
 
     @property
     def epsilon(self) -> float:
-        """The true one."""
+        """The true epsilon."""
         return gaussian_epsilon(math.sqrt(len(self.honest)) / self.sigma, DELTA)
 
     def estimates(self, count: int, rng: Generator) -> dict[tuple[str, str], float]:
-        """What one run with so many canaries says of epsilon, by what is looked at and how the variance comes in."""
+        """Epsilon estimated from one run with `count` canaries, by what is observed and how the variance is treated."""
         planted = [clip(1.0).apply(canary({"": self.honest[0]}, rng, size=2.0), None) for _ in range(count)]
         together = torch.stack([one[""] for one in planted]).sum(0)
         released = [gaussian(self.sigma).apply({"": part + together}, rng) for part in self.honest]
         final = cosines({"": torch.stack([r[""] for r in released]).sum(0)}, planted)
-        looks = {"final model": final}
+        statistics = {"final model": final}
         if len(released) > 1:
-            looks["all iterates"] = combine_iterates([cosines(one, planted) for one in released])
+            statistics["all iterates"] = combine_iterates([cosines(one, planted) for one in released])
         return {
-            (look, metric): empirical_epsilon(found, self.dimension, DELTA, equal)
-            for look, found in looks.items()
+            (observed, metric): empirical_epsilon(similarities, self.dimension, DELTA, equal)
+            for observed, similarities in statistics.items()
             for metric, equal in (("epsilon", True), ("epsilon_measured_variance", False))
         }
 
 
 def cases(seed: int) -> Iterator[MechanismCase]:
-    """Noise alone at several levels, several rounds of it, and rounds of a real federation under it."""
+    """Noise alone at several levels, noise over several rounds, and noise on rounds of a real federation."""
     nobody = torch.zeros(DIMENSION)
     for sigma in SIGMAS:
         yield MechanismCase(f"sigma {sigma:g}", sigma, (nobody,))
@@ -72,7 +72,7 @@ def cases(seed: int) -> Iterator[MechanismCase]:
 
 
 def training(seed: int) -> Iterator[Tensor]:
-    """What the clients of a federation with clipped updates add to each round's sum, flat."""
+    """What the clients of a federation with clipped updates add to each round's sum, as one vector."""
     data = {"use": "mnist5k", "batch_size": 16}
     chain = (
         {"use": "local_sgd", "rate": 1.0},
@@ -88,7 +88,7 @@ def training(seed: int) -> Iterator[Tensor]:
 
 
 def canary_world(n: int = 100, seed: int = 0, iterations: int = 128) -> list[WorldFigure]:
-    """For each mechanism the true epsilon and the mean of n runs' estimates.
+    """For each mechanism, the true epsilon and the mean of n runs' estimates.
 
     Args:
         iterations: canaries in each run.
@@ -96,8 +96,7 @@ def canary_world(n: int = 100, seed: int = 0, iterations: int = 128) -> list[Wor
     rows = []
     for case in cases(seed):
         runs = [case.estimates(iterations, generator(seed, "canaries", case.name, run)) for run in range(n)]
-        for look, metric in runs[0]:
-            found = torch.tensor([run[look, metric] for run in runs], dtype=torch.float64)
-            mean, half = float(found.mean()), float(NORMAL_95 * found.std() / math.sqrt(n))
-            rows.append(WorldFigure(case.name, look, metric, case.epsilon, mean, mean - half, mean + half, n))
+        for observed, metric in runs[0]:
+            estimates = torch.tensor([run[observed, metric] for run in runs], dtype=torch.float64)
+            rows.append(WorldFigure(case.name, observed, metric, case.epsilon, *mean_interval(estimates), n))
     return rows

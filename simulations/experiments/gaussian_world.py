@@ -1,8 +1,8 @@
-"""Gaussian worlds: inputs drawn from a known prior, where theory is exact and says what a right attack must reach.
+"""Gaussian worlds: inputs from a known prior, where theory says exactly what a correct attack must reach.
 
-In the first the maximum-a-posteriori attack has to land on the van Trees bound, at any noise, and nothing goes below it. In
-the second, figure 4 of the Bayesian framework (Balunovic et al., ICLR 2022), the true prior with the true conditional has to
-come closer than any other pair. Labels are drawn, or follow from x, and are given; updates are computed as clients would.
+In the first, the maximum-a-posteriori attack must reach the van Trees bound at any noise, and no attack goes below it. In the
+second, figure 4 of the Bayesian framework (Balunovic et al., ICLR 2022), the true prior with the true conditional must come
+closer than any other pair. Labels are drawn, or follow from x, and are given to the attack; clients' code computes updates.
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ from fedgauge.defenses import noise
 RATIOS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # sigma / |g|
 VARIANCE = 0.051  # of the first world's inputs
 NOISE = 0.1  # of the second's gradients: Laplace noise of this scale
-STD = 0.05  # pixels to a unit of x: the world lies well inside [0, 1], so that no box is felt
+STD = 0.05  # pixels to a unit of x; inputs lie well inside [0, 1], so that the box has no effect
 NORMAL_95 = 1.959963984540054
 
 
 @dataclass(frozen=True)
 class WorldFigure:
-    """One figure beside what it is compared with.
+    """One figure beside its reference.
 
     Args:
         cell, attack, metric: what was measured.
         reference: the bound, in the first world; the paper's figure shows no number.
-        here, low, high: mean and 95 % interval over inputs.
+        here, low, high: mean and 95 % interval over inputs; no interval from one input.
         n: inputs.
     """
 
@@ -49,8 +49,8 @@ class WorldFigure:
     metric: str
     reference: float | None
     here: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     n: int
 
 
@@ -60,7 +60,7 @@ class GaussianWorld:
 
     Args:
         model: tanh, float64.
-        x: (N, d) as the model is fed; y: (N,).
+        x: (N, d), the model's inputs; y: (N,).
         shift: the x of a mid-grey pixel.
     """
 
@@ -75,7 +75,7 @@ class GaussianWorld:
         return detached_params(self.model)
 
     def known(self, links: Chain) -> Knowledge:
-        """What the attacker is told: everything but x."""
+        """What the attacker knows: everything but x."""
         shape = (1, 1, self.x.shape[1])
         mean = 0.5 - STD * self.shift
         classes = int(self.y.max()) + 1
@@ -86,7 +86,7 @@ class GaussianWorld:
         return (0.5 + STD * (self.x - self.shift))[:, None, None, None]
 
     def updates(self, links: Chain, seed: int) -> Wave:
-        """What the server sees of N clients."""
+        """What the server observes of N clients."""
         known = self.known(links)
         compute = links(gradient(self.model, normalise=known.normalise))
         rng = generator(seed, "gaussian world", "noise")
@@ -103,9 +103,9 @@ def squared_errors(attack: GradientMatching, world: GaussianWorld, links: Chain,
     known = world.known(links)
     start = torch.full((len(world.x), 1, *known.shape), 0.5)
     streams = [partial(generator, seed, "gaussian world", "attack", k) for k in range(len(world.x))]
-    found = attack.continued(world.updates(links, seed), known, Budget(iterations), streams, start)
+    results = attack.continued(world.updates(links, seed), known, Budget(iterations), streams, start)
     guesses = []
-    for one in found:
+    for one in results:
         if one.x is None or one.status != "converged":
             raise RuntimeError(f"an attack ended as {one.status}: {one.reason}")
         guesses.append(known.normalise(one.x.double()).flatten())
@@ -116,7 +116,7 @@ def squared_errors(attack: GradientMatching, world: GaussianWorld, links: Chain,
 
 
 def tanh_world(n: int, seed: int = 0) -> tuple[GaussianWorld, GaussianPrior]:
-    """36 inputs of variance .051 round a half, five classes that do not depend on them, a network of 1,013 parameters."""
+    """36 inputs of variance .051 around 1/2, five classes independent of them, a network of 1,013 parameters."""
     size = 36
     rng = generator(seed, "gaussian world", "inputs")
     x = 0.5 + VARIANCE**0.5 * torch.randn(n, size, generator=rng, dtype=torch.float64)
@@ -129,10 +129,10 @@ def tanh_world(n: int, seed: int = 0) -> tuple[GaussianWorld, GaussianPrior]:
 def mean_information(world: GaussianWorld) -> Tensor:
     """E F (d, d) over the world's inputs, of pixels, under noise of deviation 1."""
     links = chain(noise.gaussian(1.0), local_sgd(1.0))
-    found = known_noise(links)
-    assert found is not None
-    forward = found[0].mean(gradient(world.model, normalise=world.known(links).normalise))
-    weigh = precision(found[1])
+    results = known_noise(links)
+    assert results is not None
+    forward = results[0].mean(gradient(world.model, normalise=world.known(links).normalise))
+    weigh = precision(results[1])
     total = torch.zeros(world.x.shape[1], world.x.shape[1], dtype=torch.float64)
     for x, y in zip(world.pixels(), world.y, strict=True):
         total += fisher(forward, world.params, Batch(x, y[None]), weigh)
@@ -142,11 +142,11 @@ def mean_information(world: GaussianWorld) -> Tensor:
 def gaussian_world(
     n: int = 512, seed: int = 0, iterations: int = 400, ratios: Sequence[float] = RATIOS
 ) -> list[WorldFigure]:
-    """For each noise the van Trees bound, and the mean squared error of the maximum-a-posteriori attack, in units of x.
+    """For each noise level, the van Trees bound and the mean squared error of the maximum-a-posteriori attack, in units of x.
 
     Args:
-        iterations: evaluations of the gradient, at most.
-        ratios: deviation of the noise over the mean norm of the gradient.
+        iterations: gradient evaluations, at most.
+        ratios: standard deviation of the noise over the mean norm of the gradient.
     """
     world, prior = tanh_world(n, seed)
     clean = world.updates(chain(local_sgd(1.0)), seed).update
@@ -177,7 +177,7 @@ def fig4_world(n: int, seed: int = 0) -> GaussianWorld:
 
 
 def fig4_attacks() -> dict[tuple[str, str], GradientMatching]:
-    """By prior and conditional; each false one has the true one's variance."""
+    """The attacks by prior and conditional; each wrong one has the variance of the true one."""
     size, centre = 20, torch.full((20,), 0.5)
     priors: dict[str, Prior] = {
         "gaussian": gaussian(1.0, centre, torch.eye(size) * STD**2),
@@ -204,9 +204,9 @@ def fig4_errors(n: int, seed: int = 0, iterations: int = 400) -> dict[tuple[str,
 
 
 def bayes_fig4(n: int = 512, seed: int = 0, iterations: int = 400) -> list[WorldFigure]:
-    """For each prior and conditional the mean Euclidean distance of its reconstructions from the true inputs."""
-    found = fig4_errors(n, seed, iterations)
-    return [_row(f"{p} prior", f"{c} conditional", "distance", None, errors) for (p, c), errors in found.items()]
+    """For each prior and conditional, the mean Euclidean distance of reconstructions from the true inputs."""
+    results = fig4_errors(n, seed, iterations)
+    return [_row(f"{p} prior", f"{c} conditional", "distance", None, errors) for (p, c), errors in results.items()]
 
 
 def _network(size: int, hidden: int, classes: int, seed: int) -> nn.Module:
@@ -216,5 +216,13 @@ def _network(size: int, hidden: int, classes: int, seed: int) -> nn.Module:
 
 
 def _row(cell: str, attack: str, metric: str, reference: float | None, errors: Tensor) -> WorldFigure:
-    mean, half = float(errors.mean()), NORMAL_95 * float(errors.std()) / len(errors) ** 0.5
-    return WorldFigure(cell, attack, metric, reference, mean, mean - half, mean + half, len(errors))
+    return WorldFigure(cell, attack, metric, reference, *mean_interval(errors), len(errors))
+
+
+def mean_interval(values: Tensor) -> tuple[float, float | None, float | None]:
+    """Mean of values (N,) with its normal 95 % interval, which one value does not have."""
+    mean = float(values.mean())
+    if len(values) < 2:
+        return mean, None, None
+    half = NORMAL_95 * float(values.std()) / len(values) ** 0.5
+    return mean, mean - half, mean + half

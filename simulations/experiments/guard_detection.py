@@ -1,6 +1,6 @@
-"""Vigilance: how often a client's inspection cries wolf in honest rounds, and what of a dishonest server it sees.
+"""Guard detection: false alarms of a client's inspection in honest rounds, and its detection of malicious servers.
 
-Thresholds were chosen on honest rounds of other networks, settings and seeds (TUNING) than those that are reported.
+The thresholds were chosen on honest rounds of networks, settings and seeds (TUNING) that are not reported.
 """
 
 import itertools
@@ -28,11 +28,11 @@ FALSE_ALARMS = 0.01  # of honest rounds, at most
 
 @dataclass(frozen=True)
 class GuardSetting:
-    """A network on data, and how it is trained locally.
+    """A network, its data and its local training.
 
     Args:
         data, model: of fedgauge.client.data.images and fedgauge.client.models.vision; arguments: the model's.
-        batch_size: examples a round; each: of them in each local step, None: all.
+        batch_size: examples in a round; each: examples in a local step, None: all of them.
         alpha: of the Dirichlet partition; None: labels are spread evenly.
     """
 
@@ -45,15 +45,15 @@ class GuardSetting:
     each: int | None = None
     alpha: float | None = None
 
-    def federation(self, seed: int, dishonest: Table | None = None) -> Federation:
-        """Built, with a dishonest server's architecture if one is given."""
+    def federation(self, seed: int, architecture: Table | None = None) -> Federation:
+        """The federation, with a malicious server's architecture if one is given."""
         slices = {} if self.each is None else {"batch_size": self.each}
         local: Table = {"use": "local_sgd", "rate": self.rate, "steps": self.steps, **slices}
         skew = {} if self.alpha is None else {"partition": "dirichlet", "alpha": self.alpha}
         data = {"use": self.data, "batch_size": self.batch_size, **skew}
         model = {"use": self.model, **self.arguments}
-        if dishonest is not None:
-            model["architectures"] = [dishonest]
+        if architecture is not None:
+            model["architectures"] = [architecture]
         return Federation(Protocol(seed, 1, CLIENTS, data, model, (local,)))
 
 
@@ -68,7 +68,7 @@ NETWORKS: Mapping[str, tuple[GuardSetting, ...]] = {
     "mlp, MNIST": _ways("mnist5k", "mlp", 0.1, hidden=[256]),
     "convnet 16, CIFAR-10": _ways("cifar10", "convnet", 0.05, width=16),
 }
-OTHERS: Mapping[str, tuple[GuardSetting, ...]] = {  # for what needs a network of its own kind
+OTHERS: Mapping[str, tuple[GuardSetting, ...]] = {  # for server attacks that need a special network
     "lenet without strides, MNIST": _ways("mnist5k", "lenet", 0.1, stride=1),
 }
 TUNING: Mapping[str, tuple[GuardSetting, ...]] = {
@@ -82,7 +82,7 @@ TUNING: Mapping[str, tuple[GuardSetting, ...]] = {
 
 @dataclass(frozen=True, eq=False)
 class InspectedRound:
-    """What one client meets in one round.
+    """The weights that one client receives in one round, and those of the round before.
 
     Args:
         previous: None in the first round.
@@ -95,30 +95,30 @@ class InspectedRound:
     previous: Params | None
 
     def findings(self, params: Params | None = None, agreed: str = "") -> DetectorResults:
-        """Of the weights that came, or of others in their place."""
+        """What inspection finds in the received weights, or in others in their place."""
         given = self.params if params is None else params
         return inspect(self.probes, given, self.previous, agreed=agreed, rng=self.rng)
 
     @property
     def probes(self) -> ProbeSet:
-        """What the client tries weights on."""
+        """The examples on which the client probes weights."""
         fed = self.federation
         probe = probe_examples(fed.shards, self.client, fed.shards.rows_at(self.client, self.round))
         return ProbeSet(fed.model, probe, fed.loss, fed.shards.dataset.normalise)
 
     @property
     def rng(self) -> Generator:
-        """The inspection's."""
+        """The inspection's random generator."""
         return generator(self.federation.protocol.seed, "inspection", self.client, self.round)
 
     def crafted(self, server_attack: ServerAttack) -> Params:
-        """What a dishonest server sends in their place; ValueError where the network does not have what it needs."""
+        """The weights that a malicious server sends instead; ValueError if the network lacks what the attack needs."""
         rng = generator(self.federation.protocol.seed, "malice", self.client, self.round)
         return server_attack.craft(self.params, public_knowledge(self.federation), rng)
 
 
 def honest(fed: Federation, rounds: int) -> Iterator[InspectedRound]:
-    """Rounds of an honest federation as one of its clients meets them, another one in each."""
+    """Rounds of an honest federation, each seen by another client."""
     params, buffers = fed.initial()
     previous: Params | None = None
     for round in range(1, rounds + 1):
@@ -128,28 +128,28 @@ def honest(fed: Federation, rounds: int) -> Iterator[InspectedRound]:
 
 
 def inspected_rounds(settings: Sequence[GuardSetting], n: int, seed: int) -> list[DetectorResults]:
-    """What inspection finds in n honest rounds, spread over the settings."""
+    """Inspection results of n honest rounds, spread over the settings."""
     shares = [n // len(settings) + (i < n % len(settings)) for i in range(len(settings))]
     return [
-        moment.findings(agreed=fingerprint(moment.federation.model))
+        inspected.findings(agreed=fingerprint(inspected.federation.model))
         for i, (setting, share) in enumerate(zip(settings, shares, strict=True))
-        for moment in honest(setting.federation(seed + i), share)
+        for inspected in honest(setting.federation(seed + i), share)
     ]
 
 
-# ----------------------------------------------------------------------------------------------------- dishonest rounds
+# ----------------------------------------------------------------------------------------------------- malicious rounds
 
 
-ARGUMENTS: Mapping[str, Table] = {"feature_fishing": {"target": 0}}  # where it needs some
+ARGUMENTS: Mapping[str, Table] = {"feature_fishing": {"target": 0}}  # that have no default
 
 
 @dataclass(frozen=True, eq=False)
 class AttackTrial:
-    """One malice in one round of one client.
+    """One server attack in one round of one client.
 
     Args:
-        first: it was the client's first round, with nothing to compare.
-        agreed: what is found by a client that knows the network which was agreed on; alone: by one that does not.
+        first: the client's first round, which has nothing to compare with.
+        agreed: results of a client that knows the agreed network; alone: of a client that does not.
     """
 
     first: bool
@@ -158,108 +158,110 @@ class AttackTrial:
 
 
 def attempts(server_attack: ServerAttack, setting: GuardSetting, rounds: int, seed: int) -> list[AttackTrial]:
-    """A malice in each of the first rounds; none where the network does not have what it needs."""
+    """A server attack in each of the first rounds; empty if the network lacks what it needs."""
     normal = fingerprint(setting.federation(seed).model)
-    moments = honest(setting.federation(seed, server_attack.architecture), rounds)
-    first = next(moments)
+    rounds_met = honest(setting.federation(seed, server_attack.architecture), rounds)
+    first = next(rounds_met)
     try:
         params = first.crafted(server_attack)
-    except ValueError:  # a malice's word that the network lacks what it needs: it says so at once, or has a defect
+    except ValueError:  # the network lacks what the attack needs; a later ValueError would be a defect
         return []
-    met = itertools.chain([(first, params)], ((moment, moment.crafted(server_attack)) for moment in moments))
-    return [AttackTrial(m.previous is None, m.findings(sent, normal), m.findings(sent)) for m, sent in met]
+    crafted_rounds = itertools.chain(
+        [(first, params)], ((inspected, inspected.crafted(server_attack)) for inspected in rounds_met)
+    )
+    return [AttackTrial(m.previous is None, m.findings(sent, normal), m.findings(sent)) for m, sent in crafted_rounds]
 
 
 def persistent_attacks(
     server_attack: ServerAttack, setting: GuardSetting, rounds: int, seed: int
 ) -> list[DetectorResults]:
-    """A malice that one client meets in every round from its first on, so that it remembers crafted weights; none as above."""
-    inspection_policy, memory = (
-        InspectionPolicy("log", fingerprint(setting.federation(seed).model)),
-        dict[str, Tensor](),
-    )
-    found: list[DetectorResults] = []
-    for met in honest(setting.federation(seed, server_attack.architecture), rounds):
-        moment = replace(met, client=0)
+    """Results of a client attacked in every round from its first on, so that it remembers only crafted weights; may be empty."""
+    policy = InspectionPolicy("log", fingerprint(setting.federation(seed).model))
+    state: dict[str, Tensor] = {}
+    results: list[DetectorResults] = []
+    for honest_round in honest(setting.federation(seed, server_attack.architecture), rounds):
+        inspected = replace(honest_round, client=0)
         try:
-            params = moment.crafted(server_attack)
+            params = inspected.crafted(server_attack)
         except ValueError:
-            if found:
+            if results:
                 raise
             return []
-        found.append(inspection_policy.findings(moment.probes, params, moment.round, memory, moment.rng))
-    return found
+        results.append(policy.findings(inspected.probes, params, inspected.round, state, inspected.rng))
+    return results
 
 
 def patient_world(
     n: int = 1, seed: int = 0, iterations: int = 6, networks: Mapping[str, Sequence[GuardSetting]] = NETWORKS
 ) -> list[WorldFigure]:
-    """How often every malice there is gets detected by a client who never met honest weights.
+    """How often each server attack is detected by a client that has never received honest weights.
 
     Args:
         n: settings of each network, the middle one first.
-        iterations: rounds, the first among them.
+        iterations: rounds, with the first.
     """
     rows = []
     for use in SERVER_ATTACK.names():
         for name, settings in {**networks, **OTHERS}.items():
             middle = len(settings) // 2
             chosen = [settings[(middle + i) % len(settings)] for i in range(min(n, len(settings)))]
-            found = [
+            results = [
                 f
                 for i, setting in enumerate(chosen)
-                for f in persistent_attacks(_named(use), setting, iterations, seed + i)
+                for f in persistent_attacks(_build_server_attack(use), setting, iterations, seed + i)
             ]
-            if found:
-                rows.append(_rate(name, use, "detected", [bool(f.alarms) for f in found]))
+            if results:
+                rows.append(_rate(name, use, "detected", [bool(f.alarms) for f in results]))
     return rows
 
 
 def guard_world(
     n: int = 200, seed: int = 0, iterations: int = 6, networks: Mapping[str, Sequence[GuardSetting]] = NETWORKS
 ) -> list[WorldFigure]:
-    """False alarms in n honest rounds of each network, and how often every malice there is gets detected.
+    """False alarms in n honest rounds of each network, and how often each server attack is detected.
 
-    `detected` is from a client's second round on; `detected_first` in its first; `detected_by_weights` by a client that does
-    not know which network was agreed on.
+    `detected` counts from a client's second round on; `detected_first` counts its first; `detected_by_weights` is for a client
+    that does not know the agreed network.
 
     Args:
-        iterations: dishonest rounds of each malice on each network, at least 2.
+        iterations: malicious rounds of each server attack on each network, at least 2.
     """
     rows, every = [], []
     for name, settings in networks.items():
-        alarms = [bool(found.alarms) for found in inspected_rounds(settings, n, seed)]
+        alarms = [bool(result.alarms) for result in inspected_rounds(settings, n, seed)]
         every += alarms
         rows.append(_rate(name, "none", "false_alarms", alarms, FALSE_ALARMS))
     rows.append(_rate("all networks", "none", "false_alarms", every, FALSE_ALARMS))
     for use in SERVER_ATTACK.names():
-        rows += _of_malice(use, {**networks, **OTHERS}, max(iterations, 2), seed)
+        rows += _server_attack_rows(use, {**networks, **OTHERS}, max(iterations, 2), seed)
     return rows
 
 
-def _of_malice(use: str, networks: Mapping[str, Sequence[GuardSetting]], rounds: int, seed: int) -> list[WorldFigure]:
-    server_attack = _named(use)
-    short, rows = use, []
+def _server_attack_rows(
+    use: str, networks: Mapping[str, Sequence[GuardSetting]], rounds: int, seed: int
+) -> list[WorldFigure]:
+    server_attack = _build_server_attack(use)
+    rows = []
     for name, settings in networks.items():
-        made = attempts(server_attack, settings[len(settings) // 2], rounds, seed)
-        later = [a for a in made if not a.first]
-        if not made:
+        trials = attempts(server_attack, settings[len(settings) // 2], rounds, seed)
+        later = [a for a in trials if not a.first]
+        if not trials:
             continue
-        rows.append(_rate(name, short, "detected", [bool(a.agreed.alarms) for a in later], 1.0))
-        rows.append(_rate(name, short, "detected_first", [bool(a.agreed.alarms) for a in made if a.first]))
+        rows.append(_rate(name, use, "detected", [bool(a.agreed.alarms) for a in later], 1.0))
+        rows.append(_rate(name, use, "detected_first", [bool(a.agreed.alarms) for a in trials if a.first]))
         if server_attack.architecture is not None:
-            rows.append(_rate(name, short, "detected_by_weights", [bool(a.alone.alarms) for a in made]))
+            rows.append(_rate(name, use, "detected_by_weights", [bool(a.alone.alarms) for a in trials]))
         levels = [a.agreed.suspicion for a in later]
         mean = sum(levels) / len(levels)
-        rows.append(WorldFigure(name, short, "suspicion", 1.0, mean, min(levels), max(levels), len(levels)))
+        rows.append(WorldFigure(name, use, "suspicion", 1.0, mean, min(levels), max(levels), len(levels)))
     if not rows:
-        raise RuntimeError(f"{use} applies to none of {', '.join(networks)}: add a network that has what it needs")
+        raise RuntimeError(f"{use} applies to none of {', '.join(networks)}; add a network that has what it needs")
     return rows
 
 
-def _named(use: str) -> ServerAttack:
-    found: ServerAttack = build({"use": use, **ARGUMENTS.get(use, {})}, "server_attack", SERVER_ATTACK)
-    return found
+def _build_server_attack(use: str) -> ServerAttack:
+    server_attack: ServerAttack = build({"use": use, **ARGUMENTS.get(use, {})}, "server_attack", SERVER_ATTACK)
+    return server_attack
 
 
 def _rate(

@@ -1,4 +1,4 @@
-"""Scenes: what a server sees of the clients of a sheet's cell, computed as the clients do, without Flower."""
+"""Setups: what a server observes in one setting of a paper's table, computed by the clients' code without Flower."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -27,15 +27,18 @@ from fedgauge.client.transforms import GroupMean, UpdateTransform, per_example
 from fedgauge.client.update import Batch, Loss, Params, Transform, UpdateFn, average, norm
 from fedgauge.simulations.experiments.paper_tables import OFFERED, Images, Setting, build_link
 
-AUXILIARY = 200  # training images that no network is trained on
+AUXILIARY = 200  # last training images, held out of pretraining
 
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """What a server sees of a cell's clients, what it knows, and the truth, which only grading reads.
+    """What the server observes and knows in one setting, and the true batches, which only grading reads.
 
-    With several clients their updates come in turns: 0, 1, 2, 0, 1, 2 ... Where the chain changes the examples, `changed` has
-    them as they were trained on.
+    Args:
+        clients: whose updates come in turns: 0, 1, 2, 0, 1, 2 ...
+        augmented: the examples as they were trained on, where the chain changes them.
+        tokenizer: of sentences.
+        isolated: for each batch, the example with the largest update at the weights that were sent.
     """
 
     observations: tuple[Observation, ...]
@@ -43,15 +46,13 @@ class Setup:
     known: Knowledge
     note: str = ""
     clients: int = 1
-    changed: tuple[Batch, ...] | None = None
-    words: Tokenizer | None = None  # of sentences
-    isolated: tuple[int, ...] | None = (
-        None  # of each batch, the example that has the largest update at the weights sent
-    )
+    augmented: tuple[Batch, ...] | None = None
+    tokenizer: Tokenizer | None = None
+    isolated: tuple[int, ...] | None = None
 
 
 def build_setup(cell: Setting, seed: int) -> Setup:
-    """Compute the updates of a cell's n clients; SpecError where data or weights are missing."""
+    """Compute the n updates of a setting; SpecError if data or weights are missing."""
     dataset = _dataset(cell)
     together = cell.members * cell.images.batch_size
     candidates = choose(dataset, replace(cell.images, batch_size=together), cell.n * (4 if cell.faintest else 1))
@@ -73,25 +74,26 @@ def build_setup(cell: Setting, seed: int) -> Setup:
     clients = _Clients(cell, chain(bare), known, detached_params(model), seed)
     truth = clients.faintest(candidates) if cell.faintest else candidates
     isolated: tuple[int, ...] | None = None
-    if cell.alone or any("isolated_psnr" in trial.metrics for trial in cell.trials):
+    if cell.alone or any("isolated_psnr" in spec.metrics for spec in cell.attacks):
         isolated = tuple(map(clients.isolated, range(cell.n), truth))
     if cell.alone and isolated is not None:
         truth = tuple(Batch(b.x[i : i + 1], b.y[i : i + 1]) for b, i in zip(truth, isolated, strict=True))
         isolated = (0,) * cell.n
         known = replace(known, chain=chain, batch_size=1)
         clients = replace(clients, cell=replace(cell, server_attack=None, rounds=1, members=1))
-    seen = clients.observed(truth)
+    observations = clients.observed(truth)
     params = clients.honest
     made = [trained_on(chain, bare, params, batch, generator(seed, "client", k, 1)) for k, batch in enumerate(truth)]
-    changed = tuple(batch for batch in made if batch is not None)
-    turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)  # nobody may have an image more
-    words = dataset.tokenizer if isinstance(dataset, Text) else None
-    return Setup(seen, truth, known, note, turns, changed or None, words, isolated)
+    augmented = tuple(batch for batch in made if batch is not None)
+    # every client has equally many images
+    turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)
+    tokenizer = dataset.tokenizer if isinstance(dataset, Text) else None
+    return Setup(observations, truth, known, note, turns, augmented or None, tokenizer, isolated)
 
 
 @dataclass(frozen=True, eq=False)
 class _Clients:
-    """A cell's clients, and what its server sends them."""
+    """The clients of a setting, and what its server sends them."""
 
     cell: Setting
     client: UpdateFn
@@ -100,23 +102,25 @@ class _Clients:
     seed: int
 
     def observed(self, truth: Sequence[Batch]) -> tuple[Observation, ...]:
-        """What the server sees of each; those that were sent equal weights share them, as one wave may."""
-        seen: list[Observation] = []
+        """One observation per batch; neighbours that were sent equal weights share the tensors, so that one wave can hold them."""
+        observations: list[Observation] = []
         for k, batch in enumerate(truth):
-            found = self._observed(k, batch)
-            alike = bool(seen) and all(torch.equal(found.params[name], t) for name, t in seen[-1].params.items())
-            seen.append(replace(found, params=seen[-1].params) if alike else found)
-        return tuple(seen)
+            observation = self._observed(k, batch)
+            same_weights = bool(observations) and all(
+                torch.equal(observation.params[name], t) for name, t in observations[-1].params.items()
+            )
+            observations.append(replace(observation, params=observations[-1].params) if same_weights else observation)
+        return tuple(observations)
 
     def faintest(self, candidates: Sequence[Batch]) -> tuple[Batch, ...]:
-        """The quarter of them whose update is smallest at the honest weights."""
+        """The quarter of the batches with the smallest updates at the honest weights."""
         rng = partial(generator, self.seed, "client")
         sizes = torch.tensor([float(norm(self.client(self.honest, b, rng(k, 1)))) for k, b in enumerate(candidates)])
         chosen = sizes.topk(len(candidates) // 4, largest=False).indices.sort().values
         return tuple(candidates[k] for k in chosen.tolist())
 
     def isolated(self, k: int, batch: Batch) -> int:
-        """Which example of a batch (of a group's first client) has the largest update at the weights sent."""
+        """The example of a batch (of a group's first client) with the largest update at the weights that were sent."""
         sent = self._observed(k, batch).params
         size = len(batch.y) // self.cell.members
         singles = [Batch(batch.x[i : i + 1], batch.y[i : i + 1]) for i in range(size)]
@@ -124,27 +128,27 @@ class _Clients:
         return max(range(size), key=lambda i: float(norm(self.client(sent, singles[i], rng(1)))))
 
     def _observed(self, k: int, batch: Batch) -> Observation:
-        """What the server sees at last of its k-th client, or group of clients."""
+        """What the server observes in the last round of its k-th client, or group of clients."""
         cell, server_attack, buffers = self.cell, self.cell.build_server_attack(), floating_buffers(self.known.model)
         parts = [Batch(*part) for part in zip(batch.x.chunk(cell.members), batch.y.chunk(cell.members), strict=True)]
-        seen: list[Observation] = []
+        observations: list[Observation] = []
         for round in range(1, cell.rounds + 1):
             sent = self.honest
             if server_attack is not None:
-                arguments = {"known": self.known, "rng": generator(self.seed, "malice", k, round), "seen": seen}
-                sent = call(server_attack.craft, {"sent": self.honest, **arguments}, f"cell {cell.name}: malice")
-            told = [sent] if cell.members == 1 else [self.honest, *[sent] * (cell.members - 1)]
+                arguments = {"known": self.known, "rng": generator(self.seed, "malice", k, round), "seen": observations}
+                sent = call(server_attack.craft, {"sent": self.honest, **arguments}, f"cell {cell.name}: server attack")
+            weights_by_member = [sent] if cell.members == 1 else [self.honest, *[sent] * (cell.members - 1)]
             updates = [
                 _detached(self.client(params, part, generator(self.seed, "client", k * cell.members + i, round)))
-                for i, (params, part) in enumerate(zip(told, parts, strict=True))
+                for i, (params, part) in enumerate(zip(weights_by_member, parts, strict=True))
             ]
             update = updates[0] if cell.members == 1 else average(updates, [1] * cell.members)
-            seen.append(Observation(round, k, told[0], update, buffers))
-        return replace(seen[-1], round=1)
+            observations.append(Observation(round, k, weights_by_member[0], update, buffers))
+        return replace(observations[-1], round=1)
 
 
 def _loss(dataset: Dataset) -> Loss:
-    """What clients minimise."""
+    """The loss that clients minimise."""
     return next_token() if isinstance(dataset, Text) and dataset.task == "next_token" else F.cross_entropy
 
 
@@ -157,18 +161,18 @@ def _detached(update: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _auxiliary(dataset: Dataset, cell: Setting, candidates: Sequence[Batch]) -> Batch:
-    """Public images: the last of the training images; SpecError where some of them are attacked, or there are too few."""
+    """Public examples: the last training examples; SpecError if some of them are attacked, or if there are too few."""
     first, images = len(dataset.y) - cell.auxiliary, cell.images
     if first < 0:
         raise SpecError(
-            f"cell {cell.name}: auxiliary {cell.auxiliary:,}, and {dataset.name} has {len(dataset.y):,} {_noun(dataset)}"
+            f"cell {cell.name}: auxiliary = {cell.auxiliary:,}, but {dataset.name} has {len(dataset.y):,} {_noun(dataset)}"
         )
     attacked = [t.x for t in candidates] if images.part == "train" else []
     public = batch_of(dataset.x, dataset.y, torch.arange(first, len(dataset.y)))
     own = {x.numpy().tobytes() for batch in attacked for x in batch}
     if both := sum(x.numpy().tobytes() in own for x in public.x) if own else 0:
         raise SpecError(
-            f"cell {cell.name}: {both} of the {cell.auxiliary:,} auxiliary {_noun(dataset)} are attacked: take fewer"
+            f"cell {cell.name}: {both} of the {cell.auxiliary:,} auxiliary {_noun(dataset)} are attacked; lower auxiliary"
         )
     return public
 
@@ -177,11 +181,11 @@ def _dataset(cell: Setting) -> Dataset:
     dataset = _read(tuple(cell.images.table.items()), f"cell {cell.name}: data")
     if isinstance(dataset, Text):
         if cell.images.mean or cell.images.std:
-            raise SpecError(f"cell {cell.name}: data: mean and std are of images, and {dataset.name} holds sentences")
+            raise SpecError(f"cell {cell.name}: data: mean and std are for images, but {dataset.name} holds sentences")
         return dataset
     mean, std = cell.images.mean or dataset.mean, cell.images.std or dataset.std
     if not len(mean) == len(std) == dataset.shape[0]:
-        raise SpecError(f"cell {cell.name}: data: mean and std need {dataset.shape[0]} numbers each")
+        raise SpecError(f"cell {cell.name}: data: mean and std need {dataset.shape[0]} numbers each (one a channel)")
     return replace(dataset, mean=mean, std=std)
 
 
@@ -193,10 +197,10 @@ def _read(items: tuple[tuple[str, Any], ...], where: str) -> Dataset:
 
 
 def choose(dataset: Dataset, images: Images, n: int) -> tuple[Batch, ...]:
-    """n batches of a dataset's first images, in order; SpecError when there are too few."""
+    """The first n batches of a dataset, in order; SpecError if there are too few examples."""
     x, y = (dataset.x_test, dataset.y_test) if images.part == "test" else (dataset.x, dataset.y)
     if y.dim() > 1 and (images.distinct or images.classes):
-        raise SpecError(f"distinct and classes are of labels, and those of {dataset.name} are words")
+        raise SpecError(f"distinct and classes need class labels, but the labels of {dataset.name} are words")
     left = [i for i in range(images.first, len(y)) if not images.classes or int(y[i]) in images.classes]
     batches = []
     for _ in range(n):
@@ -220,7 +224,7 @@ def choose(dataset: Dataset, images: Images, n: int) -> tuple[Batch, ...]:
 
 
 def _network(cell: Setting, dataset: Dataset, seed: int) -> tuple[nn.Module, str]:
-    """The cell's network in eval mode, and what is to be said of its training."""
+    """The setting's network in eval mode, and a note on its training."""
     table, server_attack = cell.model, cell.build_server_attack()
     if server_attack is not None and server_attack.architecture is not None:
         table = {**table, "architectures": [server_attack.architecture]}
@@ -229,7 +233,9 @@ def _network(cell: Setting, dataset: Dataset, seed: int) -> tuple[nn.Module, str
         where = f"cell {cell.name}: weights"
         folder = data_folder()
         if folder is None:
-            raise SpecError(f"{where}: {cell.weights} is looked for in the local data folder: set FEDGAUGE_DATA to it")
+            raise SpecError(
+                f"{where}: {cell.weights} belongs into the local data folder: set FEDGAUGE_DATA to that folder"
+            )
         call(load_weights, {"model": model, "path": folder / cell.weights}, where)
     if cell.train is None:
         return model, ""
@@ -244,7 +250,7 @@ _STATES: dict[str, dict[str, Tensor]] = {}
 
 
 def _trained(key: str, train: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The trained weights of one network, once a process: several attacks and both precisions meet the same."""
+    """The trained weights of one network, computed once per process, so that all attacks and both precisions use the same."""
     if key not in _STATES:
         _STATES[key] = train()
     return _STATES[key]
@@ -276,9 +282,9 @@ def _links(cell: Setting, dataset: Dataset, model: nn.Module, batch_size: int) -
 
 
 def _defended(bare: UpdateFn, model: nn.Module, cell: Setting, dataset: Dataset, batch_size: int) -> UpdateFn:
-    """The gradient of a batch behind the cell's defenses, without its local training.
+    """The gradient of a batch under the setting's defenses, without its local training.
 
-    A defense of updates acts on each example's gradient, as those of single examples that are attacked.
+    A defense of updates acts on each example's gradient, as it does on the attacked updates of single examples.
     """
     links = _links(cell, dataset, model, batch_size)
     before = links[: next(i for i, link in enumerate(links) if isinstance(link, local_sgd))]

@@ -1,4 +1,4 @@
-"""One cell of a sweep, in a process of its own: train in memory, then attack what is on the tape."""
+"""One cell of a sweep, in its own process: train in memory, then attack the recorded updates."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from fedgauge.simulations.run import in_memory
 
 
 def work(run: Run) -> None:
-    """Train unless that is done already, then attack what is left of the queue."""
+    """Train unless that is done, then run the remaining attack jobs."""
     torch.set_num_threads(1)  # cells share the machine, and equal seeds give equal bits
     with run.ledger() as ledger:
         if ledger.meta().get("state") != "trained":
@@ -22,7 +22,7 @@ def work(run: Run) -> None:
                 ledger.set_meta(state="trained")
     serve(run, LocalExecutor())
     with run.ledger() as ledger:
-        ledger.set_meta(cell="ended")  # whatever came of it: rows and their reasons are in the ledger
+        ledger.set_meta(cell="ended")  # even after failures: the ledger has the rows and their reasons
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Tuning: `python -m fedgauge.simulations.experiments.tune NAME` searches settings of a sheet's attacks, on images that the sheet never reports.
+"""Tuning: `python -m fedgauge.simulations.experiments.tune NAME` tunes a table's attacks on images that it never reports.
 
-By Optuna's sampler (TPE; Bergstra et al., 2011), with as many trials for every attack and the same start: the first half are at
-the same places of their ranges for all attacks of a cell, so that luck favours none. What it prints goes into the sheet by
-hand: a tuner that wrote there would make a figure depend on when it was last run.
+Optuna's sampler (TPE; Bergstra et al., 2011) gives every attack equally many trials and the same start: the first half lie at
+the same relative positions in the ranges of all attacks in a setting, so that luck favours none. Results go into the table's
+file by hand: a tuner that wrote there would make a figure depend on when it was last run.
 """
 
 import argparse
@@ -16,16 +16,17 @@ import numpy as np
 from fedgauge.client.components import SpecError, Table
 from fedgauge.client.rng import seed_of
 from fedgauge.simulations.benchmarks.reporting import one_thread
-from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting, load, restrict
-from fedgauge.simulations.experiments.reproduce import attack
+from fedgauge.simulations.experiments.paper_table_files import load, restrict
+from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting
+from fedgauge.simulations.experiments.run_attack import run_attack
 from fedgauge.simulations.experiments.setups import Setup, build_setup
 
-AWAY = 500  # images between those that a sheet may report by default and those that it is tuned on
+TUNING_OFFSET = 500  # images between the first reported and the first tuning image
 
 
 @dataclass(frozen=True)
 class Range:
-    """A hyperparameter's, inclusive; log: drawn evenly in the logarithm."""
+    """The inclusive range of a hyperparameter; log: drawn evenly in the logarithm."""
 
     low: float
     high: float
@@ -40,9 +41,9 @@ class Range:
 
 
 _DESCENT = {"rate": Range(0.1, 1.0), "decay": Range(0.95, 1.0, log=False), "anneal": Range(1e-3, 1.0)}
-_RELATIVE = Range(1e-4, 1.0)  # the squared distance and the cosine are about 1 where nothing fits
+_RELATIVE = Range(1e-4, 1.0)  # the squared distance and the cosine are about 1 if nothing fits
 SPACES: Mapping[str, Mapping[str, Range]] = {
-    # a log-likelihood where nothing fits: half of the entries of the update, of which the sheets' network has 140,000
+    # a log-likelihood if nothing fits: half the entries of the update, of which the tables' network has 140,000
     "known": {"tv": Range(7.0, 7e4), **_DESCENT},
     "squared": {"tv": _RELATIVE, **_DESCENT},
     "cosine": {"tv": _RELATIVE, **_DESCENT},
@@ -52,7 +53,7 @@ SPACES: Mapping[str, Mapping[str, Range]] = {
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best settings found for one attack on one cell, and what they scored on the tuning images."""
+    """The best hyperparameters of one attack in one setting, and their score on the tuning images."""
 
     cell: str
     attack: str
@@ -65,65 +66,69 @@ class Tuned:
         return json.dumps(vars(self) | {"settings": dict(self.settings)})
 
 
-def space(table: Table) -> Mapping[str, Range]:
-    """What is searched for an attack; nothing for one that has no settings."""
+def search_space(table: Table) -> Mapping[str, Range]:
+    """The ranges to search for an attack; empty if it has no hyperparameters."""
     return SPACES.get(str(table.get("conditional", str(table["use"]))), {})
 
 
 def on_tuning_images(cell: Setting, n: int) -> Setting:
-    """The cell on images that it does not report."""
-    if cell.n * cell.images.batch_size > AWAY:
-        raise SpecError(f"cell {cell.name} reports more than {AWAY} images, which would reach the tuning images")
-    return replace(cell, n=n, images=replace(cell.images, first=cell.images.first + AWAY))
+    """The setting on images that it does not report."""
+    if cell.n * cell.images.batch_size > TUNING_OFFSET:
+        raise SpecError(
+            f"cell {cell.name} reports more than {TUNING_OFFSET} images, so they would overlap with the tuning images"
+        )
+    return replace(cell, n=n, images=replace(cell.images, first=cell.images.first + TUNING_OFFSET))
 
 
-def candidates(trial: AttackSpec, trials: int, seed: int, cell: str) -> Iterator[dict[str, float]]:
-    """Random settings, at the same places of their ranges for all attacks of a cell, so that luck favours none."""
-    searched = space(trial.table)
+def candidates(spec: AttackSpec, trials: int, seed: int, cell: str) -> Iterator[dict[str, float]]:
+    """Random hyperparameters, at the same relative positions in their ranges for all attacks of a setting."""
+    searched = search_space(spec.table)
     for i in range(trials):
         draws = {name: np.random.default_rng(seed_of(seed, "tune", cell, i, name)) for name in searched}
         yield {name: bounds.draw(draws[name]) for name, bounds in searched.items()}
 
 
 def tune(paper_table: PaperTable, n: int, trials: int) -> Iterator[Tuned]:
-    """For every attack with something to search, the candidate of the highest mean PSNR."""
+    """For every attack with hyperparameters to search, the candidate with the highest mean PSNR."""
     for cell in paper_table.cells:
-        elsewhere = on_tuning_images(cell, n)
-        setup = build_setup(elsewhere, paper_table.seed)
-        for trial in elsewhere.trials:
-            if space(trial.table):
-                yield _best(elsewhere, trial, setup, paper_table.seed, trials)
+        tuning_setting = on_tuning_images(cell, n)
+        setup = build_setup(tuning_setting, paper_table.seed)
+        for spec in tuning_setting.attacks:
+            if search_space(spec.table):
+                yield _best(tuning_setting, spec, setup, paper_table.seed, trials)
 
 
-def _best(cell: Setting, trial: AttackSpec, setup: Setup, seed: int, trials: int) -> Tuned:
-    import optuna  # a developer's tool, which nothing that users run needs
+def _best(cell: Setting, spec: AttackSpec, setup: Setup, seed: int, trials: int) -> Tuned:
+    import optuna  # only developers need it
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    start = list(candidates(trial, (trials + 1) // 2, seed, cell.name))
+    start = list(candidates(spec, (trials + 1) // 2, seed, cell.name))
     sampler = optuna.samplers.TPESampler(seed=seed_of(seed, "tune", cell.name) % 2**32, n_startup_trials=len(start))
     study = optuna.create_study(direction="maximize", sampler=sampler)
     for settings in start:
         study.enqueue_trial(settings)
 
-    def score(asked: optuna.Trial) -> float:
-        searched = space(trial.table).items()
-        settings = {name: float(f"{asked.suggest_float(name, r.low, r.high, log=r.log):.3g}") for name, r in searched}
-        asked.set_user_attr("settings", settings)
-        tried = replace(trial, table={**trial.table, **settings})
-        return float(attack(tried, setup, seed, cell.wave).psnr.mean())
+    def score(optuna_trial: optuna.Trial) -> float:
+        searched = search_space(spec.table).items()
+        settings = {
+            name: float(f"{optuna_trial.suggest_float(name, r.low, r.high, log=r.log):.3g}") for name, r in searched
+        }
+        optuna_trial.set_user_attr("settings", settings)
+        tried = replace(spec, table={**spec.table, **settings})
+        return float(run_attack(tried, setup, seed, cell.wave).psnr.mean())
 
     study.optimize(score, n_trials=trials)
-    found: dict[str, float] = study.best_trial.user_attrs["settings"]
-    return Tuned(cell.name, trial.name, found, round(study.best_value, 2), trials)
+    best_settings: dict[str, float] = study.best_trial.user_attrs["settings"]
+    return Tuned(cell.name, spec.name, best_settings, round(study.best_value, 2), trials)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune a sheet and print one object a line."""
+    """Tune a paper's table and print one object a line."""
     parser = argparse.ArgumentParser(prog="python -m fedgauge.simulations.experiments.tune", description=__doc__)
-    parser.add_argument("name", metavar="NAME", help="of a sheet in simulations/papers")
-    parser.add_argument("--cells", metavar="PATTERN", help="only these: a part of their name, or with * and ?")
+    parser.add_argument("name", metavar="NAME", help="a table in simulations/papers")
+    parser.add_argument("--cells", metavar="PATTERN", help="only these settings: part of their name, or with * and ?")
     parser.add_argument("--n", type=int, default=4, help="tuning images (default: 4)")
-    parser.add_argument("--trials", type=int, default=16, help="of every attack (default: 16)")
+    parser.add_argument("--trials", type=int, default=16, help="for every attack (default: 16)")
     options = parser.parse_args(arguments)
     try:
         paper_table = restrict(load(options.name), None, None, options.cells)

@@ -1,6 +1,6 @@
-"""The JSON log: what happens in a run as one object a line on standard output, for programs that follow it.
+"""The JSON log: the events of a run on standard output, one object per line, for programs that follow it.
 
-A number that is not finite is null: of a PSNR, `exact` says that it is null for being infinite.
+A number that is not finite is null; `exact` says of a PSNR that it is null because it is infinite.
 """
 
 import json
@@ -24,19 +24,19 @@ Command = Callable[[Namespace], int]
 
 
 def emit(event: str, **facts: object) -> None:
-    """Print an event, at once; BrokenPipeError when nobody reads any more."""
+    """Print an event and flush; BrokenPipeError if the reader has gone."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     print(json.dumps({"event": event, "time": now, **facts}, allow_nan=False), flush=True)
 
 
 def with_errors(command: Command) -> Command:
-    """A command that, with --log json, tells as an event what ends it, before it ends."""
+    """Wrap a command so that, with --log json, an error that ends it is an event first."""
 
     @wraps(command)
     def run(options: Namespace) -> int:
         try:
             return command(options)
-        except BrokenPipeError:  # nobody to tell
+        except BrokenPipeError:  # there is no reader
             raise
         except (Exception, KeyboardInterrupt) as error:
             if options.log == "json":
@@ -47,12 +47,12 @@ def with_errors(command: Command) -> Command:
 
 
 class Events(View):
-    """started, then round, scores, progress and replay as they come."""
+    """The events started, then round, scores, progress and replay as they come."""
 
     def __init__(self, run_progress: RunProgress, run: Run) -> None:
         super().__init__(run_progress)
         self.run = run
-        self._told: dict[object, object] = {}
+        self._emitted: dict[object, object] = {}
 
     @contextmanager
     def shown(self) -> Iterator[View]:
@@ -67,12 +67,12 @@ class Events(View):
             beyond_rounds=list(self.run_progress.scenario.left_out),
         )
         yield self
-        self._tell(force=True)
+        self._emit_changes(force=True)
 
     def update(self) -> None:
-        self._tell()
+        self._emit_changes()
 
-    def _tell(self, force: bool = False) -> None:
+    def _emit_changes(self, force: bool = False) -> None:
         s = self.run_progress
         if not s.refresh(force):
             return
@@ -87,17 +87,17 @@ class Events(View):
             self._once("replay", "replay", {"verdict": s.replay, "words": s.replay_detail})
 
     def _once(self, key: object, event: str, facts: Mapping[str, object], **more: object) -> None:
-        """Emit, unless the last of its key said the same."""
-        if self._told.get(key) != facts:
-            self._told[key] = facts
+        """Emit, unless the last event of this key had the same facts."""
+        if self._emitted.get(key) != facts:
+            self._emitted[key] = facts
             emit(event, **facts, **more)
 
 
 def finish(run: Run, state: str, report: Path) -> None:
-    """Emit how a run ended, and what it shows."""
+    """Emit how a run ended, with its verdict and scores."""
     with run.ledger() as ledger:
         scores = Scores.read(ledger)
-        said = verdict(scores, ledger)
+        result = verdict(scores, ledger)
         pooled = {leak.attack: leak for leak in leakage(scores, scores.measure.metric) if leak.round is None}
         emit(
             "finished",
@@ -105,8 +105,8 @@ def finish(run: Run, state: str, report: Path) -> None:
             folder=str(run.folder),
             state=state,
             report=str(report),
-            verdict=said.word,
-            words=said.sentence,
+            verdict=result.word,
+            words=result.sentence,
             attacks=[_pooled(pooled[a]) for a in attack_order(ledger, pooled)],
             errors=ledger.errors(),
         )
@@ -128,7 +128,7 @@ def _pooled(leak: Leak) -> dict[str, object]:
 
 
 def _measured(metric: str, attack: str, mean: float | None, best: float | None) -> dict[str, object]:
-    """Capped in the mean, raw in the best."""
+    """Values are capped in the mean and raw in the best."""
     exact = best is not None and not isfinite(best)
     return {
         "attack": attack,

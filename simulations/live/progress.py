@@ -1,32 +1,26 @@
-"""How a run stands: read from its ledger a little at a time, and only when somebody has written there."""
+"""The state of a run, read from its ledger incrementally, and only when the ledger has changed."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
 
-from fedgauge.client.inspection.policy import is_alarm
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_rows import Progress, ScoreRow
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import jobs_of_remaining_rounds
 from fedgauge.server.views.roles import is_attack, is_baseline
 from fedgauge.server.views.scores import OF_IMAGES, measure_of
-from fedgauge.server.views.server_attacks import first_alarm, shortened
 
-EVERY = 1.0  # seconds between looks at the ledger
-IDLE = (
-    0.1  # part of the time for which the attacks may have waited for rounds, before their pace says nothing of the end
-)
-MOST_CLIENTS = 5  # that are told of in a sentence
-Clock = Callable[[], float]  # seconds since whenever
+EVERY = 1.0  # seconds between two readings of the ledger
+IDLE = 0.1  # share of the time that attacks may have waited for rounds; above it their pace does not predict the end
+Clock = Callable[[], float]  # seconds since any moment
 
 
 @dataclass(frozen=True)
 class BestExample:
-    """A reconstructed example and its PSNR (of text, ROUGE-1), raw."""
+    """A reconstructed example and its PSNR (for text: ROUGE-1), not capped."""
 
     client: int
     example: int
@@ -35,13 +29,13 @@ class BestExample:
 
 @dataclass(frozen=True)
 class AttackProgress:
-    """What one attack has brought back in one round so far.
+    """The results of one attack in one round so far.
 
     Args:
         n, failed: examples with a value, and rows without.
         mean: capped.
-        best: what leaks most.
-        complete: no job of it is still to come.
+        best: the example that leaks most.
+        complete: no job of it is left.
     """
 
     n: int
@@ -54,7 +48,7 @@ class AttackProgress:
     def of(
         cls, values: Mapping[tuple[int, int], float | None], complete: bool, cap: float = OF_IMAGES.cap
     ) -> "AttackProgress":
-        """Of the run's measure by client and example."""
+        """From the run's measure by client and example."""
         hits = [BestExample(client, example, v) for (client, example), v in sorted(values.items()) if v is not None]
         mean = sum(min(h.psnr, cap) for h in hits) / len(hits) if hits else None
         best = max(hits, key=lambda h: h.psnr, default=None)
@@ -62,20 +56,20 @@ class AttackProgress:
 
 
 class RunProgress:
-    """How a run stands, as of the last look.
+    """The state of a run, as of the last reading.
 
     Args:
         training: whether the run trains meanwhile.
-        clock: of elapsed time and pace.
+        clock: for elapsed time and pace.
 
     Attributes:
-        measure: by which attacks are compared.
+        measure: the metric by which attacks are compared.
         coming: whether rounds are still to come.
         rounds: by round, 0 being before training: accuracy, loss, seconds.
         cells: by attack and round; baselines and limits among them.
-        fresh: the keys of `cells` that the last look changed.
+        fresh: the keys of `cells` that the last reading changed.
         busy: waves at work.
-        best: attack, round and what leaks most of all that the newest round to bring something back has brought.
+        best: attack, round and example that leaks most, of the newest round with a result.
     """
 
     def __init__(
@@ -99,18 +93,18 @@ class RunProgress:
         self._version: object = None
         self._clock = clock
         self._started = clock()
-        self._looked = -inf
+        self._read_at = -inf
         self._first: tuple[float, int] | None = None  # when jobs were first seen done, and how many
         self._worked = 0.0  # seconds since then in which there were jobs to do
         self._seen: tuple[float, bool] | None = None  # when the ledger was last read, and whether there were then
 
     def refresh(self, force: bool = False) -> bool:
-        """Read what is new, at most once a second unless forced; whether there was anything."""
+        """Read what is new, at most once a second unless forced; returns whether anything was."""
         now = self._clock()
-        if not force and now - self._looked < EVERY:
+        if not force and now - self._read_at < EVERY:
             return False
-        self._looked = now
-        version = self.ledger.version()  # before reading: what is written meanwhile is another version
+        self._read_at = now
+        version = self.ledger.version()  # before reading: whatever is written meanwhile gets another version
         if version == self._version:
             return False
         self._version = version
@@ -123,7 +117,7 @@ class RunProgress:
         self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds_since(self.round)}
         self.progress = self.ledger.progress()
         self._measure()
-        # in this order: a job that ends in between is read again in the next look, and nothing is called complete too early
+        # in this order: a job that ends in between is read again next time, and nothing counts as complete too early
         finished = self.ledger.finished()
         waiting = self._waiting()
         touched = self._take(self.ledger.scores_since(self._finished))
@@ -138,7 +132,7 @@ class RunProgress:
         self._choose_best()
 
     def _measure(self) -> None:
-        """Count the time in which jobs were done: what was there at the last reading was there until this one."""
+        """Count the time in which jobs were done: jobs that waited at the last reading are taken to have waited until this one."""
         now = self._clock()
         if self._first is None and self._over:
             self._first = (now, self._over)
@@ -164,26 +158,26 @@ class RunProgress:
         return waiting
 
     def _take(self, rows: Iterable[ScoreRow]) -> set[tuple[str, int]]:
-        """Keep values of the measure; which cells their jobs have changed. A row that is read twice changes nothing."""
+        """Keep values of the measure; returns the cells that changed. A row that is read twice changes nothing."""
         touched = set()
         for round, client, attack, example, metric, _, value in rows:
             if metric == self.measure.metric or (metric.startswith("psnr") and self.measure == OF_IMAGES):
                 self._values.setdefault((attack, round), {})[client, example] = value
                 touched.add((attack, round))
-        # a wave that fails is a row of its attack alone, and may be the last that the attack's baseline waited for
+        # a failed wave writes rows of its attack only, and may be the last one that the attack's baseline waited for
         mates = {(f"wrong_client({attack})", round) for attack, round in touched}
         return touched | (mates & self._values.keys())
 
     def _choose_best(self) -> None:
         newest = max((r for a, r in self.fresh if is_attack(a) and self.cells[a, r].best), default=None)
-        found = {a: c.best for (a, r), c in self.cells.items() if r == newest and is_attack(a) and c.best}
+        candidates = {a: c.best for (a, r), c in self.cells.items() if r == newest and is_attack(a) and c.best}
         if newest is not None:
-            attack = max(found, key=lambda a: found[a].psnr)
-            self.best = (attack, newest, found[attack])
+            attack = max(candidates, key=lambda a: candidates[a].psnr)
+            self.best = (attack, newest, candidates[attack])
 
     @property
     def round(self) -> int:
-        """The newest round that is over."""
+        """The newest finished round."""
         return max(self.rounds, default=0)
 
     @property
@@ -192,7 +186,7 @@ class RunProgress:
         return {r: row["accuracy"] for r, row in self.rounds.items() if row["accuracy"] is not None}
 
     def psnr(self, attack: str) -> dict[int, float]:
-        """Mean PSNR (of text, ROUGE-1) of an attack by round."""
+        """Mean PSNR (for text: ROUGE-1) of an attack by round."""
         return {r: c.mean for (a, r), c in self.cells.items() if a == attack and c.mean is not None}
 
     def worst_case(self, attack: str) -> float | None:
@@ -214,7 +208,7 @@ class RunProgress:
 
     @property
     def expected(self) -> int:
-        """Jobs in all, as far as the plan tells: those of rounds not yet trained too, every client taking part."""
+        """All jobs that the plan expects, including those of rounds not yet trained, if every client takes part."""
         if not self.coming or not self.scenario.audit.curious:
             return self.progress.total
         return self.progress.total + jobs_of_remaining_rounds(self.scenario, max(self.round, self._newest))
@@ -224,18 +218,18 @@ class RunProgress:
         return self.progress.done + self.progress.failed
 
     def elapsed(self) -> float:
-        """Seconds since we look."""
+        """Seconds since this object was made."""
         return self._clock() - self._started
 
     def pace(self) -> float | None:
-        """Jobs a second, of the time since the first was seen done in which there were any; None before another one is."""
+        """Jobs per second since the first one was done, over the time in which jobs were there; None until a second one is done."""
         worked = self._busy_until(self._clock())
         if self._first is None or self._over <= self._first[1] or worked <= 0:
             return None
         return (self._over - self._first[1]) / worked
 
     def seconds_left(self) -> float | None:
-        """Until the last expected job is done, at this pace; None while it is rounds, not attacks, that are waited for."""
+        """Seconds until the last expected job is done at this pace; None while the attacks wait for rounds."""
         pace = self.pace()
         return None if pace is None or self._starved else (self.expected - self._over) / pace
 
@@ -250,51 +244,5 @@ class RunProgress:
 
 
 def _own(attack: str) -> str:
-    """The attack whose jobs bring a name in the scores."""
+    """The attack whose jobs write a name's scores."""
     return attack.removeprefix("wrong_client(").removesuffix(")") if attack.startswith("wrong_client(") else attack
-
-
-# ------------------------------------------------------------------------------------------------------- who took part
-
-
-class ObservationRow(Protocol):
-    """A row of the ledger's observations."""
-
-    def __getitem__(self, column: str, /) -> Any:
-        """A column's value."""
-
-
-def absences(round: int, seen: Sequence[ObservationRow]) -> str:
-    """How many of a round's clients gave an update, and why each of the others did not; empty where all did.
-
-    Args:
-        seen: the round's observations.
-    """
-    lacking = [o for o in seen if o["status"] != "accepted"]
-    if not lacking:
-        return ""
-    told = [f"client {o['client']}: {shortened(o['reason'])}" for o in lacking[:MOST_CLIENTS]]
-    more = [f"and {len(lacking) - MOST_CLIENTS} more"] if len(lacking) > MOST_CLIENTS else []
-    return "; ".join([f"round {round}: {len(seen) - len(lacking)} of {len(seen)} clients", *told, *more])
-
-
-def participation(seen: Sequence[ObservationRow]) -> str:
-    """How many updates came in of all that were hoped for, and why the others did not, commonest first; empty where all did."""
-    reasons = Counter((o["client"], o["status"], o["reason"]) for o in seen if o["status"] != "accepted")
-    if not reasons:
-        return ""
-    told = [
-        f"client {client} {status} in {times} round{'s' if times > 1 else ''}: {shortened(reason)}"
-        for (client, status, reason), times in reasons.most_common(MOST_CLIENTS)
-    ]
-    more = [f"and {len(reasons) - MOST_CLIENTS} more reasons"] if len(reasons) > MOST_CLIENTS else []
-    return "; ".join([f"{len(seen) - reasons.total()} of {len(seen)} updates came in", *told, *more])
-
-
-def guarded(seen: Sequence[ObservationRow]) -> str:
-    """In how many rounds of a simulation guards alarmed or withheld an update, and the first such; empty where none did."""
-    told = [o for o in seen if is_alarm(o["reason"])]
-    if not told:
-        return ""
-    rounds = len({o["round"] for o in told})
-    return f"clients' guards alarmed {len(told)} times in {rounds} rounds; {first_alarm(told, named=True)}"

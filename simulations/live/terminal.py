@@ -1,4 +1,4 @@
-"""The live picture of a run in a terminal: rounds, leakage and jobs as rows, beside the newest best reconstruction."""
+"""The live display of a run in a terminal: rounds, leakage and jobs as rows, beside the newest best reconstruction."""
 
 import sys
 import time
@@ -21,22 +21,22 @@ from fedgauge.simulations.live import thumbnails
 from fedgauge.simulations.live.progress import BestExample, Clock, RunProgress
 from fedgauge.simulations.live.view import View
 
-DRAWN_EVERY = 1.0  # seconds between pictures of which only the clock has changed
-LABEL, DRAWING, WORDS = 20, 60, 32  # columns of a row: label, drawing at most, words at least
+DRAWN_EVERY = 1.0  # seconds between two redraws if only the clock has changed
+LABEL, DRAWING, TEXT = 20, 60, 32  # columns of a row: label, drawing at most, text at least
 GAP = 3  # columns between rows and thumbnails
-LEFT = LABEL + WORDS + 20  # columns that the rows need beside thumbnails
+LEFT = LABEL + TEXT + 20  # columns that the rows need beside thumbnails
 MARKS = {"right": "green", "misplaced": "yellow", "wrong": "dim"}
 TILE, CAPTION = len("reconstruction"), 40  # columns at least
 
 
 @dataclass(frozen=True)
 class Glyphs:
-    """What a terminal can show.
+    """The characters that a terminal can show.
 
     Args:
         levels: of a sparkline, from low to high.
         full, empty: the parts of a bar.
-        ascii_only: nothing else.
+        ascii_only: only ASCII.
         blocks: half blocks in colours; else a ramp of characters.
     """
 
@@ -48,7 +48,7 @@ class Glyphs:
 
     @classmethod
     def of(cls, console: Console) -> "Glyphs":
-        """Those of a terminal."""
+        """The characters of a terminal."""
         ascii_only = console.options.ascii_only
         blocks = console.color_system in ("256", "truecolor") and not console.no_color and not ascii_only
         return cls(".:-=+*#@", "#", "-", True, False) if ascii_only else cls(blocks=blocks)
@@ -64,23 +64,23 @@ class Glyphs:
 def sparkline(
     values: Mapping[int, float], last: int, width: int, low: float, high: float, levels: str = Glyphs.levels
 ) -> str:
-    """A character for each round from 0 to `last`, blank without a value; means of neighbours where they are too many."""
+    """A character for each round from 0 to `last`, blank without a value; neighbours are averaged if there are too many."""
     columns = min(last + 1, width)
-    found: list[list[float]] = [[] for _ in range(columns)]
+    values_of: list[list[float]] = [[] for _ in range(columns)]
     for round, value in values.items():
         if 0 <= round <= last:
-            found[round * columns // (last + 1)].append(value)
-    return "".join(_level(sum(c) / len(c), low, high, levels) if c else " " for c in found)
+            values_of[round * columns // (last + 1)].append(value)
+    return "".join(_level(sum(c) / len(c), low, high, levels) if c else " " for c in values_of)
 
 
 def _level(value: float, low: float, high: float, levels: str) -> str:
-    if high <= low:  # nothing to compare with
+    if high <= low:  # all values are equal
         return levels[len(levels) // 2]
     return levels[min(len(levels) - 1, max(0, int((value - low) / (high - low) * len(levels))))]
 
 
 def bar(done: int, total: int, width: int, glyphs: Glyphs) -> str:
-    """A bar that is full when all is done, and only then."""
+    """A bar that is full only when everything is done."""
     filled = min(width, width * done // total) if total else 0
     return glyphs.full * filled + glyphs.empty * (width - filled)
 
@@ -93,31 +93,31 @@ def duration(seconds: float) -> str:
 
 
 def in_unit(value: float, unit: str = "dB") -> str:
-    """A value of the run's measure in words."""
+    """A value of the run's measure with its unit."""
     return "exact" if isinf(value) else f"{value:.1f} {unit}"
 
 
 @dataclass(frozen=True)
 class DisplayRow:
-    """One line: a label, a drawing and words; without a drawing, the words have its room."""
+    """One line: a label, a drawing and a text, which takes the drawing's room if there is none."""
 
     label: str
     drawing: str | None
-    words: str
+    text: str
     style: str = ""
 
     def line(self, width: int, drawing: int, glyphs: Glyphs) -> Text:
-        """In exactly so many columns."""
+        """The line in exactly `width` columns."""
         label = glyphs.fit(self.label, LABEL, self.style)
         rest = max(0, width - LABEL - 2)
         if self.drawing is None:
-            return Text.assemble(label, "  ", glyphs.fit(self.words, rest, self.style))
+            return Text.assemble(label, "  ", glyphs.fit(self.text, rest, self.style))
         drawn = glyphs.fit(self.drawing, drawing, self.style)
-        return Text.assemble(label, "  ", drawn, "  ", glyphs.fit(self.words, max(0, rest - drawing - 2), self.style))
+        return Text.assemble(label, "  ", drawn, "  ", glyphs.fit(self.text, max(0, rest - drawing - 2), self.style))
 
 
 class LiveDisplay(View):
-    """A live picture: as many lines for as many attacks, whatever happens."""
+    """The live display; its number of lines depends on the number of attacks only, so that nothing jumps."""
 
     def __init__(self, run_progress: RunProgress, run: Run, console: Console, clock: Clock = time.monotonic) -> None:
         super().__init__(run_progress)
@@ -131,7 +131,7 @@ class LiveDisplay(View):
     @contextmanager
     def shown(self) -> Iterator[View]:
         self.run_progress.refresh(force=True)
-        # drawn by `update` alone: a thread that draws four times a second would take its time from the training
+        # drawn by `update` alone: a thread that draws four times a second would take time from the training
         with Live(self, console=self.console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
             self._live = live
             yield self
@@ -144,15 +144,15 @@ class LiveDisplay(View):
             self._drawn = (now, self.note)
             self._live.refresh()
 
-    def say(self, words: str) -> None:
-        print(words, file=sys.stderr, flush=True)
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # two columns are left for a terminal's own ^C: in a full line it would wrap, and move all below by one
+        # two columns stay free for the terminal's own ^C: in a full line it would wrap and move everything below by one
         yield from self.lines(options.max_width - 2, options.size.height - 1, Glyphs.of(console))
 
     def lines(self, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-        """The picture in at most so many lines: thumbnails beside the rows, or below, where there is room; then fewer attacks."""
+        """The display in at most `height` lines: thumbnails beside or below the rows if they fit, and as many attacks as fit."""
         art = self._art(glyphs)
         left = width - GAP - (art[0].cell_len if art else 0)
         if art and left >= LEFT and len(art) <= height:
@@ -167,7 +167,7 @@ class LiveDisplay(View):
     # ------------------------------------------------------------------------------------------------------------ rows
 
     def _rows(self, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-        drawing = max(8, min(DRAWING, width - LABEL - WORDS - 4))
+        drawing = max(8, min(DRAWING, width - LABEL - TEXT - 4))
         attacks, references = self._leakage(drawing, glyphs)
         above, below = self._training(drawing, glyphs), [*references, *self._service(drawing, glyphs)]
         room = height - len(above) - len(below)
@@ -180,13 +180,13 @@ class LiveDisplay(View):
         s = self.run_progress
         last = s.scenario.protocol.rounds
         curve = s.accuracy
-        told = f"{curve[min(curve)]:.1%} first, {curve[max(curve)]:.1%} now" if curve else ""
+        text = f"{curve[min(curve)]:.1%} first, {curve[max(curve)]:.1%} now" if curve else ""
         rounds = DisplayRow("rounds", bar(s.round, last, drawing, glyphs), f"{s.round} of {last}")
-        accuracy = DisplayRow("accuracy", sparkline(curve, last, drawing, 0, 1, glyphs.levels), told, "cyan")
+        accuracy = DisplayRow("accuracy", sparkline(curve, last, drawing, 0, 1, glyphs.levels), text, "cyan")
         return [rounds, accuracy] if s.training else [accuracy]
 
     def _leakage(self, drawing: int, glyphs: Glyphs) -> tuple[list[DisplayRow], list[DisplayRow]]:
-        """A row for each attack; then for each limit and for the best baseline, on the same scale."""
+        """A row for each attack, and one for each limit and the best baseline, all on the same scale."""
         s = self.run_progress
         names = [a for a in s.attacks if is_attack(a)]
         limits = [a for a in s.attacks if is_limit(a)]
@@ -197,10 +197,10 @@ class LiveDisplay(View):
         def row(key: str, label: str, style: str, worst: float | None = None) -> DisplayRow:
             curve = curves[key]
             unit = s.measure.unit
-            told = f"{curve[max(curve)]:.1f} {unit} now" if curve else ""
-            told += "" if worst is None else f", worst case {in_unit(worst, unit)}"
+            text = f"{curve[max(curve)]:.1f} {unit} now" if curve else ""
+            text += "" if worst is None else f", worst case {in_unit(worst, unit)}"
             drawn = sparkline(curve, s.scenario.protocol.rounds, drawing, low, high, glyphs.levels)
-            return DisplayRow(label, drawn, told, style)
+            return DisplayRow(label, drawn, text, style)
 
         attacks = [row(a, a, "yellow", s.worst_case(a)) for a in names]
         return attacks, [*(row(a, a, "dim") for a in limits), row("", "best baseline", "dim")] if names else []
@@ -209,8 +209,8 @@ class LiveDisplay(View):
         s = self.run_progress
         jobs, left, pace = s.progress, s.seconds_left(), s.pace()
         over = jobs.done + jobs.failed
-        told = [] if left is None else [f"about {duration(left)} left"]
-        told += [] if pace is None else [f"{60 * pace:.0f} jobs/min"]
+        estimates = [] if left is None else [f"about {duration(left)} left"]
+        estimates += [] if pace is None else [f"{60 * pace:.0f} jobs/min"]
         return [
             DisplayRow(
                 "jobs", bar(over, s.expected, drawing, glyphs), f"{jobs.done}/{s.expected} done, {jobs.failed} failed"
@@ -220,7 +220,7 @@ class LiveDisplay(View):
                 bar(s.busy, s.slots, min(s.slots, drawing), glyphs),
                 f"{s.busy} of {s.slots} at work, {jobs.queued} queued",
             ),
-            DisplayRow("time", f"{duration(s.elapsed())} elapsed", ", ".join(told)),
+            DisplayRow("time", f"{duration(s.elapsed())} elapsed", ", ".join(estimates)),
             DisplayRow("replay check", None, s.replay_detail, "yellow" if s.replay == "mismatch" else ""),
             DisplayRow("", None, self.note, "dim"),
         ]
@@ -228,33 +228,33 @@ class LiveDisplay(View):
     # ------------------------------------------------------------------------------------------------------ thumbnails
 
     def _art(self, glyphs: Glyphs) -> list[Text]:
-        """Truth and reconstruction side by side with their words; as many lines and columns from the first moment on."""
+        """Truth and reconstruction side by side with a caption; the size is the same from the start."""
         if not any(map(is_attack, self.run_progress.attacks)):
             return []
         dataset, best = self.run_progress.scenario.federation.shards.dataset, self.run_progress.best
         if isinstance(dataset, corpora.Text):
-            told = ["no reconstruction yet", ""] if best is None else caption(*best, self.run_progress.measure.unit)
-            return [*self._sentences(dataset, glyphs), *(glyphs.fit(words, CAPTION) for words in told)]
+            lines = ["no reconstruction yet", ""] if best is None else caption(*best, self.run_progress.measure.unit)
+            return [*self._sentences(dataset, glyphs), *(glyphs.fit(line, CAPTION) for line in lines)]
         _, h, w = dataset.shape
         pixels = thumbnails.size(h, w)
         tile = max(pixels[1], TILE)
         width = max(2 * tile + 2, CAPTION)
         tiles = self._tiles(glyphs) or [[Text()] * thumbnails.lines_of(pixels[0])] * 2
-        told = ["no reconstruction yet", ""] if best is None else caption(*best)
-        truth, found = ([Text(name), *t] for name, t in zip(("truth", "reconstruction"), tiles, strict=True))
+        lines = ["no reconstruction yet", ""] if best is None else caption(*best)
+        truth, guess = ([Text(name), *t] for name, t in zip(("truth", "reconstruction"), tiles, strict=True))
         margin = " " * (width - 2 * tile - 2)
         made = [
-            Text.assemble(_padded(a, tile), "  ", _padded(b, tile), margin) for a, b in zip(truth, found, strict=True)
+            Text.assemble(_padded(a, tile), "  ", _padded(b, tile), margin) for a, b in zip(truth, guess, strict=True)
         ]
-        return [*made, *(glyphs.fit(words, width) for words in told)]
+        return [*made, *(glyphs.fit(line, width) for line in lines)]
 
     def _sentences(self, data: corpora.Text, glyphs: Glyphs) -> list[Text]:
-        """The truth, and the best reconstruction with its words marked; as many lines from the first moment on."""
-        shown, found = [Text(), Text()], self._images()
-        if found:
-            truth = found[0] if len(found) == 2 else None
+        """The truth, and the best reconstruction with its words marked; the size is the same from the start."""
+        shown, pair = [Text(), Text()], self._images()
+        if pair:
+            truth = pair[0] if len(pair) == 2 else None
             known = [] if truth is None else token_strings(truth, data)
-            guess = [glyphs.fit(w, len(w), MARKS[mark]) for w, mark in marked(found[-1], truth, data)]
+            guess = [glyphs.fit(w, len(w), MARKS[mark]) for w, mark in marked(pair[-1], truth, data)]
             shown = [Text(" ".join(known)), Text(" ").join(guess)]
         lines = [Text("truth"), shown[0], Text("reconstruction"), shown[1]]
         for line in lines:
@@ -262,9 +262,9 @@ class LiveDisplay(View):
         return lines
 
     def _tiles(self, glyphs: Glyphs) -> list[list[Text]]:
-        """Thumbnails of the truth and of the best reconstruction; none where its images are not kept.
+        """Thumbnails of the truth and of the best reconstruction; none if its images are not kept.
 
-        A deployment's truth is not here: its place stays empty.
+        The server of a deployment does not have the truth: its place stays empty.
         """
         key = (self.run_progress.best, glyphs.blocks)
         if self._kept[0] != key:
@@ -278,16 +278,16 @@ class LiveDisplay(View):
             return []
         attack, round, hit = self.run_progress.best
         try:
-            found = self.run.read_reconstruction(round, hit.client, attack)["x"][hit.example]
+            guess = self.run.read_reconstruction(round, hit.client, attack)["x"][hit.example]
         except TapeError:
             return []
         if self.run_progress.ledger.deployed:
-            return [found]
-        return [self.run_progress.scenario.federation.batch_at(hit.client, round).x[hit.example], found]
+            return [guess]
+        return [self.run_progress.scenario.federation.batch_at(hit.client, round).x[hit.example], guess]
 
 
 def caption(attack: str, round: int, hit: BestExample, unit: str = "dB") -> list[str]:
-    """A reconstruction in words, on two lines."""
+    """A reconstruction's caption, on two lines."""
     return [attack, f"round {round}, client {hit.client}, example {hit.example}: {in_unit(hit.psnr, unit)}"]
 
 

@@ -15,20 +15,20 @@ Colour = tuple[int, int, int]
 
 
 def size(height: int, width: int) -> tuple[int, int]:
-    """(height, width) in pixels of the thumbnail of an image."""
+    """(height, width) in pixels of an image's thumbnail."""
     scale = min(1.0, SIDE / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 
 def lines_of(height: int) -> int:
-    """How many lines the thumbnail of so many pixels takes."""
+    """How many lines a thumbnail of this height in pixels takes."""
     return (height + 1) // 2
 
 
 def shrink(image: Tensor) -> Tensor:
-    """Colours (h, w, 3) uint8 of an image (C, H, W) in [0, 1], means over areas where it is larger than a thumbnail."""
+    """Colours (h, w, 3) uint8 of an image (C, H, W) in [0, 1]; a larger image is averaged over areas."""
     seen = image.detach().float().nan_to_num(0.0).clamp(0, 1)
-    if len(seen) != 3:  # no colours: one channel, or another number than a screen has
+    if len(seen) != 3:  # not three channels: show their mean as grey
         seen = seen.mean(0, keepdim=True).expand(3, -1, -1)
     small = F.adaptive_avg_pool2d(seen, size(*seen.shape[1:]))
     return (small * 255).round().to(torch.uint8).permute(1, 2, 0)
@@ -54,7 +54,7 @@ def _style(upper: Colour, lower: Colour | None) -> Style:
 
 
 def gray_ramp(image: Tensor) -> list[Text]:
-    """Lines of characters that grow denser with the light, for a terminal without colours."""
+    """Lines of characters, denser where the image is lighter, for a terminal without colours."""
     gray = shrink(image).float().mean(2) / 255  # (h, w)
     if len(gray) % 2:
         gray = torch.cat([gray, gray[-1:]])

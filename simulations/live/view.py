@@ -1,4 +1,4 @@
-"""The view of a run at work, as its user asked for it: plain lines, and what every view has in common."""
+"""Views of a run at work: what all have in common, and plain lines."""
 
 import sys
 import time
@@ -9,16 +9,16 @@ from typing import Literal
 from fedgauge.server.views.roles import is_attack
 from fedgauge.simulations.live.progress import Clock, RunProgress
 
-Log = Literal["auto", "quiet", "json"]  # how a command tells what it does
+Log = Literal["auto", "quiet", "json"]  # how a command reports what it does
 
 PLAIN_EVERY = 5.0  # seconds between plain lines
 
 
 class View:
-    """Follows a run and shows nothing; `update` may be called as often as one likes.
+    """Follows a run and shows nothing; `update` may be called at any rate.
 
     Attributes:
-        note: what is waited for, in words.
+        note: what the run waits for.
     """
 
     def __init__(self, run_progress: RunProgress) -> None:
@@ -31,15 +31,15 @@ class View:
         yield self
 
     def update(self) -> None:
-        """Show how the run stands now."""
+        """Show the state of the run."""
         self.run_progress.refresh()
 
-    def say(self, words: str) -> None:
-        """Tell the user something beside the view."""
+    def say(self, text: str) -> None:
+        """Show the user a message beside the view."""
 
 
 class Lines(View):
-    """A plain line every few seconds, where something has changed."""
+    """A plain line every few seconds, if something has changed."""
 
     def __init__(self, run_progress: RunProgress, clock: Clock = time.monotonic) -> None:
         super().__init__(run_progress)
@@ -56,20 +56,20 @@ class Lines(View):
         if self._printed is None or self._clock() - self._printed >= PLAIN_EVERY:
             self._print()
 
-    def say(self, words: str) -> None:
-        print(words, file=sys.stderr, flush=True)
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
     def _print(self, force: bool = False) -> None:
         self.run_progress.refresh(force)
         self._printed = self._clock()
-        line = "; ".join([words(self.run_progress), *([self.note] if self.note else [])])
+        line = "; ".join([progress_line(self.run_progress), *([self.note] if self.note else [])])
         if line != self._last:
             self._last = line
             self.say(f"[{self.run_progress.elapsed():5.0f} s] {line}")
 
 
-def words(s: RunProgress) -> str:
-    """How a run stands, on one line."""
+def progress_line(s: RunProgress) -> str:
+    """The state of a run on one line."""
     parts = [f"round {s.round}/{s.scenario.protocol.rounds}"] if s.training else []
     if s.training and s.accuracy:
         parts.append(f"accuracy {s.accuracy[max(s.accuracy)]:.1%}")

@@ -1,4 +1,4 @@
-"""Which view of a run at work its user gets."""
+"""Chooses the view of a run at work."""
 
 from rich.console import Console
 
@@ -14,12 +14,11 @@ from fedgauge.simulations.live.view import Lines, Log, View
 def view_of(
     run: Run, ledger: Ledger, scenario: Scenario, console: Console, log: Log = "auto", training: bool = True
 ) -> View:
-    """The view that was asked for; auto: a live picture in a terminal that can show one, plain lines elsewhere."""
-
-    standing = RunProgress(ledger, scenario, training)
+    """The view that was asked for; auto: the live display in a terminal that can show it, plain lines elsewhere."""
+    run_progress = RunProgress(ledger, scenario, training)
     if log == "json":
-        return Events(standing, run)
+        return Events(run_progress, run)
     if log == "quiet":
-        return View(standing)
+        return View(run_progress)
     live = console.is_terminal and not console.is_dumb_terminal
-    return LiveDisplay(standing, run, console) if live else Lines(standing)
+    return LiveDisplay(run_progress, run, console) if live else Lines(run_progress)

@@ -1,1 +1,1 @@
-"""What a run leaves for its readers: HTML report, figures, exports, a client's own report."""
+"""Outputs of a run: HTML report, PDF, figures, exports, and a client's own report."""

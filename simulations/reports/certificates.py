@@ -1,4 +1,4 @@
-"""What differential privacy certifies: the success rates that no attack exceeds, from a chain's clipping and noise."""
+"""Certified success rates: what no attack exceeds, by a chain's clipping and noise (differential privacy)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from fedgauge.server.views.roles import is_baseline
 
 @dataclass(frozen=True)
 class GaussianMechanism:
-    """What normal noise does for one example of an update.
+    """The Gaussian mechanism that protects one example of an update.
 
     Args:
-        multiplier: noise over the most that the example can move what it is added to.
-        releases: of the example under fresh noise, in one round.
+        multiplier: standard deviation of the noise over the sensitivity to the example.
+        releases: how often a round releases the example under fresh noise.
     """
 
     multiplier: float
@@ -26,7 +26,7 @@ class GaussianMechanism:
 
 
 def gaussian_mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> GaussianMechanism | None:
-    """Clipping, then normal noise, as a Gaussian mechanism; None of another chain (`fedgauge.defenses.accounting` reads it)."""
+    """A chain's clipping and normal noise as a Gaussian mechanism; None for other chains (see `fedgauge.defenses.accounting`)."""
     try:
         found = accounting.mechanism(chain, batch_size, model)
     except accounting.NoGuarantee:
@@ -35,12 +35,12 @@ def gaussian_mechanism(chain: Chain, batch_size: int, model: nn.Module | None = 
 
 
 def certified(curve: Mapping[str, Sequence[Rate]], mechanism: GaussianMechanism, rounds: int = 1) -> list[float] | None:
-    """The success rates of THRESHOLDS that no attack exceeds (ReRo), from a success curve's baselines; None without any.
+    """The success rates at THRESHOLDS that no attack exceeds (ReRo), from a success curve's baselines; None without any.
 
-    The prior's success is the best baseline's, at the upper end of its interval: what was never seen may yet happen.
+    The prior's success is the best baseline's, at the upper end of its interval: an event that was never seen may happen.
 
     Args:
-        rounds: in which the same example is used.
+        rounds: that use the same example.
     """
     floors = [rates for attack, rates in curve.items() if is_baseline(attack)]
     if not floors:

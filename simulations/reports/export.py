@@ -179,9 +179,7 @@ def _write_leakage(writer: "SummaryWriter", leaks: Sequence[Leak], clock: RoundT
         if leak.round is None or leak.mean is None or leak.best is None:
             continue
         _add(writer, f"{leak.metric}/mean", leak.mean, leak.round, clock)
-        if leak.metric not in RATES and not is_limit(
-            leak.attack
-        ):  # of 0 and 1, and of a bound, it says nothing
+        if leak.metric not in RATES and not is_limit(leak.attack):  # of 0 and 1, and of a bound, it says nothing
             worst = float(capped(leak.metric, np.array(leak.best)))
             _add(writer, f"{leak.metric}/worst_case", worst, leak.round, clock)
 
@@ -245,7 +243,7 @@ def _choice(shown: ExampleSample) -> str:
         return f"pictures: all {shown.shown} attacked examples"
     return (
         f"pictures: {shown.shown} examples from {len(shown.keys)} of {len(shown.attacked)} attacked rounds; of each round the"
-        " one that leaked most, the one that hid best, and a random sample"
+        " one that leaked most, the one that leaked least, and a random sample"
     )
 
 

@@ -1,4 +1,4 @@
-"""The report as a PDF: an installed Chromium prints the page that a reader would see."""
+"""The report as a PDF, printed by an installed Chromium."""
 
 import os
 import shutil
@@ -12,18 +12,18 @@ from fedgauge.simulations.run import processes
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE = 120.0  # seconds
-DRAWING = 10_000  # ms of the page's own time, which passes as fast as its scripts are done
-PAPER = (750, 1060)  # pixels: about what an A4 page has, so that figures are drawn as wide as they are printed
+DRAWING = 10_000  # ms of the page's virtual time, which passes as fast as its scripts finish
+PAPER = (750, 1060)  # pixels: about an A4 page, so that figures are drawn at their printed width
 
 
 def find_browser() -> str:
-    """The path of an installed Chromium; SpecError where there is none."""
+    """The path of an installed Chromium; SpecError if there is none."""
     for name in BROWSERS:
         if path := shutil.which(name):
             return path
     raise SpecError(
-        f"this needs Chromium, and none of {', '.join(BROWSERS)} is on the path; install one (a PDF can also be printed"
-        " from report.html in any browser)"
+        f"--pdf needs Chromium, but none of {', '.join(BROWSERS)} is on the path; install one, or print"
+        " report.html from any browser"
     )
 
 
@@ -32,11 +32,11 @@ def write_pdf(run: Run, patience: float = PATIENCE) -> Path:
 
     Raises:
         SpecError: no Chromium is installed.
-        TimeoutError: it did not come to an end.
-        OSError: it printed nothing.
+        TimeoutError: Chromium did not finish.
+        OSError: Chromium printed nothing.
     """
     browser, path = find_browser(), run.folder / "report.pdf"
-    # in the run's folder, whose rights it has: a profile keeps what it has seen
+    # in the run's folder, for its access rights: a browser profile keeps what it has shown
     with tempfile.TemporaryDirectory(dir=run.folder, prefix=".part-", ignore_cleanup_errors=True) as scratch:
         made, log = Path(scratch) / "report.pdf", Path(scratch) / "log"
         page = (run.folder / "report.html").resolve().as_uri()
@@ -58,11 +58,11 @@ def _options(profile: Path, made: Path) -> list[str]:
     options = [
         "--headless", "--disable-gpu", "--no-first-run", "--disable-extensions", "--disable-background-networking",
         "--disable-component-update", "--disable-breakpad", "--disable-crash-reporter",
-        "--host-resolver-rules=MAP * ~NOTFOUND",  # the page asks for nothing, and the browser shall not either
+        "--host-resolver-rules=MAP * ~NOTFOUND",  # neither the page nor the browser may use the network
         f"--user-data-dir={profile}", f"--window-size={PAPER[0]},{PAPER[1]}", f"--virtual-time-budget={DRAWING}",
         "--no-pdf-header-footer", f"--print-to-pdf={made}",
     ]  # fmt: skip
-    return [*options, "--no-sandbox"] if os.geteuid() == 0 else options  # as root it refuses to start with one
+    return [*options, "--no-sandbox"] if os.geteuid() == 0 else options  # as root it does not start with a sandbox
 
 
 def _last_words(log: Path) -> str:

@@ -1,4 +1,4 @@
-"""The report: one HTML file that says what a run leaked, with figures, tables and pictures, and asks nothing of a network."""
+"""The report: one self-contained HTML file with a run's leakage, figures, tables and pictures."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER, PSNR_CAP
 from fedgauge.client.components import SpecError
-from fedgauge.server import dashboard
+from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import overview
@@ -21,6 +21,7 @@ from fedgauge.server.views.formatting import decibel, number, percent, rounded, 
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
+from fedgauge.server.views.notices import notices
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import OF_IMAGES, OF_TEXT
 from fedgauge.server.views.success import THRESHOLDS, success_curve
@@ -28,21 +29,20 @@ from fedgauge.server.views.verdict import verdict
 from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
-STATIC = Path(dashboard.__file__).parent / "static"  # the live page's script and style, which are the report's too
 OWN_COLUMNS = (OF_IMAGES.metric, OF_TEXT.metric, "identified", "label_accuracy")
-AT = 20  # dB: of the words on certified rates
+AT = 20  # dB: threshold at which the text states certified rates
 
 
 def write_report(run: Run) -> Path:
     """Write report.html into the run folder, atomically and for its owner only; returns its path."""
-    run.ledger().close()  # brings an older schema up to date
+    run.ledger().close()  # migrates an older schema
     with closing(Reading(run)) as reading, reading.now():
         content = _content(reading)
     return _write(run.folder / "report.html", "report.html", content)
 
 
 def write_comparison(runs: Sequence[Run], path: Path) -> Path:
-    """Write one HTML file that sets several runs side by side, atomically and for its owner only; returns its path."""
+    """Write one HTML file that compares several runs, atomically and for its owner only; returns its path."""
     readings = []
     with ExitStack() as stack:
         for run in dict.fromkeys(Run(run.folder.resolve()) for run in runs):
@@ -50,14 +50,18 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
             reading = stack.enter_context(closing(Reading(run)))
             readings.append(stack.enter_context(reading.now()))
         metrics = [m for m in HIGHER_IS_BETTER if any(m in reading.metrics for reading in readings)]
-        found = [compare(readings, metric) for metric in metrics or ["psnr"]]
-    return _write(path, "comparison.html", {"data": found, "names": [run["id"] for run in found[0]["runs"]]})
+        comparisons = [compare(readings, metric) for metric in metrics or ["psnr"]]
+    return _write(
+        path, "comparison.html", {"data": comparisons, "names": [run["id"] for run in comparisons[0]["runs"]]}
+    )
 
 
 def _write(path: Path, template: str, content: Mapping[str, Any]) -> Path:
     from plotly.offline import get_plotlyjs
 
-    style, figures = (Markup((STATIC / name).read_text()) for name in ("style.css", "figures.js"))
+    # the report is drawn by the live page's scripts and style
+    style = Markup((STATIC / "style.css").read_text())
+    figures = Markup("\n".join((STATIC / name).read_text() for name in DRAWING))
     page = _template(template).render(**content, style=style, figures=figures, plotly=Markup(get_plotlyjs()))
     write_bytes(path, page.encode())
     return path
@@ -73,7 +77,7 @@ def _template(name: str) -> jinja2.Template:
 
 
 def interval(leak: Leak) -> str:
-    """A mean's interval, with the number of clusters where it is below ten."""
+    """A mean's interval as text, with the number of clusters if it is below ten."""
     if leak.low is None or leak.high is None:
         return f"no interval from {leak.clusters} client" if leak.clusters == 1 else ""
     few = f", {leak.clusters} clients" if leak.clusters < 10 else ""
@@ -81,7 +85,7 @@ def interval(leak: Leak) -> str:
 
 
 def _content(reading: Reading) -> dict[str, Any]:
-    """Everything that the template shows."""
+    """The values of the template."""
     ledger, scores = reading.ledger, reading.scores
     gallery, reasons = Gallery(reading), ledger.reasons()
     curve = success_curve(scores, ledger) if len(scores) else {}
@@ -91,7 +95,7 @@ def _content(reading: Reading) -> dict[str, Any]:
         "name": reading.run.name,
         "facts": scenario_line(reading.tables),
         "verdict": verdict(scores, ledger),
-        "notices": overview.notices(reading),
+        "notices": notices(reading),
         "misdeeds": overview.server_attack_effects(reading),
         "limit": overview.limit(reading),
         "privacy": overview.privacy(reading),
@@ -121,8 +125,8 @@ def _content(reading: Reading) -> dict[str, Any]:
 def _data(
     reading: Reading, gallery: Gallery, shown: ExampleSample, certificate: "Certificate | None"
 ) -> dict[str, Any]:
-    """What the page's script draws: the live page's views of the run, with the chosen cards of its gallery all at once."""
-    cards = [card for found in shown.cards(gallery).values() for card in found]
+    """The data that the page's script draws: the live page's views, with all sampled cards of the gallery."""
+    cards = [card for comparisons in shown.cards(gallery).values() for card in comparisons]
     return {
         "overview": {
             **overview.figure(reading),
@@ -145,12 +149,12 @@ def _data(
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """What differential privacy certifies of the success rates.
+    """Upper bounds on success rates that differential privacy certifies.
 
     Args:
         mechanism: clipping and noise.
         series: the curve for one round, as the page's script draws it.
-        at: the threshold (dB) of the words; once, always: the certified rates there, of one round and of all.
+        at: the threshold (dB) in the text; once, always: the certified rates there, for one round and for all.
         rounds: in the run.
     """
 
@@ -165,7 +169,7 @@ class Certificate:
 def _certificate(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> Certificate | None:
     try:
         federation = reading.scenario.federation
-    except SpecError:  # its data is not on this machine, as a notice says
+    except SpecError:  # its data is not on this machine; a notice says so
         return None
     mechanism = gaussian_mechanism(federation.chain, federation.shards.batch_size, federation.model)
     if mechanism is None:
@@ -174,8 +178,13 @@ def _certificate(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> Certi
     once, always = (certified(curve, mechanism, n) for n in (1, rounds))
     if once is None or always is None:
         return None
-    words = [f"at most {percent(v)} of the examples, by any attack on one round" for v in once]
-    series = {"name": "certified (ReRo), one round", "kind": "limit", "y": [rounded(v) for v in once], "told": words}
+    descriptions = [f"at most {percent(v)} of the examples, by any attack on one round" for v in once]
+    series = {
+        "name": "certified (ReRo), one round",
+        "kind": "limit",
+        "y": [rounded(v) for v in once],
+        "hover": descriptions,
+    }
     at = THRESHOLDS.index(AT)
     return Certificate(mechanism, series, AT, once[at], always[at], rounds)
 

@@ -1,6 +1,6 @@
-"""README's pictures, made from a run: `python -m fedgauge.simulations.reports.screenshots RUN [FOLDER]`, or `make pictures` after `make demo`.
+"""Make README's pictures from a run: `python -m fedgauge.simulations.reports.screenshots RUN [FOLDER]`.
 
-Each view of the page as a browser shows it (PNG), the terminal's picture (SVG), and a figure for papers (PNG).
+A PNG of each view of the page, an SVG of the terminal, and a PNG of a figure. `make pictures` does it after `make demo`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ COLUMNS, LINES = 150, 32  # of the terminal
 
 @contextmanager
 def watching(path: Path) -> Iterator[tuple[str, int]]:
-    """`fedgauge watch` on a free port, ended at the end: its address, and its process id."""
+    """Run `fedgauge watch` on a free port; yields its address and process id."""
     command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "watch", str(path), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -44,7 +44,7 @@ def watching(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def photograph(run: Run, folder: Path) -> Iterator[Path]:
-    """A PNG of each view; the page is that of the run alone."""
+    """Write a PNG of each view of the run's page."""
     from playwright.sync_api import sync_playwright
 
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
@@ -54,13 +54,13 @@ def photograph(run: Run, folder: Path) -> Iterator[Path]:
         for name, rest in VIEWS.items():
             page.goto(f"{address}/run/{run.name}{rest}", wait_until="load")
             page.locator("main .js-plotly-plot .main-svg, main .cards img").first.wait_for()
-            page.wait_for_timeout(1000)  # images are decoded, lines drawn
+            page.wait_for_timeout(1000)  # until images are decoded and lines are drawn
             yield _kept(folder / f"{name}.png", page.screenshot())
         browser.close()
 
 
 def terminal(run: Run, folder: Path) -> Path:
-    """An SVG of what the terminal shows at the end of a run."""
+    """Write an SVG of what the terminal shows at the end of a run."""
     with run.ledger() as ledger:
         run_progress = RunProgress(ledger, run.scenario(), training=True)
         run_progress.refresh(force=True)
@@ -69,15 +69,14 @@ def terminal(run: Run, folder: Path) -> Path:
             record=True, force_terminal=True, color_system="truecolor", file=kept, width=COLUMNS, height=LINES
         )
         console.print(LiveDisplay(run_progress, run, console))
-        drawn = re.sub(
-            r"@font-face \{.*?\}", "", console.export_svg(title="fedgauge run"), flags=re.DOTALL
-        )  # they lie elsewhere
+        svg = console.export_svg(title="fedgauge run")
+        drawn = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # fonts would be loaded from elsewhere
         return _kept(folder / "terminal.svg", drawn.encode())
 
 
 def figure(run: Run, folder: Path) -> Path:
-    """The figure of leakage over rounds, as `fedgauge report --figures` draws it."""
-    from fedgauge.simulations.reports.figures import write_figures
+    """Write the figure of leakage over rounds, as `fedgauge report --figures` draws it."""
+    from fedgauge.simulations.reports.figures.write import write_figures
 
     with TemporaryDirectory() as scratch:
         written, _ = write_figures([run], Path(scratch))

@@ -1,1 +1,1 @@
-"""One run from beginning to end: launch Flower, train, attack, and keep or delete what results."""
+"""One run from beginning to end: launch Flower, train, attack, and later delete what is old."""

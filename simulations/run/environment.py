@@ -38,13 +38,13 @@ def package(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the code, and whether it was changed since; None where it stands in no repository of its own."""
+    """The commit of the code, and whether the code was changed since; None if it has no repository of its own."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return told.stdout.strip() or None
+    described = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return described.stdout.strip() or None
 
 
 def _processor() -> str:

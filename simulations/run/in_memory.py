@@ -22,7 +22,7 @@ class MemoryGrid(Grid):
     """Answers each message by calling `client/app.py` at once; node n is client n - 1.
 
     Args:
-        owners: in the place of a simulation's clients those of a deployment: the file of each one's owner.
+        owners: the files of a deployment's clients, which then take the place of a simulation's clients.
         run: Flower's number of the run.
     """
 
@@ -45,7 +45,7 @@ class MemoryGrid(Grid):
     def _answer(self, message: Message) -> Message:
         try:
             return client_app(message, self._contexts[message.metadata.dst_node_id])
-        except Exception as error:  # a client that fails is an error reply, as with Flower: the door tells of it
+        except Exception as error:  # as with Flower, a client that fails is an error reply, which the validator records
             return Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
 
     def set_run(self, run: FlowerRun) -> None:
@@ -68,7 +68,7 @@ class MemoryGrid(Grid):
 
 
 def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:
-    """Train a run's federation in this process, by the very server app and client app that Flower would start.
+    """Train a run's federation in this process, with the same server app and client app that Flower starts.
 
     Args:
         owners, number: as MemoryGrid's owners and run.
@@ -78,14 +78,14 @@ def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:
 
 
 class InMemory:
-    """A scenario's federation, trained round by round: the real clients, door, tap and strategy."""
+    """A scenario's federation, trained round by round with the real clients, validator, recorder and strategy."""
 
-    def __init__(self, scenario: Scenario, tap: UpdateRecorder) -> None:
+    def __init__(self, scenario: Scenario, recorder: UpdateRecorder) -> None:
         params, buffers = scenario.federation.initial()
         self._grid = MemoryGrid(scenario.protocol)
         inner = build_strategy(scenario.strategy, scenario.protocol.clients)
         self._strategy = CuriousStrategy(
-            inner, tap, buffers, scenario.protocol.seed, self._grid.clients, protocol=scenario.protocol
+            inner, recorder, buffers, scenario.protocol.seed, self._grid.clients, protocol=scenario.protocol
         )
         self._arrays = ArrayRecord(params)
 
@@ -95,13 +95,13 @@ class InMemory:
         replies = self._grid.send_and_receive(sent)
         arrays, _ = self._strategy.aggregate_train(round, replies)
         if arrays is None:
-            raise RuntimeError(f"round {round}: nothing passed the door")
+            raise RuntimeError(f"round {round}: the validator accepted no update")
         self._arrays = arrays
 
 
 @contextmanager
 def flower() -> Iterator[None]:
-    """Outside a run, Flower's messages need to be told who writes them; its log of rounds would drown the figures."""
+    """Give Flower's messages an author, which they need outside a run, and silence its log of rounds."""
     before = TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
     log = logging.getLogger("flwr")
     level = log.level

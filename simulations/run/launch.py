@@ -1,4 +1,4 @@
-"""Drive Flower: a SuperLink of our own as child process, the app in a scratch folder, the run's true exit status."""
+"""Runs Flower in child processes: a SuperLink, the app in a scratch folder, and the run's true exit status."""
 
 import json
 import os
@@ -47,21 +47,19 @@ _SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
 }
-
-
 PATIENCE = 120.0  # seconds for the SuperLink to start, and to answer
 
 
 class TrainingFailed(Exception):
-    """The federation ended badly; the message says where its log is and shows its end."""
+    """The federation failed; the message names its log and shows the end of it."""
 
 
 class AuditFailed(Exception):
-    """The attack service died again and again; the message says where its log is and shows its end."""
+    """The attack service died repeatedly; the message names its log and shows the end of it."""
 
 
 class TrainingProcess:
-    """One federation in training: started on entry, ended with everything it started on exit."""
+    """One federation in training; its processes start on entry and end on exit, with everything they started."""
 
     def __init__(self, run: Run, scenario: Scenario) -> None:
         self.run = run
@@ -87,23 +85,23 @@ class TrainingProcess:
         try:
             for child in reversed(self._children):
                 processes.end(child)
-        finally:  # a second Ctrl-C cuts the asking short
+        finally:  # also after a second Ctrl-C, which interrupts the orderly end
             processes.sweep(self.mark)
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
-        """What the children's environment says."""
+        """The environment of the child processes."""
         return child_environment(self.scratch, self.mark) | {"FLWR_HOME": str(self.scratch / "home")}
 
     def finished(self) -> bool:
-        """Whether the federation has ended, well or not; raises TrainingFailed when the SuperLink died."""
+        """Whether the federation has ended, successfully or not; TrainingFailed if the SuperLink died."""
         superlink, stream = self._children
         if stream.poll() is None and superlink.poll() is not None:
             raise TrainingFailed(self._blame("the SuperLink died"))
         return stream.poll() is not None
 
     def verify(self) -> None:
-        """Ask the SuperLink how the run ended: `flwr run --stream` exits 0 even when it failed."""
+        """Ask the SuperLink how the run ended, as `flwr run --stream` exits with 0 even after a failure."""
         assert self._submission is not None
         status = self._submission.status(self._blame)
         if status != "finished:completed":
@@ -135,7 +133,7 @@ class TrainingProcess:
 
 
 class AuditService:
-    """The attack service beside the training: `fedgauge audit RUN --follow` in a process of its own."""
+    """The attack service that runs during training: `fedgauge audit RUN --follow` in its own process."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -164,33 +162,37 @@ class AuditService:
     def close(self) -> None:
         """End it with everything it started, and remove its scratch folder."""
         try:
-            processes.end(self._child, patience=1.0)  # while it works, it is closed by a user who waits no longer
+            processes.end(self._child, patience=1.0)  # a service still at work is closed only by a second Ctrl-C
         finally:
             processes.sweep(self.mark)
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def blame(self) -> str:
-        """That it died, and the end of its log."""
+        """A message that it died, with the end of its log."""
         return blame(self.run, f"the attack service died (exit status {self.status()})", "audit.log")
 
 
 def write_app(scratch: Path, run: Run, scenario: Scenario) -> None:
-    """Put the Flower app, and what it is told of the run, into a scratch folder."""
-    (scratch / "app").mkdir()  # what is in it goes to every client: no code, as each has fedgauge installed
+    """Write the Flower app and its run-config into a scratch folder.
+
+    Flower sends everything in the app's folder to every client. It holds a pyproject.toml and no code: server and clients run
+    the fedgauge that is installed on their own machine.
+    """
+    (scratch / "app").mkdir()
     (scratch / "app" / "pyproject.toml").write_text(tomli_w.dumps(_APP))
     settings = {"protocol": scenario.protocol.to_json(), "run-dir": str(run.folder.resolve())}
     (scratch / "run-config.toml").write_text(tomli_w.dumps(settings))
 
 
 def write_home(scratch: Path, link: Mapping[str, object]) -> None:
-    """Put Flower's own settings into a scratch folder: how its commands reach the SuperLink."""
+    """Write Flower's own settings into a scratch folder: how its commands reach the SuperLink."""
     (scratch / "home").mkdir()
     links = {"default": "fedgauge", "fedgauge": link}
     (scratch / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
 
 
 class Submission:
-    """The app of a scratch folder, given to the SuperLink to be run, with its log until it has ended."""
+    """A Flower run: the app of a scratch folder, submitted to the SuperLink and logged until it ends."""
 
     def __init__(self, scratch: Path, log: Path, env: Mapping[str, str], more: Sequence[str] = ()) -> None:
         self._log, self._env, self._since = log, env, log.stat().st_size
@@ -199,22 +201,28 @@ class Submission:
         self.process = processes.start(command, log, env)
 
     def stop(self) -> None:
-        """Have the SuperLink end the run, where it has begun; where that fails it says so, as the run may train on."""
+        """Let the SuperLink end the run, if it has started; print a message if that fails, as the run may still train."""
         if run := self._run():
             command = ["flwr", "stop", run, "fedgauge"]
             try:
                 done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=PATIENCE)
             except subprocess.TimeoutExpired:
-                print(f"fedgauge: Flower's run {run} could not be stopped: the SuperLink is silent", file=sys.stderr)
+                print(
+                    f"fedgauge: Flower's run {run} could not be stopped: the SuperLink does not answer", file=sys.stderr
+                )
                 return
             if done.returncode:
-                said = (done.stderr.strip() or done.stdout.strip())[-500:]
-                print(f"fedgauge: Flower's run {run} could not be stopped: {said}", file=sys.stderr)
+                output = (done.stderr.strip() or done.stdout.strip())[-500:]
+                print(f"fedgauge: Flower's run {run} could not be stopped: {output}", file=sys.stderr)
 
-    def status(self, told: Callable[[str], str]) -> str:
-        """What the SuperLink says of the run; TrainingFailed when it says nothing."""
+    def status(self, blame: Callable[[str], str]) -> str:
+        """The run's status at the SuperLink; TrainingFailed if there is none.
+
+        Args:
+            blame: makes the error's message from what went wrong.
+        """
         if not (run := self._run()):
-            raise TrainingFailed(told("it never began"))
+            raise TrainingFailed(blame("it never started"))
         try:
             listing = subprocess.run(
                 ["flwr", "ls", "fedgauge", "--run-id", run, "--format", "json"],
@@ -222,31 +230,31 @@ class Submission:
                 capture_output=True,
                 text=True,
                 timeout=PATIENCE,
-                start_new_session=True,  # a Ctrl-C of the terminal's is not for it
+                start_new_session=True,  # a Ctrl-C in the terminal must not reach it
             )
         except subprocess.TimeoutExpired:
-            raise TrainingFailed(told(f"its status is unknown: no answer in {PATIENCE:.0f} s")) from None
+            raise TrainingFailed(blame(f"its status is unknown: no answer in {PATIENCE:.0f} s")) from None
         try:
             return str(json.loads(listing.stdout)["runs"][0]["status"])
         except (json.JSONDecodeError, KeyError, IndexError, TypeError):
-            said = listing.stderr.strip() or listing.stdout.strip()
-            raise TrainingFailed(told(f"its status is unknown: {said[-300:]}")) from None
+            output = listing.stderr.strip() or listing.stdout.strip()
+            raise TrainingFailed(blame(f"its status is unknown: {output[-300:]}")) from None
 
     def _run(self) -> str:
-        """Its id, as the submission told it; "" where it did not get so far."""
-        with self._log.open("rb") as told:
-            told.seek(self._since)
-            found = re.search(rb"started run (\d+)", told.read())
+        """Its id, from the submission's log; "" if the submission did not get that far."""
+        with self._log.open("rb") as log:
+            log.seek(self._since)
+            found = re.search(rb"started run (\d+)", log.read())
         return found[1].decode() if found else ""
 
 
 def blame(run: Run, what: str, *logs: str) -> str:
-    """What went wrong, and the ends of the logs of a run that say why."""
+    """A message: what went wrong, and the ends of these logs of a run."""
     return with_ends(what, *(run.folder / "logs" / name for name in logs))
 
 
 def with_ends(what: str, *logs: Path) -> str:
-    """What went wrong, and the ends of the logs that say why."""
+    """A message: what went wrong, and the ends of these logs."""
     parts = [what]
     for path in logs:
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
@@ -256,14 +264,16 @@ def with_ends(what: str, *logs: Path) -> str:
 
 
 def child_environment(scratch: Path, mark: str) -> dict[str, str]:
-    """This process's environment, with a mark to find children by, Ray's files in the scratch folder, and one data folder."""
+    """The environment of a child process.
+
+    It is this process's, with a mark by which children are found, Ray's files in the scratch folder, and the data folder.
+    """
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}  # it would break Flower's own ray.init
     data = data_folder()
     env |= {processes.MARK: mark, "RAY_TMPDIR": str(scratch / "ray"), **_SETTINGS}
-    env["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), env.get("PATH", "")]
-    )  # Flower starts its own programs
-    if data is not None:  # the copied code stands elsewhere and would not find the folder beside the project
+    # Flower starts its own programs, which lie beside Python's
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
+    if data is not None:  # absolute, as children may run in another folder
         env["FEDGAUGE_DATA"] = str(data.resolve())
     (scratch / "ray").mkdir(exist_ok=True)
     return env

@@ -21,9 +21,9 @@ def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"use": "ig"}, "nothing is called 'ig'; an attack is one of fedgauge.attacks.matching.adaptive"),
-        ({"use": "fedgauge.server.pool.executors:Pool"}, "use = 'fedgauge.server.pool.executors:Pool' is not allowed here; an attack is one of"),
-        ({}, 'needs use = "module:name", got None'),
+        ({"use": "ig"}, "nothing is called 'ig'; an attack is one of analytic, bayes"),
+        ({"use": "fedgauge.server.pool.executors:Pool"}, "Pool' is not allowed here; an attack is one of"),
+        ({}, 'needs use = "name", got None'),
         ({**IG, "tvv": 0.1}, "inverting_gradients() has no argument 'tvv' (it has: tv, rate, "),
         ({**IG, "itertions": 3}, ", name, iterations, restarts, seconds, labels, lengths, defense, trace, auxiliary)"),
         ({**IG, "tv": -1}, "the weight of total_variation must not be negative, got -1.0"),
@@ -39,18 +39,18 @@ def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
         ({**IG, "trace": -4}, "trace must be at least 2 snapshots, the first and the last, got -4"),
         ({**IG, "trace": 3.0}, "trace must be a whole number, got 3.0"),
         ({**IG, "trace": True}, "trace must be a whole number, got True"),
-        ({"use": "analytic", "trace": 3}, "analytic does not iterate: it has no trace"),
+        ({"use": "analytic", "trace": 3}, "analytic does not iterate"),
         ({**IG, "name": ""}, "name must be letters, digits, - and _, got ''"),
         ({**IG, "name": "a/../b"}, "name must be letters, digits, - and _, got 'a/../b'"),
         ({**IG, "name": 3}, "name must be a text, got 3"),
-        ({**IG, "name": "bayes_limit"}, "name 'bayes_limit' is the limit's own; give the attack another one"),
+        ({**IG, "name": "bayes_limit"}, "name 'bayes_limit'"),
         ({**IG, "name": "a" * 65}, "name must be at most 64 characters, got 65"),
         ({**FB, "attack": "ig"}, "#2: attack: nothing is called 'ig'; an attack by gradient"),
-        ({**FB, "attack": "analytic"}, "#2: attack: use = 'analytic' is not allowed here; "),
-        ({**FB, "attack": FB["use"]}, "is not allowed here; an attack by gradient matching is one of bayes"),
-        ({**FB, "attack": {"fit": 1}}, '#2: attack: needs use = "module:name", got None; an attack by gradient matching'),
-        ({**FB, "attack": {**IDLG, "fitt": 1}}, "#2: attack: idlg() has no argument 'fitt' (it has: fit, enough, double)"),
-        ({**FB, "attack": {**IDLG, "fit": "x"}}, "#2: attack: fit must be a number, got 'x'"),
+        ({**FB, "attack": "analytic"}, "#2: attack: nothing is called 'analytic'; an attack by gradient matching is one of"),
+        ({**FB, "attack": FB["use"]}, "nothing is called 'feedback_blending'; an attack by gradient matching is one of bayes"),
+        ({**FB, "attack": {"double": True}}, '#2: attack: needs use = "name", got None; an attack by gradient matching'),
+        ({**FB, "attack": {**IDLG, "fitt": 1}}, "#2: attack: idlg() has no argument 'fitt' (it has: restart_above, "),
+        ({**FB, "attack": {**IDLG, "restart_above": "x"}}, "#2: attack: restart_above must be a number, got 'x'"),
         ({**FB, "attack": {**IG, "rate": 0}}, "#2: attack: rate must be above 0, got 0.0"),
         ({**FB, "attack": 3}, "#2: attack must be a text or a table, got 3"),
         ({**FB, "alpha": 1.5}, "#2: alpha must lie in 0..1, got 1.5"),
@@ -76,7 +76,7 @@ def test_a_mistake_in_an_attack_table_is_told(table: dict[str, Any], message: st
         ({"clients": [-1]}, "clients must lie in 0..3, got -1"),
         ({"clients": 2}, "clients must be a list, each a whole number, got 2"),
         ({"every": 0}, "every must be at least 1, got 0"),
-        ({"every": 2, "rounds": [1]}, "every does nothing beside rounds, which lists them; leave one of the two out"),
+        ({"every": 2, "rounds": [1]}, "every has no effect"),
         ({"wave": 0}, "wave must be at least 1, got 0"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"evry": 1}, "AttackPlan() has no argument 'evry' (it has: rounds, every, clients, wave, seed)"),
@@ -104,9 +104,9 @@ def test_baselines_are_always_there_once() -> None:
         ({"use": "random_image", "name": "luck"}, "random_image is a baseline"),
         (
             {"use": "random_image"},
-            "random_image is a baseline: baselines always run",
+            "random_image is a baseline",
         ),
-        ({**IG, "name": "mean_image"}, "name 'mean_image' is a baseline's, which always runs; give the attack another"),
+        ({**IG, "name": "mean_image"}, "name 'mean_image' belongs to a baseline"),
     ],
 )
 def test_no_baseline_is_judged_and_no_attack_passes_for_one(table: dict[str, Any], message: str) -> None:
@@ -120,7 +120,7 @@ def test_limits_are_added_where_the_chain_has_them() -> None:
     assert [p.name for p in found.attacks] == ["inverting_gradients", "mean_image", "random_image", "bayes_limit"]
     assert [p.is_limit for p in found.attacks] == [False, False, False, True]
     assert PlannedAttack.from_json(found.attacks[3].to_json()) == found.attacks[3]
-    with pytest.raises(SpecError, match="'bayes_limit' is not an attack"):
+    with pytest.raises(SpecError, match="nothing is called 'bayes_limit'; an attack is one of"):
         plan({"use": "bayes_limit"})
 
 
@@ -162,7 +162,7 @@ def test_every_attack_can_be_planned_by_its_name_alone() -> None:
     assert attack_names() == ATTACK.names()
     for name in attack_names():
         built = PlannedAttack.from_table({"use": name}, "here")
-        assert built.name == name.split(":")[1]
+        assert built.name == name
         built.build()
 
 
@@ -173,7 +173,10 @@ def test_an_attack_with_memory_says_so() -> None:
 
 
 def test_a_table_on_one_line() -> None:
-    assert describe({**FB, "attack": {**IDLG, "fit": 0.1}}) == "feedback_blending(attack=idlg(fit=0.1))"
+    assert (
+        describe({**FB, "attack": {**IDLG, "restart_above": 0.1}})
+        == "feedback_blending(attack=idlg(restart_above=0.1))"
+    )
     assert describe({**FB, "attack": "idlg"}) == "feedback_blending(attack=idlg)"
     assert describe({"use": "clip", "max_norm": 1.0}) == "clip(max_norm=1.0)"
     assert describe({"use": "analytic"}) == "analytic()"

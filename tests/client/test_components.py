@@ -1,4 +1,4 @@
-"""Component tables: what may be named, what is checked, and what the author of a wrong table is told."""
+"""Component tables: what may be named, what is checked, and what an error says to the author of a wrong table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import ComponentKind, SpecError, build, check_arguments, coerce, resolve
+from fedgauge.client.components import ComponentKind, SpecError, build, call, check_arguments, coerce, resolve
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
@@ -17,23 +17,13 @@ from fedgauge.defenses.clip import clip
 KINDS = {"dataset": DATASET, "model": MODEL, "loss": LOSS, "transform": TRANSFORM, "attack": ATTACK}
 
 
-def test_every_component_is_found() -> None:
-    images = [
-        f"fedgauge.client.models.vision:{n}"
-        for n in ("convbig", "convnet", "convsmall", "lenet", "mlp", "resnet", "resnet20")
-    ]
-    assert MODEL.names() == images + [
-        f"fedgauge.client.models.language:{n}" for n in ("decoder", "encoder", "tiny_bert", "tiny_gpt2", "transformer3")
-    ]
-    public = [f"fedgauge.client.data.images:{n}" for n in ("cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k")]
-    text = [
-        f"fedgauge.client.data.corpora:{n}" for n in ("cola", "csv", "phrases", "rotten_tomatoes", "sst2", "wikitext2")
-    ]
-    own = [f"fedgauge.client.data.own_images:{n}" for n in ("hugging_face", "image_folder", "npz")]
-    assert DATASET.names() == text + public + own
-    assert LOSS.names() == [
-        f"fedgauge.client.models.losses:{n}" for n in ("cross_entropy", "mean_squared_error", "next_token")
-    ]
+def test_components_have_short_names() -> None:
+    vision = ["convbig", "convnet", "convsmall", "lenet", "mlp", "resnet", "resnet20"]
+    assert MODEL.names() == sorted([*vision, "decoder", "encoder", "tiny_bert", "tiny_gpt2", "transformer3"])
+    images = ["cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k"]
+    text = ["cola", "csv", "phrases", "rotten_tomatoes", "sst2", "wikitext2"]
+    assert DATASET.names() == sorted([*images, *text, "hugging_face", "image_folder", "npz"])
+    assert LOSS.names() == ["cross_entropy", "mean_squared_error", "next_token"]
     assert {"local_sgd", "clip", "gaussian"} <= set(TRANSFORM.names())
     assert {"analytic", "inverting_gradients"} <= set(ATTACK.names())
 
@@ -41,67 +31,97 @@ def test_every_component_is_found() -> None:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_what_is_offered_can_be_resolved(kind: ComponentKind) -> None:
     for name in kind.names():
-        assert resolve({"use": name}, "here", kind).__name__ == name.split(":")[1]
+        assert resolve({"use": name}, "here", kind).__name__ == name
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "message"),
     [
-        # the wrong form
-        ("model", None, 'needs use = "module:name", got None'),
-        ("model", 3, 'needs use = "module:name", got 3'),
-        ("model", "lenet", "needs use = \"module:name\", got 'lenet'"),
-        ("model", "a:b", 'needs use = "module:name"'),
-        # outside the packages of its kind
+        ("model", None, 'needs use = "name", got None'),
+        ("model", 3, 'needs use = "name", got 3'),
+        ("model", "", "needs use = \"name\", got ''"),
+        # of another kind, or nowhere
+        ("model", "mnist5k", "nothing is called 'mnist5k'"),
+        ("transform", "lenet", "nothing is called 'lenet'"),
+        ("model", "vgg", "nothing is called 'vgg'"),
+        ("dataset", "os", "nothing is called 'os'"),
+        ("dataset", "os.system", "nothing is called 'os.system'"),
+        ("transform", "..clip", "nothing is called '..clip'"),
+        ("transform", "clip.apply", "nothing is called 'clip.apply'"),
+        ("transform", " clip", "nothing is called ' clip'"),
+        # written in a module of components, but none
+        ("dataset", "data_folder", "nothing is called"),
+        ("model", "last_linear", "nothing is called"),
+        ("model", "nn.Module", "nothing is called"),
+        ("transform", "Link", "nothing is called"),
+        ("transform", "per_example", "nothing is called"),
+        ("transform", "chain", "nothing is called"),
+        ("attack", "Attack", "nothing is called"),
+        ("attack", "psnr", "nothing is called"),
+        ("attack", "GradientMatching", "nothing is called"),  # the engine; its recipes are components
+        ("transform", "_Noise", "nothing is called"),
+        ("transform", "_expected_mask", "nothing is called"),
+        ("model", "_Block", "nothing is called"),
+        ("model", "_ResNet.forward", "nothing is called"),
+        # module:name is for packages that are allowed
         ("model", "os:system", "'os:system' is not allowed here"),
         ("model", "torchvision.models:resnet18", "is not allowed here"),
-        ("model", "client.modelsx:lenet", "is not allowed here"),
-        ("model", "mnist5k", "is not allowed here"),
-        ("transform", "lenet", "is not allowed here"),
-        ("transform", "..clip", "is not allowed here"),
-        # nothing there
-        ("model", "vgg", "nothing is called 'vgg'"),
-        ("transform", "defenses.clips:clip", "nothing is called 'defenses.clips:clip'"),
-        ("transform", "clip.nothing", "nothing is called"),
-        ("transform", "defenses. clip:clip", "nothing is called"),
-        # something else
-        ("dataset", "os", "'os' is not a dataset"),
-        ("dataset", "os.system", "is not a dataset"),
-        ("dataset", "fedgauge.client.data.images:Dataset", "is not a dataset"),
-        ("dataset", "data_folder", "is not a dataset"),
-        ("model", "last_linear", "is not a model"),
-        ("model", "nn.Module", "is not a model"),
-        ("model", "fedgauge.client.models.vision:Shape", "is not a model"),
-        ("model", "fedgauge.client.models.vision:", "is not a model"),
-        ("transform", "fedgauge.client.update:Link", "is not a link of a chain"),
-        ("transform", "fedgauge.client.update:UpdateTransform", "is not a link of a chain"),
-        ("transform", "per_example", "is not a link of a chain"),
-        ("transform", "chain", "is not a link of a chain"),
-        ("transform", "clip.apply", "is not a link of a chain"),
-        ("transform", "fedgauge.defenses.mask:UpdateTransform", "is not a link of a chain"),
-        ("attack", "fedgauge.attacks.base:Attack", "is not an attack"),
-        ("attack", "psnr", "is not an attack"),
-        (
-            "attack",
-            "fedgauge.attacks.matching.gradient_matching:GradientMatching",
-            "is not an attack",
-        ),  # the engine; its recipes are
-        # private parts of a module
-        ("transform", "_Noise", "is not a link of a chain"),
-        ("transform", "_expected_mask", "is not a link of a chain"),
-        ("transform", "_soft_sign", "is not a link of a chain"),
-        ("model", "_Block", "is not a model"),
-        ("model", "_norm", "is not a model"),
-        ("model", "_ResNet.forward", "is not a model"),
+        ("model", "a:b:c", "use is a short name"),
+        ("dataset", "fedgauge.client.data.images:Dataset", "is not allowed here"),
+        ("model", "fedgauge.client.models.vision:", "is not allowed here"),
+        ("transform", "fedgauge.client.transforms:Link", "is not allowed here"),
+        ("transform", "fedgauge.defenses.mask:UpdateTransform", "is not allowed here"),
+        ("attack", "fedgauge.attacks.matching.gradient_matching:GradientMatching", "is not allowed here"),
     ],
 )
-def test_a_wrong_name_is_refused_with_the_allowed_ones(kind: str, name: Any, message: str) -> None:
-    with pytest.raises(SpecError) as told:
+def test_a_wrong_name_is_refused(kind: str, name: Any, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
         build({"use": name}, "[[table]] #3", KINDS[kind])
-    assert str(told.value).startswith("[[table]] #3: ")
-    assert message in str(told.value)
-    for allowed in KINDS[kind].names():
-        assert allowed in str(told.value)
+    assert str(caught.value).startswith("[[table]] #3: ")
+    assert message in str(caught.value)
+    if name != "a:b:c":  # the form is wrong, whatever is allowed
+        for allowed in KINDS[kind].names():
+            assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "short"),
+    [
+        ("attack", "attacks.matching:idlg", "idlg"),
+        ("attack", "attacks.text.lamp:dlg", "dlg_text"),
+        ("attack", "attacks.text.learning:learning_to_invert", "learning_to_invert_text"),
+        ("attack", "attacks.learning_to_invert:learning_to_invert", "learning_to_invert"),
+        ("model", "client.models:lenet", "lenet"),
+        ("dataset", "client.data:mnist5k", "mnist5k"),
+        ("transform", "client.update:local_sgd", "local_sgd"),
+        ("transform", "defenses.clip:clip", "clip"),
+        ("transform", "fedgauge.defenses.clip:clip", "clip"),
+    ],
+)
+def test_an_old_dotted_name_is_refused_with_the_short_one(kind: str, old: str, short: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve({"use": old}, "[x]", KINDS[kind])
+    assert str(caught.value) == f"[x]: components have short names now: use = {short!r} in place of {old!r}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "misspelt", "meant"),
+    [
+        ("model", "lennet", "lenet"),
+        ("attack", "inverting_gradient", "inverting_gradients"),
+        ("transform", "gausian", "gaussian"),
+        ("attack", "attacks.matching:inverting_gradient", "inverting_gradients"),
+    ],
+)
+def test_a_misspelt_name_gets_the_nearest(kind: str, misspelt: str, meant: str) -> None:
+    with pytest.raises(SpecError, match=f"did you mean '{meant}'"):
+        resolve({"use": misspelt}, "here", KINDS[kind])
+
+
+def test_a_name_like_no_other_gets_no_suggestion() -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve({"use": "transmogrify"}, "here", TRANSFORM)
+    assert "did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -120,17 +140,17 @@ def test_a_wrong_name_is_refused_with_the_allowed_ones(kind: str, name: Any, mes
         ({"max_norm": -1}, "max_norm must be above 0, got -1.0"),
     ],
 )
-def test_wrong_arguments_are_told(table: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError) as told:
+def test_wrong_arguments_are_refused(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
         build({"use": "clip", **table}, "[[chain]] #1", TRANSFORM)
-    assert str(told.value).startswith("[[chain]] #1: ")
-    assert message in str(told.value)
+    assert str(caught.value).startswith("[[chain]] #1: ")
+    assert message in str(caught.value)
 
 
 def test_a_table_that_is_shared_names_all_its_keys() -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as caught:
         build({"use": "clip", "max_nrom": 1.0}, "here", TRANSFORM, beside=("max_norm", "each"))
-    assert str(told.value) == "here: clip() has no argument 'max_nrom' (it has: max_norm, each)"
+    assert str(caught.value) == "here: clip() has no argument 'max_nrom' (it has: max_norm, each)"
 
 
 def test_a_whole_number_serves_as_a_number() -> None:
@@ -209,10 +229,10 @@ def test_values_that_fit(value: Any, hint: Any, result: Any) -> None:
     ],
 )
 def test_values_that_do_not_fit(value: Any, hint: Any, message: str) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as caught:
         coerce(value, hint, "here")
-    assert str(told.value).startswith("here")
-    assert message in str(told.value)
+    assert str(caught.value).startswith("here")
+    assert message in str(caught.value)
 
 
 JSON = st.recursive(
@@ -224,7 +244,7 @@ HINTS = [int, float, str, bool, dict, int | None, Sequence[int], tuple[float, ..
 
 
 @given(value=JSON, hint=st.sampled_from(HINTS))
-def test_any_value_fits_or_is_told(value: Any, hint: Any) -> None:
+def test_any_value_fits_or_is_refused(value: Any, hint: Any) -> None:
     try:
         found = coerce(value, hint, "here")
     except SpecError as error:
@@ -243,10 +263,7 @@ def test_a_value_that_the_component_refuses_names_the_table() -> None:
     def picky(a: int) -> int:
         raise ValueError(f"a must be even, got {a}")
 
-    kind = ComponentKind("a picky thing", (picky.__module__,), int)
-    assert kind.admits(picky, picky.__module__)
-    from fedgauge.client.components import call
-
+    assert ComponentKind("a picky thing", (), int).admits(picky)
     with pytest.raises(SpecError, match=r"\[x\]: a must be even, got 3"):
         call(picky, {"a": 3}, "[x]")
     with pytest.raises(TypeError):  # a broken program is not the author's mistake

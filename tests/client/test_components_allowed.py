@@ -17,6 +17,11 @@ from fedgauge.client.federation import DATASET, TRANSFORM, Federation
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import Protocol
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.run import in_memory
 
 OWN = """
 import os
@@ -78,9 +83,9 @@ OFFERED = {"shape": (1, 28, 28), "classes": 10}
 
 def test_without_leave_nothing_is_imported_and_the_flag_is_named(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(own))
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as caught:
         resolve({"use": "mynets:Net"}, "[model]", MODEL)
-    words = str(told.value)
+    words = str(caught.value)
     assert words.startswith("[model]: use = 'mynets:Net' is not allowed here; a model is one of convbig")
     assert "--allow mynets " in words and "FEDGAUGE_ALLOW=mynets" in words and 'allow = ["mynets"]' in words
     assert "mynets" not in sys.modules
@@ -88,9 +93,9 @@ def test_without_leave_nothing_is_imported_and_the_flag_is_named(own: Path, monk
 
 @pytest.mark.parametrize("use", ["mnist5k", "..mynets:Net", "fedgauge.simulations.cli.main:main", "1a:b"])
 def test_names_that_no_flag_could_allow_get_no_such_advice(use: str) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as caught:
         resolve({"use": use}, "[model]", MODEL)
-    assert "--allow" not in str(told.value)
+    assert "--allow" not in str(caught.value)
 
 
 @pytest.mark.parametrize("use", ["mynets:small", "mynets:Net", "mynets:annotated"])
@@ -127,18 +132,18 @@ def test_arguments_of_a_users_component_are_checked_as_ours_are(own: Path) -> No
     ],
 )  # fmt: skip
 def test_what_is_none_is_told_and_never_called(own: Path, use: str, message: str) -> None:
-    with allowing(["mynets"], [own]), pytest.raises(SpecError) as told:
+    with allowing(["mynets"], [own]), pytest.raises(SpecError) as caught:
         build({"use": use}, "[model]", MODEL, OFFERED)
-    assert message in str(told.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["ValueError", "TypeError", "KeyError"])
 def test_what_a_users_code_raises_is_told_with_its_kind_and_line(own: Path, how: str) -> None:
     line = 1 + OWN.splitlines().index(next(words for words in OWN.splitlines() if "raise {" in words))
-    with allowing(["mynets"], [own]), pytest.raises(SpecError) as told:
+    with allowing(["mynets"], [own]), pytest.raises(SpecError) as caught:
         build({"use": "mynets:broken", "how": how}, "[model]", MODEL, OFFERED)
-    assert str(told.value).startswith(f"[model]: {how}: ") and "my bug" in str(told.value)
-    assert str(told.value).endswith(f"({own / 'mynets.py'}, line {line})")
+    assert str(caught.value).startswith(f"[model]: {how}: ") and "my bug" in str(caught.value)
+    assert str(caught.value).endswith(f"({own / 'mynets.py'}, line {line})")
 
 
 def test_a_function_of_an_unknown_kind_needs_an_annotation_where_the_plan_reads_it(own: Path) -> None:
@@ -150,9 +155,9 @@ def test_a_function_of_an_unknown_kind_needs_an_annotation_where_the_plan_reads_
 
 
 def test_a_package_that_is_not_there_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    with allowing(["nosuchpackage"], [tmp_path]), pytest.raises(SpecError) as told:
+    with allowing(["nosuchpackage"], [tmp_path]), pytest.raises(SpecError) as caught:
         resolve({"use": "nosuchpackage:Net"}, "[model]", MODEL)
-    assert f"(No module named 'nosuchpackage'; looked for in {tmp_path})" in str(told.value)
+    assert f"(No module named 'nosuchpackage'; looked for in {tmp_path})" in str(caught.value)
 
 
 def test_a_part_of_a_package_may_be_allowed_alone(own: Path) -> None:
@@ -164,10 +169,16 @@ def test_a_part_of_a_package_may_be_allowed_alone(own: Path) -> None:
         assert resolve({"use": "mypackage:Deep"}, "[model]", MODEL).__module__ == "mypackage.inner", "handed on by it"
 
 
-@pytest.mark.parametrize("name", ["client", "fedgauge.defenses.clip", "attacks", "server", "simulations"])
-def test_fedgauges_own_names_cannot_be_allowed(name: str) -> None:
-    with pytest.raises(SpecError, match="a name of fedgauge's own packages"), allowing([name]):
+@pytest.mark.parametrize("name", ["fedgauge", "fedgauge.client", "fedgauge.defenses.clip"])
+def test_fedgauges_own_package_cannot_be_allowed(name: str) -> None:
+    with pytest.raises(SpecError, match=f"--allow {name}: .*fedgauge's own"), allowing([name]):
         pass
+
+
+@pytest.mark.parametrize("name", ["client", "attacks", "server"])
+def test_a_users_package_may_have_the_name_of_one_of_our_folders(name: str) -> None:
+    with allowing([name]):
+        assert allowed() == (name,)
 
 
 @pytest.mark.parametrize("name", ["", ".", "nets.py.", "./nets", "a b", "a-b", "../a"])
@@ -184,10 +195,16 @@ def test_an_owners_list_takes_the_place_of_what_was_allowed_before(own: Path) ->
 
 
 def test_the_process_is_as_it_was_afterwards(own: Path) -> None:
-    before = {k: os.environ.get(k) for k in (components.ALLOW, components.ALLOW_PATH)}, list(sys.path)
+    before = (
+        {k: os.environ.get(k) for k in (components.ALLOW, components.ALLOW_PATH, components.PLUG_INS)},
+        list(sys.path),
+    )
     with pytest.raises(SpecError, match="nothing is called"), allowing(["mynets"], [own]):
         resolve({"use": "mynets:missing"}, "[model]", MODEL)
-    assert before == ({k: os.environ.get(k) for k in (components.ALLOW, components.ALLOW_PATH)}, list(sys.path))
+    assert before == (
+        {k: os.environ.get(k) for k in (components.ALLOW, components.ALLOW_PATH, components.PLUG_INS)},
+        list(sys.path),
+    )
 
 
 def test_a_process_that_starts_elsewhere_keeps_to_the_same_list(own: Path, tmp_path: Path) -> None:
@@ -197,7 +214,7 @@ def test_a_process_that_starts_elsewhere_keeps_to_the_same_list(own: Path, tmp_p
     root = Path(components.__file__).resolve().parents[1]
     program = """
 from fedgauge.client.components import SpecError, resolve
-from fedgauge.client.protocol import MODEL
+from fedgauge.client.models.build import MODEL
 print(resolve({"use": "mynets:Net"}, "here", MODEL).__name__)
 try:
     resolve({"use": "mypackage:Deep"}, "here", MODEL)
@@ -265,10 +282,47 @@ def squared(logits, labels, scale: float = 1.0):
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a run's processes are found by /proc: Linux")
-def test_a_run_of_a_users_data_model_and_loss(own: Path, tmp_path: Path) -> None:
+def test_a_run_of_a_users_data_model_and_loss_in_processes(own: Path, tmp_path: Path) -> None:
     """In Flower's copy of the app, in its Ray workers and in those of the attack service, which all start elsewhere."""
+    elsewhere = elsewhere_with_scenario(own, {"executor": "ray", "workers": 1})
+    root = Path(components.__file__).resolve().parents[1]
+    ended = subprocess.run(
+        [sys.executable, "-m", "fedgauge.simulations.cli.main", *ALLOWING, str(own / "own.toml"), "--runs", "runs"],
+        cwd=elsewhere,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert_read_off(elsewhere, ended.stdout)
+
+
+@pytest.mark.slow
+def test_a_run_of_a_users_data_model_and_loss(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real server, clients and attacks in this process; in the processes of Flower and Ray: make test-all."""
+
+    def in_this_process(run: Run, *_: object) -> None:
+        in_memory.train(run)
+        serve(run, LocalExecutor())
+
+    elsewhere = elsewhere_with_scenario(own, {"executor": "local"})
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
+    assert main([*ALLOWING, str(own / "own.toml"), "--runs", "runs"]) == 0
+    assert_read_off(elsewhere, capsys.readouterr().out)
+
+
+ALLOWING = ["run", "--allow", "mynets", "--allow", "mylosses"]
+
+
+def elsewhere_with_scenario(own: Path, audit: dict[str, object]) -> Path:
+    """Writes own.toml, and returns another folder."""
     (own / "mylosses.py").write_text(LOSSES)
     tables = {
         "rounds": 1,
@@ -277,33 +331,17 @@ def test_a_run_of_a_users_data_model_and_loss(own: Path, tmp_path: Path) -> None
         "model": {"use": "mynets:small", "hidden": 32},
         "loss": {"use": "mylosses:squared", "scale": 2.0},
         "chain": [{"use": "local_sgd", "rate": 0.1}],
-        "audit": {"executor": "ray", "workers": 1},
+        "audit": audit,
         "attack": [{"use": "analytic"}],
     }
     (own / "own.toml").write_text(tomli_w.dumps(tables))
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    root = Path(components.__file__).resolve().parents[1]
-    command = [
-        sys.executable,
-        "-m",
-        "fedgauge.simulations.cli.main",
-        "run",
-        str(own / "own.toml"),
-        "--runs",
-        str(tmp_path / "runs"),
-    ]
-    told = subprocess.run(
-        [*command, "--allow", "mynets", "--allow", "mylosses"],
-        cwd=elsewhere,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert told.returncode == 0, told.stderr[-3000:]
-    assert "exact to rounding" in told.stdout and "failed" not in told.stdout, told.stdout
-    (run,) = (tmp_path / "runs").iterdir()
+    (own / "elsewhere").mkdir()
+    return own / "elsewhere"
+
+
+def assert_read_off(elsewhere: Path, printed: str) -> None:
+    assert "exact to rounding" in printed and "failed" not in printed, printed
+    (run,) = (elsewhere / "runs").iterdir()
     assert f'path = "{elsewhere / "data"}"' in (run / "scenario.toml").read_text(), "relative to where it was called"
-    line = next(line for line in told.stdout.splitlines() if line.split()[2:3] == ["analytic"])
+    line = next(line for line in printed.splitlines() if line.split()[2:3] == ["analytic"])
     assert float(line.split()[4]) > 60, "the best PSNR: one example into a fully connected layer is read off"

@@ -199,13 +199,13 @@ def test_exceptions_of_the_training_pass() -> None:
     [
         (
             lambda m: RecordDict({"model": ArrayRecord({"weight": TRAINED["weight"]})}),
-            "the message: bias, num_batches_tracked differ",
+            "the message's: bias, num_batches_tracked differ",
         ),
-        (lambda m: weights(extra=torch.zeros(1)), "are not those of the message: extra differ"),
-        (lambda m: weights(bias=torch.zeros(3)), "are not those of the message: bias differ"),
-        (lambda m: weights(bias=torch.zeros(2, 1)), "are not those of the message"),
-        (lambda m: weights(bias=torch.tensor([3, 4])), "are not those of the message"),
-        (lambda m: weights(num_batches_tracked=torch.tensor(9.0)), "are not those of the message"),
+        (lambda m: weights(extra=torch.zeros(1)), "do not match the message's: extra differ"),
+        (lambda m: weights(bias=torch.zeros(3)), "do not match the message's: bias differ"),
+        (lambda m: weights(bias=torch.zeros(2, 1)), "do not match the message"),
+        (lambda m: weights(bias=torch.tensor([3, 4])), "do not match the message"),
+        (lambda m: weights(num_batches_tracked=torch.tensor(9.0)), "do not match the message"),
         (lambda m: RecordDict({"numbers": MetricRecord({"a": 1})}), "exactly one ArrayRecord in a message, got none"),
         (
             lambda m: RecordDict({"model": ArrayRecord(TRAINED), "more": ArrayRecord(TRAINED)}),

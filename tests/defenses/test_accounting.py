@@ -1,6 +1,5 @@
 """Epsilon against published values, closed forms and what an attained worst case really loses; and where none is claimed."""
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,7 +78,9 @@ def test_the_accountant_is_the_one_of_the_published_mnist_table(noise: float, ep
 
 # ------------------------------------------------------------------------------------------------------ amplification
 
-SAMPLED = list(itertools.product([(8, 750), (1, 100), (64, 256)], [0.6, 1.0, 4.0], [1, 30, 300]))
+SIZES = pytest.mark.parametrize("sizes", [(8, 750), (1, 100), (64, 256)])
+NOISES = pytest.mark.parametrize("noise", [0.6, 1.0, 4.0])
+ROUNDS = pytest.mark.parametrize("rounds", [1, 30, 300])
 
 
 def of_dp_sgd(sizes: tuple[int, int], noise: float, rounds: int) -> float:
@@ -87,7 +88,10 @@ def of_dp_sgd(sizes: tuple[int, int], noise: float, rounds: int) -> float:
     return accountant(chain(dp_sgd(1.0, noise, batch_size), SGD), batch_size).spent(rounds, shard).record
 
 
-@pytest.mark.parametrize(("sizes", "noise", "rounds"), SAMPLED)
+@pytest.mark.product
+@SIZES
+@NOISES
+@ROUNDS
 def test_no_less_is_told_than_a_worst_case_really_loses(sizes: tuple[int, int], noise: float, rounds: int) -> None:
     """All other records give -C, the one +C or -C: its round is a mixture, whose privacy loss is computed exactly (PLD)."""
     batch_size, shard = sizes
@@ -116,7 +120,10 @@ def wang(q: float, noise: float, rounds: int) -> float:
     return float(min(found))
 
 
-@pytest.mark.parametrize(("sizes", "noise", "rounds"), SAMPLED)
+@pytest.mark.product
+@SIZES
+@NOISES
+@ROUNDS
 def test_no_more_is_told_than_the_theorem_allows(sizes: tuple[int, int], noise: float, rounds: int) -> None:
     batch_size, shard = sizes
     plain = accountant(chain(dp_sgd(1.0, noise, batch_size), SGD), batch_size).spent(rounds, batch_size).record

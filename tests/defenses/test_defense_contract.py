@@ -118,6 +118,7 @@ def same(a: Update, b: Update) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+@pytest.mark.product
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_names_shapes_and_types_stay(name: str, dtype: torch.dtype) -> None:
@@ -182,7 +183,9 @@ def moved(update: Update) -> Update:
     return {k: -0.5 * t for k, t in update.items()}
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.product(ALONE, repeat=2)))
+@pytest.mark.product
+@pytest.mark.parametrize("first", ALONE)
+@pytest.mark.parametrize("second", ALONE)
 def test_defenses_of_the_update_compose_in_every_order_and_position(first: str, second: str) -> None:
     a, b, sgd = make(first), make(second), local_sgd(0.5)
     g = BARE(PARAMS, BATCH, None)
@@ -210,6 +213,7 @@ def makes_sense(composed: Chain) -> bool:
     return not any(isinstance(link, StatefulTransform) for link in composed.links[:local])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("first", "second"), [p for p in itertools.permutations(ARGUMENTS, 2) if not set(p) <= set(ALONE)]
 )

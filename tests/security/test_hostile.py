@@ -254,7 +254,7 @@ def test_a_runs_name_that_leads_elsewhere_is_refused_and_writes_nothing(
 def test_a_scenarios_name_becomes_a_folder_under_runs_whatever_it_is(
     tmp_path: Path, make_scenario: Any, stem: str
 ) -> None:
-    from fedgauge.simulations.run.simulate import new_run
+    from fedgauge.simulations.run.create import new_run
 
     run = new_run(make_scenario(), stem, tmp_path / "runs")
     assert run.folder.parent == tmp_path / "runs"

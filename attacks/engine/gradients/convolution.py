@@ -16,7 +16,7 @@ from fedgauge.attacks.engine.gradients.windows import Windows
 
 
 class Convolution(Function):
-    """A convolution by weights that need no gradient; torch's own second derivative computes one in vain."""
+    """A convolution whose weights need no gradient; torch's own second derivative would compute one in vain."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, windows: "Windows") -> Tensor:
@@ -37,11 +37,11 @@ class Adjoint(Function):
     def forward(ctx: Any, signal: Tensor, weight: Tensor, windows: "Windows") -> Tensor:
         ctx.save_for_backward(weight)
         ctx.windows = windows
-        if windows.regular:  # an ordinary convolution too, for which there are the faster kernels
+        if windows.regular:  # an ordinary convolution, which has faster kernels
             margin = [k - 1 - m for k, m in zip(windows.kernel, windows.padding, strict=True)]
             return F.conv2d(signal, weight.flip(2, 3).transpose(0, 1), None, 1, margin)
-        found: Tensor = nn_grad.conv2d_input(windows.shape, weight, signal, windows.stride, windows.padding)
-        return found
+        by_input: Tensor = nn_grad.conv2d_input(windows.shape, weight, signal, windows.stride, windows.padding)
+        return by_input
 
     @staticmethod
     @once_differentiable
@@ -53,9 +53,9 @@ class Adjoint(Function):
 class WindowProduct(Function):
     """A convolution, by weights that need no gradient, as a product with its input's windows.
 
-    It is given both the input and the windows, and its derivative goes to one of them: to the windows, where the kernel's
-    gradient adds its own before all are summed; or to the input, where there are many and the derivative is of the first
-    order, to which the kernel's gradient has nothing to add.
+    It takes both the input and the windows, and its derivative goes to one of them. Usually to the windows, where the
+    kernel's gradient adds its own part before all are summed. To the input if there are many windows and the derivative is
+    of first order, to which the kernel's gradient adds nothing.
     """
 
     @staticmethod
@@ -64,14 +64,14 @@ class WindowProduct(Function):
         ctx.save_for_backward(weight, flat)
         ctx.windows, ctx.problems = windows, len(rows)
         shape = (len(x), len(flat), *windows.out)
-        # no view of what is computed: a model may change it in place
-        found = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-        by_position = found.permute(0, 2, 3, 1).view(-1, len(flat))
+        # a tensor of its own, not a view: a model may change it in place
+        out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        by_position = out.permute(0, 2, 3, 1).view(-1, len(flat))
         if bias is None:
             torch.mm(rows.flatten(0, 1), flat.T, out=by_position)
         else:
             torch.addmm(bias, rows.flatten(0, 1), flat.T, out=by_position)
-        return found
+        return out
 
     @staticmethod
     def backward(ctx: Any, signal: Tensor) -> tuple[Tensor | None, ...]:
@@ -86,8 +86,8 @@ class WindowProduct(Function):
 class KernelGradient(Function):
     """The gradient (P, out, kh * kw * in) of a convolution's kernel for each problem: windows of the input times signals.
 
-    Windows are laid out with channels last, so that they are copied and summed in runs of kw * in numbers, and made for a
-    few problems at a time, so that they stay in the cache; torch's own unfold and fold do neither.
+    Windows have channels last, so that they are copied and summed in runs of kw * in numbers. They are made for a few
+    problems at a time, so that they stay in the cache. torch's own unfold and fold do neither.
     """
 
     @staticmethod
@@ -116,7 +116,7 @@ class KernelGradient(Function):
 def _parts(
     input: Tensor, signal: Tensor, problems: int, windows: "Windows"
 ) -> Iterator[tuple["Windows", int, Tensor, Tensor]]:
-    """(windows, problems, input, signal) of a few problems at a time, whose windows take about CACHE numbers."""
+    """(windows, problems, input, signal) of a few problems at a time, with about CACHE entries in their windows."""
     size = len(input) // problems
     few = max(1, min(problems, CACHE * problems // windows.numbers))
     for x, s in zip(input.split(few * size), signal.split(few * size), strict=True):

@@ -1,4 +1,4 @@
-"""Factored gradients: a layer's gradient kept as signal x input, where forming the product would cost more."""
+"""Factored gradients: a layer's gradient kept as signal x input when forming the product would cost more."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,15 +8,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-EXACT = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative distance at which a product is the matrix itself
-FORM_BELOW = 2**15  # entries: below, a weight's gradient is formed though factors would do, and compared with others
-CACHE = 2**18  # numbers that a core's own cache holds beside what else is in use
+EXACT = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative error up to which a product equals the matrix
+FORM_BELOW = (
+    2**15
+)  # entries below which a gradient is formed although factors would do, and compared together with others
+CACHE = 2**18  # numbers that fit into a core's own cache besides other data
 
 
 class FactoredGradient(NamedTuple):
-    """The gradient (P, out, in) of a fully connected layer as the sum over rows of signal x input, not formed.
+    """The gradient (P, out, in) of a fully connected layer as a sum over rows of signal x input, not formed.
 
-    Or the gradient (P, out, kh * kw * in) of a convolution's kernel that has few positions: rows are the input's windows.
+    Or the gradient (P, out, kh * kw * in) of a kernel with few output positions, where rows are windows of the input.
     """
 
     signal: Tensor  # (P, rows, out)
@@ -27,7 +29,7 @@ class FactoredGradient(NamedTuple):
         return self.signal.shape[1]
 
     def products(self, other: "Tensor | FactoredGradient") -> tuple[Tensor, Tensor]:
-        """Inner products (P,) with another gradient, as Factors or formed, and squared norms (P,)."""
+        """Inner products (P,) with another gradient, factored or formed, and squared norms (P,)."""
         if isinstance(other, FactoredGradient):
             return apply_two(_FactorProducts, *self, *other)
         signals, inputs = (torch.bmm(t, t.transpose(1, 2)) for t in self)
@@ -35,21 +37,21 @@ class FactoredGradient(NamedTuple):
         return inner.flatten(1).sum(1), (signals * inputs).flatten(1).sum(1)
 
     def of(self, problems: Tensor) -> "FactoredGradient":
-        """Those of some problems."""
+        """The gradients of some problems."""
         return FactoredGradient(self.signal[problems], self.input[problems])
 
     def form(self) -> Tensor:
-        """The gradient itself, a kernel's as (P, out, kh * kw * in)."""
+        """The gradient itself; for a kernel (P, out, kh * kw * in)."""
         return torch.bmm(self.signal.transpose(1, 2), self.input)
 
     @staticmethod
     def fewer(rows: int, high: int, wide: int) -> bool:
-        """Whether inner products of so many rows are cheaper than a gradient of this size."""
+        """Whether inner products of this many rows are cheaper than a gradient of this size."""
         return 2 * rows * (high + wide) <= high * wide
 
 
 class _FactorProducts(Function):
-    """Inner products (P,) of products by rows with others that are constant, and with themselves."""
+    """Inner products (P,) of factored gradients with constant ones, and with themselves."""
 
     @staticmethod
     def forward(
@@ -81,7 +83,7 @@ Gradients = dict[str, Tensor | FactoredGradient]
 def plus(
     step: Tensor | FactoredGradient, before: Tensor | FactoredGradient | None, kept: float, shape: Sequence[int]
 ) -> Tensor | FactoredGradient:
-    """A step's change of a parameter of a shape, added to what is kept of those before."""
+    """A step's change of a parameter of this shape, plus `kept` times the change before it."""
     if before is None:
         return step
     if isinstance(step, FactoredGradient) and isinstance(before, FactoredGradient):
@@ -96,7 +98,7 @@ def is_large(part: Tensor | FactoredGradient) -> bool:
 
 
 def formed(part: Tensor | FactoredGradient, shape: Sequence[int]) -> Tensor:
-    """The gradient itself, of a parameter of a shape."""
+    """The gradient, formed, of a parameter of this shape."""
     if not isinstance(part, FactoredGradient):
         return part
     return part.form() if len(shape) == 2 else as_kernels(part.form(), (shape[2], shape[3]))
@@ -108,16 +110,16 @@ def as_kernels(matrices: Tensor, kernel: tuple[int, int]) -> Tensor:
 
 
 def as_matrices(t: Tensor) -> Tensor:
-    """The inverse of `as_kernels`; what is no kernel stays as it is."""
+    """The inverse of `as_kernels`; other tensors stay unchanged."""
     return t.permute(0, 1, 3, 4, 2).flatten(2) if t.dim() == 5 else t
 
 
 def factored(matrices: Tensor, rank: int) -> FactoredGradient | None:
-    """Matrices (P, out, in) as Factors of this many rows; None where one of them is no such product up to rounding.
+    """Matrices (P, out, in) as factors of this many rows; None if one of them is no such product up to rounding.
 
-    Kernels (P, out, in, kh, kw) count as matrices. What was seen of a fully connected layer is a product, with a row for
-    each example, unless something disturbed it. Its row space is that of random sums of its rows, refined once (Halko,
-    Martinsson & Tropp, 2011, algorithm 4.4).
+    Kernels (P, out, in, kh, kw) count as matrices. The observed gradient of a fully connected layer is a product with one
+    row for each example, unless a defense changed it. Its row space is found from random sums of its rows, refined once
+    (Halko, Martinsson & Tropp, 2011, algorithm 4.4).
     """
     matrices = as_matrices(matrices)
     high, wide = matrices.shape[1:]
@@ -125,7 +127,7 @@ def factored(matrices: Tensor, rank: int) -> FactoredGradient | None:
         return None
     sums = torch.randn(rank, high, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrices)
     signals, inputs = [], []
-    for matrix in matrices:  # one after the other: the first that is none ends it
+    for matrix in matrices:  # one by one, since the first that is no product decides
         basis = _orthonormal(matrix @ _orthonormal((sums @ matrix).T))
         signals.append(basis.T)
         inputs.append(basis.T @ matrix)
@@ -135,14 +137,14 @@ def factored(matrices: Tensor, rank: int) -> FactoredGradient | None:
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.qr(columns).Q
-    return found
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis
 
 
 def _is_product(matrix: Tensor, basis: Tensor, rows: Tensor) -> bool:
-    """Whether a matrix is basis @ rows up to the rounding of its entries; the basis is orthonormal."""
+    """Whether a matrix equals basis @ rows up to rounding of its entries; the basis is orthonormal."""
     size = float(rows.double().norm())
-    scale = 1 / size if size else 1.0  # squares of tiny entries would be zero
+    scale = 1 / size if size else 1.0  # squares of tiny entries would underflow to zero
     few = max(1, CACHE // matrix.shape[1])
     parts = zip(matrix.split(few), basis.split(few), strict=True)
     rests = [torch.addmm(part, lines, rows, beta=scale, alpha=-scale).norm() for part, lines in parts]
@@ -150,9 +152,9 @@ def _is_product(matrix: Tensor, basis: Tensor, rows: Tensor) -> bool:
 
 
 def flattened(update: Mapping[str, Tensor]) -> list[Tensor]:
-    """Stacked updates as matrices (P, entries), kernels in the order in which this file forms them.
+    """Stacked updates as matrices (P, entries), kernels in the order of `as_matrices`.
 
-    Large tensors are matrices by themselves, since putting them together would be a copy; small ones are together.
+    Each large tensor is a matrix of its own, since joining them would copy them; the small ones are joined.
     """
     rows = [as_matrices(t).flatten(1) for t in update.values()]
     small = [t for t in rows if t.shape[1] < FORM_BELOW]

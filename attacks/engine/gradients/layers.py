@@ -1,4 +1,4 @@
-"""The layers whose gradients are known: each call of one, and its parameters' gradients for each problem."""
+"""The layers with known gradients: records each call, and computes its parameters' gradients for each problem."""
 
 import math
 from abc import ABC, abstractmethod
@@ -27,12 +27,12 @@ from fedgauge.attacks.engine.gradients.shifted_kernels import PixelRows, Shifted
 from fedgauge.attacks.engine.gradients.windows import Unfold, Windows
 from fedgauge.client.update import Params
 
-KEPT = 2**21  # numbers up to which an input's windows are kept from one pass to the next, not made again
-WIDE = 64  # channels from which a convolution's kernel gradient is computed without windows
+KEPT = 2**21  # numbers up to which an input's windows are kept between passes instead of being made again
+WIDE = 64  # channels from which a kernel's gradient is computed without windows
 
 
 class Examples:
-    """All problems' examples as one batch; the windows of its images are the same for all local steps."""
+    """All problems' examples as one batch; the windows of its images are shared by all local steps."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.problems, self.size = x.shape[:2]
@@ -40,7 +40,7 @@ class Examples:
         self._kept: dict[Windows, Tensor] = {}
 
     def windows(self, input: Tensor, windows: "Windows") -> Tensor:
-        """Those of a layer's input (P, positions, kh * kw * C)."""
+        """The windows of a layer's input (P, positions, kh * kw * C)."""
         if input is not self.x:
             return apply(Unfold, input, windows, self.problems)
         if windows not in self._kept:
@@ -50,7 +50,7 @@ class Examples:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall(ABC):
-    """One use of a layer: its input, its output as it was when it was new, and its parameters' names."""
+    """One use of a layer: its input, its output with the version at that time, and its parameters' names."""
 
     input: Tensor
     out: Tensor
@@ -60,7 +60,7 @@ class LayerCall(ABC):
 
     @abstractmethod
     def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
-        """The gradients of its parameters, each problem's apart."""
+        """The gradients of its parameters for each problem."""
 
     def _with_bias(
         self, weight: Tensor | FactoredGradient, bias: Callable[[], Tensor]
@@ -77,7 +77,7 @@ class _LinearCall(LayerCall):
 
 @dataclass(frozen=True, eq=False)
 class _UnfoldedConvCall(LayerCall):
-    """A convolution as a product with its input's windows."""
+    """A convolution computed as a product with its input's windows."""
 
     rows: Tensor
     windows: "Windows"
@@ -105,7 +105,7 @@ class _ConvCall(LayerCall):
 
 @dataclass(frozen=True, eq=False)
 class _NormCall(LayerCall):
-    """A normalisation's y = weight * (input - centre) * spread + bias for each channel."""
+    """A normalisation: y = weight * (input - centre) * spread + bias for each channel."""
 
     centre: Tensor
     spread: Tensor
@@ -116,7 +116,7 @@ class _NormCall(LayerCall):
 
 
 class _ChannelSums(Function):
-    """Sums (N, C) over positions of a signal, and of its product with an input."""
+    """Sums (N, C) over positions of a signal, and of its product with the input."""
 
     @staticmethod
     def forward(ctx: Any, signal: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ class _ChannelSums(Function):
 
 
 class GradientRecorder(CallRecorder):
-    """Keeps what every use of a parameter needs for its gradient."""
+    """Records what the gradient of each use of a parameter needs."""
 
     def __init__(self, params: Params, moves: Gradients, examples: Examples, copies: bool) -> None:
         super().__init__({id(t): name for name, t in params.items()}, _LAYERS)
@@ -161,10 +161,10 @@ class GradientRecorder(CallRecorder):
     def by_move(self, rows: Tensor, weight: Tensor | FactoredGradient, bias: Tensor | None) -> Tensor:
         """What the moves add to a fully connected layer's output (P, rows, out)."""
         if isinstance(weight, FactoredGradient):
-            found = torch.bmm(torch.bmm(rows, weight.input.transpose(1, 2)), weight.signal)
+            added = torch.bmm(torch.bmm(rows, weight.input.transpose(1, 2)), weight.signal)
         else:
-            found = torch.bmm(rows, weight.transpose(1, 2))
-        return found if bias is None else found + self.move(bias)[:, None]
+            added = torch.bmm(rows, weight.transpose(1, 2))
+        return added if bias is None else added + self.move(bias)[:, None]
 
     def move(self, t: Tensor) -> Tensor:
         """Each problem's own move of a parameter (P, ...)."""
@@ -181,9 +181,9 @@ class GradientRecorder(CallRecorder):
         groups: int = 1,
     ) -> Tensor:
         if groups != 1 or _pair(dilation) != (1, 1) or isinstance(padding, str) or input.dim() != 4:
-            raise Unsupported("a convolution with groups, dilation or padding in words")
+            raise Unsupported("a convolution with groups, dilation or padding given as a string")
         if self.moves and input.shape[1] >= WIDE:
-            raise Unsupported("a wide convolution with weights of each problem's own")
+            raise Unsupported("a wide convolution whose weights differ between problems")
         kernel = (weight.shape[2], weight.shape[3])
         windows = Windows(tuple(input.shape), kernel, _pair(stride), _pair(padding))
         names = self.names[id(weight)], self.name(bias)
@@ -233,7 +233,7 @@ class GradientRecorder(CallRecorder):
     def affine(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, centre: Tensor, spread: Tensor
     ) -> Tensor:
-        """weight * (input - centre) * spread + bias for each channel, with what does not depend on the input put together."""
+        """weight * (input - centre) * spread + bias for each channel, with the input-independent factors combined first."""
         if weight is None or bias is None:
             raise Unsupported("a normalisation with only one of weight and bias")
         scale = self.own(weight) * _channels(spread)
@@ -242,13 +242,13 @@ class GradientRecorder(CallRecorder):
         return self.keep(_NormCall(input, out, *names, out._version, centre, spread))
 
     def own(self, t: Tensor) -> Tensor:
-        """A parameter of the channels, as it is for each example."""
+        """A per-channel parameter as each example sees it."""
         if not self.moves:
             return _channels(t)
         return (t + self.move(t)).repeat_interleave(self.examples.size, 0)[:, :, None, None]
 
 
-# not in the spy itself: a cycle of references would keep every iteration's graph until Python looks for cycles
+# not in the recorder itself: a reference cycle would keep every iteration's graph until the garbage collector runs
 _LAYERS: dict[Any, Callable[..., Tensor]] = {
     F.linear: GradientRecorder.linear,
     F.conv2d: GradientRecorder.conv2d,

@@ -1,9 +1,9 @@
-"""Gradients of many problems that share weights, in one ordinary pass, differentiable once more.
+"""Gradients of many problems that share weights, in one forward and backward pass, differentiable once more.
 
-The model runs on all problems' examples as one batch, with one copy of the weights. Each layer's input and the loss's
-derivative by its output then give its gradient for every problem apart: a batched product, which for a fully connected layer,
-or a convolution with few positions, need not be carried out (its inner products follow from the two factors). Weights that
-local steps have moved apart are the shared ones and each problem's own move. vmap gives the same, several times slower.
+The model runs on all problems' examples as one batch, with one copy of the weights. A layer's input and the loss's
+derivative by its output then give its gradient for each problem: a batched product. For a fully connected layer, or a
+convolution with few positions, this product need not be formed, since inner products follow from the two factors. After
+local steps, a problem's weights are the shared ones plus its own change. vmap gives the same result, several times slower.
 """
 
 import math
@@ -30,16 +30,16 @@ def gradients(
     factors: bool,
     loss: Loss = F.cross_entropy,
 ) -> Gradients:
-    """factor times the gradients (P, ...) of P problems' loss by every parameter.
+    """The gradients (P, ...) of P problems' losses by every parameter, times `factor`.
 
     Args:
-        x: (P, B, ...) as the model is fed; requires grad, and so will what is returned.
+        x: (P, B, ...), the model's input; requires grad, as the results will.
         y: (P, B) labels, or (P, B, classes) probabilities.
-        factors: leave large gradients that are products as Factors.
-        loss: the mean of its examples' losses.
+        factors: return large gradients that are products as FactoredGradient.
+        loss: the mean of the losses of its examples.
 
     Raises:
-        Unsupported: the model cannot be treated so.
+        Unsupported: the model uses an unknown layer, or mixes examples.
     """
     return _gradients(model, params, {}, Examples(x, y), factor, factors, loss)
 
@@ -53,7 +53,7 @@ def local_training_changes(
     factors: bool,
     loss: Loss = F.cross_entropy,
 ) -> Gradients:
-    """The changes (P, ...) of the weights by local steps on the whole batch; arguments as for `gradients`."""
+    """The changes (P, ...) of the weights by local steps on the whole batch; arguments as in `gradients`."""
     examples = Examples(x, y)
     change: Gradients = {}
     for _ in range(local.steps):
@@ -72,7 +72,7 @@ def _gradients(
     factors: bool,
     loss: Loss,
 ) -> Gradients:
-    """`gradients` where each problem has moved from params by its own `moves`, or none has."""
+    """`gradients` at weights that differ from params by each problem's own `moves`, if there are any."""
     problems = examples.problems
     logits, calls = _run(model, params, moves, examples)
     total = _summed(loss, logits, examples.y) * (factor / examples.size)
@@ -81,36 +81,36 @@ def _gradients(
     result: Gradients = {}
     for call, signal in zip(calls, signals, strict=True):
         for name, part in call.parts(signal, problems).items():
-            result[name] = plus(part, result.get(name), 1, params[name].shape)  # more than one: a shared weight
+            result[name] = plus(
+                part, result.get(name), 1, params[name].shape
+            )  # added up if a weight is used more than once
     unused = params.keys() - result.keys()
     result |= {name: logits.new_zeros(problems, *params[name].shape) for name in unused}
     return {k: result[k] if factors and is_large(result[k]) else formed(result[k], p.shape) for k, p in params.items()}
 
 
 def _summed(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
-    """All examples' losses, of which `loss` gives the mean."""
+    """The sum of the examples' losses, of which `loss` is the mean."""
     return F.cross_entropy(logits, y, reduction="sum") if is_cross_entropy(loss) else loss(logits, y) * len(logits)
 
 
-_overwriting: WeakSet[nn.Module] = WeakSet()  # models that change layers' outputs in place, known from their first run
+_overwriting: WeakSet[nn.Module] = WeakSet()  # models that change a layer's output in place, as their first run showed
 
 
 def _run(model: nn.Module, params: Params, moves: Gradients, examples: Examples) -> tuple[Tensor, list["LayerCall"]]:
-    """Logits, and every use of a parameter; from copies where the model would overwrite what a layer gave."""
-    spy = GradientRecorder(params, moves, examples, copies=model in _overwriting)
-    with spy:
+    """Logits, and every use of a parameter; runs again on copies if the model overwrites a layer's output."""
+    recorder = GradientRecorder(params, moves, examples, copies=model in _overwriting)
+    with recorder:
         logits: Tensor = functional_call(model, params, (examples.x,))
-    if any(call.out._version != call.version for call in spy.calls):
+    if any(call.out._version != call.version for call in recorder.calls):
         _overwriting.add(model)
         return _run(model, params, moves, examples)
-    return logits, spy.calls
+    return logits, recorder.calls
 
 
 def examples_are_independent(model: nn.Module, params: Params, x: Tensor) -> bool:
-    """Whether the first problem of x (P, B, ...) gets the same logits alone as among the others, and no layer draws."""
-    if any(
-        isinstance(m, StochasticLayer) for m in model.modules()
-    ):  # what it adds to the loss is no cross-entropy either
+    """Whether the first problem of x (P, B, ...) gets the same logits alone as with the others, and no layer draws noise."""
+    if any(isinstance(m, StochasticLayer) for m in model.modules()):  # its term of the loss is no cross-entropy either
         return False
     with torch.no_grad():
         together = functional_call(model, params, (x.flatten(0, 1),))[: x.shape[1]]

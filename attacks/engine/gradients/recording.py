@@ -9,15 +9,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class Unsupported(Exception):
-    """The model uses a parameter in a way that this file does not know, or mixes examples; vmap does it all."""
+    """The model uses a parameter in an unknown way, or mixes examples: use vmap, which handles everything."""
 
 
 class CallRecorder(TorchFunctionMode):
-    """Runs a model, handing every use of a parameter to the method that knows its gradient.
+    """Runs a model and passes every use of a parameter to the method that knows its gradient.
 
     Args:
         names: of the parameters, by id.
-        layers: by function of torch, the method that it is handed to; Unsupported for any other.
+        layers: the method for each function of torch; any other function raises Unsupported.
     """
 
     def __init__(self, names: Mapping[int, str], layers: Mapping[Any, Callable[..., Tensor]]) -> None:
@@ -31,13 +31,13 @@ class CallRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in self.layers:
             return self.layers[func](self, *args, **kwargs)
-        found = func(*args, **kwargs)
-        if any(isinstance(part, Tensor) for part in tree_leaves(found)):  # not just a shape or a type
+        result = func(*args, **kwargs)
+        if any(isinstance(part, Tensor) for part in tree_leaves(result)):  # not just a shape or a type
             raise Unsupported(f"a parameter goes into {getattr(func, '__name__', func)}")
-        return found
+        return result
 
     def among(self, values: Iterable[Any]) -> bool:
-        """Whether one of them is a parameter, or, as for torch.cat, has one in it."""
+        """Whether one of the values is a parameter, or a list that contains one, as for torch.cat."""
         return any(self.among(v) if isinstance(v, list | tuple) else id(v) in self.names for v in values)
 
     def name(self, t: Tensor | None) -> str | None:

@@ -14,9 +14,9 @@ from fedgauge.attacks.engine.gradients.windows import Windows
 
 
 class ShiftedKernelGradient(Function):
-    """The gradient (P, out, kh * kw * in) of a kernel without stride: for each of its places a product of shifted lines.
+    """The gradient (P, out, kh * kw * in) of a kernel without stride: one product of shifted rows for each kernel position.
 
-    With many channels a problem's windows would be large; here nothing is copied but the margins.
+    With many channels a problem's windows would be large; here only the margins are copied.
     """
 
     @staticmethod
@@ -24,10 +24,10 @@ class ShiftedKernelGradient(Function):
         x, s = lines.read(input), lines.written(signal)
         ctx.save_for_backward(x, s)
         ctx.lines = lines
-        found = x.new_empty(lines.problems, s.shape[2], len(lines.taps) * x.shape[2])
-        for tap, part in zip(lines.taps, found.chunk(len(lines.taps), 2), strict=True):
+        gradient = x.new_empty(lines.problems, s.shape[2], len(lines.taps) * x.shape[2])
+        for tap, part in zip(lines.taps, gradient.chunk(len(lines.taps), 2), strict=True):
             torch.bmm(s.transpose(1, 2), x[:, tap : tap + s.shape[1]], out=part)
-        return found
+        return gradient
 
     @staticmethod
     @once_differentiable
@@ -46,9 +46,9 @@ class ShiftedKernelGradient(Function):
 
 @dataclass(frozen=True)
 class PixelRows:
-    """Images of P problems as rows of positions, in which each place of a kernel without stride is a shift of all rows.
+    """Images of P problems as rows of pixels, in which each kernel position is a shift of all rows.
 
-    A margin of zeros parts the lines of an image, and the images of a problem: what is right of one is left of the next.
+    A margin of zeros separates the lines of an image and the images of a problem: one's right margin is the next one's left.
     """
 
     problems: int
@@ -61,7 +61,7 @@ class PixelRows:
 
     @cached_property
     def taps(self) -> list[int]:
-        """How many positions after an output's own each place of the kernel reads."""
+        """The offset from an output's position to the one that each kernel position reads."""
         high, wide = self.windows.kernel
         return [row * self.grid[1] + column for row in range(high) for column in range(wide)]
 
@@ -73,13 +73,13 @@ class PixelRows:
         return rows
 
     def written(self, s: Tensor) -> Tensor:
-        """(P, positions, C) of an output's (N, C, h, w), zero at places of margins."""
+        """(P, positions, C) of an output (N, C, h, w), zero in the margins."""
         rows = s.new_zeros(self.problems, len(s) // self.problems * math.prod(self.grid), s.shape[1])
         self._images(rows, self.windows.out).copy_(self._examples(s))
         return rows
 
     def of_read(self, rows: Tensor) -> Tensor:
-        """The inverse of `read`; of the margins nothing is left."""
+        """The inverse of `read`, without the margins."""
         return self._inside(rows).flatten(0, 1).permute(0, 3, 1, 2)
 
     def of_written(self, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Windows: what a convolution's kernel reads at each output position, as rows of a matrix, and the way back."""
+"""Windows (im2col): what a convolution's kernel reads at each output position, as rows of a matrix, and the adjoint."""
 
 import math
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ class Windows:
 
     @cached_property
     def regular(self) -> bool:
-        """Whether the adjoint is a convolution of the same kind."""
+        """Whether the adjoint is an ordinary convolution too."""
         return self.stride == (1, 1) and all(m < k for m, k in zip(self.padding, self.kernel, strict=True))
 
     @cached_property
     def numbers(self) -> int:
-        """Numbers of all windows."""
+        """Entries of all windows together."""
         return self.shape[0] * math.prod(self.out) * math.prod(self.kernel) * self.shape[1]
 
     @cached_property
@@ -41,7 +41,7 @@ class Windows:
         return (high - self.kernel[0]) // self.stride[0] + 1, (wide - self.kernel[1]) // self.stride[1] + 1
 
     def of(self, x: Tensor, problems: int) -> Tensor:
-        """(P, positions of all examples of a problem, kh * kw * C)."""
+        """The windows (P, positions of all examples of a problem, kh * kw * C)."""
         n, c, _, _ = self.shape
         (high, wide), (rows, columns) = self.padded, self.out
         image = self._inside(canvas := x.new_zeros(n, high, wide, c))
@@ -51,7 +51,7 @@ class Windows:
         return windows.reshape(problems, -1, self.kernel[0] * self.kernel[1] * c)
 
     def summed(self, windows: Tensor) -> Tensor:
-        """The adjoint of `of`: each window's numbers added where they came from; (N, C, H, W)."""
+        """The adjoint of `of`: each window's entries added back to their pixels, (N, C, H, W)."""
         n, c, _, _ = self.shape
         (high, wide), (rows, columns) = self.padded, self.out
         lines = _overlapped(windows.view(n * rows, columns, self.kernel[0], -1), self.stride[1] * c, wide * c)
@@ -67,7 +67,7 @@ def _overlapped(runs: Tensor, step: int, length: int) -> Tensor:
     """Sums (N, M, length) of runs (N, places, M, width), each laid `step` numbers after the one before."""
     n, places, m, width = runs.shape
     total = runs.new_zeros(n, m, length)
-    apart = -(-width // step)  # so many runs on, they no longer overlap
+    apart = -(-width // step)  # runs this far apart do not overlap
     for first in range(min(apart, places)):
         count = -(-(places - first) // apart)
         room = total.as_strided((n, count, m, width), (m * length, apart * step, length, 1), first * step)
@@ -76,7 +76,7 @@ def _overlapped(runs: Tensor, step: int, length: int) -> Tensor:
 
 
 class Unfold(Function):
-    """Windows (P, positions, kh * kw * C) of an input (N, C, H, W); its adjoint is `Fold`, and the other way round."""
+    """Windows (P, positions, kh * kw * C) of an input (N, C, H, W); `Fold` is its adjoint, and vice versa."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: "Windows", problems: int) -> Tensor:

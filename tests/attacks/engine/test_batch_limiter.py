@@ -59,7 +59,7 @@ def test_the_peak_of_matching_is_about_what_the_process_takes() -> None:
 import torch
 from pathlib import Path
 from fedgauge.attacks.engine.batch_limiter import peak
-from fedgauge.attacks.matching.gradient_matching import inverting_gradients
+from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.simulations.benchmarks.engine import problem
 torch.set_num_threads(1)
@@ -140,7 +140,7 @@ def test_free_memory_is_what_system_and_groups_still_grant(
 def test_as_many_fit_as_half_the_free_memory_holds(
     available: int, held: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_limiter, "free", lambda device: available)
+    monkeypatch.setattr(batch_limiter, "free_bytes", lambda device: available)
     seen: list[int] = []
 
     def work(count: int) -> Tensor:
@@ -157,7 +157,7 @@ def test_no_dry_pass_where_nothing_can_follow_from_it(monkeypatch: pytest.Monkey
         raise AssertionError("a dry pass")
 
     assert largest_batch(forbidden, 2, CPU) == 2
-    monkeypatch.setattr(batch_limiter, "free", lambda device: None)
+    monkeypatch.setattr(batch_limiter, "free_bytes", lambda device: None)
     assert largest_batch(forbidden, 50, CPU) == 50
 
 
@@ -232,10 +232,10 @@ def test_a_wave_is_as_wide_as_memory_lets_it_be_and_finds_the_same(
         two.append(peak_bytes(work, device))
         return two[-1]
 
-    monkeypatch.setattr(batch_limiter, "peak", measured)
+    monkeypatch.setattr(batch_limiter, "peak_bytes", measured)
     attack.reconstruct(wave, known, Budget(1, restarts), streams(*range(5)))
     held = attack.optimizer.state_per_variable * 5 * restarts * 64 * 8
-    monkeypatch.setattr(batch_limiter, "free", lambda device: int((1.05 * two[0] + held) / batch_limiter.SHARE))
+    monkeypatch.setattr(batch_limiter, "free_bytes", lambda device: int((1.05 * two[0] + held) / batch_limiter.SHARE))
     seen = widths(monkeypatch)
     apart = attack.reconstruct(wave, known, Budget(24, restarts), streams(*range(5)))
     assert max(seen) == places, "the dry pass, and every evaluation"

@@ -206,7 +206,7 @@ ATTACKS = {
 @pytest.mark.usefixtures("double")
 def test_a_problem_goes_its_own_way_whoever_advances_beside_it(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wave, known = scene(6, lost=(1,))
-    monkeypatch.setattr(GradientMatching, "_places", lambda *_: BatchLimiter(2))
+    monkeypatch.setattr(GradientMatching, "_batch_limiter", lambda *_: BatchLimiter(2))
     budget, order = Budget(90), [4, 1, 0, 5, 3, 2]
     alone = {k: run(ATTACKS[attack], wave, known, [k], budget)[0] for k in range(6)}
     spent = {k: found.iterations for k, found in alone.items()}
@@ -232,7 +232,7 @@ def test_a_finished_problem_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) 
         return evaluate(self, variables, rows, *others)
 
     monkeypatch.setattr(Problems, "value_and_slopes", watched)
-    monkeypatch.setattr(GradientMatching, "_places", lambda *_: BatchLimiter(3))
+    monkeypatch.setattr(GradientMatching, "_batch_limiter", lambda *_: BatchLimiter(3))
     found = run(inverting_gradients(), wave, known, range(3), Budget(40))
     assert [f.status for f in found] == ["diverged", "converged", "diverged"]
     assert [f.iterations for f in found] == [CHECK_EVERY, 40, CHECK_EVERY]

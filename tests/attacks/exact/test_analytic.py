@@ -114,13 +114,13 @@ def biased_last() -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("layers", "reason"),
     [
-        ([nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, CLASSES)], "layer '0' (Conv2d) stands before the first biased"),
-        ([nn.Flatten(), nn.ReLU(), nn.Linear(36, CLASSES)], "layer '1' (ReLU) stands before"),
-        ([nn.Flatten(), nn.Linear(36, 8, bias=False), nn.GELU(), *biased_last()], "layer '2' (GELU) stands before"),
+        ([nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, CLASSES)], "layer '0' (Conv2d) comes before the first"),
+        ([nn.Flatten(), nn.ReLU(), nn.Linear(36, CLASSES)], "layer '1' (ReLU) comes before"),
+        ([nn.Flatten(), nn.Linear(36, 8, bias=False), nn.GELU(), *biased_last()], "layer '2' (GELU) comes before"),
         ([nn.Flatten(), nn.Linear(36, 8, bias=False), nn.BatchNorm1d(8), *biased_last()], "layer '2' (BatchNorm1d)"),
         (
             [nn.Flatten(), nn.Linear(36, 8, bias=False), nn.ReLU(), nn.Tanh(), *biased_last()],
-            "layer '3' (Tanh) stands before",
+            "layer '3' (Tanh) comes before",
         ),
         ([nn.Flatten(), nn.Linear(36, CLASSES, bias=False)], "the model has no fully connected layer with a bias"),
     ],
@@ -134,7 +134,7 @@ def test_where_it_does_not_apply_it_says_why(layers: list[nn.Module], reason: st
 def test_a_sum_of_examples_is_not_applicable() -> None:
     found = attack(mlp(SHAPE, CLASSES), example(0, 3))
     assert (found.status, found.x) == ("not_applicable", None)
-    assert found.reason == "one example an update is exact; this one sums 3"
+    assert "this one sums 3" in found.reason
 
 
 def test_lenet_is_not_applicable() -> None:

@@ -213,22 +213,22 @@ def test_what_an_attack_remembers_comes_before_the_truth(make_federation: Make, 
     assert {a.memory for a in Auditor(fed).audit(planned("idlg"), wave)} == {None}
 
 
-def test_an_attack_begins_with_what_it_is_told_to_remember_and_with_nothing_where_it_is_told_nothing(
+def test_a_stateful_attack_starts_from_its_memory_of_the_client_and_from_nothing_without_one(
     make_federation: Make, observe: Make
 ) -> None:
     fed = make_federation(model=MLP)
     wave, plan = observe(fed, (0, 1)), planned("feedback_blending", iterations=1, fit=0)
     blend = torch.full((1, 1, 28, 28), 0.25)
     alone = Auditor(fed).audit(plan, wave)
-    told = Auditor(fed).audit(plan, wave, memories={1: {"images": torch.tensor(2), "blend": blend}})
-    never, x = alone[0].reconstruction.x, told[1].reconstruction.x
+    remembered = Auditor(fed).audit(plan, wave, memories={1: {"images": torch.tensor(2), "blend": blend}})
+    never, x = alone[0].reconstruction.x, remembered[1].reconstruction.x
     assert never is not None
     assert x is not None
-    assert told[0].reconstruction.x is not None
-    assert torch.equal(never, told[0].reconstruction.x)
+    assert remembered[0].reconstruction.x is not None
+    assert torch.equal(never, remembered[0].reconstruction.x)
     torch.testing.assert_close(x, blend)  # a single evaluation of the objective moves nothing
-    assert told[1].memory is not None
-    assert torch.equal(told[1].memory["blend"], blend)
+    assert remembered[1].memory is not None
+    assert torch.equal(remembered[1].memory["blend"], blend)
 
 
 def test_given_labels_hand_over_labels_and_never_images(
@@ -236,22 +236,22 @@ def test_given_labels_hand_over_labels_and_never_images(
 ) -> None:
     fed = make_federation(data={"batch_size": 4})
     wave, plan = observe(fed, (0, 1)), planned("inverting_gradients", labels="given")
-    handed: list[Knowledge] = []
+    received: list[Knowledge] = []
     kind = type(plan.build())
     original = kind.reconstruct
 
     def reconstruct(self: Attack, wave: Wave, known: Knowledge, *others: Any) -> list[Reconstruction]:
-        handed.append(known)
+        received.append(known)
         return original(self, wave, known, *others)
 
     monkeypatch.setattr(kind, "reconstruct", reconstruct)
     audited = Auditor(fed).audit(plan, wave)
-    (known,) = handed
+    (known,) = received
     assert known.labels is not None
     assert known.auxiliary is not None
     for k in range(2):
         private = fed.batch_at(k, 1)
-        assert known.labels[k].tolist() == sorted(private.y.tolist()), "sorted, so that the order tells nothing"
+        assert known.labels[k].tolist() == sorted(private.y.tolist()), "sorted, so that the order reveals nothing"
         assert all((image != known.auxiliary.x).flatten(1).any(1).all() for image in private.x)
         assert rows_of(audited[k].rows, plan.name, "label_accuracy") == [1.0]
 

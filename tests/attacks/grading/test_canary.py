@@ -76,8 +76,8 @@ def audited(sigma: float, rounds: int, run: int, count: int = 60) -> tuple[float
     total = {k: torch.stack([one[k] for one in planted]).sum(0) for k in LIKE}
     released = [gaussian(sigma).apply(total, rng) for _ in range(rounds)]
     final = {k: torch.stack([r[k] for r in released]).sum(0) for k in LIKE}
-    looks = (cosines(final, planted), combine_iterates([cosines(r, planted) for r in released]))
-    one, other = (empirical_epsilon(found, 6500, 1e-5, equal=True) for found in looks)
+    statistics = (cosines(final, planted), combine_iterates([cosines(r, planted) for r in released]))
+    one, other = (empirical_epsilon(found, 6500, 1e-5, equal=True) for found in statistics)
     return one, other
 
 

@@ -99,7 +99,7 @@ def test_what_torchvision_has_downloaded_is_used(
     torch.testing.assert_close(found(*pair()), expected, rtol=0, atol=0)
 
 
-def test_a_download_that_fails_is_told_and_leaves_the_metric_out(
+def test_a_download_that_fails_is_reported_and_leaves_the_metric_out(
     no_local_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a port on which nobody listens: no network is asked."""

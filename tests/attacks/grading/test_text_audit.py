@@ -187,8 +187,8 @@ import torch
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
 
 @dataclass(frozen=True)
-class told(Attack):
-    """What it was told, as a reconstruction."""
+class echo(Attack):
+    """Returns the labels and lengths that it was given."""
     def reconstruct(self, wave, known, budget, streams):
         assert known.text is not None
         x = torch.full((known.batch_size, *known.shape), known.model.pad)
@@ -212,29 +212,29 @@ def test_lengths_and_labels_are_handed_over_where_the_threat_model_says_so(make:
     fed = make()
     batch = fed.batch_at(0, 1)
     for lengths in ("hidden", "given"):
-        table = {"use": "mytext:told", "labels": "given", "lengths": lengths}
+        table = {"use": "mytext:echo", "labels": "given", "lengths": lengths}
         planned = PlannedAttack.from_table(table, "[[attack]]")
         assert planned == PlannedAttack.from_json(planned.to_json())
         (audited,) = Auditor(fed).audit(planned, observe(fed))
         x, y = audited.reconstruction.x, audited.reconstruction.y
         assert x is not None and y is not None
         assert torch.equal(y.sort().values, batch.y.sort().values)
-        told = sorted((x == 9).sum(1).tolist())
-        assert told == (sorted((batch.x != 0).sum(1).tolist()) if lengths == "given" else [0, 0])
+        lengths_found = sorted((x == 9).sum(1).tolist())
+        assert lengths_found == (sorted((batch.x != 0).sum(1).tolist()) if lengths == "given" else [0, 0])
         assert f"lengths {lengths}" in knowledge_card(fed, planned)
 
 
 @pytest.mark.usefixtures("own")
 def test_the_labels_of_next_token_are_never_handed_over(make: Make, observe: Any) -> None:
-    planned = PlannedAttack.from_table({"use": "mytext:told", "labels": "given"}, "[[attack]]")
-    with pytest.raises(ValueError, match="would hand over the sentences"):
+    planned = PlannedAttack.from_table({"use": "mytext:echo", "labels": "given"}, "[[attack]]")
+    with pytest.raises(ValueError, match='labels = "given" .* sentences'):
         Auditor(lm(make)).audit(planned, observe(lm(make)))
 
 
 @pytest.mark.usefixtures("own")
 def test_a_defense_is_not_inferred_from_zeros_that_words_bring_by_nature(make: Make, observe: Any) -> None:
-    planned = PlannedAttack.from_table({"use": "mytext:told", "defense": "inferred"}, "[[attack]]")
-    with pytest.raises(ValueError, match="has where a word"):
+    planned = PlannedAttack.from_table({"use": "mytext:echo", "defense": "inferred"}, "[[attack]]")
+    with pytest.raises(ValueError, match="zeros that the gradient of images never has"):
         Auditor(make()).audit(planned, observe(make()))
 
 
@@ -255,7 +255,7 @@ def test_attacks_on_images_are_refused_for_text() -> None:
 
 def test_lengths_are_refused_for_images(tables: Callable[..., dict[str, Any]]) -> None:
     attack = [{"use": "dlg", "lengths": "given"}]
-    with pytest.raises(SpecError, match='lengths = "given" is of sentences'):
+    with pytest.raises(SpecError, match='lengths = "given"'):
         Scenario.from_tables(tables(attack=attack))
 
 

@@ -31,7 +31,6 @@ from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
 
 KINDS = ("none", "sign", "prune", "mask", "clip")
-CHAINS = 100
 RIGHT = 0.95
 
 
@@ -112,10 +111,11 @@ class World:
 
 
 @pytest.mark.slow
-def test_a_single_defense_is_told_from_the_updates(digits: Dataset) -> None:
+@pytest.mark.parametrize("chains", [40, pytest.param(100, marks=pytest.mark.full)])
+def test_a_single_defense_is_told_from_the_updates(digits: Dataset, chains: int) -> None:
     confusion: Counter[tuple[str, str]] = Counter()
     wrong, keeps = [], []
-    for seed in range(CHAINS):
+    for seed in range(chains):
         kind, world = KINDS[seed % len(KINDS)], World.random(seed, digits)
         links, updates = world.defended(kind)
         found = world.inferred(updates)
@@ -125,8 +125,8 @@ def test_a_single_defense_is_told_from_the_updates(digits: Dataset) -> None:
         elif kind in ("prune", "mask") and isinstance(links[1], prune | mask):  # else several were summed
             keeps.append(abs(math.log(found.parameters["keep"] / links[1].keep)))
     table = "\n".join(f"{k:>6} " + " ".join(f"{f}={n}" for (t, f), n in confusion.items() if t == k) for k in KINDS)
-    assert CHAINS - len(wrong) >= RIGHT * CHAINS, "\n".join([table, *wrong])
-    assert len(keeps) > 10
+    assert chains - len(wrong) >= RIGHT * chains, "\n".join([table, *wrong])
+    assert len(keeps) > chains / 10
     assert np.median(keeps) < 0.05, keeps
 
 
@@ -211,8 +211,8 @@ def test_signs_of_steps_and_of_examples_are_summed(world: World) -> None:
 def test_a_mask_that_all_know_has_its_zeros_everywhere_in_the_same_places(world: World) -> None:
     known, secret = (world.inferred(world.updates(world.local, mask(0.3, seed))) for seed in (5, None))
     assert known.kind == secret.kind == "mask"
-    assert "a mask that everybody knows" in known.evidence
-    assert "a mask that everybody knows" not in secret.evidence
+    assert "a public mask" in known.evidence
+    assert "a public mask" not in secret.evidence
     assert known.parameters["keep"] == pytest.approx(0.3, rel=0.2)
     assert secret.parameters["keep"] == pytest.approx(0.3, rel=0.2)
     # what the attacker expects is hidden where the clients hide it, and nowhere where they show something
@@ -250,7 +250,7 @@ def test_noise_that_no_layer_can_show_is_not_denied(digits: Dataset) -> None:
     world = World("lenet", lenet((1, 28, 28), 10), local_sgd(0.1), batches, None, np.random.default_rng(0))
     found = world.inferred(world.updates(world.local, gaussian(1e-3)))
     assert found.kind == "none"
-    assert "noise could not be told from none" in found.evidence
+    assert "noise cannot be distinguished" in found.evidence
 
 
 @pytest.mark.parametrize("defense", [sign(0.1), prune(0.2), mask(0.4), clip(1e-3), gaussian(1e-3)], ids=repr)

@@ -78,7 +78,12 @@ def test_a_line_through_variances_tells_noise_from_what_grows() -> None:
 
 @pytest.mark.parametrize(
     "links",
-    [*CHAINS.values(), chain(per_example(sign()), local_sgd(1.0)), Chain((local_sgd(0.5), GroupMean(2))), chain(local_sgd(0.1, 2, 1))],
+    [
+        *CHAINS.values(),
+        chain(per_example(sign()), local_sgd(1.0)),
+        Chain((local_sgd(0.5), GroupMean(2))),
+        chain(local_sgd(0.1, 2, 1)),
+    ],
     ids=[*CHAINS, "sign of each", "sum of two", "slices"],
 )  # fmt: skip
 def test_differentiable_updates_are_the_noise_free_ones_and_their_slopes_are_right(links: Chain) -> None:

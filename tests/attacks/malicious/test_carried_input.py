@@ -54,7 +54,7 @@ def no_spare() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(108, CLASSES))
 
 
-# malice (of the classifier's zeros) and network
+# server attack (with or without the classifier's zeros) and network
 WAYS: dict[str, tuple[Callable[[bool], ServerAttack], Callable[[], nn.Module]]] = {
     "identity": (lambda zero: identity_convolutions(zero), plain),
     "identity, tanh": (lambda zero: identity_convolutions(zero), lambda: deep(nn.Tanh)),
@@ -258,7 +258,7 @@ NOT_CARRYING: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"layer 'pool5' \(MaxPool2d\) carries no image",
     ),
     "no convolution": (lambda: mlp(SHAPE, CLASSES), r"layer '1' \(Linear\) carries no image"),
-    "shortcuts": (lambda: resnet20(SHAPE, CLASSES), "do not lead to the classifier one after the other"),
+    "shortcuts": (lambda: resnet20(SHAPE, CLASSES), "not a plain sequence of convolutions"),
     "channels": (few_channels, "convolution '0' needs a bias and at least 3 channels"),
     "nothing": (lambda: mlp(SHAPE, CLASSES, hidden=[]), "no convolution stands before the classifier '1'"),
     "unpadded": (
@@ -284,15 +284,15 @@ UNREADABLE: dict[str, tuple[Callable[[], nn.Module], list[int], bool, Chain, str
         [1],
         False,
         chain(local_sgd(0.1)),
-        "convolution 'conv1' does not pass the image on as it is",
+        "convolution 'conv1' does not pass the image on unchanged",
     ),
-    "a batch": (plain, [1, 2], True, chain(local_sgd(0.1)), "2 examples are taken apart by a classifier of zeros"),
+    "a batch": (plain, [1, 2], True, chain(local_sgd(0.1)), "2 examples are separated by a classifier of zeros"),
     "steps": (plain, [1], True, chain(local_sgd(0.1, steps=2)), "the clients take 2 local steps"),
 }
 
 
 @pytest.mark.parametrize(("make", "labels", "crafted", "links", "reason"), UNREADABLE.values(), ids=UNREADABLE)
-def test_what_cannot_be_read_is_told(
+def test_what_cannot_be_read_is_reported(
     make: Callable[[], nn.Module], labels: list[int], crafted: bool, links: Chain, reason: str
 ) -> None:
     known = knowledge(make(), len(labels), links)
@@ -301,7 +301,7 @@ def test_what_cannot_be_read_is_told(
     assert found.status == "not_applicable" and reason in found.reason
 
 
-def test_all_classes_at_once_and_counts_under_noise_are_told() -> None:
+def test_all_classes_at_once_and_counts_under_noise_are_reported() -> None:
     model = carried(lenet(SHAPE, CLASSES), SHAPE, CLASSES)
     known = knowledge(model, CLASSES)
     full = attacked(known, craft(carried_input(zero=True), known), pictures(0, list(range(CLASSES))))
@@ -314,7 +314,7 @@ def test_all_classes_at_once_and_counts_under_noise_are_told() -> None:
 @pytest.mark.parametrize(
     ("fill", "reason"), [(0.0, "the gradient of 'classifier' is zero"), (float("nan"), "the update is not finite")]
 )
-def test_an_update_that_says_nothing_is_told(fill: float, reason: str) -> None:
+def test_an_update_that_says_nothing_is_reported(fill: float, reason: str) -> None:
     known = knowledge(reversible(SHAPE, CLASSES), 1)
     params = craft(reversible_blocks(), known)
     found = read(known, params, {k: torch.full_like(t, fill) for k, t in params.items()})
@@ -324,8 +324,8 @@ def test_an_update_that_says_nothing_is_told(fill: float, reason: str) -> None:
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "odd": (lambda: reversible((1, 7, 8), 2), "images of even height and width, got 7 x 8"),
     "no blocks": (lambda: reversible(SHAPE, 2, 0), "blocks and width must be at least 1, got 0 and 16"),
-    "words": (lambda: carried(mlp(SHAPE, 2), (16,), 2), r"images \(C, H, W\) are carried"),
-    "words, reversed": (lambda: reversible((16,), 2), r"images \(C, H, W\) are carried"),
+    "words": (lambda: carried(mlp(SHAPE, 2), (16,), 2), r"expected images \(C, H, W\)"),
+    "words, reversed": (lambda: reversible((16,), 2), r"expected images \(C, H, W\)"),
     "no classifier": (lambda: carried(mlp(SHAPE, 4), SHAPE, 2), "'3', is not the classifier of 2 classes"),
     "not carried": (lambda: craft(carried_input(), knowledge(plain(), 1)), "the classifier does not read the image"),
     "not reversible": (lambda: craft(reversible_blocks(), knowledge(plain(), 1)), "has no reversible blocks"),

@@ -129,7 +129,7 @@ def test_a_black_image_turns_on_the_first_row_alone_and_is_read(public: int) -> 
     assert proven(read(known, params, answer(known, params, batch))) == 2
 
 
-def test_images_of_one_bin_are_told_as_their_mixture_and_not_as_exact() -> None:
+def test_images_of_one_bin_are_read_as_their_mixture_and_not_as_exact() -> None:
     known, batch = knowledge(network(1), 2), examples(3, 2)
     params = crafted(known, 1)
     update = answer(known, params, batch)
@@ -191,7 +191,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no bins": (lambda: imprint_block(mlp(SHAPE, 2), SHAPE, 0), "bins must be at least 1, got 0"),
     "no bins to craft": (lambda: imprint(0), "bins must be at least 1, got 0"),
     "no strength": (lambda: imprint(strength=0.0), "strength must be above 0, got 0.0"),
-    "words": (lambda: imprint_block(mlp(SHAPE, 2), (16,), 4), r"reads images \(C, H, W\), and the examples here are"),
+    "words": (
+        lambda: imprint_block(mlp(SHAPE, 2), (16,), 4),
+        r"reads images \(C, H, W\), and the examples here have shape",
+    ),
     "no block": (lambda: crafted(knowledge(mlp(SHAPE, CLASSES), 1), 4), "the model has no imprint block"),
     "another size": (lambda: crafted(knowledge(network(8), 1), 4), "has 8 rows, and imprint was given bins = 4"),
 }
@@ -206,7 +209,7 @@ def test_what_cannot_be_is_refused(act: Callable[[], object], message: str) -> N
 @pytest.mark.parametrize(
     ("fill", "reason"), [(0.0, "the gradient of 'query' is zero"), (float("nan"), "the update is not finite")]
 )
-def test_an_update_that_says_nothing_is_told(fill: float, reason: str) -> None:
+def test_an_update_that_says_nothing_is_reported(fill: float, reason: str) -> None:
     known = knowledge(network(8), 2)
     params = crafted(known, 8)
     found = read(known, params, {k: torch.full_like(t, fill) for k, t in params.items()})

@@ -1,4 +1,4 @@
-"""What every malice and every decoder promises, whichever it is: found by walking the package."""
+"""The contract of every registered server attack and decoder."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,10 +36,10 @@ def server_attack(name: str) -> ServerAttack:
 
 
 def known(how: ServerAttack | None = None) -> Knowledge:
-    """Of the network that a malice makes of the first that it does not refuse."""
+    """The threat model of the first network that a server attack does not refuse."""
     offered = {"shape": SHAPE, "classes": CLASSES}
     public = Batch(torch.rand(60, *SHAPE, generator=generator("public")), torch.arange(60) % CLASSES)
-    told: list[str] = []
+    refusals: list[str] = []
     for table in NETWORKS:
         if how is not None and how.architecture is not None:
             table = {**table, "architectures": [how.architecture]}
@@ -50,12 +50,12 @@ def known(how: ServerAttack | None = None) -> Knowledge:
                 how.craft(detached_params(model), threat, generator("malice"))
             return threat
         except ValueError as refusal:
-            told.append(str(refusal))
-    raise AssertionError(told)
+            refusals.append(str(refusal))
+    raise AssertionError(refusals)
 
 
 @every
-def test_a_malice_crafts_weights_of_the_same_form_and_leaves_the_honest_ones_alone(name: str) -> None:
+def test_a_server_attack_crafts_weights_of_the_same_form_and_leaves_the_honest_ones_alone(name: str) -> None:
     how = server_attack(name)
     threat = known(how)
     sent = detached_params(threat.model)

@@ -87,7 +87,7 @@ def test_proven_are_the_images_that_are_alone_in_a_row(seed: int, size: int, sca
     found = read(known, params, batch)
     if found.x is None:
         assert not on(known, params, batch.x).any()
-        assert found.status == "not_applicable" and "it says nothing of this batch" in found.reason
+        assert found.status == "not_applicable" and "it reveals nothing of this batch" in found.reason
         return
     assert found.x.shape == (size, *SHAPE)
     assert proven(found) == expected
@@ -102,7 +102,10 @@ def test_rows_that_agree_prove_nothing() -> None:
     params["1.bias"] += 100  # every row is on
     params["3.weight"] *= 1e-4  # an untrained network that says the same of everything
     found = read(known, params, Batch(batch.x, torch.tensor([1, 1])))
-    assert found.x is not None and "0 of 2 images proven exact (on the 8-bit grid; 1 more are agreed on" in found.reason
+    assert (
+        found.x is not None
+        and "0 of 2 images proven exact (on the 8-bit grid; several rows agree on 1 more" in found.reason
+    )
     assert torch.allclose(found.x[0], batch.x.mean(0), atol=1e-2)
 
 
@@ -142,7 +145,7 @@ def test_by_name_in_a_scenario() -> None:
 
 WITHOUT_BIAS = nn.Sequential(nn.Flatten(), nn.Linear(108, 9, bias=False), nn.ReLU(), nn.Linear(9, CLASSES))
 UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "convolutions": (lambda: lenet(SHAPE, CLASSES), r"goes into 'conv1' \(Conv2d\), which is not fully connected"),
+    "convolutions": (lambda: lenet(SHAPE, CLASSES), r"first layer 'conv1' \(Conv2d\) is not fully connected"),
     "tanh": (lambda: mlp(SHAPE, CLASSES, activation="tanh"), "no ReLU follows layer '1'"),
     "one layer": (lambda: mlp(SHAPE, CLASSES, hidden=[]), "no ReLU follows layer '1'"),
     "no bias": (lambda: WITHOUT_BIAS, "layer '1' has no bias"),
@@ -167,6 +170,6 @@ def test_a_scale_that_is_none_is_refused(scale: float) -> None:
 
 @pytest.mark.parametrize("public", [0, 7])
 def test_tuning_needs_a_batch_of_public_images(public: int) -> None:
-    with pytest.raises(ValueError, match=f"batches of 8 public images, and there are {public}: name a scale"):
+    with pytest.raises(ValueError, match=f"batches of 8 public images, and there are {public}: set scale"):
         crafted(knowledge(8, public=public))
     assert crafted(knowledge(8, public=public), scale=0.9)

@@ -215,8 +215,8 @@ def test_an_attack_that_found_nothing_is_not_remembered() -> None:
 
 def test_a_name_or_a_table_makes_the_same_attack() -> None:
     assert feedback_blending() == FeedbackBlending(idlg()) == feedback_blending({"use": "idlg"})
-    made = feedback_blending({"use": "dlg", "fit": 1e-5}, alpha=0.25, discard_failures=False, fit=1e-3)
-    assert made == FeedbackBlending(dlg(fit=1e-5), 0.25, False, 1e-3)
+    made = feedback_blending({"use": "dlg", "restart_above": 1e-5}, alpha=0.25, discard_failures=False, fit=1e-3)
+    assert made == FeedbackBlending(dlg(restart_above=1e-5), 0.25, False, 1e-3)
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 8])

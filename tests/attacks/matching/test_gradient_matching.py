@@ -21,6 +21,7 @@ from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import CUTS, bayes, dlg, idlg, inverting_gradients, surrogate
+from fedgauge.attacks.matching.whole_batch import whole_batch_update
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.federation import Federation
@@ -148,9 +149,9 @@ def test_objective_and_gradient_are_the_plain_loops(
     links, plain = CLIENTS[client]
     wave, known, batches = scene(clients=3, links=links)
     if general:
-        monkeypatch.setattr(problems, "by_passes", lambda *_: None)
+        monkeypatch.setattr(problems, "whole_batch_update", lambda *_: None)
     else:
-        assert (problems.whole_batch_update(links) is None) == plain["clipped"]
+        assert (whole_batch_update(links) is None) == plain["clipped"]
     attack = GradientMatching(DISTANCES[distance], (total_variation(0.05),))
     z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))  # (K, R, B, C, H, W)
     gradients, objectives = evaluate(attack, z, wave, known)
@@ -179,12 +180,12 @@ CHAINS: dict[str, tuple[Chain, bool]] = {
 @pytest.mark.usefixtures("double")
 def test_every_chain_by_passes_is_the_same_by_vmap(links: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts, passes = CHAINS[links]
-    assert (problems.whole_batch_update(parts) is not None) == passes
+    assert (whole_batch_update(parts) is not None) == passes
     wave, known, _ = scene(clients=3, links=parts)
     attack = GradientMatching(cosine(), (total_variation(0.05),))
     z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
     ours, values = evaluate(attack, z, wave, known)
-    monkeypatch.setattr(problems, "by_passes", lambda *_: None)
+    monkeypatch.setattr(problems, "whole_batch_update", lambda *_: None)
     theirs, expected = evaluate(attack, z, wave, known)
     torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * float(theirs.abs().max()))

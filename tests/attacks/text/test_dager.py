@@ -78,14 +78,14 @@ def read(attack: dager, wave: Wave, known: Knowledge, budget: Budget | None = No
     return attack.reconstruct(wave, known, budget or Budget(1), streams)
 
 
-def told(x: Tensor, y: Tensor | None) -> list[tuple[list[int], int]]:
+def labelled(x: Tensor, y: Tensor | None) -> list[tuple[list[int], int]]:
     """A batch's sentences with their labels, in an order of their own."""
     labels = [0] * len(x) if y is None or y.dim() > 1 else y.tolist()
     return sorted(zip(x.tolist(), labels, strict=True))
 
 
 def recovered(found: list[Reconstruction], truth: list[Batch]) -> list[bool]:
-    return [f.x is not None and told(f.x, f.y) == told(t.x, t.y) for f, t in zip(found, truth, strict=True)]
+    return [f.x is not None and labelled(f.x, f.y) == labelled(t.x, t.y) for f, t in zip(found, truth, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- spans
@@ -131,6 +131,7 @@ def test_inputs_that_noise_has_drowned_are_not_in_the_span() -> None:
 # -------------------------------------------------------------------------------------------------------- reconstruction
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("layers", [2, 3])
 def test_an_encoders_sentences_and_labels_come_back_with_their_proof(size: int, layers: int, classified: Text) -> None:
@@ -142,6 +143,7 @@ def test_an_encoders_sentences_and_labels_come_back_with_their_proof(size: int, 
     assert all(f.reason.startswith("certified") for f in found)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_decoders_sentences_come_back_with_their_proof(size: int, tied: bool, spoken: Text) -> None:
@@ -188,7 +190,7 @@ def test_as_many_tokens_as_dimensions_are_refused_with_both_numbers(classified: 
     model = bert(classified, width=32)
     for found in read(dager(), *seen(model, batches(classified, 2, 4))):
         assert (found.status, found.x) == ("not_applicable", None)
-        assert "of 32: as many tokens or more than the 12 that leave 20 dimensions" in found.reason
+        assert "of 32:" in found.reason and "more than the 12 that leave 20 dimensions" in found.reason
 
 
 def test_gradients_that_are_not_shared_are_named(classified: Text) -> None:
@@ -199,7 +201,7 @@ def test_gradients_that_are_not_shared_are_named(classified: Text) -> None:
     (found,) = read(dager(), gone, known)
     assert found.status == "not_applicable" and found.reason == f"the gradient of {name} is not shared"
     (one,) = read(dager(), *seen(bert(classified, layers=1), batches(classified, 1, 1)))
-    assert one.status == "not_applicable" and "reads two blocks" in one.reason
+    assert one.status == "not_applicable" and "two attention blocks" in one.reason
 
 
 @pytest.mark.parametrize("sigma", [1e-6, 1e-2])

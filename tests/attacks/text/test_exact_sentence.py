@@ -146,8 +146,8 @@ def test_no_wrong_guess_is_proven(make: Maker, words: Any) -> None:
     model = make(words)
     (truth,) = alone(model, 1)
     wave, known = seen(model, [truth])
-    x, trial = truth.x, GuessVerifier(wave, known, 0)
-    assert trial.error(truth) < 1e-6
+    x, verifier = truth.x, GuessVerifier(wave, known, 0)
+    assert verifier.error(truth) < 1e-6
     last = int((x != model.pad).sum())
     swapped, exchanged, short = x.clone(), x.clone(), x.clone()
     swapped[0, [1, 2]] = x[0, [2, 1]]
@@ -158,9 +158,9 @@ def test_no_wrong_guess_is_proven(make: Maker, words: Any) -> None:
     if model.task == "classification":
         wrong.append(Batch(x, (truth.y + 1) % CLASSES))
     for guess in wrong:
-        error = trial.error(guess)
+        error = verifier.error(guess)
         assert error > 10 * TOLERANCE
-        assert trial.verdict(guess, error).startswith("no certificate: a guess that is put through")
+        assert verifier.verdict(guess, error).startswith("no certificate: the guess's update differs")
 
 
 def test_a_sentence_of_which_the_model_is_sure_is_not_proven_by_the_others(words: Any) -> None:
@@ -176,22 +176,22 @@ def test_a_sentence_of_which_the_model_is_sure_is_not_proven_by_the_others(words
     wave, known = seen(model, [truth])
     other = truth.x.clone()
     other[0, 1] = next(w for w in range(20, 60) if w != int(other[0, 1]))
-    trial = GuessVerifier(wave, known, 0)
+    verifier = GuessVerifier(wave, known, 0)
     guess = Batch(other, truth.y)
-    assert trial.error(guess) < TOLERANCE, "the whole update hides it"
-    assert trial.verdict(guess, trial.error(guess)).startswith("no certificate: a sentence adds so little")
+    assert verifier.error(guess) < TOLERANCE, "the whole update hides it"
+    assert verifier.verdict(guess, verifier.error(guess)).startswith("no certificate: a sentence adds so little")
 
 
 def test_labels_are_read_off_the_head_or_tried(words: Any) -> None:
     model = bert(words)
     truth = labelled(model, sentences(model, 3, "batch"), "batch")
     wave, known = seen(model, [truth])
-    trial = GuessVerifier(wave, known, 0)
-    batch, error = trial.judge(truth.x)
+    verifier = GuessVerifier(wave, known, 0)
+    batch, error = verifier.best_labels(truth.x)
     assert torch.equal(batch.y, truth.y) and error < TOLERANCE
-    assert trial.spent == 1, "the first reading is the right one"
+    assert verifier.spent == 1, "the first reading is the right one"
     given = replace(known, labels=truth.y.sort().values[None])
-    assert torch.equal(GuessVerifier(wave, given, 0).judge(truth.x)[0].y, truth.y)
+    assert torch.equal(GuessVerifier(wave, given, 0).best_labels(truth.x)[0].y, truth.y)
 
 
 NOISY = (gaussian(1e-3), SGD)
@@ -202,7 +202,7 @@ NOISY = (gaussian(1e-3), SGD)
     [
         (NOISY, "adds noise"),
         ((SGD, sign(0.01)), "only signs are seen"),
-        ((mask(0.5), SGD), "draws at random"),
+        ((mask(0.5), SGD), "the chain is random"),
     ],
     ids=["noise", "sign", "secret mask"],
 )
@@ -238,9 +238,9 @@ def test_words_that_stand_out_of_weak_noise_are_still_found(words: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (partial(bert, freeze=["words"]), "the words' gradients are not shared"),
+        (partial(bert, freeze=["words"]), "word embeddings is not shared"),
         (partial(bert, freeze=["positions"]), "none are shared"),
-        (partial(gpt2, freeze=["words"]), "the words' gradients are not shared"),
+        (partial(gpt2, freeze=["words"]), "word embeddings is not shared"),
         (
             lambda words: transformer3((LENGTH,), words, "next_token", width=16, heads=2, hidden=24),
             "none are learned by this model",
@@ -248,7 +248,7 @@ def test_words_that_stand_out_of_weak_noise_are_still_found(words: Any) -> None:
     ],
     ids=["words", "positions", "tied words", "sines"],
 )
-def test_what_is_not_shared_is_told(make: Maker, reason: str, words: Any) -> None:
+def test_what_is_not_shared_is_reported(make: Maker, reason: str, words: Any) -> None:
     model = make(words)
     (found,) = read(*seen(model, alone(model, 1)))
     assert (found.status, found.x) == ("not_applicable", None)
@@ -258,7 +258,7 @@ def test_what_is_not_shared_is_told(make: Maker, reason: str, words: Any) -> Non
 def test_a_batch_of_two_is_not_read_as_one(words: Any) -> None:
     model = bert(words)
     (found,) = read(*seen(model, [labelled(model, sentences(model, 2))]))
-    assert found.status == "not_applicable" and "this one sums 2" in found.reason
+    assert found.status == "not_applicable" and "sums 2" in found.reason
 
 
 # --------------------------------------------------------------------------------------------------------- real weights

@@ -135,6 +135,7 @@ def plain(
     return torch.stack(values), torch.stack(slopes)
 
 
+@pytest.mark.product
 @each_model
 @pytest.mark.parametrize("kind", ["cosine", "squared", "l2_l1"])
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -313,7 +314,7 @@ def test_dropout_that_is_left_on_is_refused(words: Tokenizer) -> None:
     dropout.p = 0.1
     assert Matcher(wave, known, "cosine").names, "in eval mode it does nothing"
     model.train()
-    with pytest.raises(ValueError, match="dropout is left on"):
+    with pytest.raises(ValueError, match=r"dropout is on \("):
         Matcher(wave, known, "cosine")
 
 
@@ -321,5 +322,5 @@ def test_nothing_but_word_embeddings_is_nothing_to_compare(words: Tokenizer) -> 
     model = bert(words, 16)
     wave, known, _ = seen_of(model, chain(local_sgd(RATE)))
     alone = replace(wave, update={model.parts.word: wave.update[model.parts.word]})
-    with pytest.raises(ValueError, match="nothing was sent but the gradient of word embeddings"):
+    with pytest.raises(ValueError, match="only the gradient of word embeddings"):
         Matcher(alone, known, "cosine")

@@ -60,8 +60,8 @@ def test_the_surprise_of_a_model_that_knows_nothing_is_the_logarithm_of_its_word
 def test_what_follows_a_word_has_probabilities_that_sum_to_one(text: Tensor, tmp_path: Path) -> None:
     size = int(text.max()) + 50  # words that the text never has
     prior = TrainedPrior(text, 0, size, SMALL, TensorCache(tmp_path))
-    told = prior([[int(text[0, 1]), w] for w in range(size)])
-    assert float((-told).exp().sum()) == pytest.approx(1.0, abs=1e-4)
+    nats = prior([[int(text[0, 1]), w] for w in range(size)])
+    assert float((-nats).exp().sum()) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_it_learns_the_language_of_held_out_sentences(learned: TrainedPrior) -> None:
@@ -119,7 +119,7 @@ def test_a_sentence_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prior([[1, 2], [3], [1, 2]]).tolist() == [2, 1, 2]
     assert prior([[3], [4, 4, 4]]).tolist() == [1, 3]
     assert prior.asked == [(1, 2), (3,), (4, 4, 4)]
-    monkeypatch.setattr("fedgauge.attacks.text.language_prior.REMEMBERED", 3)
+    monkeypatch.setattr("fedgauge.attacks.text.language_prior.CACHED", 3)
     assert prior([[5], [3]]).tolist() == [1, 1]
     assert prior([[1, 2], [5]]).tolist() == [2, 1], "what was forgotten is scored again"
     assert prior.asked[3:] == [(5,), (1, 2)]
@@ -176,7 +176,7 @@ def test_without_auxiliary_text_there_is_nothing_to_train_on(words: Tokenizer) -
     model = tiny_bert((8,), words, "classification", 2, width=16)
     with pytest.raises(ValueError, match=r"there is none: set \[data\] auxiliary, name a public model"):
         load_prior("auxiliary", None, model, None, SMALL)
-    with pytest.raises(ValueError, match="no word after another"):
+    with pytest.raises(ValueError, match="the auxiliary text has no sentence"):
         TrainedPrior(torch.tensor([[5, 0], [6, 0]]), 0, 10, SMALL)
 
 
@@ -200,7 +200,7 @@ def test_a_model_that_is_not_there_is_refused_without_asking_a_hub(
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"), [({"steps": 0}, "steps .* at least 1"), ({"width": 10}, "divide among 4")]
+    ("setting", "words"), [({"steps": 0}, "steps .* at least 1"), ({"width": 10}, "width 10 .* 4 heads")]
 )
 def test_impossible_settings_are_refused(setting: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -1,4 +1,4 @@
-"""Learned rows: what is read of a word, who teaches it, and that it tells places under every chain that it knows."""
+"""Learned rows: the features of a word, the training data, and positions found under every known chain."""
 
 from dataclasses import replace
 from functools import partial
@@ -91,7 +91,7 @@ def accuracy(found: list[Reconstruction], truth: torch.Tensor, data: Text) -> fl
     ],
     ids=["none", "prune", "noise", "sign", "classification"],
 )
-def test_places_are_told_from_rows_behind_every_chain_that_is_known(task: str, links: Chain, least: float) -> None:
+def test_positions_are_read_from_rows_behind_every_chain_that_is_known(task: str, links: Chain, least: float) -> None:
     known, data = threat(task, links)
     wave, truth = met(known, data)
     found = run(known, wave, 400)
@@ -100,7 +100,7 @@ def test_places_are_told_from_rows_behind_every_chain_that_is_known(task: str, l
     assert accuracy(found, truth, data) > 2 * accuracy(run(known, wave, 1, random_words()), truth, data)
 
 
-def test_a_row_is_told_by_its_direction_and_by_its_size_beside_the_largest() -> None:
+def test_a_row_is_described_by_its_direction_and_by_its_size_beside_the_largest() -> None:
     known, _ = threat()
     model = known.model
     assert isinstance(model, LanguageModel)
@@ -119,14 +119,14 @@ def test_a_row_is_told_by_its_direction_and_by_its_size_beside_the_largest() -> 
     assert torch.equal(reader.loudness(updates), torch.tensor([[5.0, 0.0, 0.5]]))
 
 
-def test_each_place_of_a_lesson_names_a_candidate_that_is_its_word_and_copies_are_nobody() -> None:
+def test_each_position_of_shadow_data_has_its_word_as_candidate_and_copies_are_masked() -> None:
     known, data = threat()
     params = detached_params(known.model)
     model = known.model
     assert isinstance(model, LanguageModel)
     shadow = ShadowTrainer(known, params, UpdateFeatures(False))
     training = _PositionTraining(learned_rows(), shadow, _RowFeatures.of(model, params), Budget(1))
-    rows, truth = training._lessons(True)
+    rows, truth = training._shadow_data(True)
     x = shadow.auxiliary.x[shadow.groups(True)[:, 0]]
     assert truth.shape == x.shape
     for k in range(len(x)):
@@ -136,7 +136,7 @@ def test_each_place_of_a_lesson_names_a_candidate_that_is_its_word_and_copies_ar
     assert bool(nobody.any()) and not bool(nobody.gather(1, truth).any())
 
 
-def test_the_same_lessons_teach_the_same() -> None:
+def test_equal_training_data_give_equal_networks() -> None:
     known, data = threat()
     wave, _ = met(known, data, 3)
     first, again = (run(known, wave, 30) for _ in range(2))
@@ -149,10 +149,10 @@ def test_the_same_lessons_teach_the_same() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"batch_size": 2}, "of 2 sentences nothing says whose word it is"),
+        ({"batch_size": 2}, "in a batch of 2"),
         ({"auxiliary": None}, "needs auxiliary"),
-        ({"text": None}, "the model reads images"),
-        ({"model": mlp((1, 4, 4), 2)}, "the model reads images"),
+        ({"text": None}, "needs a language model"),
+        ({"model": mlp((1, 4, 4), 2)}, "needs a language model"),
     ],
 )
 def test_what_it_cannot_read_is_refused_in_words(changes: dict[str, object], reason: str) -> None:
@@ -167,7 +167,7 @@ def test_without_a_row_for_every_word_there_is_nothing_to_read() -> None:
     known, data = threat("classification", freeze=("words",))
     wave, _ = met(known, data, 1)
     (found,) = run(known, wave, 1)
-    assert "neither the word embeddings nor a head over words send a gradient" in found.reason
+    assert "neither the word embeddings nor a head over words share a gradient" in found.reason
 
 
 @pytest.mark.parametrize("wrong", [{"hidden": 0}, {"batch": 0}, {"patience": 0}, {"every": 0}, {"rate": 0.0}])

@@ -1,4 +1,4 @@
-"""Learning To Invert for text: what it is taught, what it minimises, how it answers, and that it learns."""
+"""Learning To Invert for text: training data, loss, decoding, and that it learns."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,7 +96,7 @@ def model_of(known: Knowledge) -> LanguageModel:
     return known.model
 
 
-# --------------------------------------------------------------------------------------------------- what it is taught
+# -------------------------------------------------------------------------------------------------- training data
 
 
 @pytest.mark.parametrize("task", ["said", "running"])
@@ -121,7 +121,7 @@ def test_simulated_updates_are_those_of_clients_that_hold_the_sentences(
         torch.testing.assert_close(torch.cat([p[name] for p in parts]), whole[name], rtol=1e-4, atol=1e-6)
 
 
-def test_lessons_are_updates_in_buckets_as_numbers_not_as_words(said: Text) -> None:
+def test_shadow_data_are_updates_in_buckets_as_numbers_not_as_words(said: Text) -> None:
     known = known_of(said, 40)
     shadow = ShadowTrainer(known, detached_params(known.model), UpdateFeatures(False, 64, True))
     shadow_data = shadow.shadow_data(True)
@@ -222,16 +222,18 @@ def test_what_is_certain_is_read_whatever_is_known_of_lengths(said: Text, runnin
         assert sorted(map(tuple, turned.tolist())) == sorted(map(tuple, x.tolist()))
 
 
-@given(seed=st.integers(0, 2**32 - 1), told=st.booleans())
-def test_any_answer_is_framed_and_padded_on_the_right_alone(reader: LanguageModel, seed: int, told: bool) -> None:
+@given(seed=st.integers(0, 2**32 - 1), given_lengths=st.booleans())
+def test_any_answer_is_framed_and_padded_on_the_right_alone(
+    reader: LanguageModel, seed: int, given_lengths: bool
+) -> None:
     model = reader
     rng = torch.Generator().manual_seed(seed)
     log = (3 * torch.randn(2, 8, model.vocabulary, generator=rng)).log_softmax(-1)
     lengths = torch.randint(3, 9, (2,), generator=rng)
-    found = likeliest(log, model, lengths if told else None)
+    found = likeliest(log, model, lengths if given_lengths else None)
     there = found != model.pad
     assert bool((there[:, 1:] <= there[:, :-1]).all())
-    assert not told or torch.equal(there.sum(1), lengths)
+    assert not given_lengths or torch.equal(there.sum(1), lengths)
     for row in found:
         words = row[row != model.pad].tolist()
         assert (words[0], words[-1]) == (model.start[0], model.end[0]) and len(words) >= 3
@@ -275,8 +277,8 @@ def test_several_sentences_are_read_in_whatever_order(running: Text) -> None:
     wave, truth = seen_of(known, running, 15)
     lengths = torch.stack([(t.x != 0).sum(1).sort().values for t in truth])
     found = run(replace(SMALL, passes=2), wave, replace(known, text=Sentences(lengths)), 400)
-    for r, told in zip(found, lengths, strict=True):
-        assert r.x is not None and torch.equal((r.x != 0).sum(1), told)
+    for r, length in zip(found, lengths, strict=True):
+        assert r.x is not None and torch.equal((r.x != 0).sum(1), length)
 
     def shared(answers: list[Reconstruction]) -> int:
         pairs = [(t.x, r.x) for t, r in zip(truth, answers, strict=True) if r.x is not None]
@@ -312,7 +314,7 @@ def test_when_its_seconds_are_over_it_answers_and_says_so(said: Text) -> None:
     wave, _ = seen_of(known, said)
     for found in run(SMALL, wave, known, 10**6, seconds=1e-3):
         assert found.status == "out_of_budget" and found.x is not None
-        assert "of 1000000 steps of training when its seconds were over" in found.reason
+        assert "of 1000000 steps: its seconds were over" in found.reason
 
 
 def test_training_ends_where_held_out_sentences_become_no_likelier(said: Text) -> None:
@@ -328,14 +330,14 @@ def test_training_ends_where_held_out_sentences_become_no_likelier(said: Text) -
 @pytest.mark.parametrize(
     ("change", "attack", "reason"),
     [
-        (lambda k: replace(k, text=None), SMALL, "words are looked for, and the model reads images"),
-        (lambda k: replace(k, model=mlp((1, 2, 2), 2)), SMALL, "the model reads images"),
+        (lambda k: replace(k, text=None), SMALL, "needs a language model"),
+        (lambda k: replace(k, model=mlp((1, 2, 2), 2)), SMALL, "needs a language model"),
         (lambda k: replace(k, auxiliary=None), SMALL, "the attacker has none"),
         (lambda k: replace(k, batch_size=100), SMALL, "takes at least 400 auxiliary"),
         (lambda k: k, replace(SMALL, buckets=10**9), "buckets must lie in 1.."),
     ],
 )
-def test_what_it_needs_and_does_not_have_is_told(
+def test_what_it_needs_and_does_not_have_is_reported(
     change: Callable[[Knowledge], Knowledge], attack: learning_to_invert_text, reason: str, said: Text
 ) -> None:
     known = known_of(said, 40)

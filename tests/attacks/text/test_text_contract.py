@@ -23,7 +23,7 @@ pytest.importorskip("transformers", reason="the extra [text] is not installed")
 SMALL: dict[str, dict[str, Any]] = {
     "lamp": {"lm_steps": 10, "draws": 3, "orders": 3, "period": 2, "candidates": 4},
 }
-NAMES = [name for name in ATTACK.names() if name.startswith(TEXT_ATTACKS)]
+NAMES = [entry.name for entry in ATTACK.entries() if entry.group == TEXT_ATTACKS]
 STATUSES = {"converged", "out_of_budget", "diverged", "not_applicable"}
 BUDGET = Budget(4)
 every = pytest.mark.parametrize("name", NAMES)
@@ -173,6 +173,7 @@ GARBAGE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.product
 @every
 @pytest.mark.parametrize("garbage", GARBAGE)
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -182,6 +183,7 @@ def test_garbage_gives_a_status_never_an_exception(name: str, garbage: str, batc
     well_formed(run(name, spoilt, known), spoilt, known)
 
 
+@pytest.mark.product
 @every
 @pytest.mark.parametrize("task", TASKS)
 def test_two_sentences_an_update_are_read_or_refused_with_a_reason(name: str, task: str, make_federation: Make) -> None:

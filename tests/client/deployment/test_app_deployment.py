@@ -349,7 +349,7 @@ def test_neither_a_restart_nor_a_new_run_gives_more_answers(write: Write) -> Non
             assert torch.equal(trained(path, run=2), x)
         reply = app(question({"c": near(x, 0.4)}), context(path, run=run))
         assert dict(reply.content.metric_records["psnr"]) == {}
-        assert "2 questions of these examples were answered" in str(reply.content.config_records["refused"]["c"])
+        assert "2 questions about these examples were answered" in str(reply.content.config_records["refused"]["c"])
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_its_own_audit_lets_an_update_go_that_hides_its_image(write: Write) -> N
 def test_an_audit_that_does_not_apply_lets_nothing_out(write: Write) -> None:
     path = write(guard=OWN)  # four examples: the analytic attack says that it is not for them
     assert error(app(ask(1), context(path))) == (WITHHELD, REASON)
-    assert log(path)[-1]["cause"].startswith("its audit says nothing: ")
+    assert log(path)[-1]["cause"].startswith("its audit failed: ")
 
 
 def test_an_audit_that_is_none_is_the_owners_mistake_and_lets_nothing_out(write: Write) -> None:

@@ -158,7 +158,7 @@ def test_counts_outlive_the_process_and_are_of_one_batch_in_whatever_rounds(tmp_
         told = grade(grading, ClientFolder(tmp_path), 1, truth, {f"a{i}": off_by(truth, 10.0 + i)})
         assert told.psnr
     refused = grade(grading, ClientFolder(tmp_path), 1, truth, {"a3": off_by(truth, 20.0)})
-    assert "3 questions of these examples were answered" in refused.refused["a3"]
+    assert "3 questions about these examples were answered" in refused.refused["a3"]
     assert not grade(grading, ClientFolder(tmp_path), 2, truth, {"a3": off_by(truth, 20.0)}).psnr, "the same examples"
     assert grade(grading, ClientFolder(tmp_path), 1, batch(seed=1), {"a3": batch(seed=2).x}).psnr, (
         "another batch, drawn anew"

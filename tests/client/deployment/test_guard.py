@@ -95,7 +95,7 @@ def test_an_audit_that_can_say_nothing_lets_nothing_out() -> None:
 
     told: list[str] = []
     assert held_back(behind(guard(audit=audit, note=told.append), moved(0.1)))
-    assert told == ["its audit says nothing: does not apply to two examples"]
+    assert told == ["its audit failed: does not apply to two examples"]
 
 
 def test_the_dear_check_comes_last() -> None:
@@ -138,7 +138,7 @@ def test_a_message_of_several_records_needs_one_called_arrays() -> None:
         raise AssertionError("it is refused before")
 
     content = RecordDict({"a": ArrayRecord(SENT), "b": ArrayRecord(SENT)})
-    with pytest.raises(ValueError, match="guard wants one ArrayRecord in a message, or one called 'arrays'"):
+    with pytest.raises(ValueError, match="guard expects one ArrayRecord in a message, or one called 'arrays'"):
         app(Message(content, dst_node_id=2, message_type="train"), Context(1, 2, {}, RecordDict(), {}))
 
 
@@ -151,4 +151,4 @@ def test_a_reply_under_other_names_does_not_go_round_the_norm() -> None:
     for names in (("weight", "b"), ("w",), ("w", "b", "c")):
         reply = {name: torch.full((2,), 1e6) for name in names}
         assert held_back(behind(guard(max_norm=1.0, note=told.append), reply))
-    assert told == ["the reply has no weights of the names that were sent"] * 3
+    assert told == ["the reply has no weights with the names that were sent"] * 3

@@ -10,7 +10,7 @@ from quickstart.task import Net
 
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
-from fedgauge.simulations.run.simulate import create_run
+from fedgauge.simulations.run.create import create_run
 
 app = ServerApp()
 

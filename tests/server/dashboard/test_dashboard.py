@@ -5,6 +5,7 @@ import base64
 import io
 import itertools
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -28,6 +29,7 @@ import fedgauge.server.views.gallery
 from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.defenses.accounting import spent
+from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
@@ -39,6 +41,7 @@ from fedgauge.server.views.overview import progress
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.verdict import verdict
+from fedgauge.simulations.cli.main import main
 
 Get = Callable[..., Any]
 
@@ -115,6 +118,17 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
     assert page["progress"] | {"done": 16} == page["progress"], "two rounds, two clients, two attacks, two baselines"
     assert page["participation"]["rejected"] == 2
     assert {row["attack"]: row["n"] for row in page["summary"]}["inverting_gradients"] == 8
+
+
+def test_a_run_of_the_predecessor_is_listed_with_the_reason_and_hides_no_other(
+    get: Get, folder: Path, write_former_run: Callable[[Path], Path]
+) -> None:
+    write_former_run(folder / "former")
+    runs = {run["id"]: run for run in get("/api/runs")["runs"]}
+    assert "error" not in runs["complete"]
+    assert "is a run of fedleak" in runs["former"]["error"]
+    assert "fedleak" in get("/api/runs/former/overview", 503)["error"]
+    assert get("/api/runs/complete/overview")["name"] == "complete"
 
 
 def test_no_end_is_foretold_while_the_attacks_wait_for_rounds(attacked_run: Run, tmp_path: Path) -> None:
@@ -628,6 +642,12 @@ def test_every_answer_forbids_what_the_page_does_not_need(folder: Path) -> None:
             assert headers["cache-control"] == "no-store"
 
 
+def test_the_page_loads_every_script_and_reports_get_those_that_draw(get: Get) -> None:
+    loaded = re.findall(r'src="/static/([^"]*)" defer', get("/"))
+    assert loaded == [*DRAWING, "views.js", "page.js"]
+    assert sorted(loaded) == sorted(path.name for path in STATIC.glob("*.js"))
+
+
 def test_the_page_itself_is_served_at_every_address_of_a_view(get: Get) -> None:
     page = get("/")
     assert "<script" in page
@@ -681,19 +701,28 @@ def test_watch_tells_the_address_and_ends_on_request(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (["nowhere"], "nowhere is no folder: name a run, or the folder in which runs are kept"),
+    (["nowhere"], "nowhere is not a folder: name a run, or the folder in which runs are kept"),
     ([".", "--port", "{taken}"], "choose another --port"),
     ([".", "--port", "99999"], "expected a number from 0 to 65535, got '99999'"),
     ([".", "--host", "203.0.113.1"], "choose another --host"),
 ])  # fmt: skip
-def test_watch_says_what_cannot_be(tmp_path: Path, options: list[str], words: str) -> None:
+def test_watch_says_what_cannot_be(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         filled = [o.format(taken=taken.getsockname()[1]) for o in options]
-        command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "watch", *filled]
-        root = Path(__file__).resolve().parents[2]
-        ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2
-    assert words in ended.stderr
-    assert "Traceback" not in ended.stderr
+        try:
+            status: object = main(["watch", *filled])
+        except SystemExit as refused:  # by argparse
+            status = refused.code
+    assert status == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said

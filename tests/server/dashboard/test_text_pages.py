@@ -26,8 +26,8 @@ from fedgauge.server.views.scores import OF_TEXT, Scores
 from fedgauge.server.views.verdict import verdict
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.terminal import LiveDisplay
-from fedgauge.simulations.live.view import words
-from fedgauge.simulations.reports.figures import write_figures
+from fedgauge.simulations.live.view import progress_line
+from fedgauge.simulations.reports.figures.write import write_figures
 from fedgauge.simulations.reports.report import write_report
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
@@ -151,7 +151,7 @@ def test_the_terminal_shows_sentences_and_percent(run: Run) -> None:
     with run.ledger() as ledger:
         run_progress = RunProgress(ledger, run.scenario(), training=True)
         run_progress.refresh(force=True)
-        assert "ROUGE-1 best" in words(run_progress) and "dB" not in words(run_progress)
+        assert "ROUGE-1 best" in progress_line(run_progress) and "dB" not in progress_line(run_progress)
         console.print(LiveDisplay(run_progress, run, console))
         drawn = console.export_text()
         assert run_progress.best is not None

@@ -181,6 +181,7 @@ def test_a_worker_killed_in_the_middle_of_a_wave_costs_an_attempt_and_no_row(
     }
 
 
+@pytest.mark.full
 def test_an_update_that_always_kills_its_worker_fails_with_a_row_and_the_others_go_on(
     run: Run, ray_executor: RayExecutor
 ) -> None:

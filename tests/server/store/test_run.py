@@ -92,7 +92,7 @@ def test_what_an_attack_remembers_is_the_owners_and_known_by_its_digest(run: Run
     assert kept.keys() == memory.keys()
     assert all(torch.equal(kept[name], t) and kept[name].dtype == t.dtype for name, t in memory.items())
     assert run.write_memory(1, 3, "feedback", {**memory, "images": torch.tensor(3)}) != digest
-    with pytest.raises(TapeError, match=f"{path} is damaged: its digest is not the one that the ledger recorded"):
+    with pytest.raises(TapeError, match=f"{path} is damaged: its digest differs from the one that the ledger recorded"):
         run.read_memory(1, 3, "feedback", digest)
 
 

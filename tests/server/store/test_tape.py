@@ -101,7 +101,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
         spoiled = bytearray(original)
         spoiled[position] ^= 1 << (position % 8)
         (tmp_path / name).write_bytes(spoiled)
-        with pytest.raises(TapeError, match=f"{name} is damaged: its digest is not the one that the ledger recorded"):
+        with pytest.raises(TapeError, match=f"{name} is damaged: its digest differs from the one that the ledger recorded"):
             tape.read(3, 7, digest)
 
 

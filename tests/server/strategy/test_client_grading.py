@@ -26,8 +26,8 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.client_grading import ANSWERING, UNGRADED, Grader, grading_summary, read
+from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower, train
-from fedgauge.simulations.run.simulate import create_run
 
 CHAIN = [{"use": "local_sgd", "rate": 0.1}]
 ATTACKS = [
@@ -149,7 +149,7 @@ def test_an_attack_that_left_no_images_is_a_row_with_its_status_and_no_question(
         assert {r["status"] for r in rows} == {"not_applicable"}
         assert [r["value"] for r in rows] == [None] * (2 * 3 * 2)
         assert len([r for r in ledger.scores("psnr") if r["attack"] == "wrong_client(analytic)"]) == 2 * 3 * 2
-        assert not any("analytic" in (r["words"] or "") for r in ledger.graded())
+        assert not any("analytic" in (r["note"] or "") for r in ledger.graded())
 
 
 def test_the_cards_say_who_graded_and_how_exactly(pair: tuple[Run, Run]) -> None:
@@ -312,7 +312,7 @@ def test_a_client_that_stays_away_leaves_a_row_that_says_so(tmp_path: Path) -> N
         rows = [r for r in ledger.scores("psnr") if r["client"] == 1 and r["attack"] == "inverting_gradients"]
         assert [(r["status"], r["value"]) for r in rows] == [(UNGRADED, None)]
         card = cards(ledger)["inverting_gradients"]
-        assert card.endswith("graded by the clients, to 0.5 dB; not graded (1 of 3): it was not there")
+        assert card.endswith("graded by the clients, to 0.5 dB; not graded (1 of 3): it was not connected")
 
 
 def test_grading_is_off_unless_the_owner_says_otherwise(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_beyond_an_owners_number_of_questions_the_floors_go_first(tmp_path: Path
         told = psnr(ledger)
         assert all(v is not None for v in told[1, 0, "inverting_gradients"])
         assert told[1, 0, "mean_image"] == [None]
-        assert "1 questions of these examples were answered" in cards(ledger)["mean_image"]
+        assert "1 questions about these examples were answered" in cards(ledger)["mean_image"]
 
 
 def test_waiting_ends_when_the_service_is_done(tmp_path: Path) -> None:
@@ -439,8 +439,8 @@ def test_a_clients_words_are_shown_as_one_short_line() -> None:
 
 
 def test_what_is_said_of_many_jobs() -> None:
-    def row(words: str, jobs: int) -> dict[str, Any]:
-        return {"attack": "dlg", "words": words, "jobs": jobs}
+    def row(note: str, jobs: int) -> dict[str, Any]:
+        return {"attack": "dlg", "note": note, "jobs": jobs}
 
     assert grading_summary([row("graded to 0.5 dB", 4)]) == "graded by the clients, to 0.5 dB"
     assert grading_summary([row("not graded: no", 4)]) == "not graded: no"
@@ -482,7 +482,7 @@ def test_labels_cannot_be_given_where_nobody_has_them(tmp_path: Path, observe: C
 
 def test_a_simulated_secure_sum_is_refused_in_a_deployment(tmp_path: Path) -> None:
     scenario = small(secure_sum={"group": 3})
-    with pytest.raises(SpecError, match=r"\[secure_sum\] is of simulations"):
+    with pytest.raises(SpecError, match=r"\[secure_sum\] works in simulations only"):
         create_run(scenario, tmp_path / "run", mode="deployment")
 
 

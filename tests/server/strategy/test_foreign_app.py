@@ -27,7 +27,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.launch import child_environment
 
-APP = Path(__file__).resolve().parents[1] / "foreign"
+APP = Path(__file__).resolve().parents[2] / "foreign"
 CONFIG = {"num-server-rounds": 2, "local-epochs": 1, "learning-rate": 0.1, "batch-size": 8, "examples": 64}
 CLIENTS = 3
 

@@ -31,10 +31,10 @@ from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.server_attacks import server_attack_effects
-from fedgauge.simulations.live.progress import guarded
+from fedgauge.simulations.live.participation import guarded
 from fedgauge.simulations.reports.report import write_report
+from fedgauge.simulations.run.create import cards
 from fedgauge.simulations.run.in_memory import train
-from fedgauge.simulations.run.simulate import cards
 
 FISHING = {"use": "class_fishing", "target": 3}
 LONE = {"use": "lone_example", "iterations": 40}
@@ -123,11 +123,11 @@ def test_the_audit_attacks_each_at_the_weights_it_was_sent_and_says_whose_server
         progress = ledger.progress()
         assert (progress.queued, progress.failed) == (0, 0)
         found = {(r["round"], r["client"]): r["status"] for r in ledger.scores() if r["attack"] == "lone_example"}
-        (knowledge_card,) = [a["knowledge"] for a in ledger.attacks() if a["name"] == "lone_example"]
+        (card,) = [a["knowledge"] for a in ledger.attacks() if a["name"] == "lone_example"]
     fishy = bool((scenario.federation.batch_at(1, 2).y == 3).any())
     assert found.pop((2, 1)) == ("converged" if fishy else "not_applicable")
     assert set(found.values()) == {"not_applicable"}  # at honest weights nothing is isolated
-    assert "malicious server: class_fishing(target=3) to client 1 in round 2" in knowledge_card
+    assert "malicious server: class_fishing(target=3) to client 1 in round 2" in card
     honest = make_scenario()
     assert "honest server" in knowledge_card(honest.federation, PlannedAttack("x", {"use": "dlg"}))
 
@@ -253,7 +253,7 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
     )
     with Reading(run).now() as reading:
         page, report = overview(reading), write_report(run).read_text()
-    assert {d["name"]: d["words"] for d in page["misdeeds"]} == told
+    assert {d["name"]: d["words"] for d in page["server_attacks"]} == told
     assert "The malicious server" in report and "altered messages and 0 of 7 honest ones" in report
 
 
@@ -300,7 +300,7 @@ def test_nobody_is_said_to_have_inspected_where_nobody_does(
 ) -> None:
     with fishing.ledger() as ledger:
         told = server_attack_effects(fishing.scenario(), Scores.read(ledger), ledger)
-    assert told["noticed"].startswith("no client's guard has said anything")
+    assert told["noticed"].startswith("no client's guard reported anything")
 
 
 def test_statistics_met_at_altered_weights_are_left_out_with_the_answers(
@@ -342,22 +342,22 @@ def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"server": "honest"}, '[[server_attack]] is of a malicious server: say server = "malicious"'),
-        ({"server_attack": []}, 'server = "malicious" needs a [[server_attack]]; use is one of fedgauge.attacks.malicious.'),
+        ({"server": "honest"}, '[[server_attack]] needs a malicious server'),
+        ({"server_attack": []}, 'server = "malicious" needs a [[server_attack]]; use is one of carried_input, class_fishing'),
         ({"server": "evil"}, "server must be one of 'honest', 'malicious', got 'evil'"),
         ({"server_attack": [{"use": "fly_fishing"}]}, "[[server_attack]] #1: "),
         ({"server_attack": [{**FISHING, "target": 10}]}, "[[server_attack]] #1: class_fishing: target must be"),
         ({"server_attack": [{**FISHING, "clients": [3]}]}, "[[server_attack]] #1: clients must lie in 0..2, got 3"),
         ({"server_attack": [{**FISHING, "rounds": [0]}]}, "[[server_attack]] #1: rounds must lie in 1..3, got 0"),
-        ({"server_attack": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave nobody whom it meets"),
-        ({"server_attack": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: it meets the same client"),
-        ({"server_attack": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "a [secure_sum] hides that"),
-        ({"server_attack": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it reads class_fishing or feature_fishing, and"),
-        ({"server_attack": [DEAD], "attack": [TARGET]}, "lone_target: it takes a secure sum apart"),
-        ({"server_attack": [{"use": "trap_weight"}]}, "did you mean 'attacks.dish"),
+        ({"server_attack": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave no client to attack"),
+        ({"server_attack": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: it attacks the same client"),
+        ({"server_attack": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "which [secure_sum] hides"),
+        ({"server_attack": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it decodes class_fishing or feature_fishing, and"),
+        ({"server_attack": [DEAD], "attack": [TARGET]}, "lone_target: it reads a secure sum"),
+        ({"server_attack": [{"use": "trap_weight"}]}, "did you mean 'trap_weights'"),
         ({"server_attack": [{"use": FISHING["use"]}]}, "client 0 draws its batches of 2 from "),
         ({"server_attack": [DEAD], "model": {"use": "mlp", "hidden": []}}, "no layer with a bias"),
-        ({"model": {"use": "mlp", "architectures": []}}, "architectures is a key of malicious servers"),
+        ({"model": {"use": "mlp", "architectures": []}}, "[model]: architectures is set by a malicious server"),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_carried_out_is_refused(

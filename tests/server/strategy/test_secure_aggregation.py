@@ -403,7 +403,7 @@ def test_a_reply_that_the_door_refuses_costs_its_group_the_round(kit: Any) -> No
     told = {s.client: s.reason for s in intakes[0].refused}
     assert told.pop(5) == "1.bias has entries that are not finite"
     assert told == dict.fromkeys(
-        (4, 6, 7), "no secure sum: client 5 of its group failed, which is no straggler of the scenario's"
+        (4, 6, 7), "no secure sum: client 5 of its group failed, and it is not one of the scenario's stragglers"
     )
 
 
@@ -414,7 +414,7 @@ def test_a_reply_that_the_door_refuses_costs_its_group_the_round(kit: Any) -> No
         ({"audit": {"clients": [1]}}, r"named by its first client: choose from \[0, 4\]"),
         (
             {"audit": {"clients": [0]}, "secure_sum": {"group": 4, "drawn": True}},
-            "leave it out, as groups are drawn anew in each round",
+            "leave it out, as each round draws new groups",
         ),
     ],
 )

@@ -101,6 +101,7 @@ def test_the_engine_benchmark_gives_a_row_for_every_cell(steps: Steps) -> None:
     assert steps.complete()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(missing(torch.device("cpu")) != "", reason="torch.compile needs a compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile itself uses
 @pytest.mark.slow
@@ -223,6 +224,7 @@ def test_a_process_that_keeps_its_rounds_is_caught(tmp_path: Path) -> None:
         assert [f.met for f in figures if "growth" in f.name] == met
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_memory_runs_training_and_audit_as_processes(steps: Steps) -> None:
     figures = by_name(memory(steps, clients=2, rounds=2, iterations=1))
@@ -230,6 +232,7 @@ def test_memory_runs_training_and_audit_as_processes(steps: Steps) -> None:
     assert steps.complete()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_memory_of_flower_watches_the_serverapp(steps: Steps) -> None:
     figures = by_name(memory_of_flower(steps, clients=2, rounds=2, iterations=1))

@@ -8,6 +8,7 @@ from fedgauge.simulations.benchmarks.__main__ import BENCHMARKS
 from fedgauge.simulations.benchmarks.learned_inversion import learning
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_generation_training_and_a_federation_are_measured() -> None:
     told: list[tuple[int, int]] = []

@@ -22,12 +22,12 @@ from rich.console import Console
 
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.deploy import lifecycle
+from fedgauge.simulations.deploy import local_start
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.lifecycle import register
 from fedgauge.simulations.deploy.pki import write_authority, write_node_key
 from fedgauge.simulations.deploy.services import Service, supernode
 from fedgauge.simulations.deploy.supervisor import LocalDeployment
+from fedgauge.simulations.deploy.train import register
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.launch import TrainingFailed
 from fedgauge.simulations.run.simulate import Interrupt
@@ -232,6 +232,7 @@ class Wire:
                     end.close()
 
 
+@pytest.mark.full
 def test_one_run_through_many_faults_ends_complete(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -279,12 +280,12 @@ def test_one_run_through_many_faults_ends_complete(
             raise
 
     with monkeypatch.context() as patched, (tmp_path / "screen").open("w") as screen:
-        patched.setattr(lifecycle, "LocalDeployment", Troubled)
+        patched.setattr(local_start, "LocalDeployment", Troubled)
         thread = threading.Thread(target=told, daemon=True)
         thread.start()
         try:
             with pytest.raises(TrainingFailed) as failed:
-                lifecycle.up(deployment, Console(file=screen), interrupt, "quiet")
+                local_start.up(deployment, Console(file=screen), interrupt, "quiet")
         finally:
             thread.join(60)
             print(*faults)  # why, where the run did not fail
@@ -304,7 +305,7 @@ def test_one_run_through_many_faults_ends_complete(
     finally:
         second.kill()
     assert second.returncode == 0, said
-    assert f"{run.name} goes on where it stopped" in said and deployment.runs() == [run]
+    assert f"{run.name} continues where it stopped" in said and deployment.runs() == [run]
     complete(run, rounds=4, clients=3)
 
 
@@ -354,6 +355,7 @@ def joined(cluster: LocalDeployment) -> list[str]:
     return [line for line in listed if "ray.scripts.scripts" in line and address in line]
 
 
+@pytest.mark.full
 def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     cluster: LocalDeployment, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
 ) -> None:

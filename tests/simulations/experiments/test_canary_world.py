@@ -14,7 +14,7 @@ from fedgauge.simulations.experiments.canary_world import DELTA, MechanismCase, 
 def test_rows_stand_beside_the_epsilon_of_an_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = torch.zeros(4000)
     cases = [MechanismCase("one", 1.0, (nobody,)), MechanismCase("four", 3.0, (nobody,) * 4)]
-    monkeypatch.setattr(canary_world, "cases", lambda seed: iter(cases))
+    monkeypatch.setattr(module, "cases", lambda seed: iter(cases))
     rows = canary_world(n=20, iterations=40)
     assert [(r.cell, r.attack) for r in rows if r.metric == "epsilon"] == [
         ("one", "final model"),
@@ -24,7 +24,7 @@ def test_rows_stand_beside_the_epsilon_of_an_accountant(monkeypatch: pytest.Monk
     for row in rows:
         sigma = 1.0 if row.cell == "one" else 3.0 / 2  # four releases are as one with half the noise
         assert row.reference == pytest.approx(dp_accounting.get_epsilon_gaussian(sigma, DELTA), rel=1e-6)
-        assert row.low < row.here < row.high
+        assert row.low is not None and row.high is not None and row.low < row.here < row.high
         if row.metric == "epsilon":
             assert abs(row.here - row.reference) < 3 * (row.high - row.here) / 1.96
     assert all(row.n == 20 for row in rows)

@@ -88,13 +88,13 @@ def test_candidates_are_different_short_and_numbered_as_the_list() -> None:
 
 @pytest.mark.parametrize("count", [0, 50**3 + 50**2 + 51])
 def test_as_many_candidates_as_there_are_not_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"there are 127550 policies of at most 3 operations, {count} were asked for"):
+    with pytest.raises(ValueError, match=f"127550 policies of at most 3 operations, got .*{count}$"):
         candidates(count, seeded())
 
 
 @pytest.mark.parametrize("images", [(0, 10), (10, 1), (65, 10), (10, 65)])
 def test_images_that_there_are_not_are_refused(images: tuple[int, int], make_federation: Make) -> None:
-    with pytest.raises(ValueError, match=f"of 64 auxiliary ones; asked for {images[0]} and {images[1]}"):
+    with pytest.raises(ValueError, match=f"at most 64 .*got {images[0]} and {images[1]}"):
         PolicyScorer(make_federation(data={"auxiliary": 64}), images)
 
 
@@ -173,4 +173,4 @@ def test_a_mistake_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err == f"search_ats: {tmp_path / 'none.toml'}: there is no such file\n"
     (tmp_path / "s.toml").write_text(SCENARIO)
     assert main([str(tmp_path / "s.toml"), "--images", "100", "8"]) == 2
-    assert "of 64 auxiliary ones; asked for 100 and 8" in capsys.readouterr().err
+    assert "got 100 and 8" in capsys.readouterr().err

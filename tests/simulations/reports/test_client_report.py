@@ -42,13 +42,13 @@ def lived(state: ClientFolder) -> None:
         "graded",
         round=1,
         run=10**15,
-        reported=reported,
+        told=reported,
         answered=2,
         precision=0.5,
         exact=exact,
         refused={"idlg": "too many"},
     )
-    state.note("graded", round=1, run=10**15, reported=reported, answered=2, precision=0.5, exact={}, refused={})
+    state.note("graded", round=1, run=10**15, told=reported, answered=2, precision=0.5, exact={}, refused={})
     state.note("withheld", run=10**15, round=3, cause="its norm is 9, above max_norm 5")
     for _ in range(2):
         state.note("refused", run=10**15, what="train", reason="this client has answered in round 2 of this run")

@@ -296,7 +296,7 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
     ]
     words = page.words
     start = words.index("complete", words.index("complete") + 1)
-    order = [words.index(w, start) for w in ("The clients' images", "invertible personal data", "Accuracy and leakage")]
+    order = [words.index(w, start) for w in ("The clients' images", "contains personal data", "Accuracy and leakage")]
     assert order == sorted(order)
     for needed in (
         "4 updates accepted, 2 rejected, 0 missing",
@@ -494,7 +494,7 @@ def test_a_run_not_attacked_yet_names_the_command(tmp_path: Path) -> None:
     assert f"16 of 16 attacks have not been done yet. Go on with: fedgauge audit {run.folder}" in page.words
     assert "no attack has been done" in page.words
     assert page.data["overview"]["accuracy"]["x"] == [0, 1, 2]
-    assert "Not done yet: it is done before the first attack." in page.words
+    assert "Not done yet: it runs before the first attack." in page.words
 
 
 def test_an_interrupted_run_shows_what_there_is(tmp_path: Path) -> None:
@@ -566,7 +566,7 @@ def test_what_attacks_said_of_themselves_stands_under_the_results(attacked: Run)
     with attacked.ledger() as ledger:
         (told,) = ledger.reasons()
     assert [row for row in page.rows if row[0] == "analytic" and len(row) == 3] == [["analytic", "4", told["reason"]]]
-    start = page.words.index("What attacks said of themselves")
+    start = page.words.index("Reasons that attacks gave")
     assert page.words.index("All rounds together") < start < page.words.index("Private images and their reconstruc")
 
 
@@ -632,7 +632,7 @@ def test_a_quickstart_is_shown_whole_below_six_megabytes(tmp_path: Path) -> None
 def test_a_large_gallery_is_a_choice_that_says_so(attacked: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedgauge.simulations.reports.sampling.BYTES", 1)
     page = page_of(attacked)
-    assert "A choice: 3 of 4 examples, of 1 of 2 attacked rounds" in page.words
+    assert "A selection: 3 of 4 examples, of 1 of 2 attacked rounds" in page.words
     with attacked.ledger() as ledger:
         rows = [r for r in ledger.scores("psnr") if r["attack"] == "inverting_gradients"]
     worst = max(rows, key=lambda r: r["value"])
@@ -671,7 +671,7 @@ def test_the_choice_keeps_to_its_room_and_hides_no_extreme(
         if graded:
             most = [k for k, why in keys.items() if why == "leaked most"]
             assert graded[most[0]] == max(graded.values())
-            least = [k for k, why in keys.items() if why == "hid best"] or most
+            least = [k for k, why in keys.items() if why == "leaked least"] or most
             assert graded[least[0]] == min(graded.values())
     everything = [v for keys in strengths.values() for v in keys.values() if not math.isnan(v)]
     if everything:

@@ -11,7 +11,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.simulations.reports.pdf import BROWSERS
 from fedgauge.simulations.reports.screenshots import HEIGHT, PICTURES, VIEWS, WIDTH, figure, main, photograph, terminal
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_readme_shows_every_picture_that_is_kept() -> None:

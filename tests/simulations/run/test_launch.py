@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def deaf_child(training: TrainingProcess) -> subprocess.Popen[bytes]:
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
     return child
+
+
+def test_the_app_that_flower_hands_to_every_client_holds_no_code(training: TrainingProcess) -> None:
+    launch.write_app(training.scratch, training.run, training.scenario)
+    (shipped,) = (path for path in (training.scratch / "app").rglob("*") if path.is_file())
+    assert shipped.name == "pyproject.toml"
+    components = tomllib.loads(shipped.read_text())["tool"]["flwr"]["app"]["components"]
+    assert components == {"serverapp": "fedgauge.server.app:app", "clientapp": "fedgauge.client.app:app"}
 
 
 @linux
@@ -141,5 +150,5 @@ def test_a_submission_asks_for_its_own_run(training: TrainingProcess, answering)
 
 def test_a_submission_that_was_refused_never_began(training: TrainingProcess, answering) -> None:  # type: ignore[no-untyped-def]
     answering("echo never asked; exit 1", begun="no SuperLink is there")
-    with pytest.raises(TrainingFailed, match="it never began"):
+    with pytest.raises(TrainingFailed, match="it never started"):
         training.verify()

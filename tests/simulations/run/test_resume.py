@@ -21,7 +21,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import in_memory, processes
-from fedgauge.simulations.run.simulate import create_run, resume
+from fedgauge.simulations.run.create import create_run, resume
 
 TABLES: dict[str, Any] = {
     "seed": 3,
@@ -107,7 +107,7 @@ def test_a_run_of_other_versions_says_which(stopped: Run, capsys: pytest.Capture
     facts = json.loads(path.read_text())
     now, facts["packages"][package] = facts["packages"][package], "0.0.7"
     path.write_text(json.dumps(facts))
-    assert f"was begun with {package} 0.0.7, and this is {package} {now}" in refused(stopped, capsys)
+    assert f"was started with {package} 0.0.7, and this is {package} {now}" in refused(stopped, capsys)
 
 
 def test_a_deployments_run_is_not_gone_on_with_as_a_simulation(
@@ -116,10 +116,10 @@ def test_a_deployments_run_is_not_gone_on_with_as_a_simulation(
     with stopped.ledger() as ledger:
         ledger.set_meta(mode="deployment")
         before = ledger.rounds()
-    assert "go on with: the server that began it" in refused(stopped, capsys), "of an app of somebody's own"
+    assert "continue with: the server that began it" in refused(stopped, capsys), "of an app of somebody's own"
     (tmp_path / "keys").mkdir()
     assert (
-        f"a deployment's run, which a simulation must not go on with; go on with: fedgauge deploy up {tmp_path} --local"
+        f"a deployment's run, which a simulation must not continue; continue with: fedgauge deploy up {tmp_path} --local"
         in (refused(stopped, capsys))
     )
     with stopped.ledger() as ledger:
@@ -152,7 +152,7 @@ def test_a_scenario_or_a_run_and_not_both(stopped: Run, capsys: pytest.CaptureFi
     scenario = str(stopped.folder / "scenario.toml")
     for arguments in ([], [scenario, "--resume", str(stopped.folder)]):
         assert main(["run", *arguments]) == 2
-        assert "a SCENARIO.toml to begin with, or --resume RUN" in capsys.readouterr().err
+        assert "a SCENARIO.toml to start, or --resume RUN" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

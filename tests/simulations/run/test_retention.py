@@ -73,10 +73,10 @@ def test_the_days_are_the_scenarios_unless_the_command_says_others(
     other = make_taped(run.folder.parent / "other", make_scenario(), rounds=1)
     everything = ["prune", "--runs", str(run.folder.parent)]
     assert main([*everything, "--days", "100000"]) == 0
-    assert capsys.readouterr().out.count("kept, as it is younger than 100000.0 days") == 2
+    assert capsys.readouterr().out.count("kept; it is younger than 100000.0 days") == 2
     assert main(everything) == 0
     told = capsys.readouterr().out
-    assert "other: kept, as neither --days nor its [tape] retention_days says" in told and "old: 1" in told
+    assert "other: kept; set --days, or [tape] retention_days" in told and "old: 1" in told
     assert list(private(other)) and not list(private(run))
 
 

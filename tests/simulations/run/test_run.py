@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,11 @@ import pytest
 from fedgauge.attacks.grading.replay import TOLERANCE
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import in_memory
+from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.processes import MARK
-from fedgauge.simulations.run.simulate import create_run
 
 OURS = uuid.uuid4().hex
 
@@ -84,21 +86,25 @@ def marked_processes() -> list[int]:
     return found
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One complete run, attacked by Ray workers while it trained."""
-    folder = tmp_path_factory.mktemp("run")
+def run_small(folder: Path) -> None:
     (folder / "small.toml").write_text(SCENARIO)
     done = fedgauge("run", str(folder / "small.toml"), "--runs", str(folder / "runs"))
     assert done.returncode == 0, done.stderr
     last = done.stdout.strip().splitlines()[-1]
     assert Path(last).is_dir(), f"the run folder is printed last, alone on its line; got {last!r}"
     assert "report.html" in done.stdout
-    return Run.open(Path(last))
+    assert marked_processes() == []
+
+
+@pytest.fixture(scope="module")
+def finished(shared_folder: Callable[[str, Callable[[Path], object]], Path]) -> Run:
+    """One complete run, attacked by Ray workers while it trained; not to be changed."""
+    (folder,) = (shared_folder("run", run_small) / "runs").iterdir()
+    return Run.open(folder)
 
 
 @pytest.mark.slow
-def test_a_real_federation_is_trained_attacked_and_reported(finished: Run) -> None:
+def test_a_real_federation_is_trained_attacked_and_reported(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with finished.ledger() as ledger:
         progress, meta = ledger.progress(), ledger.meta()
         assert [r["round"] for r in ledger.rounds()] == [0, 1, 2, 3, 4]
@@ -114,8 +120,8 @@ def test_a_real_federation_is_trained_attacked_and_reported(finished: Run) -> No
         assert len(baseline) == 6 and max(baseline) < 25
     assert (finished.folder / "report.html").stat().st_size > 100_000
     assert (finished.folder.stat().st_mode & 0o777) == 0o700
-    exported = fedgauge("export", str(finished.folder))
-    rows = list(csv.DictReader(io.StringIO(exported.stdout)))
+    assert main(["export", str(finished.folder)]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert list(rows[0]) == [
         "run",
         "round",
@@ -131,12 +137,34 @@ def test_a_real_federation_is_trained_attacked_and_reported(finished: Run) -> No
         "delta",
     ]
     assert {r["attack"] for r in rows} >= {"analytic", "inverting_gradients", "mean_image", "wrong_client(analytic)"}
-    assert fedgauge("runs", "--runs", str(finished.folder.parent)).stdout.count("complete") == 1
-    assert marked_processes() == []
+    assert main(["runs", "--runs", str(finished.folder.parent)]) == 0
+    assert capsys.readouterr().out.count("complete") == 1
+
+
+def same_training(blind: Run, curious: Run) -> bool:
+    """Whether a run whose server kept nothing trained what the curious one trained."""
+    assert blind.model.read_bytes() == curious.model.read_bytes()
+    assert list((blind.folder / "tape").iterdir()) == []
+    with blind.ledger() as a, curious.ledger() as b:
+        assert [(r["round"], r["accuracy"], r["loss"]) for r in a.rounds()] == [
+            (r["round"], r["accuracy"], r["loss"]) for r in b.rounds()
+        ]
+        seen = [[(o["round"], o["client"], o["status"]) for o in ledger.observations()] for ledger in (a, b)]
+        assert seen[0] == seen[1]
+    return True
 
 
 @pytest.mark.slow
 def test_the_trained_model_is_the_same_with_curiosity_off(finished: Run, tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SCENARIO)
+    blind = create_run(Scenario.load(tmp_path / "small.toml", ["audit.curious=false"]), tmp_path / "run")
+    in_memory.train(blind)
+    assert same_training(blind, finished)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_trained_model_is_the_same_with_curiosity_off_in_flower(finished: Run, tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SCENARIO)
     blindly = ("--set", "audit.curious=false", "--log", "json")
     done = fedgauge("run", str(tmp_path / "small.toml"), *blindly, "--runs", str(tmp_path))
@@ -146,15 +174,7 @@ def test_the_trained_model_is_the_same_with_curiosity_off(finished: Run, tmp_pat
     assert (events[0]["event"], events[0]["attacks"], events[0]["rounds"]) == ("started", [], 4)
     assert [e["round"] for e in events if e["event"] == "round"] == [0, 1, 2, 3, 4]
     assert (events[-1]["event"], events[-1]["state"], events[-1]["attacks"]) == ("finished", "complete", [])
-    blind = Run.open(Path(events[-1]["folder"]))
-    assert (blind.folder / "model.safetensors").read_bytes() == (finished.folder / "model.safetensors").read_bytes()
-    assert list((blind.folder / "tape").iterdir()) == []
-    with blind.ledger() as a, finished.ledger() as b:
-        assert [(r["round"], r["accuracy"], r["loss"]) for r in a.rounds()] == [
-            (r["round"], r["accuracy"], r["loss"]) for r in b.rounds()
-        ]
-        seen = [[(o["round"], o["client"], o["status"]) for o in ledger.observations()] for ledger in (a, b)]
-        assert seen[0] == seen[1]
+    assert same_training(Run.open(Path(events[-1]["folder"])), finished)
 
 
 @pytest.mark.slow
@@ -167,6 +187,7 @@ def test_a_federation_in_memory_is_the_same_federation(finished: Run, tmp_path: 
     assert len(tapes[0]) > 4 and tapes[0] == tapes[1]
 
 
+@pytest.mark.full  # `make test` kills all processes and resumes (test_resume.py)
 @pytest.mark.slow
 def test_a_driver_killed_in_the_middle_loses_nothing_and_the_audit_goes_on(finished: Run, tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SCENARIO)

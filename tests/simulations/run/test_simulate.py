@@ -15,8 +15,9 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.curious import UpdateRecorder
 from fedgauge.server.strategy.validator import AcceptedReply, RoundReplies
 from fedgauge.simulations.run import simulate as module
+from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
-from fedgauge.simulations.run.simulate import RESTARTS, Interrupt, new_run, simulate
+from fedgauge.simulations.run.simulate import RESTARTS, Interrupt, simulate
 
 pytestmark = pytest.mark.slow  # the attack service is a process of its own, which loads torch
 

@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks.doctor import check
 from fedgauge.simulations.checks.preflight import preflight
+from fedgauge.simulations.checks.scenario_check import check
 from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.run import in_memory
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
 pytest.importorskip("rouge_score", reason="the extra [text] is not installed")
@@ -23,8 +27,8 @@ NEXT = [
 @pytest.mark.parametrize("settings", [[], NEXT], ids=["classification", "next_token"])
 def test_the_doctor_finds_nothing_wrong_with_text(settings: list[str]) -> None:
     found = {finding.name: finding for finding in check(Scenario.load(QUICKSTART, settings))}
-    assert not [f"{f.name}: {f.words}" for f in found.values() if f.works is False and f.needed]
-    assert "3,200 + 800 sentences of 16 tokens" in found["data"].words
+    assert not [f"{f.name}: {f.message}" for f in found.values() if f.works is False and f.needed]
+    assert "3,200 + 800 sentences of 16 tokens" in found["data"].message
 
 
 @pytest.mark.parametrize("settings", [[], NEXT], ids=["classification", "next_token"])
@@ -36,12 +40,21 @@ def test_preflight_tells_that_rows_of_embeddings_name_words(settings: list[str])
     assert note.severity == "note" and "frozen" in note.words
 
 
+def in_this_process(run: Run, *_: object) -> None:
+    """In the place of Flower and the attack service's process."""
+    in_memory.train(run)
+    serve(run, LocalExecutor())
+
+
 @pytest.mark.slow
-def test_the_text_quickstart_runs_and_ends_with_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flower", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_text_quickstart_runs_and_ends_with_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flower: bool
+) -> None:
+    if not flower:
+        monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
     assert main(["run", str(QUICKSTART), "--runs", str(tmp_path), "--rounds", "1"]) == 0
     (ledger,) = tmp_path.glob("*/ledger.sqlite")
-    from fedgauge.server.store.run import Run
-
     with Run(ledger.parent).ledger() as found:
         rows = list(found.scores("rouge1"))
         assert found.meta()["replay"] == "ok"

@@ -96,6 +96,7 @@ def oracle(model: nn.Module, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(("problems", "size"), [(1, 1), (1, 3), (4, 1), (3, 2)])
 @pytest.mark.parametrize(("wide", "kept"), [(layers.WIDE, layers.KEPT), (layers.WIDE, 0), (1, 0)])
@@ -129,6 +130,7 @@ def test_they_are_plain_autograds_and_so_are_their_derivatives(
         torch.testing.assert_close(found_by_x, by_x, rtol=1e-9, atol=1e-9 * float(by_x.abs().max()))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name != "resnet20"])
 @pytest.mark.parametrize(("problems", "size", "form"), [(1, 1, 1), (3, 2, 1), (3, 2, 2**15)])
 @pytest.mark.parametrize("local", [local_sgd(0.5, 3), local_sgd(0.5, 2, proximal_mu=0.3)], ids=str)

@@ -1,0 +1,182 @@
+"""Sentence layout: how long a wave's sentences are, where their words stand, and which words may stand there."""
+
+from dataclasses import replace
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from fedgauge.attacks import labels as labelling
+from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.text.distance import Matcher
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.losses import predicts_tokens
+from fedgauge.client.models.tokenizer import framed
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch
+
+DUMMIES = 32  # made-up sentences where label restoration asks for public ones and there are none
+
+
+class SentenceLayout:
+    """The positions and words of P problems of a wave.
+
+    Args:
+        matcher: compares gradients of guesses with those of the wave.
+        special: special tokens count as words.
+        known_tokens: only words whose embeddings have a gradient may be chosen.
+
+    Attributes:
+        table: embeddings (V, width) of all words; size: the mean length of their rows.
+        words: ids (W,) that may be chosen; allowed: (P, W), which of them each problem may use, None: all.
+        lengths: (P, B) tokens of each sentence; mask: which positions exist (P, B, L); free: those that hold words.
+        frame: embeddings (P, B, L, width) of the other positions.
+        labels: (P, B), None for next words.
+
+    Raises:
+        ValueError: the attack cannot work on this wave.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        wave: Wave,
+        known: Knowledge,
+        restarts: int,
+        special: bool = False,
+        known_tokens: bool = False,
+    ) -> None:
+        assert isinstance(known.model, LanguageModel)
+        self.model, self.known = known.model, known
+        self.matcher = matcher
+        self.table = self.model.value(self.model.parts.word, wave.params).detach()
+        if known.shape[0] > self.model.positions:
+            raise ValueError(
+                f"sentences of {known.shape[0]} tokens, and the model has {self.model.positions} positions: set a shorter length"
+            )
+        self.owners = torch.arange(len(wave) * restarts) // restarts
+        self.lengths = lengths_of(wave, known)[self.owners]
+        self.labels = None if predicts_tokens(known.loss) else _labels(wave, known)[self.owners].to(self.table.device)
+        self.words = torch.arange(self.model.vocabulary) if special else _vocabulary(self.model)
+        self.allowed = _known_tokens(wave, known, self.words)[self.owners] if known_tokens else None
+        self.size = float(self.table[self.words].norm(dim=1).mean())
+        self._place()
+
+    def _place(self) -> None:
+        model, longest = self.model, int(self.lengths.max())
+        at = torch.arange(longest)
+        self.mask = at < self.lengths[..., None]
+        first, last = len(model.start), len(model.end)
+        self.free = (at >= first) & (at < (self.lengths - last)[..., None])
+        ids = torch.full(self.mask.shape, model.pad)
+        ids[..., :first] = torch.tensor(model.start, dtype=torch.int64)
+        for i, token in enumerate(model.end):
+            ids.scatter_(2, (self.lengths - last + i)[..., None], token)
+        self.ids = ids
+        device = self.table.device
+        self.mask, self.free, self.owners = self.mask.to(device), self.free.to(device), self.owners.to(device)
+        self.frame = self.table[ids.to(device)]
+
+    def movable(self, row: int, sentence: int) -> Tensor:
+        """Positions of a sentence's words."""
+        return self.free[row, sentence].nonzero().flatten()
+
+    def framed(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Embeddings (N, B, L, width) of some problems, with the frame at positions that hold no words."""
+        return torch.where(self.free[rows][..., None], x, self.frame[rows])
+
+    def tokens(self, x: Tensor, soft: Tensor | None) -> Tensor:
+        """Words (P, B, L) of the nearest rows by angle; where next words are labels, their probabilities count as much."""
+        rows = F.normalize(self.table[self.words], dim=1)
+        near = F.normalize(x, dim=-1) @ rows.T
+        if soft is not None:
+            near = near + soft[..., self.words.to(soft.device)]
+        if self.allowed is not None:
+            near = near.masked_fill(~self.allowed.to(x.device)[:, None, None], -torch.inf)
+        nearest = self.words.to(x.device)[near.argmax(-1)]
+        return torch.where(self.free, nearest, self.ids.to(x.device))
+
+    def targets(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        """The labels that the clients' loss would take for these words: labels, or next words' probabilities."""
+        if self.labels is not None:
+            return self.labels[rows]
+        certain = F.one_hot(tokens, self.model.vocabulary).to(self.table)
+        return certain * self.mask[rows][..., None]
+
+    def as_lists(self, tokens: Tensor, row: int, sentence: int) -> list[list[int]]:
+        """Orders (N, L) of one sentence as lists of ids, without padding."""
+        length = int(self.lengths[row, sentence])
+        ids: list[list[int]] = tokens[:, :length].tolist()
+        return ids
+
+    def padded(self, tokens: Tensor, row: int) -> Tensor:
+        """A batch (B, L) in the form of the data."""
+        whole = torch.full((self.known.batch_size, self.known.shape[0]), self.model.pad)
+        whole[:, : tokens.shape[1]] = torch.where(self.mask[row], tokens, self.model.pad).cpu()
+        return whole
+
+
+# ------------------------------------------------------------------------------------------------ what the update reveals
+
+
+def lengths_of(wave: Wave, known: Knowledge) -> Tensor:
+    """Tokens of each sentence (K, B): as given, else the nonzero rows of the position embeddings' gradient, else all positions.
+
+    Those rows give a batch's longest sentence. In next_token the last word has no row, since nothing is predicted from it.
+    """
+    assert isinstance(known.model, LanguageModel) and known.text is not None
+    model, longest = known.model, known.shape[0]
+    least = len(model.start) + len(model.end) + 1
+    if known.text.lengths is not None:
+        return known.text.lengths.clamp(min(least, longest), longest)
+    distribution, name = known.chain.update_distribution, model.parts.position
+    disturbed = distribution is None or distribution.noisy or distribution.sparse or distribution.signed
+    lengths = torch.full((len(wave),), longest)
+    if name in wave.update and not disturbed:
+        rows = (wave.update[name] != 0).any(2).sum(1).cpu() + int(model.task == "next_token")
+        lengths = torch.where(rows >= least, rows, longest).clamp(max=longest)
+    return lengths[:, None].expand(-1, known.batch_size).clone()
+
+
+def _labels(wave: Wave, known: Knowledge) -> Tensor:
+    """Labels (K, B), given or restored from the update."""
+    if known.auxiliary is None:
+        model = known.model
+        assert isinstance(model, LanguageModel)
+        drawn = _vocabulary(model)[torch.randint(len(_vocabulary(model)), (DUMMIES, 8), generator=_dummies())]
+        x = framed(drawn.tolist(), known.shape[0], model.pad, model.start, model.end)
+        known = replace(known, auxiliary=Batch(x, torch.zeros(DUMMIES, dtype=torch.int64)))
+    return labelling.restore(wave, known)
+
+
+def _dummies() -> Generator:
+    return generator("dummy sentences")
+
+
+def _vocabulary(model: LanguageModel) -> Tensor:
+    """Ids of words, without special tokens."""
+    special = torch.tensor(sorted(model.special), dtype=torch.int64)
+    ids = torch.arange(model.vocabulary)
+    return ids[~torch.isin(ids, special) & (ids < model.tokenizer.size)]
+
+
+def _known_tokens(wave: Wave, known: Knowledge, words: Tensor) -> Tensor:
+    """Which words' embeddings have a gradient (K, W) in each update; ValueError where that reveals nothing."""
+    assert isinstance(known.model, LanguageModel)
+    name = known.model.parts.word
+    if name not in wave.update:
+        raise ValueError(
+            "known_tokens reads the gradient of word embeddings, which is not shared: set known_tokens = false"
+        )
+    if known.model.parts.tied:
+        raise ValueError(
+            "known_tokens needs untied rows: here the gradient of every word embedding contains the head's"
+        )
+    used = (wave.update[name] != 0).any(2).cpu()
+    most, least = known.batch_size * known.shape[0], int(used[:, words].sum(1).min())
+    if int(used.sum(1).max()) > most or not least:
+        raise ValueError(
+            f"known_tokens: {int(used.sum(1).max()):,} word embeddings have a gradient, and there were 1 to {most:,} tokens: "
+            "a defense hides which words occur; set known_tokens = false"
+        )
+    return used[:, words]

@@ -1,0 +1,148 @@
+"use strict";
+// Several runs side by side: accuracy against leakage, run by attack, curves, and how the scenarios differ.
+
+/** Sections that compare runs; named(run): how a run's name is shown. */
+function sideBySide(compare, state, change, named) {
+  return [
+    section("Utility against leakage", utilityFigure(compare)),
+    section("Run by attack", matrix(compare, named)),
+    section("All numbers", compareTable(compare, state, change, named)),
+    section("Over rounds", curvesFigure(compare)),
+    compare.runs.length > 1 && section("How the scenarios differ", differences(compare)),
+  ];
+}
+
+/** Mean leakage of each attack on each run; the tint goes from the baseline to the highest cell. */
+function matrix({ matrix: m, metric, label, lower_is_worse, runs }, named) {
+  const flat = m.mean.flat().concat(m.baseline).filter(v => v !== null);
+  const low = Math.min(...flat), high = Math.max(...flat);
+  const tint = v => Math.round(100 * (lower_is_worse ? high - v : v - low) / (high - low || 1));
+  const cell = v => v === null ? el("td", NONE) : el("td.tint", { vars: { "--tint": `${tint(v)}%` } }, inMetric(metric, v));
+  const head = words => el("th", { scope: "col" }, breakable(words));
+  const price = r => [
+    el("td", r.limit === null ? NONE : inMetric(metric, r.limit)), el("td", r.accuracy === null ? NONE : percent(r.accuracy)),
+    el("td", r.epsilon === null ? NONE : r.epsilon.toPrecision(3)),
+  ];
+  const prices = ["best baseline", "limit", "test accuracy", "epsilon"].map(head);
+  const heads = [el("th.text", { scope: "col" }, "run"), m.columns.map(head), prices];
+  const name = run => el("th.text", { scope: "row" }, named(run));
+  const line = (run, i) => el("tr", { "data-key": run }, name(run), m.mean[i].map(cell), cell(m.baseline[i]), price(runs[i]));
+  return grid(`Mean ${label}, run by attack; darker leaks more, – means no value`, heads, m.rows.map(line));
+}
+
+function compareTable(compare, state, change, named) {
+  const { mean, interval, worst } = leakageColumns(compare.metric, compare.lower_is_worse);
+  const columns = [
+    { key: "run", head: "run", text: true, value: r => r.run, cell: r => [named(r.run), small(r.chain)] },
+    { key: "attack", head: "attack", text: true, value: r => r.attack, cell: r => r.attack },
+    { key: "accuracy", head: "test accuracy", value: r => r.accuracy, cell: r => percent(r.accuracy) },
+    mean, interval, worst, HITS, LABELS, EXAMPLES,
+    {
+      key: "epsilon", head: "epsilon", less: true, value: r => r.epsilon,
+      cell: r => [r.epsilon === null ? NONE : r.epsilon.toPrecision(3), small(r.privacy)],
+    },
+  ];
+  const caption = `Every attack on every run, ${compare.label}`;
+  return table({ id: "compare", caption, columns, rows: compare.table, key: r => `${r.run} ${r.attack}`, state, change });
+}
+
+function differences({ differences: found, same, runs }) {
+  if (!found.length) return el("p", `The scenarios do not differ: all ${same} settings agree.`);
+  const rows = found.map(d => [d.key, ...d.values]), heads = ["setting", ...runs.map(run => run.id)];
+  return [list("Settings that differ", heads, rows), el("p.small", `${many(same, "other setting")} agree.`)];
+}
+
+/** Test accuracy against leakage: one colour and number per run, one symbol per attack, and a line along the Pareto front. */
+function utilityFigure(compare) {
+  const { runs } = compare, attacks = [...new Set(compare.points.map(p => p.attack))];
+  const limits = runs.filter(r => r.limit !== null && r.accuracy !== null), numbers = new Map(runs.map((r, i) => [r.id, i + 1]));
+  const height = 400 + legendHeight(runs.length + attacks.length + 2);
+  const drawing = node => {
+    const colours = new Map(runs.map((r, i) => [r.id, colour(r.colour_index ?? i)]));
+    const symbols = new Map(attacks.map((a, i) => [a, SYMBOLS[i % SYMBOLS.length]]));
+    const key = { x: [null], y: [null], mode: "markers", hoverinfo: "skip" };
+    const traces = [
+      frontTrace(compare),
+      ...(limits.length ? [limitTrace(limits, compare.metric)] : []),
+      ...compare.points.map(p => pointTrace(p, compare, colours.get(p.run), symbols.get(p.attack), numbers.get(p.run))),
+      ...runs.map(r => ({ ...key, name: `${numbers.get(r.id)}  ${plain(r.id)}`, marker: { color: colours.get(r.id), symbol: "square", size: 12 } })),
+      ...attacks.map(a => ({
+        ...key, name: plain(a), marker: { color: cssVariable("--ink"), symbol: `${symbols.get(a)}-open`, size: 10 },
+      })),
+    ];
+    const x = {
+      uirevision: compare.metric, title: { text: `${plain(compare.label)}, mean`, standoff: 6 },
+      ...(compare.lower_is_worse ? { autorange: "reversed" } : {}),
+    };
+    draw(node, traces, layout(x, { title: { text: "test accuracy" }, tickformat: ".0%" }, height, { hovermode: "closest" }));
+  };
+  return figure("Test accuracy against leakage", utilityMeaning(compare), drawing, height);
+}
+
+/** The points of the Pareto front in the order of leakage: of each run its strongest attack's. */
+const front = compare => compare.points.filter(p => p.pareto).sort((a, b) => a.mean - b.mean);
+
+function frontTrace(compare) {
+  const points = front(compare);
+  return {
+    x: points.map(p => p.mean), y: points.map(p => p.accuracy), mode: "lines", name: "Pareto front",
+    line: { color: cssVariable("--muted"), dash: "dash", width: 1.5 }, hoverinfo: "skip",
+  };
+}
+
+/** Each run's limit on all attacks, at the run's accuracy. */
+function limitTrace(runs, metric) {
+  const hover = runs.map(r => `${plain(r.id)}: limit ${inMetric(metric, r.limit)}`);
+  const marker = { symbol: "line-ns-open", size: 12, color: cssVariable("--limit"), line: { width: 2 } };
+  return {
+    x: runs.map(r => r.limit), y: runs.map(r => r.accuracy), mode: "markers", name: "limit of a run", marker, customdata: hover,
+    hovertemplate: "%{customdata}<extra></extra>",
+  };
+}
+
+const epsilon = p => p.epsilon === null ? "no epsilon" : `epsilon ${p.epsilon.toPrecision(3)} for one record`;
+
+function pointTrace(p, compare, color, symbol, number) {
+  const band = p.low === null || p.high === null ? undefined : {
+    type: "data", symmetric: false, array: [p.high - p.mean], arrayminus: [p.mean - p.low], color, thickness: 1.2,
+  };
+  const leakage = `${inMetric(compare.metric, p.mean)} (${interval(p, compare.metric) || "no interval"})`;
+  const hover = `${plain(p.run)}, ${plain(p.attack)}<br>${leakage}<br>test accuracy ${percent(p.accuracy)}<br>${epsilon(p)}`;
+  return {
+    x: [p.mean], y: [p.accuracy], error_x: band, marker: { color, symbol, size: 11 }, showlegend: false,
+    mode: p.strongest ? "markers+text" : "markers", text: [number], textposition: "top right",
+    hovertemplate: `${hover}<extra></extra>`,
+  };
+}
+
+function utilityMeaning(compare) {
+  const names = front(compare).map(p => p.run);
+  if (!names.length) return "No run has both a test accuracy and a score yet.";
+  const better = "The top left is best: accurate, and little leaks. Each run's number is at its strongest attack.";
+  return `${better} No other run is both more accurate and leaks less than ${names.join(", ")}.`;
+}
+
+function curvesFigure(compare) {
+  const attacks = [...new Set(compare.points.map(p => p.attack))];
+  const colours = new Map(compare.runs.map((r, i) => [r.id, r.colour_index ?? i]));
+  const alone = compare.runs.length > PALETTE.light.length; // more lines than colours: draw only each run's strongest attack
+  const strongest = new Set(compare.points.filter(p => p.strongest).map(p => `${p.run} ${p.attack}`));
+  const chosen = compare.curves.filter(c => !alone || strongest.has(`${c.run} ${c.attack}`));
+  const curves = chosen.filter(c => c.mean.some(v => v !== null)), height = 340 + legendHeight(curves.length);
+  const drawing = node => {
+    const traces = curves.map(c => {
+      const color = colour(colours.get(c.run)), symbol = SYMBOLS[attacks.indexOf(c.attack) % SYMBOLS.length];
+      const hover = c.mean.map(v => inMetric(compare.metric, v));
+      return {
+        x: c.x, y: c.mean, name: `${plain(c.run)}, ${plain(c.attack)}`, customdata: hover, hovertemplate: "%{customdata}",
+        mode: "lines+markers", line: { color, width: 2 }, marker: { color, symbol, size: 7 },
+      };
+    });
+    const last = Math.max(1, ...curves.flatMap(c => c.x));
+    const more = { hovermode: "x unified", legend: { ...legend(), entrywidth: 320 } };
+    draw(node, traces, layout(roundAxis(last), { title: { text: plain(compare.label) } }, height, more));
+  };
+  const which = alone ? " Only each run's strongest attack is drawn." : "";
+  const meaning = `Means over the examples of a round. Colours are runs, symbols attacks, as above.${which}`;
+  return figure("Leakage over rounds, run by run", meaning, drawing, height);
+}

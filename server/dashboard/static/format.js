@@ -1,0 +1,41 @@
+"use strict";
+// Numbers and names as text, for the live page and the reports.
+
+const NONE = "–";
+const LOWER_LEAKS_MORE = new Set(["mse", "lpips_alex", "lpips_vgg"]);
+const FRACTIONS = new Set(["identified", "label_accuracy"]);
+const PERCENTAGES = /^(rouge|token_accuracy|exact)/; // already in percent
+
+const percent = value => value === null || value === undefined ? NONE : `${Math.round(100 * value)}\u00a0%`;
+const many = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+const plain = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+function inMetric(metric, value, unit = " dB") {
+  if (value === null || value === undefined) return NONE;
+  if (FRACTIONS.has(metric)) return percent(value);
+  if (PERCENTAGES.test(metric)) return `${value.toFixed(1)}${unit && " %"}`;
+  return metric === "psnr" ? `${value.toFixed(1)}${unit}` : metric === "mse" ? value.toPrecision(3) : value.toFixed(3);
+}
+
+function duration(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
+function interval(row, metric) {
+  return row.low === null || row.high === null ? "" : `${inMetric(metric, row.low, "")} to ${inMetric(metric, row.high, "")}`;
+}
+
+const LIMITS = {
+  drawn: "The limit's line: over images of the prior that it names, no attack has a smaller error on average, biased or not; "
+    + "on photographs a learned attack may cross it.",
+  pending: "The Bayes limit of this chain has not been computed yet, or does not apply to this network.",
+  none: "No limit is drawn: without noise in the chain, rounding is the only limit if the chain's Jacobian has full column rank.",
+  unknown: "No limit is drawn: the density of this chain's randomness is not known in closed form.",
+};
+
+/** The item whose value leaks most; undefined if there is none. */
+function strongest(items, value, lower) {
+  const sign = lower ? -1 : 1;
+  return items.filter(i => value(i) !== null && value(i) !== undefined).sort((a, b) => sign * (value(b) - value(a)))[0];
+}

@@ -1,0 +1,107 @@
+"use strict";
+// The gallery: private examples beside what each attack made of them, as images or as text.
+
+const SORTS = [["leak", "worst leak first"], ["hidden", "least leak first"], ["client", "by client"]];
+
+/** The cards of a round, with controls; link(card): the address of the image's own view, or none. */
+function gallery(data, state, change, link) {
+  if (!data.rounds.length) return el("p.empty", "Nothing has been reconstructed yet: images appear here once an attack is done.");
+  const none = el("p.empty", "No example matches: choose another client, attack or class.");
+  const found = data.cards.length ? cards(data.cards, data.kind, link) : none;
+  const head = [galleryControls(data, state, change), galleryWords(data), data.kind === "text" && tokenLegend()];
+  return el("div.gallery", head, found, pager(data, change));
+}
+
+const cardKey = card => `${card.round}-${card.client}-${card.example}`;
+
+function cards(found, kind, link) {
+  return el("ul.cards", found.map(card => el("li", { "data-key": cardKey(card) }, cardOf(card, kind, link))));
+}
+
+function galleryControls(data, state, change) {
+  const round = state.get("round") || String(data.round), all = round === "all"; // the round that was asked for, whose cards may not have come yet
+  const step = all ? data.rounds.length - 1 : Math.max(0, data.rounds.map(String).indexOf(round));
+  const words = i => all && i === step ? "all rounds" : `round ${data.rounds[i]}`;
+  const reset = values => change({ offset: null, ...values });
+  const pick = (label, key, values) => {
+    const options = [["", "all"], ...values.map(value => [value, String(value)])];
+    return choice(label, state.get(key) || "", options, value => reset({ [key]: value }));
+  };
+  return el("div.controls",
+    slider("Round", step, data.rounds.length, words, i => reset({ round: data.rounds[i] })),
+    check("all rounds", all, () => reset({ round: all ? null : "all" })),
+    choice("Sort", state.get("sort") || "leak", SORTS, value => reset({ sort: value })),
+    pick("Client", "client", data.clients), pick("Attack", "attack", data.attacks), pick("Class", "label", data.labels));
+}
+
+const EACH = {
+  text: "Each card shows the true text, then what each attack reconstructed.",
+  image: "Each card shows the true image; then, for each attack, its reconstruction and the difference from the truth "
+    + "(black: none). A higher PSNR leaks more. Labels: ✓ right, ✗ wrong.",
+};
+
+function galleryWords(data) {
+  const where = data.round === "all" ? `in ${many(data.rounds.length, "attacked round")}` : `in round ${data.round}`;
+  const absent = data.cards.length > 0 && data.cards.every(card => card.absent) && data.cards[0].absent;
+  const each = absent ? `Each card shows what each attack reconstructed; ${absent}.` : EACH[data.kind];
+  return el("p.meaning", el("strong", { "aria-live": "polite" }, `${many(data.total, "example")} ${where}.`), ` ${each}`);
+}
+
+function pager(data, change) {
+  const last = Math.min(data.total, data.offset + data.page);
+  if (data.total <= data.page) return null;
+  const turn = offset => change({ offset: offset > 0 ? offset : null });
+  return el("nav.pager", { "aria-label": "Pages of examples" },
+    el("button", { type: "button", disabled: data.offset === 0, onclick: () => turn(data.offset - data.page) }, "← Previous"),
+    el("span", `${data.offset + 1} to ${last} of ${data.total}`),
+    el("button", { type: "button", disabled: last >= data.total, onclick: () => turn(data.offset + data.page) }, "Next →"));
+}
+
+function cardOf(card, kind, link) {
+  const address = link && link(card), words = `client ${card.client} · round ${card.round} · example ${card.example}`;
+  const title = el("h3.who", address ? el("a", { href: address }, words) : words, card.why && [" · ", el("b", card.why)]);
+  return el("article", { class: address ? "card opens" : "card" }, title, kind === "text" ? texts(card) : tiles(card));
+}
+
+/** The truth, then each attack's reconstruction beside its difference from the truth. */
+function tiles(card) {
+  const words = el("figcaption", el("b", "truth"), card.label !== null && ` label ${card.label}`);
+  const truth = el("figure", picture(card.truth, "the private image", card.absent), words);
+  return el("div.tiles", truth, card.tiles.map(tile => pair(card.truth, tile)));
+}
+
+function pair(truth, tile) {
+  const note = [!tile.image && "no image: ", el("b", tile.note), tile.label && ` ${tile.label}`];
+  const image = tile.image && picture(tile.image, `reconstruction by ${tile.attack}`);
+  const words = el("figcaption", breakable(tile.attack), el("br"), note);
+  return el("figure.pair", image, truth && tile.image && difference(truth, tile.image), words);
+}
+
+const picture = (source, alt, without = "no image") => source ? el("img", { src: source, alt }) : el("div.none", without);
+
+/** Two images on top of each other, of which the browser shows the difference. */
+function difference(truth, image) {
+  const pair = [truth, image].map(source => el("img", { src: source, alt: "" }));
+  return el("div.difference", { role: "img", "aria-label": "difference" }, pair);
+}
+
+/** A name that may wrap after its underscores. */
+const breakable = name => name.split(/(?<=_)/).flatMap((part, i) => i ? [el("wbr"), part] : [part]);
+
+const TOKENS = [["right", "right"], ["misplaced", "right, but misplaced"], ["wrong", "wrong"]];
+
+function texts(card) {
+  const line = (name, tokens, note) => el("div.text-line", el("dt", name, note && el("b", note)), el("dd", tokens));
+  const truth = card.truth_words ? card.truth_words.map(w => token(w, "")) : card.absent;
+  const guess = tile => tile.words ? tile.words.map(([word, kind]) => token(word, kind)) : "no text";
+  return el("dl.texts", line("truth", truth), card.tiles.map(tile => line(breakable(tile.attack), guess(tile), tile.note)));
+}
+
+/** A token marked by colour and underline, and by a word for screen readers. */
+function token(word, kind) {
+  return el("span", { class: `token ${kind}` }, word, kind && kind !== "right" && el("span.hidden", ` (${kind})`));
+}
+
+function tokenLegend() {
+  return el("p.small.legend", "Tokens: ", TOKENS.map(([kind, words]) => el("span", { class: `token ${kind}` }, words)));
+}

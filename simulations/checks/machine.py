@@ -1,0 +1,92 @@
+"""What this machine has: versions, hardware, local data, weights."""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from fedgauge.attacks.grading.image_metrics import BACKBONES, lpips_weights
+from fedgauge.client.components import SpecError, build
+from fedgauge.client.data import images
+from fedgauge.client.federation import DATASET
+from fedgauge.client.local_data import cache_folder, data_folder
+from fedgauge.simulations.checks.check_result import CheckResult, attempt
+from fedgauge.simulations.run.environment import PACKAGES, package
+
+EMBEDDED = ("mnist5k", "phrases")  # datasets that need no file
+FORMER, PRESENT = "FEDLEAK_", "FEDGAUGE_"  # prefixes of the environment variables, formerly and today
+
+
+def examine() -> list[CheckResult]:
+    """Try everything that fedgauge depends on; starting Ray takes some seconds."""
+    results = [_python()]
+    for name in PACKAGES:
+        version = package(name)
+        needed = name not in ("transformers", "rouge-score", "fedgauge")
+        results.append(CheckResult(name, version is not None, needed, version or f"not installed: pip install {name}"))
+    results += [attempt("torchvision import", _torchvision), attempt("Ray", _ray, needed=False)]
+    search_path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    program = shutil.which("flower-superlink", path=search_path)
+    message = program or "flower-superlink is not on the path"
+    results.append(CheckResult("Flower's programs", program is not None, True, message))
+    folder = data_folder()
+    message = str(folder) if folder else "none (set FEDGAUGE_DATA to a folder); public data is downloaded on first use"
+    results.append(CheckResult("local data", folder is not None, False, message))
+    results += [_dataset(e.name, folder is not None) for e in DATASET.entries() if e.module == images.__name__]
+    for net, backbone in BACKBONES.items():
+        weights = lpips_weights(net)
+        missing = f"missing: weights/{backbone.local} in the local data folder, or FEDGAUGE_LPIPS=download"
+        results.append(CheckResult(f"LPIPS weights, {net}", weights is not None, False, str(weights or missing)))
+    results.append(CheckResult("cache", True, False, str(cache_folder())))
+    return results
+
+
+def former_variables(environment: Mapping[str, str]) -> Iterator[CheckResult]:
+    """A warning for each environment variable of fedgauge's former name, fedleak, which is no longer read."""
+    for name in sorted(environment):
+        if name.startswith(FORMER):
+            message = f"no longer read: set {PRESENT}{name.removeprefix(FORMER)} instead"
+            yield CheckResult(name, False, False, message)
+
+
+def _python() -> CheckResult:
+    return CheckResult("Python", sys.version_info >= (3, 11), True, platform.python_version())
+
+
+def _torchvision() -> str:
+    import torchvision
+
+    declared = ", operators declared by fedgauge" if torch.version.cuda is None else ""
+    return f"{torchvision.__version__} beside torch {torch.__version__}{declared}"
+
+
+def _ray() -> str:
+    from fedgauge.server.pool.ray_executor import RayExecutor
+
+    executor = RayExecutor(workers=1)
+    try:
+        return f"a worker started (process {executor.pids()[0]})"
+    finally:
+        executor.close()
+
+
+def _dataset(short: str, local: bool) -> CheckResult:
+    embedded = short in EMBEDDED
+    if not embedded and not local:
+        return CheckResult(short, None, False, "downloaded on first use")
+    try:
+        dataset = build({"use": short}, f"dataset {short}", DATASET) if embedded or _has_local(short) else None
+    except SpecError as error:
+        return CheckResult(short, False, short == "mnist5k", str(error))  # text is an extra
+    if dataset is None:
+        return CheckResult(short, None, False, "not in the local data folder; downloaded on first use")
+    return CheckResult(short, True, short == "mnist5k", f"{len(dataset.y):,} + {len(dataset.y_test):,} examples")
+
+
+def _has_local(short: str) -> bool:
+    folder = data_folder()
+    places = [] if folder is None else [folder / short, folder / "text" / short]
+    return folder is not None and (any(p.is_dir() for p in places) or any(folder.glob(f"{short}-train-*.npz")))

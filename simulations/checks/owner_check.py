@@ -1,0 +1,49 @@
+"""What is wrong with a client's own file, before the client meets a server."""
+
+import math
+from functools import partial
+
+from fedgauge.attacks.plan import describe
+from fedgauge.client.data.corpora import Text
+from fedgauge.client.deployment.deployed_client import DeployedClient
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.state_folder import ClientFolder
+from fedgauge.client.deployment.terms import ServerTerms
+from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt
+from fedgauge.simulations.checks.scenario_check import describe_data
+
+
+def check_owner(owner: OwnerConfig) -> list[CheckResult]:
+    """Examine a client's file with the protocol that the last server sent, or with a small network in its place."""
+    protocol = ClientFolder(owner.state).protocol()
+    results = [attempt("data", lambda: describe_data(owner.dataset))]
+    if not results[0].works:
+        return results
+    if protocol is None:
+        message = "no protocol has come yet: a small network stands in for the server's model, and this client counts as the last"
+        results.append(CheckResult("server", None, False, message))
+    clients: list[DeployedClient] = []
+
+    def build_all() -> str:
+        terms = _stand_in(owner) if protocol is None else ServerTerms.parse(protocol)
+        clients.append(DeployedClient.of(owner, terms))
+        return " > ".join(map(describe, owner.chain))
+
+    results.append(attempt("chain, loss, guard", build_all))
+    return [*results, *(attempt("one step", partial(_one_step, client)) for client in clients)]
+
+
+def _stand_in(owner: OwnerConfig) -> ServerTerms:
+    models = {"classification": {"use": "tiny_bert"}, "next_token": {"use": "tiny_gpt2"}}
+    mlp = {"use": "mlp", "hidden": [16]}
+    model = models[owner.dataset.task] if isinstance(owner.dataset, Text) else mlp
+    return ServerTerms(seed=0, rounds=1, clients=owner.client + 1, model=model)
+
+
+def _one_step(client: DeployedClient) -> str:
+    params, buffers = client.initial()
+    update = client.compute(params, buffers, client.owner.batch(client.draw(1)), {})
+    norm = math.sqrt(sum(float(t.double().square().sum()) for t in update.values()))
+    if not math.isfinite(norm):
+        raise CheckFailed("the update is not finite: is the rate too high?")
+    return f"an update of norm {norm:.3g}"

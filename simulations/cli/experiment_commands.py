@@ -1,0 +1,74 @@
+"""`fedgauge sweep`, `reproduce` and `bench`: many runs, a paper's tables, speed and quality."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.files import replacing
+from fedgauge.simulations.cli.options import Commands
+
+
+def add_to(commands: Commands) -> None:
+    """Register these commands."""
+    grid = commands.add(sweep, with_run=False)
+    grid.add_argument("sweep", type=Path, metavar="SWEEP.toml")
+    grid.add_argument("--output", "-o", type=Path, metavar="FOLDER", help="default: the file's name under runs/")
+    grid.add_argument(
+        "--parallel", type=int, default=2, metavar="N", help="cells at a time, one core each (default: 2)"
+    )
+    table = commands.add(reproduce, with_run=False)
+    table.add_argument("name", metavar="NAME", help="a published table: a file's name in simulations/papers")
+    table.add_argument("--n", type=int, metavar="N", help="updates attacked in each setting, instead of the table's")
+    table.add_argument("--budget", type=int, metavar="N", help="iterations of every attack, instead of the table's")
+    table.add_argument("--cells", metavar="PATTERN", help="only these settings: part of their name, or with * and ?")
+    table.add_argument("--attacks", metavar="PATTERN", help="only these attacks: part of their name, or with * and ?")
+    table.add_argument("--json", action="store_true", help="one object per line instead of a table")
+    table.add_argument("--output", "-o", type=Path, metavar="FILE", help="keep the figures too, with seed and versions")
+    measured = commands.add(bench, with_run=False)
+    measured.add_argument("names", nargs="*", metavar="NAME", help="engine, quality, labels, ...; default: all")
+    measured.add_argument("--json", action="store_true", help="one object per line instead of tables")
+
+
+def sweep(options: argparse.Namespace) -> int:
+    """fedgauge sweep SWEEP.toml: train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped."""
+    from fedgauge.simulations.experiments.sweep import run_sweep
+
+    if options.parallel < 1:
+        raise SpecError(f"--parallel must be at least 1, got {options.parallel}")
+    return run_sweep(options.sweep, options.output or options.runs / options.sweep.stem, options.parallel)
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    """fedgauge reproduce NAME: attack what a paper attacked, and print its figures beside ours."""
+    from fedgauge.simulations.experiments import reproduce as reproduction
+    from fedgauge.simulations.experiments.paper_table_files import load, restrict
+    from fedgauge.simulations.experiments.reproduce_output import ProgressReporter, show
+
+    paper_table = restrict(load(options.name), options.n, options.budget, options.cells, options.attacks)
+    started, rows = time.monotonic(), []
+    with ProgressReporter(paper_table.name, Console(stderr=True)) as reporter:
+        for row in reproduction.reproduce(paper_table, reporter):
+            rows.append(row)
+            if options.json:
+                print(row.to_json(), flush=True)
+            if options.output is not None:  # after every row: an interruption loses none
+                kept = reproduction.record(paper_table, rows, time.monotonic() - started)
+                with replacing(options.output) as file:
+                    file.write((json.dumps(kept, indent=1, allow_nan=False) + "\n").encode())
+    if not options.json:
+        show(paper_table, rows, Console() if sys.stdout.isatty() else Console(width=180))
+    if options.output is not None:
+        print(f"kept in {options.output}", file=sys.stderr)
+    return 0
+
+
+def bench(options: argparse.Namespace) -> int:
+    """fedgauge bench [NAME ...]: measure speed and quality, and keep the figures in simulations/benchmarks/results."""
+    from fedgauge.simulations.benchmarks.__main__ import main as measure
+
+    return measure([*options.names, *(["--json"] if options.json else [])])

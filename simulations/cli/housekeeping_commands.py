@@ -1,0 +1,101 @@
+"""`fedgauge runs`, `stop` and `prune`: list runs, end one, delete what is old."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from fedgauge.attacks.plan import describe
+from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.run import Run, RunBusy
+from fedgauge.server.views.reading import state_of, tables_of
+from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.scores import best_so_far
+from fedgauge.simulations.cli.finding_runs import find_run, find_runs
+from fedgauge.simulations.cli.options import FAILED, NO_RUNS, Commands, days
+from fedgauge.simulations.cli.run_summary import next_step, wide_console
+
+
+def add_to(commands: Commands) -> None:
+    """Register these commands."""
+    commands.add(runs, with_run=False)
+    end = commands.add(stop)
+    end.add_argument(
+        "--patience", type=float, default=120.0, metavar="SECONDS", help="for attacks in flight (default: 120)"
+    )
+    old = commands.add(prune, with_run=False)
+    old.add_argument("run", type=Path, nargs="*", metavar="RUN", help="default: all of --runs")
+    old.add_argument("--days", type=days, metavar="N", help="instead of the scenario's [tape] retention_days")
+
+
+def runs(options: argparse.Namespace) -> int:
+    """fedgauge runs: every run under runs/, newest first."""
+    table = Table("run", "state", "rounds", "chain", "attacks", "attacks done", "best", box=None)
+    folders = sorted((p.parent for p in options.runs.glob("*/ledger.sqlite")), reverse=True)
+    for folder in folders:
+        try:
+            table.add_row(Text(folder.name), *_columns(Run(folder)))
+        except (LedgerError, OSError) as error:
+            table.add_row(Text(folder.name), "unreadable")
+            print(f"fedgauge: {error}", file=sys.stderr)
+    if folders:
+        wide_console().print(table)
+    else:
+        print(f"fedgauge: no runs in {options.runs}; {NO_RUNS}", file=sys.stderr)
+    return 0
+
+
+def _columns(run: Run) -> list[str | Text]:
+    """State, rounds, chain, attacks by name, how many are done, and the best value that an attack reached."""
+    with run.ledger() as ledger:
+        progress, rounds = ledger.progress(), ledger.rounds()
+        measure, best = best_so_far(ledger)
+        trained = f"{rounds[-1]['round'] if rounds else 0}/{ledger.meta().get('rounds', '?')}"
+        chain = " > ".join(map(describe, tables_of(run)["chain"]))
+        attacks = ", ".join(row["name"] for row in ledger.attacks() if is_attack(row["name"]))
+        done = f"{progress.done}/{progress.total}"
+        reached = "" if best is None else f"{measure.name} {best:.1f} {measure.unit}"
+        return [state_of(run, ledger), trained, Text(chain), attacks, done, reached]
+
+
+def stop(options: argparse.Namespace) -> int:
+    """fedgauge stop RUN: end its training, finish the attacks in flight, keep everything for `fedgauge audit`."""
+    run = find_run(options.run, options.runs)
+    holders = {purpose: pid for purpose in ("training", "audit") if (pid := run.holder(purpose)) is not None}
+    if not holders:
+        print(f"{run.name}: nothing is at work")
+        return 0
+    os.kill(next(iter(holders.values())), signal.SIGTERM)  # a driver that still trains parks the audit itself
+    deadline = time.monotonic() + options.patience
+    while any(run.holder(purpose) is not None for purpose in ("training", "audit")):
+        if time.monotonic() > deadline:
+            print(f"fedgauge: {run.name} is still finishing its attacks in flight", file=sys.stderr)
+            return FAILED
+        time.sleep(0.2)
+    with run.ledger() as ledger:
+        print(f"{run.name}: stopped; {next_step(run, ledger) or 'every update that was received has been attacked'}")
+    return 0
+
+
+def prune(options: argparse.Namespace) -> int:
+    """fedgauge prune [RUN ...]: delete what can be inverted, of runs older than --days or their retention_days; scores stay."""
+    from fedgauge.simulations.run.retention import prune as delete
+
+    chosen = [run for named in options.run for run in find_runs(named, options.runs)]
+    for run in chosen or [Run(path.parent) for path in sorted(options.runs.glob("*/ledger.sqlite"))]:
+        age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
+        if age is None:
+            print(f"{run.name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")
+            continue
+        try:
+            deleted = delete(run, age, time.time())
+        except RunBusy as error:
+            print(f"{run.name}: kept, as it is at work: {error}")
+            continue
+        print(f"{run.name}: {deleted} files deleted" if deleted else f"{run.name}: kept; it is younger than {age} days")
+    return 0

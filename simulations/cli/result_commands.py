@@ -1,0 +1,124 @@
+"""`fedgauge watch`, `report`, `export` and `client-report`: show what runs have found."""
+
+import argparse
+import sys
+import webbrowser
+from pathlib import Path
+
+from fedgauge.client.components import SpecError
+from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.simulations.cli.finding_runs import find_run, find_runs
+from fedgauge.simulations.cli.options import NO_RUNS, Commands, port
+from fedgauge.simulations.cli.run_summary import wide_console
+
+
+def add_to(commands: Commands) -> None:
+    """Register these commands."""
+    page = commands.add(watch, with_run=False)
+    page.add_argument("path", type=Path, nargs="?", metavar="RUN|FOLDER", help="default: all of --runs")
+    page.add_argument("--host", default="127.0.0.1", help="default: this machine only; other hosts need a token")
+    page.add_argument("--port", type=port, metavar="N", help="default: 8765, or a free one if that is taken")
+    page.add_argument("--token", help="required of every visitor (default: none here, a fresh one on other hosts)")
+    page.add_argument("--token-file", type=Path, metavar="FILE", help="a file that holds the token")
+    page.add_argument("--open", action="store_true", help="open the browser")
+    written = commands.add(report, with_run=False)
+    written.add_argument("run", type=Path, nargs="+", metavar="RUN", help="a run's folder, or its name under runs/")
+    written.add_argument("--figures", type=Path, metavar="FOLDER", help="each plot as PNG and SVG, one column wide")
+    written.add_argument(
+        "--output",
+        "-o",
+        type=Path,
+        metavar="FILE",
+        help="where the comparison of several runs goes (default: comparison.html beside the first)",
+    )
+    written.add_argument("--pdf", action="store_true", help="report.pdf beside report.html, by an installed Chromium")
+    table = commands.add(export)
+    table.add_argument("--to", choices=("csv", "parquet", "tensorboard"), default="csv")
+    table.add_argument(
+        "--output",
+        "-o",
+        type=Path,
+        metavar="PATH",
+        help="default: standard output (csv), scores.parquet or the folder tensorboard in the run",
+    )
+    commands.add(client_report, with_run=False).add_argument(
+        "file", type=Path, metavar="CLIENT.toml", help="the owner's file"
+    )
+
+
+def watch(options: argparse.Namespace) -> int:
+    """fedgauge watch [RUN|FOLDER]: show runs in the browser, while they work and afterwards; Ctrl-C ends it."""
+    from fedgauge.server.dashboard.web import serve  # a web framework, which only this command needs
+
+    below = options.runs / options.path if options.path is not None else options.runs
+    path = options.path if options.path is not None and options.path.exists() else below
+    if not path.is_dir():
+        raise LedgerError(f"{path} is not a folder: name a run, or the folder in which runs are kept")
+
+    def announce(address: str) -> None:
+        print(address, flush=True)
+        print("Ctrl-C ends it", file=sys.stderr)
+        if not (path / "ledger.sqlite").exists() and not any(path.glob("*/ledger.sqlite")):
+            print(f"{path} has no runs yet; {NO_RUNS}", file=sys.stderr)
+        if options.open:
+            webbrowser.open(address)
+
+    token = options.token if options.token_file is None else options.token_file.read_text().strip()
+    serve(path, options.host, options.port, token, announce)
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """fedgauge report RUN ...: write the HTML report of each run, and compare several; figures and a PDF if asked for."""
+    from fedgauge.simulations.reports.pdf import find_browser, write_pdf
+    from fedgauge.simulations.reports.report import write_comparison, write_report
+
+    if options.pdf:
+        find_browser()  # before the work, which may be long
+    chosen = [run for named in options.run for run in find_runs(named, options.runs)]
+    if options.output is not None and len(chosen) == 1:
+        raise SpecError("--output is for the comparison of several runs; a run's own report is written into its folder")
+    for run in chosen:
+        print(write_report(run))
+        if options.pdf:
+            print(write_pdf(run))
+    if len(chosen) > 1:
+        beside = chosen[0].folder.resolve().parent / "comparison.html"
+        print(write_comparison(chosen, options.output or beside))
+    if options.figures is not None:
+        from fedgauge.simulations.reports.figures.write import write_figures
+
+        paths, missing = write_figures(chosen, options.figures)
+        print(*paths, sep="\n", end="\n" if paths else "")
+        for reason in missing:
+            print(f"fedgauge: {reason}", file=sys.stderr)
+    return 0
+
+
+def export(options: argparse.Namespace) -> int:
+    """fedgauge export RUN: every score as CSV or parquet, or curves and images for TensorBoard."""
+    from fedgauge.simulations.reports.export import save_csv, write_csv, write_parquet, write_tensorboard
+
+    run = find_run(options.run, options.runs)
+    if options.to == "parquet":
+        path = options.output or run.folder / "scores.parquet"
+        write_parquet(run, path)
+        print(path)
+    elif options.to == "tensorboard":
+        path = options.output or run.folder / "tensorboard"
+        print(f"fedgauge: {write_tensorboard(run, path)}", file=sys.stderr)
+        print(path)
+    elif options.output:
+        save_csv(run, options.output)
+        print(options.output)
+    else:
+        write_csv(run, sys.stdout)
+    return 0
+
+
+def client_report(options: argparse.Namespace) -> int:
+    """fedgauge client-report CLIENT.toml: what a client of a deployment sent, answered and leaked, from its own log."""
+    from fedgauge.simulations.reports.client_report import read, show
+
+    show(read(options.file), wide_console())
+    return 0

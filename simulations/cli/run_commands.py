@@ -1,0 +1,163 @@
+"""`fedgauge run` and `audit`: train and attack a federation, attack it again."""
+
+import argparse
+import logging
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+
+from fedgauge.attacks.plan import AttackPlan
+from fedgauge.client.components import SpecError
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.scenario import Scenario, apply_setting
+from fedgauge.simulations.cli.finding_runs import find_run
+from fedgauge.simulations.cli.options import FAILED, Commands, add_log, add_settings, numbers
+from fedgauge.simulations.cli.run_summary import is_mismatched, print_summary
+from fedgauge.simulations.live import json_log
+from fedgauge.simulations.live.views import view_of
+
+
+def add_to(commands: Commands) -> None:
+    """Register these commands."""
+    start = commands.add(run, with_run=False)
+    start.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml")
+    start.add_argument(
+        "--resume", type=Path, metavar="RUN", help="continue a run that was interrupted, failed or was killed"
+    )
+    start.add_argument("--rounds", type=int, metavar="N", help="instead of the scenario's")
+    add_log(start)
+    add_settings(start)
+    again = commands.add(audit)
+    add_log(again)
+    again.add_argument(
+        "--attack", action="append", default=[], metavar="'NAME KEY=VALUE ...'", help="attack with this (repeatable)"
+    )
+    again.add_argument("--rounds", type=numbers, metavar="1,2,3", help="with --attack: which rounds")
+    again.add_argument("--clients", type=numbers, metavar="0,1", help="with --attack: which clients")
+    again.add_argument("--executor", choices=("ray", "local"), help="instead of the scenario's")
+    again.add_argument("--workers", type=int, metavar="N", help="instead of the scenario's")
+    again.add_argument("--force", action="store_true", help="attack although the replay check fails")
+    again.add_argument("--follow", action="store_true", help="wait for jobs while the training continues")
+
+
+def run(options: argparse.Namespace) -> int:
+    """fedgauge run SCENARIO.toml: train a federation and attack it, or continue a run that was interrupted."""
+    from fedgauge.server.app import build_strategy  # imports Flower: seconds, which only this command pays
+    from fedgauge.simulations.run.create import new_run, resume
+    from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
+    from fedgauge.simulations.run.simulate import INTERRUPTED, Interrupt, simulate
+
+    if (options.scenario is None) == (options.resume is None):
+        raise SpecError("fedgauge run needs either a SCENARIO.toml to start, or --resume RUN to continue a run")
+    if options.resume is not None and (options.set or options.rounds is not None):
+        raise SpecError("--resume continues with the run's own scenario: leave out --set and --rounds")
+    before = find_run(options.resume, options.runs) if options.resume is not None else None
+    scenario = resume(before) if before else Scenario.load(options.scenario, options.set, options.rounds)
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns that evaluation is off, which is our own choice
+    try:
+        build_strategy(scenario.strategy, scenario.protocol.clients)
+    except SpecError as error:
+        raise SpecError(f"{options.scenario or options.resume}: {error}") from error
+    folder = before or new_run(scenario, options.scenario.stem, options.runs)
+    console = Console(stderr=True)
+    if options.log == "auto":
+        console.print(
+            f"run {folder.name}: {scenario.protocol.clients} clients, {scenario.protocol.rounds} rounds",
+            highlight=False,
+        )
+        if scenario.left_out:
+            beyond = ", ".join(map(str, scenario.left_out))
+            console.print(f"these rounds are beyond --rounds and are not attacked: {beyond}", highlight=False)
+    status = 0
+    with Interrupt().caught() as interrupt:
+        try:
+            simulate(folder, scenario, console, interrupt, options.log)
+            status = INTERRUPTED if interrupt.asked else FAILED if is_mismatched(folder) else 0
+        except (TrainingFailed, AuditFailed) as error:
+            print(f"fedgauge: {error}", file=sys.stderr)
+            if options.log == "json":
+                json_log.emit("error", words=str(error))
+            status = FAILED
+    if status and not folder.model.exists():
+        print(f"fedgauge: continue the training with: fedgauge run --resume {folder.folder}", file=sys.stderr)
+    print_summary(folder, options.log)
+    return status
+
+
+def audit(options: argparse.Namespace) -> int:
+    """fedgauge audit RUN: attack the updates on the tape, by the run's plan or another attack; continues where it stopped."""
+    from fedgauge.server.pool.service import make_executor, serve
+    from fedgauge.simulations.run.create import cards
+    from fedgauge.simulations.run.simulate import INTERRUPTED, Interrupt
+
+    if options.follow and options.attack:
+        raise SpecError("--follow carries out the plan that the run started with: leave out --attack")
+    if not options.attack and (options.rounds or options.clients):
+        raise SpecError("--rounds and --clients choose what --attack attacks: add an --attack, or leave them out")
+    run = find_run(options.run, options.runs)
+    changes = {"executor": options.executor, "workers": options.workers}
+    scenario = run.scenario([f"audit.{key}={value}" for key, value in changes.items() if value is not None])
+    console = Console(stderr=True)
+    with run.ledger() as ledger:
+        if not options.follow:
+            if not any(o["digest"] for o in ledger.observations()):
+                raise LedgerError(f"{run.folder} has no updates on its tape: {_why_empty(ledger, scenario)}")
+            plan = _extra_plan(options, scenario) if options.attack else scenario.plan
+            ledger.add_attacks(plan, cards(scenario, plan, ledger.meta().get("mode", "simulation")))
+            ledger.enqueue(plan)
+        following = view_of(run, ledger, scenario, console, options.log, training=options.follow)
+        # before our own signal handlers: Ray sets a SIGTERM handler when it starts
+        executor = make_executor(scenario.audit.executor, scenario.audit.workers)
+        with Interrupt().caught() as interrupt, closing(executor), following.shown() as view:
+            serve(
+                run,
+                executor,
+                scenario,
+                follow=lambda: options.follow and run.holder("training") is not None,
+                stop=lambda: interrupt.asked,
+                tick=view.update,
+                force=options.force,
+            )
+    if options.follow:  # the driver of the training prints the summary
+        return INTERRUPTED if interrupt.asked else 0
+    print_summary(run, options.log)
+    return INTERRUPTED if interrupt.asked else FAILED if is_mismatched(run) and not options.force else 0
+
+
+def _why_empty(ledger: Ledger, scenario: Scenario) -> str:
+    """Why a tape holds no update."""
+    observations = ledger.observations()
+    if not scenario.audit.curious:
+        return "the server was not curious ([audit] curious = false)"
+    if not observations:
+        return "the run ended before its first round"
+    if not any(o["status"] == "accepted" for o in observations):
+        return "no reply was accepted"
+    if "pruned" in ledger.meta():
+        return "fedgauge prune has deleted them"
+    if reasons := {o["reason"] for o in observations if o["status"] == "accepted" and o["reason"]}:
+        return "; ".join(sorted(reasons))
+    return f'[tape] keep = "{scenario.tape.keep}" has deleted them'
+
+
+def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
+    """The plan of --attack 'dlg iterations=300 name=longer': components by name, with their settings."""
+    tables = []
+    for text in options.attack:
+        name, *settings = text.split()
+        table: dict[str, object] = {"use": name}
+        for setting in settings:
+            apply_setting(table, setting)
+        tables.append(table)
+    chosen = {"rounds": options.rounds, "clients": options.clients}
+    given = {"seed": scenario.plan.seed, "wave": scenario.plan.wave}
+    plan = {k: v if v is not None else getattr(scenario.plan, k) for k, v in chosen.items()}
+    if plan["rounds"] is None:
+        given["every"] = scenario.plan.every
+    limits = scenario.protocol.rounds, scenario.protocol.clients
+    options_ = {**given, **{k: list(v) for k, v in plan.items() if v is not None}}
+    baselines = [p.name for p in scenario.plan.attacks if p.is_baseline]
+    return AttackPlan.from_tables(tables, options_, *limits, baselines=baselines)

@@ -1,0 +1,106 @@
+"""`fedgauge init`, `list`, `preflight` and `doctor`: write a scenario and check it before it runs."""
+
+import argparse
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.cli.options import FAILED, MISTAKE, Commands, add_settings
+
+
+def add_to(commands: Commands) -> None:
+    """Register these commands."""
+    commands.add(init, with_run=False).add_argument(
+        "file", type=Path, nargs="?", default=Path("scenario.toml"), metavar="FILE"
+    )
+    listed = commands.add(list_components, with_run=False, name="list")
+    listed.add_argument("kind", nargs="?", metavar="KIND", help="dataset, model, link, attack, ...; default: all")
+    listed.add_argument("--json", action="store_true", help="one array of objects instead of lines")
+    estimate = commands.add(preflight, with_run=False)
+    estimate.add_argument("scenario", type=Path, metavar="SCENARIO.toml")
+    add_settings(estimate)
+    estimate.add_argument("--json", action="store_true", help="one object instead of tables")
+    examined = commands.add(doctor, with_run=False)
+    text = "a scenario, or a client's own file; default: this machine"
+    examined.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml|CLIENT.toml", help=text)
+    add_settings(examined)
+
+
+def init(options: argparse.Namespace) -> int:
+    """fedgauge init [FILE]: write a commented scenario to start from."""
+    target: Path = options.file
+    if target.exists():
+        raise SpecError(f"{target} exists; choose another name")
+    target.write_text((Path(__file__).parents[1] / "quickstart.toml").read_text())
+    print(f"{target}: edit it, then: fedgauge run {target}")
+    return 0
+
+
+def list_components(options: argparse.Namespace) -> int:
+    """fedgauge list [KIND]: every component by kind, with those of installed plug-ins."""
+    from fedgauge.simulations.cli.list_components import components_of, print_components, to_json
+
+    components = components_of(options.kind)
+    if options.json:
+        print(to_json(components))
+    else:
+        print_components(components, Console(soft_wrap=True))
+    return 0
+
+
+def preflight(options: argparse.Namespace) -> int:
+    """fedgauge preflight SCENARIO.toml: what would leak, in seconds and before any training, and what to change."""
+    from fedgauge.simulations.checks.preflight import preflight as examine
+    from fedgauge.simulations.checks.preflight import show
+
+    result = examine(Scenario.load(options.scenario, options.set))
+    if options.json:
+        print(result.to_json())
+    else:
+        show(result, Console() if sys.stdout.isatty() else Console(width=132))
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """fedgauge doctor [FILE]: what works on this machine and what is missing; what is wrong with a scenario or a client's file."""
+    from fedgauge.simulations.checks.machine import examine, former_variables
+
+    file: Path | None = options.scenario
+    if file is None:
+        results = examine()
+    elif _is_owners(file):
+        from fedgauge.simulations.checks.owner_check import check_owner
+
+        if options.set or options.allow:
+            raise SpecError(f"{file}: a client's owner decides by the file alone: leave out --set and --allow")
+        results = check_owner(OwnerConfig.load(file))
+    else:
+        from fedgauge.simulations.checks.scenario_check import check
+
+        results = check(Scenario.load(file, options.set))
+    missing, optional = ("missing", "optional") if file is None else ("wrong", "note")
+    table = Table(box=None, show_header=False)
+    for result in [*former_variables(os.environ), *results]:
+        lacks = Text(missing, "red") if result.needed else Text(optional, "yellow")
+        mark = Text("not checked", "dim") if result.works is None else Text("ok", "green") if result.works else lacks
+        table.add_row(mark, result.name, Text(result.message))
+    (Console() if sys.stdout.isatty() or file is None else Console(width=160)).print(table)
+    broken = MISTAKE if file is not None else FAILED
+    return broken if any(result.needed and not result.works for result in results) else 0
+
+
+def _is_owners(path: Path) -> bool:
+    """Whether a file is a client's: it gives a client's number, where a scenario counts its clients."""
+    try:
+        tables = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):  # reading it as a scenario reports this
+        return False
+    return "client" in tables and "clients" not in tables

@@ -1,0 +1,199 @@
+"""Starts a deployment on this machine without containers, follows its run, and ends it."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import EMPTY
+from fedgauge.server.store.run import NotResumable, Run, RunBusy
+from fedgauge.simulations.deploy.folder import Deployment, state_of_training
+from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
+from fedgauge.simulations.live.participation import ObservationRow, absences
+from fedgauge.simulations.live.view import Log, View
+from fedgauge.simulations.live.views import view_of
+from fedgauge.simulations.run import launch, processes
+from fedgauge.simulations.run.create import resume
+from fedgauge.simulations.run.launch import TrainingFailed
+from fedgauge.simulations.run.simulate import INTERRUPTED, POLL, Interrupt
+
+
+def up(
+    deployment: Deployment, console: Console, interrupt: Interrupt, log: Log = "auto", new: bool = False
+) -> tuple[Run, int]:
+    """Start every process here, let the run be trained and attacked, and end them; returns the run and its exit status.
+
+    Args:
+        new: start another run, even if the last one is unfinished.
+
+    Raises:
+        TrainingFailed: the federation or a service failed.
+        RunBusy: the deployment is already up.
+        SpecError, LedgerError: the last run cannot be continued.
+    """
+    with deployment.lock():
+        run, resumed = deployment.begin(deployment.next_run(new))
+        scenario = run.scenario()
+        if resumed:
+            _check_resumable(deployment, run)
+        with (
+            LocalDeployment(deployment, run.name, scenario.audit.executor == "ray") as local,
+            run.ledger() as ledger,
+            view_of(run, ledger, scenario, console, log).shown() as view,
+        ):
+            view.note = f"waiting for the SuperLink and {deployment.clients} SuperNodes"
+            if resumed:
+                view.say(f"fedgauge: {run.name} continues where it stopped")
+            _start_all(local, run, interrupt)
+            if interrupt.asked and "start" not in local.children:
+                return run, INTERRUPTED
+            view.say(f"fedgauge: watch it at {local.addresses.dashboard_address} (its token: secrets/dashboard)")
+            ended = _follow(local, view, interrupt)
+            view.say("fedgauge: ending the services")
+            return run, ended
+
+
+def _check_resumable(deployment: Deployment, run: Run) -> None:
+    """Refuse a run that cannot be continued before any process starts; NotResumable says what to do instead."""
+    try:
+        resume(run, "deployment")
+    except NotResumable as error:
+        command = f"fedgauge deploy up {shlex.quote(str(deployment.folder))} --local --new"
+        raise NotResumable(f"{error}. Start another run with: {command}") from error
+    except RunBusy:  # leftovers of a killed start end within a minute; `start` checks again once all services are up
+        return
+
+
+def _start_all(local: LocalDeployment, run: Run, interrupt: Interrupt) -> None:
+    local.listen()
+    local.finish("register")
+    after = [name for name in local.services if name not in ("superlink", "register", "attack")]
+    for name in after:
+        if not interrupt.asked:
+            local.begin(name)
+    while not interrupt.asked and run.holder("training") is None and local.status("start") is None:
+        time.sleep(POLL)
+    if not interrupt.asked and run.scenario().audit.curious:
+        local.begin("attack")
+
+
+def _follow(local: LocalDeployment, view: View, interrupt: Interrupt) -> int:
+    """Supervise the services until the run has ended; returns its exit status."""
+    signalled, absences_of = False, AbsenceReporter(view)
+    while (status := local.status("start")) is None:
+        if view.note and view.run_progress.rounds:
+            view.note = ""
+        view.update()
+        absences_of.report()
+        if not interrupt.asked:
+            local.poll()
+        elif not signalled:
+            signalled = True
+            local.children["start"].send_signal(signal.SIGTERM)
+        time.sleep(POLL)
+    absences_of.report()
+    view.run_progress.coming = False
+    _park(local, view, interrupt)
+    if interrupt.asked:
+        return INTERRUPTED
+    if status:
+        raise TrainingFailed(_why(local, view.run_progress.ledger, status))
+    _check_attacked(local, view.run_progress.ledger)
+    return 0
+
+
+def _check_attacked(local: LocalDeployment, ledger: Ledger) -> None:
+    """Raise TrainingFailed if attacks are left that only a dead service can have prevented."""
+    progress = ledger.progress()
+    if (left := progress.queued + progress.leased) and ledger.meta().get("replay") != "mismatch":
+        command = f"fedgauge audit {local.deployment.folder / 'runs' / local.addresses.run}"
+        raise TrainingFailed(local.blame("attack", f"{left} attacks were not done; continue with: {command}"))
+
+
+class AbsenceReporter:
+    """Reports for each new round which clients gave no update."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.ledger = view.run_progress.ledger
+        self.round = max((o["round"] for o in self.ledger.observations()), default=0)
+
+    def report(self) -> None:
+        """Report the rounds that are new."""
+        by_round: dict[int, list[ObservationRow]] = {}
+        for observation in self.ledger.observations_since(self.round + 1):
+            by_round.setdefault(observation["round"], []).append(observation)
+        for round, observations in sorted(by_round.items()):
+            if text := absences(round, observations):
+                self.view.say(f"fedgauge: {text}")
+            self.round = round
+
+
+def _why(local: LocalDeployment, ledger: Ledger, status: int) -> str:
+    """Why a run failed: no client took part, the SuperLink died, or what `start` reported."""
+    if ledger.meta().get("state") == "failed" and (why := ledger.meta().get(EMPTY)):
+        return why
+    if local.deaths.get("superlink") or local.status("superlink") is not None:
+        return launch.with_ends("the SuperLink died, and the training with it", local.deployment.log("superlink"))
+    return local.blame("start", f"exit status {status}")
+
+
+def _park(local: LocalDeployment, view: View, interrupt: Interrupt) -> None:
+    """Wait for the attack service; it ends when the queue is empty, or after an interrupt with the attacks in flight."""
+    signalled = False
+    while "attack" in local.children and local.status("attack") is None:
+        if not interrupt.asked:
+            local.poll()
+        elif not signalled:
+            signalled = True
+            local.children["attack"].send_signal(signal.SIGTERM)
+        view.update()
+        time.sleep(POLL)
+
+
+def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:
+    """Which services of a local start are alive, and lines on the state of its last run."""
+    pids = _facts(deployment).get("pids", {})
+    living = set(processes.marked(str(_facts(deployment).get("mark", "-"))))
+    alive = {name: pid in living for name, pid in pids.items()} if isinstance(pids, Mapping) else {}
+    lines = []
+    for run in deployment.runs()[-1:]:
+        with run.ledger(readonly=True) as ledger:
+            rounds, progress, meta = ledger.last_round(), ledger.progress(), ledger.meta()
+            rows = sum(1 for _ in ledger.scores())
+        lines.append(
+            f"{run.name}: {state_of_training(run) or 'not started'}, round {rounds} of {meta.get('rounds', '?')}"
+        )
+        waiting = progress.queued + progress.leased
+        lines.append(f"attacks: {progress.done} done, {waiting} to come, {progress.failed} failed; {rows} score rows")
+    return alive, lines
+
+
+def down(deployment: Deployment, patience: float = 60.0) -> list[int]:
+    """Ask a local start to end, then end processes that it left behind; returns their ids.
+
+    Args:
+        patience: seconds to wait; a start that still finishes its attacks in flight is then left alone.
+    """
+    holder = deployment.holder()
+    if holder is not None:
+        os.kill(holder, signal.SIGTERM)
+    deadline = time.monotonic() + patience
+    while deployment.holder() is not None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if deployment.holder() is not None:
+        return []
+    mark = str(_facts(deployment).get("mark", ""))
+    return processes.sweep(mark) if re.fullmatch(r"[0-9a-f]{32}", mark) else []
+
+
+def _facts(deployment: Deployment) -> dict[str, object]:
+    path = deployment.folder / FACTS
+    facts: dict[str, object] = json.loads(path.read_text()) if path.exists() else {}
+    return facts

@@ -1,0 +1,127 @@
+"""The steps of one run of a deployment: register the clients' keys, train, and wait for the attacks."""
+
+import os
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import EMPTY
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.deploy.folder import Deployment
+from fedgauge.simulations.live.participation import participation
+from fedgauge.simulations.run import launch, processes
+from fedgauge.simulations.run.create import resume
+from fedgauge.simulations.run.launch import TrainingFailed
+from fedgauge.simulations.run.simulate import INTERRUPTED, POLL, Interrupt
+
+REGISTERED = "already in use"  # Flower's message for a key that is already registered
+WITHOUT_AUDIT = 60.0  # seconds that `start` waits for an attack service that is not running
+
+
+def register(deployment: Deployment, superlink: str) -> None:
+    """Register the clients' public keys at the SuperLink; a registered key stays registered.
+
+    Raises:
+        TrainingFailed: the SuperLink refuses a key, or does not answer.
+    """
+    with _control(deployment, superlink) as (_, env):
+        for client in range(deployment.clients):
+            key = deployment.public_key(client)
+            command = ["flwr", "supernode", "register", str(key.resolve()), "fedgauge", "--name", f"client-{client}"]
+            try:
+                done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=launch.PATIENCE)
+            except subprocess.TimeoutExpired as error:
+                raise TrainingFailed(f"{superlink} does not answer") from error
+            if done.returncode and REGISTERED not in done.stdout + done.stderr:
+                output = (done.stderr.strip() or done.stdout.strip())[-500:]
+                raise TrainingFailed(f"{key.name} could not be registered at {superlink}: {output}")
+
+
+def start(deployment: Deployment, superlink: str, name: str, interrupt: Interrupt) -> int:
+    """Train the run of this name, and wait until it is attacked; returns the exit status.
+
+    Raises:
+        SpecError: the run is complete.
+        LedgerError: it was interrupted and cannot be continued.
+        TrainingFailed: the federation failed.
+    """
+    run, resumed = deployment.begin(name)
+    scenario = resume(run, "deployment") if resumed else run.scenario()
+    with run.ledger() as ledger:
+        with run.lock("training"):  # the attack service follows while this lock is held
+            _train(deployment, superlink, run, ledger, scenario, interrupt)
+        _wait_for_attacks(run, ledger, scenario, interrupt)
+    return INTERRUPTED if interrupt.asked else 0
+
+
+def _train(
+    deployment: Deployment, superlink: str, run: Run, ledger: Ledger, scenario: Scenario, interrupt: Interrupt
+) -> None:
+    ledger.set_meta(state="training")
+    state = "failed"
+
+    def blame(what: str) -> str:
+        return launch.blame(run, f"the federation failed: {what}", "flower.log")
+
+    try:
+        with _control(deployment, superlink) as (scratch, env):
+            launch.write_app(scratch, run, scenario)
+            submission = launch.Submission(scratch, run.log("flower.log"), env)
+            try:
+                while submission.process.poll() is None and not interrupt.asked:
+                    time.sleep(POLL)
+                if interrupt.asked:
+                    submission.stop()  # else it would continue without us
+                    state = "interrupted"
+                elif (status := submission.status(blame)) != "finished:completed":
+                    raise TrainingFailed(blame(status))
+                elif why := why_empty(ledger):
+                    ledger.set_meta(**{EMPTY: why})
+                    raise TrainingFailed(why)
+                else:
+                    state = "trained"
+            finally:
+                processes.end(submission.process)
+    finally:
+        ledger.set_meta(state=state)
+
+
+def why_empty(ledger: Ledger) -> str:
+    """Why no client gave an update in any round; empty if one did."""
+    observations = ledger.observations()
+    if any(o["status"] == "accepted" for o in observations):
+        return ""
+    return f"no round got an update: {participation(observations) or 'no client was there'}"
+
+
+def _wait_for_attacks(run: Run, ledger: Ledger, scenario: Scenario, interrupt: Interrupt) -> None:
+    """Wait until the queue is empty, or until no attack service has run for a while: `fedgauge audit` then does the rest."""
+    last_seen = time.monotonic()
+    while scenario.audit.curious and not interrupt.asked and ledger.meta().get("replay") != "mismatch":
+        progress = ledger.progress()
+        if not progress.queued + progress.leased:
+            return
+        if run.holder("audit") is not None:
+            last_seen = time.monotonic()
+        elif time.monotonic() - last_seen > WITHOUT_AUDIT:
+            return
+        time.sleep(POLL)
+
+
+@contextmanager
+def _control(deployment: Deployment, superlink: str) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A scratch folder and an environment in which Flower's commands reach the SuperLink over TLS."""
+    certificate = str((deployment.folder / "tls" / "ca.crt").resolve())
+    with tempfile.TemporaryDirectory(prefix="fedgauge-") as named:
+        scratch = Path(named)
+        launch.write_home(scratch, {"address": superlink, "root-certificates": certificate})
+        mark = os.environ.get(
+            processes.MARK, uuid.uuid4().hex
+        )  # the mark of the local start that this process belongs to
+        yield scratch, launch.child_environment(scratch, mark) | {"FLWR_HOME": str(scratch / "home")}

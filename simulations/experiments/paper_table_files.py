@@ -1,0 +1,180 @@
+"""Find, read, check and restrict the files of simulations/papers."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from fedgauge.attacks.base import Budget
+from fedgauge.client.components import SpecError, call, check_arguments, coerce
+from fedgauge.simulations.experiments.paper_tables import (
+    METRICS,
+    AttackSpec,
+    Images,
+    PaperTable,
+    Pretraining,
+    Setting,
+    WorldSpec,
+    check_link,
+)
+
+PAPERS = Path(__file__).parents[1] / "papers"
+
+
+def names() -> list[str]:
+    """The names of all tables that can be reproduced."""
+    return sorted(path.stem for path in PAPERS.glob("*/*.toml"))
+
+
+def load(name: str) -> PaperTable:
+    """Read a table by name; SpecError if there is none or if it has a mistake."""
+    if name not in names():
+        raise SpecError(f"no paper table is called {name!r}; there are {', '.join(names())}")
+    path = next(PAPERS.glob(f"*/{name}.toml"))
+    try:
+        return parse(name, tomllib.loads(path.read_text()))
+    except SpecError as error:
+        raise SpecError(f"{path.name}: {error}") from error
+
+
+def parse(name: str, tables: Mapping[str, Any]) -> PaperTable:
+    """A table from parsed TOML; a [[cell]] takes n, wave, data, model, chain ... from the top where it sets none."""
+    shared = {"n", "clients", "wave", "data", "model", "chain", "weights", "train", "auxiliary"}
+    shared |= {"server_attack", "rounds", "members", "alone", "faintest"}
+    _check_keys(tables, {"title", "note", "seed", "cell", "world"} | shared, "the paper table")
+    head = {key: coerce(tables.get(key, ""), str, key) for key in ("title", "note")}
+    seed = coerce(tables.get("seed", 0), int, "seed")
+    cells = []
+    for i, table in enumerate(coerce(tables.get("cell", []), list, "cell"), 1):
+        _check_keys(table, {"name", "attack", "heavy"} | shared, f"[[cell]] #{i}")
+        cells.append(_cell({k: v for k, v in tables.items() if k in shared} | table, f"[[cell]] #{i}"))
+    world = _options(WorldSpec, tables["world"], "[world]") if "world" in tables else None
+    if (world is None) == (not cells):
+        raise SpecError("a paper table needs either [[cell]]s or a [world]")
+    return PaperTable(name, **head, seed=seed, cells=tuple(cells), world=world)
+
+
+def _check_keys(table: Mapping[str, Any], allowed: set[str], where: str) -> None:
+    if unknown := sorted(table.keys() - allowed):
+        raise SpecError(f"{where} has no key {unknown[0]!r} (it has: {', '.join(sorted(allowed))})")
+
+
+def _cell(table: Mapping[str, Any], where: str) -> Setting:
+    name = coerce(table.get("name"), str, f"{where}: name")
+    specs = [_attack_spec(t, f"{where} {name}, attack #{j}") for j, t in enumerate(table.get("attack", []), 1)]
+    if not specs:
+        raise SpecError(f"{where} {name}: no [[cell.attack]]")
+    for spec in specs:
+        if spec.against and spec.against not in {t.name for t in specs}:
+            raise SpecError(f"{where} {name}: against = {spec.against!r} is not one of its attacks")
+    chain = tuple(coerce(table.get("chain", []), list, f"{where}: chain"))
+    for j, link in enumerate(chain, 1):
+        check_link(link, f"{where}, chain #{j}")
+    training = table.get("train")
+    made = dict(
+        name=name,
+        n=coerce(table.get("n"), int, f"{where}: n"),
+        wave=coerce(table.get("wave", 64), int, f"{where}: wave"),
+        images=_options(Images, table.get("data"), f"{where}: data"),
+        model=coerce(table.get("model"), dict, f"{where}: model"),
+        chain=chain,
+        attacks=tuple(specs),
+        weights=coerce(table.get("weights", ""), str, f"{where}: weights"),
+        train=None if training is None else _options(Pretraining, training, f"{where}: train"),
+        clients=coerce(table.get("clients", 1), int, f"{where}: clients"),
+        heavy=coerce(table.get("heavy", False), bool, f"{where}: heavy"),
+        server_attack=coerce(table.get("server_attack"), dict | None, f"{where}: server_attack"),
+        **{key: coerce(table.get(key, 1), int, f"{where}: {key}") for key in ("rounds", "members")},
+        **{key: coerce(table.get(key, False), bool, f"{where}: {key}") for key in ("alone", "faintest")},
+        auxiliary=coerce(table.get("auxiliary", 200), int, f"{where}: auxiliary"),
+    )
+    cell: Setting = call(Setting, made, where)
+    cell.build_server_attack()
+    return cell
+
+
+def _options(kind: Any, table: Any, where: str) -> Any:
+    return call(kind, check_arguments(kind, coerce(table, dict, where), where), where)
+
+
+def _attack_spec(table: Mapping[str, Any], where: str) -> AttackSpec:
+    own = {f.name for f in fields(AttackSpec)} - {"table", "budget"}
+    spent = {f.name for f in fields(Budget)}
+    arguments = {k: v for k, v in table.items() if k in own}
+    paper = {k: coerce(v, float, f"{where}: paper {k}") for k, v in arguments.pop("paper", {}).items()}
+    blend = arguments.pop("blend", None)
+    auxiliary = arguments.pop("auxiliary", None)
+    made = {
+        "table": {k: v for k, v in table.items() if k not in own | spent},
+        "budget": _options(Budget, {k: v for k, v in table.items() if k in spent}, where),
+        "paper": paper,
+    }
+    checked = check_arguments(AttackSpec, arguments, where, made)
+    checked["blend"] = None if blend is None else coerce(blend, dict, f"{where}: blend")
+    checked["auxiliary"] = None if auxiliary is None else coerce(auxiliary, dict, f"{where}: auxiliary")
+    spec: AttackSpec = call(AttackSpec, checked, where)
+    if unknown := [m for m in spec.metrics if m not in METRICS]:
+        raise SpecError(f"{where}: unknown metric {unknown[0]!r} (there are: {', '.join(METRICS)})")
+    try:
+        spec.build()
+        spec.build_auxiliary()
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from error
+    return spec
+
+
+def restrict(
+    paper_table: PaperTable, n: int | None, budget: int | None, cells: str | None, attacks: str | None = None
+) -> PaperTable:
+    """The table with another n, other iterations, or only the cells and attacks whose names match (a part, or with * and ?).
+
+    Without a pattern: all cells but the heavy ones, and all attacks. A chosen attack brings the attack it is compared with.
+    """
+    for option, value in (("--n", n), ("--budget", budget)):
+        if value is not None and value < 1:
+            raise SpecError(f"{option} must be at least 1, got {value}")
+    if paper_table.world is not None:
+        if attacks is not None:
+            raise SpecError(f"--attacks: {paper_table.name} compares no attacks; choose with --cells")
+        world = replace(
+            paper_table.world,
+            n=n or paper_table.world.n,
+            iterations=budget or paper_table.world.iterations,
+            only=cells or "*",
+        )
+        return replace(paper_table, world=world)
+    chosen = [c for c in paper_table.cells if (not c.heavy if cells is None else matches(c.name, cells))]
+    if not chosen:
+        known = ", ".join(c.name for c in paper_table.cells)
+        if cells is None:
+            raise SpecError(
+                f"every cell of {paper_table.name} takes hours; choose with --cells from {known}, or all with --cells '*'"
+            )
+        raise SpecError(f"no cell of {paper_table.name} matches {cells!r}; it has: {known}")
+
+    def with_budget(spec: AttackSpec) -> AttackSpec:
+        if budget is None:
+            return spec
+        return replace(spec, budget=replace(spec.budget, iterations=budget))
+
+    def chosen_attacks(cell: Setting) -> list[AttackSpec]:
+        names = {t.name for t in cell.attacks if attacks is None or matches(t.name, attacks)}
+        names |= {t.against for t in cell.attacks if t.name in names}
+        return [t for t in cell.attacks if t.name in names]
+
+    changed = [
+        replace(c, n=n or c.n, attacks=tuple(with_budget(t) for t in specs))
+        for c in chosen
+        if (specs := chosen_attacks(c))
+    ]
+    if not changed:
+        known = ", ".join(dict.fromkeys(t.name for c in chosen for t in c.attacks))
+        raise SpecError(f"no attack of {paper_table.name} matches {attacks!r}; it has: {known}")
+    return replace(paper_table, cells=tuple(changed))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name contains a pattern, or matches it with * and ?."""
+    return pattern in name or fnmatchcase(name, pattern)

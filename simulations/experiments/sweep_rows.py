@@ -1,0 +1,218 @@
+"""Results of a sweep: a row for each defense, attack and seed, as CSV, JSON and tables."""
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table as Grid
+
+from fedgauge.attacks.grading.image_metrics import AUGMENTED
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.tape import write_bytes
+from fedgauge.server.views.overview import privacy
+from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.roles import is_baseline, is_limit
+from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """What one attack recovered under one defense with one seed, and what the defense cost.
+
+    Args:
+        accuracy: on the test images after the last round.
+        mean, low, high, best: PSNR (dB) over all attacked examples, with its 95 % interval clustered by client.
+        augmented: mean PSNR to the examples as trained on, where the defense changed them.
+        baseline: best mean PSNR of a guess that reads no update; limit: the van Trees bound in dB, if there is one.
+        epsilon: for replacing one record, over the rounds that were run, if a guarantee holds.
+        n: graded examples; failed: attacked examples without a grade.
+        reason: why there is no number, or why some are missing.
+    """
+
+    defense: str
+    attack: str
+    seed: int
+    accuracy: float | None
+    mean: float | None
+    low: float | None
+    high: float | None
+    best: float | None
+    augmented: float | None
+    baseline: float | None
+    limit: float | None
+    epsilon: float | None
+    n: int
+    failed: int
+    reason: str
+    run: str
+
+
+def is_done(path: Path) -> bool:
+    """Whether a cell has finished training and all its attacks."""
+    if not (path / "ledger.sqlite").exists():
+        return False
+    with Run(path).ledger() as ledger:
+        meta = ledger.meta()
+        return meta.get("state") == "trained" and meta.get("cell") == "ended"
+
+
+def rows(found: Sweep, folder: Path, failures: Mapping[str, str] | None = None) -> list[SweepRow]:
+    """The rows of all finished cells, in the order of the file: each has a number, or the reason why there is none."""
+    result = []
+    for cell in found.cells:
+        path = folder / cell.folder
+        if failures and cell.folder in failures:
+            result += [_failed_row(cell, attack, failures[cell.folder]) for attack in _attacks(cell)]
+        elif is_done(path):
+            with closing(Reading(Run(path))) as reading, reading.now():
+                result += [_row(cell, attack, reading) for attack in _attacks(cell)]
+    return result
+
+
+def _attacks(cell: SweepCell) -> list[str]:
+    return [str(a.get("name", str(a["use"]).split(":")[-1])) for a in cell.tables["attack"]]
+
+
+def _failed_row(cell: SweepCell, attack: str, reason: str) -> SweepRow:
+    nothing: dict[str, Any] = {f.name: None for f in fields(SweepRow)}
+    return SweepRow(**{**nothing, "defense": cell.defense, "attack": attack, "seed": cell.seed, "n": 0, "failed": 0,
+                  "reason": reason, "run": cell.folder})  # fmt: skip
+
+
+def _row(cell: SweepCell, attack: str, reading: Reading) -> SweepRow:
+    pooled, changed = reading.pooled("psnr"), reading.pooled("psnr" + AUGMENTED)
+    leak, last = pooled.get(attack), max(reading.rounds, default=None)
+    floors = [found.mean for name, found in pooled.items() if is_baseline(name) and found.mean is not None]
+    limits = [found.mean for name, found in pooled.items() if is_limit(name) and found.mean is not None]
+    job_reasons = [*reading.ledger.reasons(), *reading.ledger.reasons("failed")]
+    reasons = [f"{r['reason']} ({r['jobs']} x)" for r in job_reasons if r["attack"] == attack]
+    if reading.meta.get("replay") == "mismatch":
+        reasons.append(f"not attacked, because the replay check failed: {reading.meta['replay_detail']}")
+    observations = reading.ledger.observations()
+    if not any(o["status"] == "accepted" for o in observations):
+        reasons += dict.fromkeys(f"no update was accepted: {o['reason']}" for o in observations[:1])
+    return SweepRow(
+        defense=cell.defense,
+        attack=attack,
+        seed=cell.seed,
+        accuracy=None if last is None else reading.rounds[last]["accuracy"],
+        mean=leak.mean if leak else None,
+        low=leak.low if leak else None,
+        high=leak.high if leak else None,
+        best=leak.best if leak else None,
+        augmented=changed[attack].mean if attack in changed else None,
+        baseline=max(floors, default=None),
+        limit=max(limits, default=None),
+        epsilon=privacy(reading)["epsilon"],
+        n=leak.n if leak else 0,
+        failed=sum(leak.failed.values()) if leak else 0,
+        reason="; ".join(reasons),
+        run=cell.folder,
+    )
+
+
+def write_rows(folder: Path, found: Sequence[SweepRow], sweep: Sweep) -> None:
+    """Write sweep.csv, sweep.json and sweep.md, each atomically."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [f.name for f in fields(SweepRow)])
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in found)
+    write_bytes(folder / "sweep.csv", text.getvalue().encode())
+    write_bytes(folder / "sweep.json", (json.dumps([asdict(r) for r in found], indent=1) + "\n").encode())
+    promises = {cell.defense: cell.promise for cell in sweep.cells}
+    write_bytes(folder / "sweep.md", ("\n".join(summary(found, promises)) + "\n").encode())
+
+
+def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]:
+    """A Markdown table with a line for each defense: its strongest attack, and its cost in accuracy against the first defense.
+
+    Args:
+        promises: of every defense, in the sweep's order.
+
+    The strongest attack has the highest mean PSNR over the seeds, to the images or to what the defense made of them.
+    """
+    lines = [
+        "| defense | what it promises | strongest attack | PSNR, dB (interval) | baseline | limit | epsilon | accuracy | cost |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    names = list(dict.fromkeys(row.defense for row in found))
+    first = _accuracy([row for row in found if row.defense == next(iter(promises or names))])
+    for name in names:
+        own = [row for row in found if row.defense == name]
+        accuracy = _accuracy(own)
+        cost = None if accuracy is None or first is None else 100 * (first - accuracy)
+        cells = [
+            name,
+            promises.get(name, ""),
+            *_strongest(own),
+            _decibel(_mean([r.baseline for r in own])),
+            _decibel(_mean([r.limit for r in own])),
+            _epsilon([r.epsilon for r in own]),
+            "–" if accuracy is None else f"{100 * accuracy:.0f} %",
+            "–" if cost is None else str(round(cost)),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _strongest(own: Sequence[SweepRow]) -> tuple[str, str]:
+    """The strongest attack on one defense, and its PSNR as text."""
+
+    def leak(attack: str) -> float | None:
+        means = [_mean([getattr(r, column) for r in own if r.attack == attack]) for column in ("mean", "augmented")]
+        return max((m for m in means if m is not None), default=None)
+
+    leaks = {attack: value for attack in dict.fromkeys(r.attack for r in own) if (value := leak(attack)) is not None}
+    if not leaks:
+        return "none gave a number", "–"
+    best = max(leaks, key=lambda attack: leaks[attack])
+    of_best = [r for r in own if r.attack == best]
+    words = _decibel(_mean([r.mean for r in of_best]))
+    if len(of_best) == 1 and of_best[0].low is not None and of_best[0].high is not None:
+        words += f" ({of_best[0].low:.1f} to {of_best[0].high:.1f})"
+    augmented = _mean([r.augmented for r in of_best])
+    return f"`{best}`", words + ("" if augmented is None else f"; {augmented:.1f} to what was trained on")
+
+
+def _accuracy(own: Sequence[SweepRow]) -> float | None:
+    """Mean test accuracy of one defense, each seed counted once."""
+    return _mean([r.accuracy for r in {r.seed: r for r in own}.values()])
+
+
+def matrix(found: Sequence[SweepRow]) -> Grid:
+    """Mean PSNR over the seeds for each defense and attack, with the accuracy; a dash if there is no number."""
+    attacks = list(dict.fromkeys(row.attack for row in found))
+    grid = Grid("defense", "accuracy", *attacks, "baseline", "limit", "epsilon", box=None)
+    for defense in dict.fromkeys(row.defense for row in found):
+        own = [row for row in found if row.defense == defense]
+        cells = [_mean([r.mean for r in own if r.attack == attack]) for attack in attacks]
+        accuracy = _accuracy(own)
+        grid.add_row(
+            defense,
+            "–" if accuracy is None else f"{100 * accuracy:.1f} %",
+            *map(_decibel, cells),
+            _decibel(_mean([r.baseline for r in own])),
+            _decibel(_mean([r.limit for r in own])),
+            _epsilon([r.epsilon for r in own]),
+        )
+    return grid
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    present = [v for v in values if v is not None]
+    return sum(present) / len(present) if present else None
+
+
+def _epsilon(values: Sequence[float | None]) -> str:
+    """The largest: of several seeds' guarantees, only it holds for all."""
+    present = [v for v in values if v is not None]
+    return f"{max(present):.3g}" if present else "–"
+
+
+def _decibel(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"

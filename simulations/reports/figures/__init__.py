@@ -1,0 +1,1 @@
+"""Figures for papers, one file for each kind."""

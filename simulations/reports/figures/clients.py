@@ -1,0 +1,72 @@
+"""A heat map of the worst leak of each client in each round."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator
+from numpy.typing import NDArray
+
+from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.scores import Scores, capped
+from fedgauge.simulations.reports.figures.style import INK, MUTED, new_axes
+
+RASTER_FROM = 2000  # table entries from which the heat map is a bitmap even in SVG
+
+
+def worst_case_by_client(scores: Scores) -> dict[tuple[int, int], float]:
+    """For each attacked (client, round), the highest PSNR of any real attack, capped; NaN if none gave an image.
+
+    For text, the highest ROUGE-1.
+    """
+    psnr = scores.of_metric(scores.measure.metric)
+    real = np.array([is_attack(a) for a in psnr.attacks], dtype=bool)
+    psnr = psnr.where(real[psnr.attack]) if len(psnr) else psnr
+    worst: dict[tuple[int, int], float] = {}
+    values = capped(scores.measure.metric, psnr.value)
+    for client, round, value in zip(psnr.client.tolist(), psnr.round.tolist(), values.tolist(), strict=True):
+        worst[client, round] = float(np.fmax(worst.get((client, round), np.nan), value))
+    return worst
+
+
+def clients_figure(worst: Mapping[tuple[int, int], float], label: str = "worst PSNR (dB)") -> Figure:
+    clients, rounds = (sorted({key[i] for key in worst}) for i in (0, 1))
+    table = np.full((len(clients), len(rounds)), np.nan)
+    for (client, round), value in worst.items():
+        table[clients.index(client), rounds.index(round)] = value
+    figure, axes = new_axes(height=min(6.0, max(1.75, 0.8 + 0.17 * len(clients))))
+    axes.grid(False)
+    axes.set_facecolor("white")
+    axes.patch.set(hatch="////", edgecolor=MUTED)  # where nothing was graded
+    values_shown = np.ma.masked_invalid(table)
+    mesh = axes.pcolormesh(values_shown, cmap="cividis", rasterized=table.size > RASTER_FROM, edgecolors="none")
+    if len(rounds) <= 10 and len(clients) <= 30:
+        _write_values(axes, table, mesh)
+    figure.colorbar(mesh, ax=axes, label=label, pad=0.02)
+    axes.invert_yaxis()
+    _number_axis(axes.xaxis, rounds, 10)
+    _number_axis(axes.yaxis, clients, 16)
+    axes.set(xlabel="attacked round", ylabel="client")
+    return figure
+
+
+def _write_values(axes: Axes, table: NDArray[np.float64], mesh: Any) -> None:
+    for (row, column), value in np.ndenumerate(table):
+        if not np.isnan(value):
+            red, green, blue, _ = mesh.to_rgba(value)
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+            axes.text(
+                column + 0.5, row + 0.5, f"{value:.0f}", ha="center", va="center", size=7,
+                color="white" if dark else INK,
+            )  # fmt: skip
+
+
+def _number_axis(axis: Axis, names: Sequence[int], most: int) -> None:
+    """Label evenly spaced rows or columns with their numbers, at their middle."""
+    places = np.unique(np.linspace(0, len(names) - 1, min(most, len(names))).round().astype(int))
+    axis.set_major_locator(FixedLocator((places + 0.5).tolist()))
+    axis.set_ticklabels([str(names[i]) for i in places])
+    axis.set_tick_params(length=0)

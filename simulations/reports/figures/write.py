@@ -1,0 +1,72 @@
+"""Figures for papers: each plot of a run as PNG and SVG, one column wide, the same bytes for the same ledger."""
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import matplotlib
+
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.tape import write_bytes
+from fedgauge.server.views.compare import distinct
+from fedgauge.simulations.reports.figures.clients import clients_figure, worst_case_by_client
+from fedgauge.simulations.reports.figures.data import RunResults
+from fedgauge.simulations.reports.figures.gallery import gallery_figure
+from fedgauge.simulations.reports.figures.leakage import leakage_figure
+from fedgauge.simulations.reports.figures.style import STYLE, PaperFigure
+from fedgauge.simulations.reports.figures.success import success_figure
+from fedgauge.simulations.reports.figures.tradeoff import tradeoff_figures
+
+
+def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[str]]:
+    """Write every figure of the runs and of their comparison, each file atomically and readable for its owner only.
+
+    Returns the paths, and sentences on what could not be drawn. One run's files go into the folder itself, those of several
+    runs into a folder each.
+    """
+    all_results = [RunResults.read(run) for run in dict.fromkeys(Run(run.folder.resolve()) for run in runs)]
+    run_folders = (
+        [folder] if len(all_results) == 1 else [folder / name for name in distinct(s.run.name for s in all_results)]
+    )
+    paths, missing = [], []
+    with matplotlib.rc_context():  # restores the caller's settings at its end
+        matplotlib.rcdefaults()  # a user's own style would change the bytes
+        matplotlib.rcParams.update(STYLE)
+        for results, run_folder in zip(all_results, run_folders, strict=True):
+            if not len(results.scores):
+                missing.append(f"{results.run.name}: no attack has a score yet, so there is nothing to draw")
+            for figure in run_figures(results):
+                paths += _save(figure, run_folder)
+        if len(all_results) > 1:
+            comparison = tradeoff_figures(all_results)
+            for figure in comparison:
+                paths += _save(figure, folder)
+            if not comparison:
+                missing.append("the runs are not compared: fewer than two have both accuracy and leakage")
+    return paths, missing
+
+
+def _save(figure: PaperFigure, folder: Path) -> list[Path]:
+    paths = []
+    # no date and no program, so that equal ledgers give equal bytes
+    metadata = {"Title": figure.name, "Description": figure.about}
+    for kind, quiet in (("png", {"Software": None}), ("svg", {"Date": None})):
+        data = io.BytesIO()
+        figure.figure.savefig(data, format=kind, metadata={**metadata, **quiet})
+        figure.figure.set_layout_engine("none")  # layout is half of the work, so do it once
+        paths.append(folder / f"{figure.name}.{kind}")
+        write_bytes(paths[-1], data.getvalue())
+    return paths
+
+
+def run_figures(results: RunResults) -> Iterator[PaperFigure]:
+    about = f"{results.run.name}. {results.knowledge}"
+    for metric, leaks in results.leaks.items():
+        yield PaperFigure(f"leakage-{metric}", leakage_figure(results, metric, leaks), about)
+    if results.curve:
+        yield PaperFigure("success", success_figure(results), about)
+    worst, measure = worst_case_by_client(results.scores), results.scores.measure
+    if worst:
+        yield PaperFigure("clients", clients_figure(worst, f"worst {measure.name} ({measure.unit})"), about)
+    if results.cards:
+        yield PaperFigure("gallery", gallery_figure(results), about)

@@ -1,0 +1,133 @@
+"""Creates a run's folder, or prepares an interrupted run to continue."""
+
+import json
+import re
+import shlex
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from fedgauge.attacks.grading.audit import NO_TRUTH
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
+from fedgauge.attacks.plan import AttackPlan
+from fedgauge.client.components import SpecError
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import DEPLOYMENT
+from fedgauge.server.store.run import NotResumable, Run, RunBusy
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import write_bytes
+from fedgauge.simulations.run.environment import environment, package
+
+DECISIVE = ("fedgauge", "torch", "numpy", "flwr")  # packages whose version changes the trained bits
+Mode = Literal["simulation", "deployment"]
+
+
+def new_run(scenario: Scenario, name: str, runs: Path) -> Run:
+    """Create a run under runs/, named by time and scenario."""
+    stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}"
+    attempt, folder = 1, runs / stem
+    while folder.exists():
+        attempt += 1
+        folder = runs / f"{stem}-{attempt}"
+    return create_run(scenario, folder)
+
+
+def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> Run:
+    """Create a run in this folder, with its attacks in the ledger.
+
+    Raises:
+        SpecError: a deployment cannot do what the scenario asks for.
+    """
+    if mode == DEPLOYMENT:
+        check_deployable(scenario)
+    run = Run.create(folder, scenario)
+    write_bytes(folder / "environment.json", json.dumps(environment(), indent=2).encode())
+    with run.ledger() as ledger:
+        ledger.set_meta(rounds=str(scenario.protocol.rounds))
+        if mode == DEPLOYMENT:
+            ledger.set_meta(mode=mode)
+        if scenario.audit.curious:
+            ledger.add_attacks(scenario.plan, cards(scenario, scenario.plan, mode))
+    return run
+
+
+def resume(run: Run, mode: Mode = "simulation") -> Scenario:
+    """Bring an interrupted run's ledger and tape to its last checkpoint; returns its scenario.
+
+    Call `simulate` next, as for a new run: the server continues from the checkpoint by itself.
+
+    Args:
+        mode: in which it is continued.
+
+    Raises:
+        NotResumable: the run is complete, has the other mode, was trained by another version, or its checkpoint is unusable.
+        RunBusy: a process still trains it.
+    """
+    from fedgauge.server.store.checkpoint import starting_point  # imports Flower, which an audit does not need
+
+    if (server := run.holder("server")) is not None:
+        raise RunBusy(
+            f"{run.folder}: process {server} still trains it; a server whose driver was killed ends within a minute"
+        )
+    with run.lock("training"), run.ledger() as ledger:
+        _same_mode(run, ledger, mode)
+        scenario = run.scenario()
+        if run.model.exists():
+            waiting = ledger.progress().queued + ledger.progress().leased
+            left = f"; {waiting} attacks wait: fedgauge audit {run.folder}" if waiting else ""
+            raise NotResumable(f"{run.folder} is complete: its {scenario.protocol.rounds} rounds are trained{left}")
+        _same_versions(run)
+        starting_point(run, ledger, scenario)
+    return scenario
+
+
+def _same_mode(run: Run, ledger: Ledger, mode: Mode) -> None:
+    if ledger.deployed and mode != DEPLOYMENT:
+        raise NotResumable(
+            f"{run.folder} is a deployment's run, which a simulation must not continue; continue with: "
+            f"{restart_command(run, ledger)}"
+        )
+
+
+def restart_command(run: Run, ledger: Ledger) -> str:
+    """The command that begins a run again which never got to its first round; for a deployment, the one that continues it."""
+    if not ledger.deployed:
+        return "fedgauge run"
+    folder = run.folder.absolute().parent.parent
+    if not (folder / "keys").exists():  # our strategy in a user's own server app
+        return "the server that began it"
+    return f"fedgauge deploy up {shlex.quote(str(folder))} --local"
+
+
+def _same_versions(run: Run) -> None:
+    path = run.folder / "environment.json"
+    try:
+        then = json.loads(path.read_text())["packages"]
+        changed = {name: (then.get(name), version) for name in DECISIVE if then.get(name) != (version := package(name))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise NotResumable(f"{path} does not say which versions trained this run: {error}") from error
+    for name, (before, now) in changed.items():
+        raise NotResumable(
+            f"{run.folder} was started with {name} {before}, and this is {name} {now}: mixing versions would mix two "
+            f"trainings. Resume it with {name} {before}, or start another run"
+        )
+
+
+def check_deployable(scenario: Scenario) -> None:
+    """Raise SpecError for a scenario that only a simulation can run."""
+    if scenario.protocol.secure_sum is not None:
+        raise SpecError("[secure_sum] works in simulations only, where the server stands in for it: leave it out")
+    for planned in scenario.plan.attacks:
+        if planned.labels == "given":
+            raise SpecError(f"[[attack]] {planned.name}: {NO_TRUTH}")
+
+
+def cards(scenario: Scenario, plan: AttackPlan, mode: str = "simulation") -> dict[str, str]:
+    """The knowledge card of each attack of a plan; in a deployment it says that the attack is not graded here."""
+    texts = {
+        planned.name: knowledge_card(scenario.federation, planned, server=scenario.server) for planned in plan.attacks
+    }
+    if mode != DEPLOYMENT:
+        return texts
+    assumed = "; assumed of the clients, each of whom does what its own file says"
+    return {p.name: texts[p.name] + assumed + ("" if p.is_limit else "; not graded") for p in plan.attacks}

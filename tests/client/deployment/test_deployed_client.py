@@ -1,0 +1,221 @@
+"""A deployed client: the server's word and its limits, and what is drawn in secret."""
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedgauge.client.deployment.deployed_client import DeployedClient
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.terms import MOST_TEXT, RequestRefused, ServerTerms
+from fedgauge.client.federation import Federation
+from fedgauge.client.local_data import may_download
+from fedgauge.client.protocol import Protocol
+from fedgauge.client.rng import secret_generator
+from fedgauge.defenses.clip import clip
+from tests.client.deployment.conftest import DATA, MLP, SERVERS, SGD, Write, terms
+
+
+def test_a_protocol_cannot_weaken_the_chain_or_name_the_data(write: Write) -> None:
+    strict = [{"use": "clip", "max_norm": 0.5, "each": True}, SGD]
+    own = DeployedClient.of(
+        OwnerConfig.load(write(chain=strict)),
+        terms(
+            chain=[{**SGD, "rate": 100.0}],
+            data={"use": "mnist5k", "batch_size": 1},
+            loss={"use": "mean_squared_error"},
+            stragglers={"probability": 0.9},
+        ),
+    )
+    assert own.chain.local.rate == 0.1
+    assert own.chain.links[0].inner == clip(max_norm=0.5)  # type: ignore[union-attr]
+    assert own.shards.batch_size == 4
+    assert own.loss is torch.nn.functional.cross_entropy
+    params, buffers = own.initial()
+    batch = own.owner.batch(own.draw(1))
+    update = own.compute(params, buffers, batch, {})
+    assert torch.stack([t.square().sum() for t in update.values()]).sum().sqrt() <= 0.1 * 0.5 * 1.0001
+
+
+REFUSED = [
+    ("no json", "the protocol cannot be read"),
+    ("[]", "the protocol cannot be read: the protocol must be a table"),
+    ("[" * 5000, "the protocol cannot be read"),
+    ("{" + " " * MOST_TEXT + "}", "the protocol has 65538 characters, more than 65536"),
+    (json.dumps(SERVERS | {"rounds": 0}), "rounds must lie in 1.."),
+    (json.dumps(SERVERS | {"clients": 10**9}), "clients must lie in 1..100000"),
+    (json.dumps(SERVERS | {"seed": -1}), "seed must lie in 0.."),
+    (json.dumps(SERVERS | {"seed": "0"}), "seed must be a whole number"),
+    (json.dumps(SERVERS | {"model": {**MLP, "hidden": [1] * 2000}}), "[model] has more than 4096 characters"),
+    (json.dumps(SERVERS | {"model": {**MLP, "weights": "secret.safetensors"}}), "must not make a client read a file"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_a_protocol_that_is_none_is_refused(text: str, words: str) -> None:
+    with pytest.raises(RequestRefused) as told:
+        ServerTerms.parse(text)
+    assert words in str(told.value)
+
+
+FOREIGN = [
+    "os:system",
+    "subprocess:run",
+    "builtins:exec",
+    "mnist5k",
+    "dlg",
+    "mine.nets:small",
+]
+
+
+@pytest.mark.parametrize("use", FOREIGN)
+def test_a_server_names_no_code_outside_the_models(write: Write, use: str) -> None:
+    with pytest.raises(RequestRefused, match="is not allowed here|nothing is called"):
+        DeployedClient.of(OwnerConfig.load(write()), terms(model={"use": use}))
+
+
+NETS = """
+from pathlib import Path
+from torch import nn
+
+def small(shape, classes: int, width: int = 3) -> nn.Module:
+    channels, height, wide = shape
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * wide, width), nn.Linear(width, classes))
+
+def stored(shape, classes: int, source: Path) -> nn.Module:
+    raise AssertionError(f"read {source}")
+
+def fetched(shape, classes: int) -> nn.Module:
+    from fedgauge.client.local_data import may_download
+    raise ValueError(f"may download: {may_download.get()}")
+"""
+
+
+def test_a_model_of_a_package_is_built_where_the_owner_allows_that_package(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "ownersnets.py").write_text(NETS)
+    mine = {"use": "ownersnets:small", "width": 5}
+    with pytest.raises(RequestRefused, match="is not allowed here"):
+        DeployedClient.of(OwnerConfig.load(write()), terms(model=mine))
+    own = DeployedClient.of(OwnerConfig.load(write(allow=["ownersnets"])), terms(model=mine))
+    assert [tuple(p.shape) for p in own.model.parameters()] == [(5, 784), (5,), (10, 5), (10,)]
+
+
+def test_a_server_makes_a_client_fetch_nothing(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "ownersfetch.py").write_text(NETS)
+    with pytest.raises(RequestRefused, match="may download: False"):
+        DeployedClient.of(OwnerConfig.load(write(allow=["ownersfetch"])), terms(model={"use": "ownersfetch:fetched"}))
+    assert may_download.get(), "the owner's own data may"
+
+
+def test_a_server_gives_no_path_even_to_a_package_that_the_owner_allows(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "ownersfiles.py").write_text(NETS)
+    with pytest.raises(RequestRefused, match="must not make a client read a file"):
+        DeployedClient.of(
+            OwnerConfig.load(write(allow=["ownersfiles"])),
+            terms(model={"use": "ownersfiles:stored", "source": "passwords"}),
+        )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"use": "mlp", "hidden": [10**9]},
+        {"use": "mlp", "hidden": [10**5, 10**5]},
+        {"use": "mlp", "hidden": [2**62, 2**62]},
+        {"use": "convnet", "width": 10**6},
+    ],
+    ids=str,
+)
+def test_a_model_of_a_thousand_million_entries_is_refused_before_memory_is_taken(write: Write, model: Any) -> None:
+    own = DeployedClient(Protocol(3, 5, 3, DATA, model, (SGD,)), OwnerConfig.load(write()))
+    _ = own.shards
+    tracemalloc.start()
+    with pytest.raises(RequestRefused, match=r"\[model\]"):
+        _ = own.model
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10_000_000, "bytes of Python's; torch's own would have failed or been killed"
+
+
+def test_a_client_beyond_the_protocols_is_none_of_it(write: Write) -> None:
+    with pytest.raises(RequestRefused, match="this is client 7, the protocol has 3 clients"):
+        DeployedClient.of(OwnerConfig.load(write(client=7)), terms())
+
+
+def test_agreed_sampling_draws_the_simulations_rows(write: Write) -> None:
+    own = DeployedClient.of(OwnerConfig.load(write(data={**DATA, "sampling": "agreed"})), terms())
+    simulation = Federation(Protocol.from_tables(SERVERS))
+    for round in (1, 2, 5):
+        assert own.draw(round) == simulation.rows_at(1, round).tolist()
+
+
+def test_secret_sampling_draws_from_the_own_shard_and_never_the_same_again(write: Write) -> None:
+    own = DeployedClient.of(OwnerConfig.load(write()), terms())
+    shard = set(own.shards.indices[1].tolist())
+    drawn = [own.draw(1) for _ in range(20)]
+    assert all(len(set(rows)) == 4 and set(rows) <= shard for rows in drawn)
+    agreed = Federation(Protocol.from_tables(SERVERS)).rows_at(1, 1).tolist()
+    # of some 1,300 images, four in order: 3e12 draws
+    assert len({tuple(rows) for rows in drawn}) == 20 and agreed not in drawn
+
+
+def test_secret_sampling_draws_every_image_equally_often(write: Write) -> None:
+    """A chi-squared statistic over a shard of 20 images: 19 degrees of freedom, so beyond 60 once in 250,000 times."""
+    owner = OwnerConfig.load(write(client=0, data={**DATA, "auxiliary": 3980, "batch_size": 5}))
+    few = DeployedClient.of(owner, terms(clients=1))
+    shard = few.shards.indices[0].tolist()
+    assert len(shard) == 20
+    counts = dict.fromkeys(shard, 0)
+    for _ in range(400):
+        for row in few.draw(1):
+            counts[row] += 1
+    expected = 400 * 5 / 20
+    statistic = sum((n - expected) ** 2 / expected for n in counts.values())
+    assert statistic < 60
+
+
+def test_whole_is_all_of_the_training_images(write: Write) -> None:
+    data = {"use": "mnist5k", "batch_size": 4, "whole": True}
+    own = DeployedClient.of(OwnerConfig.load(write(data=data)), terms())
+    assert [len(each) for each in own.shards.indices] == [0, 4000, 0]
+    assert len(own.shards.auxiliary) == 0
+
+
+def test_noise_is_drawn_anew_whatever_the_seed(write: Write) -> None:
+    noisy = [SGD, {"use": "gaussian", "sigma": 1.0}]
+    data = {**DATA, "sampling": "agreed"}
+    own = DeployedClient.of(OwnerConfig.load(write(chain=noisy, data=data)), terms())
+    params, buffers = own.initial()
+    batch = own.owner.batch(own.draw(1))
+    first, second = (own.compute(params, buffers, batch, {}) for _ in range(2))
+    simulated = Federation(Protocol.from_tables(SERVERS | {"chain": noisy})).own_update(params, buffers, 1, 1)
+    for a, b in ((first, second), (first, simulated), (second, simulated)):
+        assert not any((a[k] == b[k]).all() for k in a)
+        difference = torch.cat([(a[k] - b[k]).flatten() for k in a])
+        assert abs(float(difference.std()) - 2**0.5) < 0.05, "independent, each of standard deviation 1"
+
+
+def test_a_secret_generator_has_more_than_the_32_bits_of_a_seed() -> None:
+    """Torch's own manual_seed throws the upper half of a seed away: a server could try the rest."""
+    seeded = [torch.Generator().manual_seed(s) for s in (5, 5 + 2**32)]
+    assert torch.equal(*(torch.randn(8, generator=g) for g in seeded)), "why manual_seed is not enough"
+    words = secret_generator().get_state()[24 : 24 + 8 * 624].view(torch.int64)
+    assert words.min() >= 0 and words.max() < 2**32
+    # MT19937's own initialisation makes each word of the one before; entropy does not
+    before, after = words[:-1], words[1:]
+    made = (1812433253 * (before ^ (before >> 30)) + torch.arange(1, 624)) & 0xFFFFFFFF
+    assert not (made == after).any()
+    seeded_words = seeded[0].manual_seed(9).get_state()[24 : 24 + 8 * 624].view(torch.int64)
+    made = (1812433253 * (seeded_words[:-1] ^ (seeded_words[:-1] >> 30)) + torch.arange(1, 624)) & 0xFFFFFFFF
+    assert bool((made == seeded_words[1:]).all()), "the test knows the initialisation"
+
+
+def test_a_secret_generator_draws_normal_and_uniform_numbers() -> None:
+    generator = secret_generator()
+    normal, uniform = torch.randn(200_000, generator=generator), torch.rand(200_000, generator=generator)
+    assert abs(float(normal.mean())) < 0.015 and abs(float(normal.std()) - 1) < 0.01  # six standard errors
+    assert abs(float(uniform.mean()) - 0.5) < 0.004 and float(uniform.min()) >= 0 and float(uniform.max()) < 1
+    assert torch.randperm(1000, generator=generator).unique().numel() == 1000

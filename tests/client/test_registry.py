@@ -1,0 +1,291 @@
+"""The registry: all components of ours are registered, and other packages add theirs by entry points."""
+
+import importlib
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import fedgauge
+from fedgauge.client.components import ComponentKind
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT: dict[str, dict[str, str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+OURS = [(group, name, value) for group, table in PYPROJECT.items() for name, value in table.items()]
+# functions that return such an object, and are no components: they choose or find one
+HELPERS = {"build_model", "build_strategy", "head", "module_of_weight"}
+PACKAGES = ("client", "defenses", "attacks", "server", "simulations.experiments")
+
+
+@cache
+def modules() -> tuple[ModuleType, ...]:
+    """Every module that may hold components."""
+    found = []
+    for package in (f"fedgauge.{name}" for name in PACKAGES):
+        path = importlib.import_module(package).__path__
+        names = [package, *(m.name for m in pkgutil.walk_packages(path, f"{package}."))]
+        found += [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+    return tuple(found)
+
+
+@cache
+def kinds() -> tuple[ComponentKind, ...]:
+    return tuple({value: None for m in modules() for value in vars(m).values() if isinstance(value, ComponentKind)})
+
+
+def written_here() -> Iterator[tuple[str, Any]]:
+    """Every public function and class of ours in lower case, as scenarios write components; engines are CamelCase."""
+    for module in modules():
+        for name, value in vars(module).items():
+            is_object = inspect.isclass(value) or inspect.isfunction(value)
+            if is_object and value.__module__ == module.__name__ and name.islower() and not name.startswith("_"):
+                yield f"{module.__name__}:{name}", value
+
+
+# ---------------------------------------------------------------------------------------------------------- our own
+
+
+@pytest.mark.parametrize(("group", "name", "value"), OURS, ids=[f"{g}:{n}" for g, n, _ in OURS])
+def test_what_pyproject_registers_is_a_component_of_its_kind(group: str, name: str, value: str) -> None:
+    target = pkgutil.resolve_name(value)
+    assert target.__name__ == name
+    asked = [kind for kind in kinds() if group in kind.groups and not kind.narrow]
+    assert asked, f"no kind of component reads the group {group}"
+    assert all(kind.admits(target) for kind in asked)
+
+
+def test_every_component_is_registered() -> None:
+    registered = {value for _, _, value in OURS}
+    missing = [
+        f'pyproject.toml needs a line under [project.entry-points."{kind.groups[0]}"]: {value.split(":")[1]} = "{value}"'
+        for value, target in written_here()
+        if value not in registered and target.__name__ not in HELPERS
+        for kind in kinds()
+        if kind.admits(target)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_the_helpers_would_be_taken_for_components() -> None:
+    written = {target.__name__: target for _, target in written_here()}
+    assert all(any(kind.admits(written[name]) for kind in kinds()) for name in HELPERS)
+
+
+def test_a_name_stands_for_one_component_of_a_kind() -> None:
+    for kind in kinds():
+        names = [entry.name for entry in kind.entries() if entry.own]
+        assert len(names) == len(set(names)), kind.noun
+
+
+def test_the_installation_registers_what_pyproject_says() -> None:
+    installed = {
+        g: {e.name: e.value for e in metadata.distribution("fedgauge").entry_points.select(group=g)} for g in PYPROJECT
+    }
+    assert installed == PYPROJECT, "pyproject.toml has changed since fedgauge was installed: run pip install -e . again"
+
+
+# ------------------------------------------------------------------------------------------------------ other packages
+
+PLUG_IN = """
+from dataclasses import dataclass
+import torch
+from fedgauge.attacks.base import Attack
+from fedgauge.client.data.images import Dataset, mnist5k
+from fedgauge.client.transforms import UpdateTransform
+from fedgauge.defenses.clip import clip
+
+
+@dataclass(frozen=True)
+class scaled(UpdateTransform):
+    by: float
+
+    def apply(self, update, rng):
+        return {k: self.by * t for k, t in update.items()}
+
+
+class grey(Attack):
+    def __init__(self, level: float = 0.5):
+        self.level = level
+
+    def reconstruct(self, knowledge, observations):
+        raise NotImplementedError
+
+
+def few(count: int = 8) -> Dataset:
+    return mnist5k()
+
+
+def plain():
+    return 7
+"""
+ENTRIES = {
+    "fedgauge.links": {"scaled": "PACKAGE:scaled"},
+    "fedgauge.attacks": {"grey": "PACKAGE:grey"},
+    "fedgauge.datasets": {"few": "PACKAGE:few"},
+}
+Install = Callable[..., Path]
+Run = Callable[[str], list[str]]
+PRELUDE = """
+from fedgauge.attacks.plan import ATTACK
+from fedgauge.client.components import SpecError, allowing, build, resolve
+from fedgauge.client.federation import DATASET, TRANSFORM, Federation
+from fedgauge.client.models.build import MODEL
+from fedgauge.client.protocol import Protocol
+
+def attempt(name, kind, **arguments):
+    try:
+        return build({"use": name, **arguments}, "[x]", kind)
+    except SpecError as error:
+        return error
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Install:
+    """Puts a package with its dist-info, as pip leaves it, into a folder for Python's path."""
+
+    def make(package: str, entries: dict[str, dict[str, str]] = ENTRIES, code: str = PLUG_IN) -> Path:
+        (tmp_path / f"{package}.py").write_text(code)
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [f"[{g}]\n" + "".join(f"{n} = {v}\n" for n, v in table.items()) for g, table in entries.items()]
+        (info / "entry_points.txt").write_text("\n".join(lines).replace("PACKAGE", package))
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs a program with that folder on Python's path, in a new process; gives the lines that it printed."""
+
+    def start(program: str) -> list[str]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("FEDGAUGE_")}
+        done = subprocess.run(
+            [sys.executable, "-c", PRELUDE + program],
+            cwd=ROOT,
+            env={**environment, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return start
+
+
+def test_a_plug_in_adds_components_that_a_scenario_can_name(install: Install, run: Run) -> None:
+    install("gadgets")
+    printed = run("""
+tables = {"rounds": 1, "clients": 2, "data": {"use": "few", "count": 4, "batch_size": 2}, "model": {"use": "lenet"},
+          "chain": [{"use": "scaled", "by": 2}, {"use": "local_sgd", "rate": 0.1}]}
+federation = Federation(Protocol.from_json(Protocol.from_tables(tables).to_json())).check()
+print(federation.chain.links[0], federation.shards.dataset.name)
+print(build({"use": "grey", "level": 0.25}, "[[attack]] #1", ATTACK).level)
+print("scaled" in TRANSFORM.names(), "grey" in ATTACK.names(), "few" in DATASET.names())
+print(attempt("grye", ATTACK))
+print(attempt("grey", ATTACK, levle=1.0))
+""")
+    assert printed[:3] == ["scaled(by=2.0) mnist5k", "0.25", "True True True"]
+    assert printed[3].startswith("[x]: nothing is called 'grye'; did you mean 'grey'? an attack is one of ")
+    assert printed[4] == "[x]: grey() has no argument 'levle' (it has: level)"
+
+
+def test_a_plug_in_that_fails_to_import_is_named_and_the_rest_works(install: Install, run: Run) -> None:
+    install("gadgets")
+    folder = install("broken", {"fedgauge.links": {"torn": "broken:torn"}}, "x = 1\nraise RuntimeError('no licence')\n")
+    install("half", {"fedgauge.links": {"lost": "half:lost"}}, "")
+    printed = run("""
+print(attempt("torn", TRANSFORM))
+print(attempt("lost", TRANSFORM))
+print(attempt("scaled", TRANSFORM, by=3), attempt("clip", TRANSFORM, max_norm=1.0))
+print("torn" in TRANSFORM.names())
+""")
+    line = f"{folder / 'broken.py'}, line 2"
+    assert printed[0] == f"[x]: 'torn' cannot be imported from broken: RuntimeError: no licence ({line})"
+    assert printed[1].startswith(
+        "[x]: 'lost' cannot be imported from half: AttributeError: module 'half' has no attribute"
+    )
+    assert printed[2:] == ["scaled(by=3.0) clip(max_norm=1.0)", "True"]
+
+
+def test_an_object_that_is_no_component_is_refused_with_its_package(install: Install, run: Run) -> None:
+    entries = {"plain": "PACKAGE:plain", "theirs": "PACKAGE:clip", "stranger": "os:system"}
+    install("gadgets", {"fedgauge.links": entries, "fedgauge.models": {"plain": "PACKAGE:plain"}})
+    printed = run("""
+for name in ("plain", "theirs", "stranger"):
+    print(attempt(name, TRANSFORM))
+print(attempt("plain", MODEL))
+""")
+    for name, line in zip(entries, printed[:3], strict=True):
+        assert line.startswith(f"[x]: {name!r} of gadgets is not a link of a chain: expected, written in ")
+    assert printed[3] == "[x]: 'plain' gave int, expected a model (torch.nn.modules.module.Module)"
+
+
+def test_of_two_plug_ins_with_one_name_neither_is_taken(install: Install, run: Run) -> None:
+    install("gadgets")
+    install("widgets")
+    printed = run("""
+print(attempt("scaled", TRANSFORM, by=1.0))
+with allowing(["widgets"], plug_ins=False):
+    print(type(attempt("scaled", TRANSFORM, by=1.0)).__module__)
+""")
+    assert printed[0] == "[x]: 'scaled' is registered by gadgets and widgets: uninstall all but one of them"
+    assert printed[1] == "widgets", "only the package that is allowed counts"
+
+
+def test_a_plug_in_takes_no_name_of_ours(install: Install, run: Run) -> None:
+    install("gadgets", {"fedgauge.links": {"clip": "PACKAGE:scaled", "local_sgd": "PACKAGE:scaled"}})
+    printed = run("""
+print(resolve({"use": "clip"}, "here", TRANSFORM).__module__, resolve({"use": "local_sgd"}, "here", TRANSFORM).__module__)
+""")
+    assert printed == ["fedgauge.defenses.clip fedgauge.client.training"]
+
+
+def test_where_an_owner_decides_only_listed_packages_count(install: Install, run: Run) -> None:
+    """As a deployed client reads its owner's file: an installed package is not allowed by being installed."""
+    install("gadgets")
+    printed = run("""
+with allowing([], plug_ins=False):
+    print(attempt("scaled", TRANSFORM, by=1.0))
+    print("scaled" in TRANSFORM.names(), attempt("clip", TRANSFORM, max_norm=1.0))
+    print(attempt("gadgets:scaled", TRANSFORM, by=1.0))
+with allowing(["gadgets"], plug_ins=False):
+    print(attempt("scaled", TRANSFORM, by=1.0), attempt("gadgets:scaled", TRANSFORM, by=1.0))
+with allowing(["other"]):
+    print(attempt("scaled", TRANSFORM, by=1.0))
+""")
+    assert printed[0].startswith("[x]: nothing is called 'scaled'") and printed[0].endswith(
+        'the list allow = ["package"]'
+    )
+    assert "gadgets" not in printed[0], "a server that asks does not learn what is installed"
+    assert printed[1] == "False clip(max_norm=1.0)"
+    assert printed[2].startswith("[x]: use = 'gadgets:scaled' is not allowed here")
+    assert printed[3:] == ["scaled(by=1.0) scaled(by=1.0)", "scaled(by=1.0)"]
+
+
+def test_processes_that_a_restricted_one_starts_are_restricted(install: Install, run: Run) -> None:
+    install("gadgets")
+    printed = run("""
+import subprocess, sys
+with allowing([], plug_ins=False):
+    code = "from fedgauge.client.federation import TRANSFORM; print('scaled' in TRANSFORM.names())"
+    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
+""")
+    assert printed == ["False"]
+
+
+def test_fedgauge_is_one_package() -> None:
+    assert {value.split(":")[0].split(".")[0] for _, _, value in OURS} <= {fedgauge.__name__, "flwr"}

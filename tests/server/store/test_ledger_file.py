@@ -1,0 +1,175 @@
+"""The ledger's file is opened, checked and brought up to date; readers change nothing."""
+
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from fedgauge.server.store import ledger_file
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_file import APPLICATION, LedgerError
+from fedgauge.server.store.ledger_rows import Progress
+from tests.server.store.ledgers import filled, jobs, plan_of, rows_of
+
+
+def test_a_new_ledger_is_in_wal_mode_and_says_what_it_is(path: Path) -> None:
+    Ledger(path, create=True).close()
+    with sqlite3.connect(path) as db:
+        assert db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+        assert db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION == int.from_bytes(b"flek", "big")
+        assert db.execute("PRAGMA user_version").fetchone()[0] == len(ledger_file.MIGRATIONS)
+        assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    db.close()
+
+
+def test_a_missing_ledger_is_named_and_not_made(path: Path) -> None:
+    with pytest.raises(LedgerError, match=f"{path} is missing: {path.parent} is not a run folder"):
+        Ledger(path)
+    assert not path.exists()
+
+
+def test_a_foreign_sqlite_file_is_named_and_left_alone(path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.execute("CREATE TABLE mine (x)")
+    db.commit()
+    db.close()
+    before = path.read_bytes()
+    for create in (False, True):
+        with pytest.raises(LedgerError, match=f"{path} is not a fedgauge ledger"):
+            Ledger(path, create=create)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("data", [b"garbage" * 100, b"SQLite format 3\x00" + b"\xff" * 500])
+def test_a_file_that_is_no_database_is_named_and_left_alone(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger"):
+        Ledger(path)
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("data", [b"", b"x"])
+def test_an_emptied_ledger_is_not_taken_for_a_new_one(path: Path, data: bytes) -> None:
+    """A run whose ledger was lost must not look like one in which nothing happened."""
+    path.write_bytes(data)
+    with pytest.raises(LedgerError, match=f"{path} is not a fedgauge ledger: it is empty"):
+        Ledger(path)
+    assert path.read_bytes() == data
+
+
+def test_a_folder_is_no_ledger(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger"):
+        Ledger(path)
+
+
+def test_a_newer_ledger_is_refused_with_what_to_do(path: Path) -> None:
+    Ledger(path, create=True).close()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(
+        LedgerError, match=rf"{path} has ledger version 99; this fedgauge reads up to \d+: update fedgauge"
+    ):
+        Ledger(path)
+
+
+MIGRATION = "ALTER TABLE rounds ADD COLUMN epsilon REAL; CREATE INDEX by_epsilon ON rounds (epsilon)"
+
+
+def test_an_older_ledger_is_brought_up_to_date_and_keeps_its_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with filled(path, plan_of("a")) as old:
+        old.record_round(1, 0.5, 1.0, 2.0, 0.1)
+        versions = len(ledger_file.MIGRATIONS)
+        before = [dict(o) for o in old.observations()], jobs(old)
+    monkeypatch.setattr(ledger_file, "MIGRATIONS", (*ledger_file.MIGRATIONS, MIGRATION))
+    for _ in range(2):  # the second finds nothing to do
+        with Ledger(path) as ledger:
+            assert ledger._db.execute("PRAGMA user_version").fetchone()[0] == versions + 1
+            assert dict(ledger.rounds()[0])["epsilon"] is None
+            assert dict(ledger.rounds()[0])["accuracy"] == 0.5
+            assert ([dict(o) for o in ledger.observations()], jobs(ledger)) == before
+
+
+def test_a_migration_that_fails_leaves_the_old_ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(path, plan_of("a")).close()
+    with monkeypatch.context() as patch:
+        broken = (*ledger_file.MIGRATIONS, MIGRATION + "; CREATE TABLE rounds (twice)")
+        patch.setattr(ledger_file, "MIGRATIONS", broken)
+        with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger: table rounds already exists"):
+            Ledger(path)
+    with Ledger(path) as ledger:
+        assert ledger._db.execute("PRAGMA user_version").fetchone()[0] == len(ledger_file.MIGRATIONS)
+        assert "epsilon" not in [row[1] for row in ledger._db.execute("PRAGMA table_info(rounds)")]
+        assert ledger.progress().queued == 4
+
+
+def test_many_that_open_a_fresh_ledger_at_once_all_get_it(path: Path) -> None:
+    errors: list[BaseException] = []
+
+    def open_it() -> None:
+        try:
+            Ledger(path, create=True).close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    with Ledger(path) as ledger:
+        assert ledger.progress() == Progress()
+
+
+def test_a_reader_finds_every_row_once_in_whatever_pieces_it_asks(path: Path) -> None:
+    with filled(path, plan_of("a", "b", wave=2), rounds=2) as ledger, Ledger(path, readonly=True) as reader:
+        found, seen = [], 0
+        while (lease := ledger.lease()) is not None:
+            if lease.round == 2 and lease.attack.name == "b":
+                ledger.fail(lease, "died")
+            else:
+                ledger.finish(lease, rows_of(lease))
+            found += reader.scores_since(seen)
+            assert reader.finished() == seen + len(lease.jobs)
+            seen = reader.finished()
+        whole = [(r[0], r[1], r[2], r[3], r[4], r[6], r[5]) for r in ledger.scores()]
+        assert sorted(found, key=str) == sorted(whole, key=str)
+        assert [o["round"] for o in reader.observations_since(2)] == [2] * 4
+        pace = reader.pace()
+        assert pace is not None
+        assert pace > 0
+
+
+def test_a_reader_cannot_write_and_does_not_wait(path: Path) -> None:
+    with filled(path, plan_of("a")) as ledger:
+        with Ledger(path, readonly=True) as reader, pytest.raises(sqlite3.OperationalError, match="readonly"):
+            reader.set_meta(state="mine")
+        ledger._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        ledger.set_meta(state="locked")
+        with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger: database is locked"):
+            Ledger(path, readonly=True)
+
+
+def test_a_reader_leaves_an_older_schema_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_file, "MIGRATIONS", ledger_file.MIGRATIONS[:2])
+        Ledger(path, create=True).close()
+    with pytest.raises(LedgerError, match=f"older fedgauge; bring it up to date with: fedgauge report {path.parent}"):
+        Ledger(path, readonly=True)
+
+
+def test_what_a_reader_asks_is_answered_from_an_index(path: Path) -> None:
+    with filled(path, plan_of("a")) as ledger:
+        asked: list[str] = []
+        ledger._db.set_trace_callback(asked.append)
+        ledger.finished(), list(ledger.scores_since(3)), ledger.rounds_since(2), ledger.observations_since(2)
+        ledger.pace()
+        ledger.progress()
+        ledger._db.set_trace_callback(None)
+        assert len(asked) == 7
+        plans = [row["detail"] for query in asked for row in ledger._db.execute(f"EXPLAIN QUERY PLAN {query}")]
+    assert [p for p in plans if "SCAN" in p and "INDEX" not in p] == []

@@ -1,0 +1,415 @@
+"""Every job is done once, and every score is there once, in the plan's order."""
+
+import math
+import random
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from fedgauge.attacks.base import Budget
+from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.server.store import ledger_file
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_rows import Participation, Progress
+from tests.server.store.ledgers import DLG, accepted, filled, finish, jobs, plan_of, rows_of
+
+
+def test_enqueueing_again_adds_nothing(path: Path) -> None:
+    plan = plan_of("a", "b")
+    with filled(path, plan, rounds=2) as ledger:
+        before = jobs(ledger)
+        assert len(before) == 2 * 2 * 4
+        ledger.enqueue(plan)
+        assert jobs(ledger) == before
+        ledger.record_intake(2, accepted(*range(4), round=2), plan)
+        assert jobs(ledger) == before
+        assert len({j["key"] for j in before}) == len(before)
+
+
+def test_a_wider_plan_adds_only_what_is_new(path: Path) -> None:
+    with filled(path, plan_of("a", rounds=(1,), clients=(0, 1)), rounds=2) as ledger:
+        assert [(j["round"], j["client"]) for j in jobs(ledger)] == [(1, 0), (1, 1)]
+        ledger.enqueue(plan_of("a"))
+        assert sorted((j["round"], j["client"]) for j in jobs(ledger)) == [(r, c) for r in (1, 2) for c in range(4)]
+
+
+def test_another_update_of_the_same_client_is_another_job(path: Path) -> None:
+    """The key is of the bytes: a round that was trained again is attacked again."""
+    plan = plan_of("a")
+    with filled(path, plan, clients=1) as ledger:
+        ledger.record_intake(1, [Participation(0, "accepted", "", 4, "other bytes")], plan)
+        assert len(jobs(ledger)) == 2
+
+
+def test_waves_are_numbered_by_client_and_do_not_depend_on_speed_or_order(path: Path) -> None:
+    plan = plan_of("a", wave=3)
+    with filled(path, plan, rounds=0) as ledger:
+        seen = accepted(*range(8))
+        random.Random(1).shuffle(seen)
+        ledger.record_intake(1, seen, plan)
+        assert [(j["client"], j["wave"]) for j in jobs(ledger)] == [(c, c // 3) for c in range(8)]
+        leases = [ledger.lease() for _ in range(3)]
+        assert [lease.clients for lease in leases if lease] == [(0, 1, 2), (3, 4, 5), (6, 7)]
+        ledger.release()
+        assert ledger.progress() == Progress(queued=8)
+        ledger.retry(ledger.lease() or leases[0], "died")  # type: ignore[arg-type]
+        again = ledger.lease()
+        assert again is not None
+        assert again.clients == (0, 1, 2), "a wave that comes back has the same members"
+
+
+def test_every_client_is_also_graded_against_another_one(path: Path) -> None:
+    with filled(path, plan_of("a", wave=9)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        assert lease.others == {0: 1, 1: 2, 2: 3, 3: 0}
+    with filled(path.with_name("alone"), plan_of("a"), clients=1) as ledger:
+        alone = ledger.lease()
+        assert alone is not None
+        assert alone.others == {}
+
+
+def test_a_name_that_means_something_else_is_refused(path: Path) -> None:
+    first = plan_of("a")
+    with filled(path, first) as ledger:
+        ledger.add_attacks(first, {"a": "card"})
+        longer = AttackPlan((PlannedAttack("a", DLG, Budget(6)),))
+        other_seed = plan_of("a", seed=1)
+        for plan in (longer, other_seed):
+            with pytest.raises(LedgerError, match=f"{path} already has an attack called 'a' with other settings"):
+                ledger.add_attacks(plan, {"a": "card"})
+        assert [(a["name"], a["knowledge"], a["seed"]) for a in ledger.attacks()] == [("a", "card of a", 0)]
+
+
+def test_leases_go_by_round_then_attack_then_wave(path: Path) -> None:
+    with filled(path, plan_of("b", "a"), rounds=2) as ledger:
+        order = []
+        while (lease := ledger.lease()) is not None:
+            order.append((lease.round, lease.attack.name, lease.clients))
+        assert order == [(r, n, c) for r in (1, 2) for n in ("b", "a") for c in ((0, 1), (2, 3))]
+        assert ledger.progress() == Progress(leased=16)
+
+
+def test_a_lease_carries_all_that_the_wave_needs(path: Path) -> None:
+    plan = plan_of("a", seed=11)
+    with filled(path, plan) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        assert lease.attack == plan.attacks[0]
+        assert (lease.seed, lease.round, lease.attempt) == (11, 1, 1)
+        assert lease.digests == ("weights1:update1.0", "weights1:update1.1")
+
+
+def test_scores_are_in_long_format_in_a_stable_order(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.finish(lease, rows_of(lease))
+        found = [tuple(r) for r in ledger.scores("psnr")]
+        assert found[:4] == [
+            (1, 0, "a", 0, "psnr", 20.0, "converged", 0.1, "card of a"),
+            (1, 0, "a", 1, "psnr", 21.0, "converged", 0.1, "card of a"),
+            (1, 0, "wrong_client(a)", 0, "psnr", 9.0, "converged", 0.1, "card of a"),
+            (1, 1, "a", 0, "psnr", 20.0, "converged", 0.1, "card of a"),
+        ]
+        assert len(list(ledger.scores())) == 4 * 4
+        assert {r["example"] for r in ledger.scores("label_accuracy")} == {WHOLE_BATCH}
+        assert ledger.progress() == Progress(done=4)
+        assert ledger.so_far("psnr", 20.5) == (21.0, 20.25)
+
+
+def test_exact_hits_and_missing_values_survive(path: Path) -> None:
+    with filled(path, plan_of("a"), clients=1) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        values = [math.inf, None, math.nan, 0.1 + 0.2]
+        rows = [ScoreRecord(1, 0, "a", i, "psnr", v, "diverged", 0.0) for i, v in enumerate(values)]
+        ledger.finish(lease, {0: rows})
+        assert [r["value"] for r in ledger.scores()] == [math.inf, None, None, 0.1 + 0.2]
+
+
+def test_a_wave_is_tried_again_and_then_fails_with_rows_that_say_so(path: Path) -> None:
+    with filled(path, plan_of("a", wave=2)) as ledger:
+        for attempt in range(1, 4):
+            lease = ledger.lease()
+            assert lease is not None
+            assert (lease.clients, lease.attempt) == ((0, 1), attempt)
+            if attempt < 3:
+                ledger.retry(lease, f"died {attempt}")
+                assert ledger.progress() == Progress(queued=4)
+                assert (list(ledger.scores()), ledger.errors()) == ([], [])
+        ledger.fail(lease, "died 3")
+        assert ledger.progress() == Progress(queued=2, failed=2)
+        assert [(r["client"], r["status"], r["value"]) for r in ledger.scores()] == [
+            (0, "failed", None),
+            (1, "failed", None),
+        ]
+        assert ledger.errors() == ["died 3"]
+        following = ledger.lease()
+        assert following is not None
+        assert following.clients == (2, 3)
+
+
+def test_a_wave_that_is_split_comes_back_one_by_one_and_first(path: Path) -> None:
+    plan = plan_of("a", wave=3)
+    with filled(path, plan) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        assert lease.clients == (0, 1, 2)
+        ledger.split(lease, "one of them raises")
+        assert ledger.progress() == Progress(queued=4)
+        ledger.enqueue(plan)
+        assert ledger.progress() == Progress(queued=4), "a split job is the same job"
+        found = [ledger.lease() for _ in range(4)]
+        assert {one.clients for one in found[:3] if one} == {(0,), (1,), (2,)}
+        assert [one.clients for one in found[3:] if one] == [(3,)], "the wave that was not split waits its turn"
+        assert {one.attempt for one in found[:3] if one} == {2}
+
+
+def test_why_an_attack_ended_as_it_did_is_kept_beside_its_job(path: Path) -> None:
+    with filled(path, plan_of("a", "b", wave=4)) as ledger:
+        for name, reasons in (("a", {0: "too dark", 2: "too dark", 3: "no label"}), ("b", {})):
+            lease = ledger.lease()
+            assert lease is not None
+            assert lease.attack.name == name
+            ledger.finish(lease, rows_of(lease), reasons)
+        told = [(r["attack"], r["reason"], r["jobs"]) for r in ledger.reasons()]
+        assert told == [("a", "too dark", 2), ("a", "no label", 1)]
+        assert ledger.errors() == [], "a reason is no failure"
+
+
+def test_a_job_that_is_done_at_last_has_no_error_left(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.retry(lease, "died")
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.finish(lease, rows_of(lease))
+        assert (ledger.reasons(), ledger.errors()) == ([], [])
+
+
+def test_a_ledger_of_the_first_version_loses_a_column_and_no_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_file, "MIGRATIONS", ledger_file.MIGRATIONS[:1])
+        Ledger(path, create=True).close()
+    plan = plan_of("a", wave=2)
+    old = sqlite3.connect(path)
+    old.execute("INSERT INTO attacks VALUES (1, 'a', ?, 'card', 0)", (plan.attacks[0].to_json(),))
+    for c in range(4):
+        old.execute("INSERT INTO observations VALUES (1, ?, 'accepted', '', 4, 'weights:update')", (c,))
+        state = "done" if c < 2 else "queued"
+        old.execute("INSERT INTO jobs VALUES (NULL, ?, 1, 1, ?, NULL, ?, ?, 1, 9.0, NULL)", (f"{c}", c, c // 2, state))
+    before = [(1, c, "a", 0, "psnr", 20.0, "converged", 0.1, "card") for c in range(2)]
+    old.executemany("INSERT INTO scores VALUES (?, 'a', ?, 0, 'psnr', 1, 20.0, 'converged', 0.1)", [(1, 0), (2, 1)])
+    old.commit()
+    old.close()
+    with Ledger(path) as ledger:
+        assert "leased_at" not in jobs(ledger)[0]
+        assert [tuple(r) for r in ledger.scores()] == before
+        assert ledger.progress() == Progress(queued=2, done=2)
+        assert len(list(ledger.scores_since(0))) == len(before), "and whoever reads what is new finds what is old"
+        assert ledger.pace() is None
+        following = ledger.lease()
+        assert following is not None
+        assert following.clients == (2, 3)
+
+
+def test_damage_that_shows_when_it_is_read_is_named_too(path: Path) -> None:
+    """The header is whole, so it opens; the pages behind it are not."""
+    filled(path, plan_of("a", "b", wave=2), rounds=75).close()
+    data = path.read_bytes()
+    page = int.from_bytes(data[16:18], "big")
+    path.write_bytes(data[:page] + bytes([0xFF]) * (len(data) - page))
+    with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger"), Ledger(path) as ledger:
+        ledger.progress()
+
+
+def test_jobs_of_a_pool_that_is_gone_cost_no_attempt(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        for _ in range(9):
+            lease = ledger.lease()
+            assert lease is not None
+            assert lease.attempt == 1
+            ledger.release()
+            assert ledger.progress() == Progress(queued=4)
+
+
+def test_finishing_twice_writes_nothing_twice(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.finish(lease, rows_of(lease))
+        before = [tuple(r) for r in ledger.scores()]
+        with pytest.raises(sqlite3.IntegrityError):
+            ledger.finish(lease, rows_of(lease))
+        assert [tuple(r) for r in ledger.scores()] == before
+
+
+def test_a_wave_is_finished_whole_or_not_at_all(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        incomplete = rows_of(lease)
+        del incomplete[3]
+        with pytest.raises(KeyError):
+            ledger.finish(lease, incomplete)
+        assert list(ledger.scores()) == []
+        assert ledger.progress() == Progress(leased=4)
+
+
+def test_what_no_attack_needs_any_more_may_be_forgotten(path: Path) -> None:
+    with filled(path, plan_of("a", wave=2, rounds=(1,)), rounds=2) as ledger:
+        assert ledger.deletable() == {2: [0, 1, 2, 3]}, "round 2 is not attacked"
+        ledger.mark_deleted(2)
+        for _ in range(2):
+            assert ledger.deletable() == {}
+            lease = ledger.lease()
+            assert lease is not None
+            assert ledger.deletable() == {}
+            ledger.finish(lease, rows_of(lease))
+        assert ledger.deletable() == {1: [0, 1, 2, 3]}
+        ledger.mark_deleted(1)
+        assert ledger.deletable() == {}
+        before = jobs(ledger)
+        ledger.enqueue(plan_of("a"))
+        assert jobs(ledger) == before, "what is forgotten cannot be attacked"
+
+
+# -------------------------------------------------------------------------------------------------- stateful attacks
+
+
+def taken(ledger: Ledger) -> list[tuple[str, int, tuple[int, ...]]]:
+    """All that may be leased at this moment: attack, round, clients."""
+    found = []
+    while (lease := ledger.lease()) is not None:
+        found.append((lease.attack.name, lease.round, lease.clients))
+    return found
+
+
+def test_an_attack_with_memory_waits_for_the_clients_earlier_rounds_and_no_other_does(path: Path) -> None:
+    with filled(path, plan_of("m", "a", wave=1), rounds=3, clients=2) as ledger:
+        first, second = ledger.lease(), ledger.lease()
+        others = [("a", 1, (0,)), ("a", 1, (1,)), *(("a", r, (c,)) for r in (2, 3) for c in (0, 1))]
+        assert taken(ledger) == others
+        finish(ledger, second)
+        assert taken(ledger) == [("m", 2, (1,))], "a client does not wait for another one"
+        finish(ledger, first)
+        assert taken(ledger) == [("m", 2, (0,))]
+        ledger.release()
+        again = taken(ledger)
+        assert again == [*others[:2], ("m", 2, (0,)), ("m", 2, (1,)), *others[2:]], "in order of rounds, as before"
+
+
+def test_a_wave_with_memory_is_leased_whole_or_not_at_all(path: Path) -> None:
+    """How fast workers are must not change which problems advance together."""
+    with filled(path, plan_of("m", wave=2), rounds=2) as ledger:
+        left, right = ledger.lease(), ledger.lease()
+        assert left is not None
+        assert ledger.lease() is None
+        ledger.split(left, "one of them raises")
+        finish(ledger, ledger.lease())
+        finish(ledger, right)
+        assert taken(ledger) == [("m", 1, (0,)), ("m", 2, (2, 3))], "client 0 is not through: client 1 waits with it"
+
+
+def test_a_lease_says_what_was_left_of_each_client_and_the_key_holds_its_digest(path: Path) -> None:
+    plan = plan_of("m", wave=2)
+    with filled(path, plan, rounds=2, clients=2) as ledger:
+        ledger.record_intake(3, accepted(0, 1, 2, round=3), plan)  # client 2 comes late
+        waiting = {(j["round"], j["client"]): j["key"] for j in jobs(ledger)}
+        assert finish(ledger, ledger.lease()).memories == {}
+        assert finish(ledger, ledger.lease()).memories == {0: (1, "1.0"), 1: (1, "1.1")}
+        third = ledger.lease()
+        assert third is not None
+        assert (third.clients, third.memories) == ((0, 1), {0: (2, "2.0"), 1: (2, "2.1")})
+        late = ledger.lease()
+        assert late is not None
+        assert (late.clients, late.memories) == ((2,), {})
+        keys = {(j["round"], j["client"]): j["key"] for j in jobs(ledger)}
+        parents = {(1, 0): "", (1, 1): "", (2, 0): "1.0", (2, 1): "1.1", (3, 0): "2.0", (3, 1): "2.1", (3, 2): ""}
+        assert keys == {job: f"{waiting[job]}:{parent}" for job, parent in parents.items()}
+        for _ in range(2):
+            ledger.release()
+            assert ledger.lease() == third, "one that comes back is the same job"
+            assert {(j["round"], j["client"]): j["key"] for j in jobs(ledger)} == keys
+
+
+def test_enqueueing_again_adds_nothing_whatever_has_become_of_the_chain(path: Path) -> None:
+    plan = plan_of("m", "a", wave=2)
+    with filled(path, plan, rounds=3) as ledger:
+        while (lease := ledger.lease()) is not None:
+            ledger.enqueue(plan)
+            if lease.round == 2 and lease.attack.name == "m":
+                ledger.fail(lease, "died")
+            else:
+                finish(ledger, lease)
+            ledger.record_intake(2, accepted(*range(4), round=2), plan)
+            assert len(jobs(ledger)) == 3 * 2 * 4
+        assert ledger.progress() == Progress(done=20, failed=4)
+
+
+def test_what_was_remembered_before_a_failure_is_handed_on(path: Path) -> None:
+    with filled(path, plan_of("m", wave=2), rounds=4, clients=2) as ledger:
+        finish(ledger, ledger.lease())
+        second = ledger.lease()
+        assert second is not None
+        ledger.fail(second.of([1]), "damaged")
+        assert ledger.lease() is None, "its neighbour is still at work"
+        finish(ledger, second.of([0]))
+        third = ledger.lease()
+        assert third is not None
+        assert third.memories == {0: (2, "2.0"), 1: (1, "1.1")}
+        ledger.fail(third, "died")
+        fourth = ledger.lease()
+        assert fourth is not None
+        assert fourth.memories == third.memories
+
+
+def test_a_client_that_fails_from_the_start_begins_with_nothing(path: Path) -> None:
+    with filled(path, plan_of("m"), rounds=2, clients=1) as ledger:
+        first = ledger.lease()
+        assert first is not None
+        ledger.fail(first, "died")
+        second = ledger.lease()
+        assert second is not None
+        assert (second.round, second.memories) == (2, {})
+
+
+def test_a_round_that_is_asked_for_later_starts_from_what_came_before_it_and_undoes_nothing(path: Path) -> None:
+    with filled(path, plan_of("m", rounds=(1, 3)), rounds=4, clients=1) as ledger:
+        finish(ledger, ledger.lease())
+        finish(ledger, ledger.lease())
+        before = jobs(ledger)
+        ledger.enqueue(plan_of("m"))
+        second, fourth = ledger.lease(), None
+        assert second is not None
+        assert (second.round, second.memories) == (2, {0: (1, "1.0")})
+        assert ledger.lease() is None
+        finish(ledger, second)
+        fourth = ledger.lease()
+        assert fourth is not None
+        assert (fourth.round, fourth.memories) == (4, {0: (3, "3.0")})
+        assert jobs(ledger)[:2] == before
+
+
+def test_two_attacks_with_memory_share_none(path: Path) -> None:
+    with filled(path, plan_of("m1", "m2"), rounds=2, clients=1) as ledger:
+        finish(ledger, ledger.lease(), "first's ")
+        finish(ledger, ledger.lease(), "second's ")
+        found = {lease.attack.name: lease.memories for lease in (ledger.lease(), ledger.lease()) if lease}
+        assert found == {"m1": {0: (1, "first's 1.0")}, "m2": {0: (1, "second's 1.0")}}
+
+
+def test_a_round_that_was_trained_again_is_no_dead_end(path: Path) -> None:
+    plan = plan_of("m")
+    with filled(path, plan, rounds=1, clients=1) as ledger:
+        ledger.record_intake(1, [Participation(0, "accepted", "", 4, "other bytes")], plan)
+        ledger.record_intake(2, accepted(0, round=2), plan)
+        finish(ledger, ledger.lease())
+        following = ledger.lease()
+        assert following is not None
+        assert (following.round, following.memories) == (2, {0: (1, "1.0")})

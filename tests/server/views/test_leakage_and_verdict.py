@@ -1,0 +1,500 @@
+"""What is said of a run: numbers on paper and from scipy, failures counted, and verdicts that chance alone does not earn."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
+from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import UNGRADED, Participation
+from fedgauge.server.views.intervals import Rate
+from fedgauge.server.views.leakage import Leak, RoundLeak, leakage, round_table
+from fedgauge.server.views.roles import attack_order, is_baseline, role_of
+from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
+from fedgauge.server.views.verdict import Verdict, excesses, verdict
+
+PLAN = AttackPlan(
+    (
+        PlannedAttack("matching", {"use": "inverting_gradients"}),
+        PlannedAttack("mean_image", {"use": "mean_image"}),
+        PlannedAttack("random_image", {"use": "random_image"}),
+    )
+)
+Cell = tuple[int, int, str]  # (round, client, attack)
+Values = Mapping[str, Sequence[float | None]]  # by metric, one value an example; label_accuracy: one for the batch
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    with Ledger(tmp_path / "ledger.sqlite", create=True) as opened:
+        opened.add_attacks(PLAN, {p.name: f"card of {p.name}" for p in PLAN.attacks})
+        yield opened
+
+
+def score(
+    ledger: Ledger,
+    cells: Mapping[Cell, Values | None],
+    examples: int = 2,
+    status: str = "diverged",
+    plan: AttackPlan = PLAN,
+) -> None:
+    """Write scores as the pool does; None for a cell whose worker died, `status` where a value is missing."""
+    for round in sorted({r for r, _, _ in cells}):
+        clients = sorted({c for r, c, _ in cells if r == round})
+        ledger.record_intake(
+            round, [Participation(c, "accepted", "", examples, f"digest {round} {c}") for c in clients], plan
+        )
+    while (lease := ledger.lease()) is not None:
+        for client in lease.clients:
+            alone, found = lease.of([client]), cells.get((lease.round, client, lease.attack.name), {})
+            if found is None:
+                ledger.fail(alone, "WorkerCrashed: gone")
+                continue
+            names = {lease.attack.name: found}
+            names[f"wrong_client({lease.attack.name})"] = (
+                cells.get((lease.round, client, f"wrong_client({lease.attack.name})"), {}) or {}
+            )
+            rows = [
+                ScoreRecord(
+                    lease.round,
+                    client,
+                    name,
+                    WHOLE_BATCH if metric == "label_accuracy" else example,
+                    metric,
+                    value,
+                    "converged" if value is not None else status,
+                    0.1,
+                )
+                for name, by_metric in names.items()
+                for metric, values in by_metric.items()
+                for example, value in enumerate(values)
+            ]
+            ledger.finish(alone, {client: rows})
+
+
+def leaks(ledger: Ledger, metric: str) -> list[Leak]:
+    return leakage(Scores.read(ledger), metric)
+
+
+def table_of(ledger: Ledger) -> list[RoundLeak]:
+    return round_table(Scores.read(ledger), ledger)
+
+
+def curve_of(ledger: Ledger) -> dict[str, list[Rate]]:
+    return success_curve(Scores.read(ledger), ledger)
+
+
+def verdict_of(ledger: Ledger) -> Verdict:
+    return verdict(Scores.read(ledger), ledger)
+
+
+def one(found: Sequence[Leak], attack: str, round: int | None) -> Leak:
+    (leak,) = [k for k in found if (k.attack, k.round) == (attack, round)]
+    return leak
+
+
+def test_an_exact_hit_is_capped_in_the_mean_and_raw_elsewhere(ledger: Ledger) -> None:
+    score(ledger, {(1, 0, "matching"): {"psnr": [np.inf, 20.0]}, (1, 1, "matching"): {"psnr": [70.0, 10.0]}})
+    leak = one(leaks(ledger, "psnr"), "matching", 1)
+    assert leak.mean == (60 + 20 + 60 + 10) / 4
+    assert leak.best == np.inf
+    assert leak.median == (20 + 70) / 2
+    assert (leak.n, leak.failed, leak.clusters) == (4, {}, 2)
+    # two clients with means 40 and 35: 37.5 +- t_1(.975) * 2.5
+    assert (leak.low, leak.high) == pytest.approx((37.5 - 12.7062 * 2.5, 37.5 + 12.7062 * 2.5), abs=1e-3)
+
+
+def test_what_gave_no_value_is_counted_and_in_no_mean(ledger: Ledger) -> None:
+    score(ledger, {(1, 0, "matching"): {"psnr": [None, 20.0]}, (1, 1, "matching"): {"psnr": [None, None]}})
+    leak = one(leaks(ledger, "psnr"), "matching", 1)
+    assert (leak.mean, leak.n, leak.failed, leak.clusters) == (20.0, 1, {"diverged": 3}, 1)
+    assert (leak.low, leak.high) == (None, None), "one client says nothing on how clients differ"
+
+
+def test_a_dead_worker_fails_for_every_metric(ledger: Ledger) -> None:
+    good: Values = {"psnr": [20.0, 22.0], "mse": [0.01, 0.02], "label_accuracy": [1.0]}
+    score(ledger, {(1, 0, "matching"): good, (1, 1, "matching"): None})
+    for metric, n in (("psnr", 2), ("mse", 2), ("label_accuracy", 1)):
+        leak = one(leaks(ledger, metric), "matching", 1)
+        assert (leak.n, leak.failed) == (n, {"failed": 1}), metric
+
+
+def test_an_attack_that_does_not_apply_fails_its_labels_too_but_one_that_claims_none_does_not(ledger: Ledger) -> None:
+    nothing: Values = {"psnr": [None, None], "mse": [None, None]}
+    score(
+        ledger,
+        {
+            (1, 0, "matching"): {"psnr": [20.0, 20.0], "label_accuracy": [0.5]},
+            (1, 1, "matching"): nothing,
+            (1, 0, "mean_image"): {"psnr": [12.0, 12.0]},
+        },
+        status="not_applicable",
+    )
+    labels = leaks(ledger, "label_accuracy")
+    assert (one(labels, "matching", 1).mean, one(labels, "matching", 1).failed) == (0.5, {"not_applicable": 1})
+    assert not [k for k in labels if k.attack == "mean_image"]
+
+
+def test_the_worst_case_is_the_value_that_leaks_most(ledger: Ledger) -> None:
+    score(ledger, {(1, 0, "matching"): {"mse": [0.3, 0.001], "psnr": [5.2, 30.0], "ssim": [0.1, 0.9]}})
+    assert {m: one(leaks(ledger, m), "matching", 1).best for m in ("mse", "psnr", "ssim")} == {
+        "mse": 0.001,
+        "psnr": 30.0,
+        "ssim": 0.9,
+    }
+    with pytest.raises(ValueError, match="unknown metric 'fid'.*psnr"):
+        leaks(ledger, "fid")
+
+
+def test_rounds_are_pooled_by_example_and_clusters_are_clients(ledger: Ledger) -> None:
+    cells: dict[Cell, Values | None] = {
+        (r, c, "matching"): {"psnr": [10.0 * c + r, 10.0 * c + r]} for r in (1, 2, 3) for c in (1, 2)
+    }
+    score(ledger, cells)
+    found = leaks(ledger, "psnr")
+    assert [(k.round, k.mean) for k in found if k.attack == "matching"] == [(1, 16), (2, 17), (3, 18), (None, 17)]
+    pooled = one(found, "matching", None)
+    assert (pooled.n, pooled.clusters) == (12, 2)
+    assert (pooled.low, pooled.high) == pytest.approx((17 - 12.7062 * 5, 17 + 12.7062 * 5), abs=1e-3)
+
+
+def test_the_order_of_writing_changes_nothing(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    cells: dict[Cell, Values | None] = {
+        (r, c, a): {"psnr": rng.normal(20, 3, 2).tolist()}
+        for r in (1, 2)
+        for c in range(5)
+        for a in ("matching", "mean_image")
+    }
+    found = []
+    for i, order in enumerate((list(cells), list(reversed(cells)))):
+        with Ledger(tmp_path / f"{i}.sqlite", create=True) as ledger:
+            ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
+            for key in order:
+                if key[2] == "matching":
+                    mates = {k: v for k, v in cells.items() if k[:2] == key[:2]}
+                    score(ledger, mates)
+            found.append(leaks(ledger, "psnr"))
+    assert len(found[0]) == 2 * 2 + 2
+    assert found[0] == found[1]
+
+
+def test_one_query_reads_the_scores(ledger: Ledger) -> None:
+    score(ledger, {(r, c, "matching"): {"psnr": [20.0, 21.0]} for r in (1, 2) for c in (0, 1)})
+    asked: list[str] = []
+    ledger._db.set_trace_callback(asked.append)
+    leaks(ledger, "psnr")
+    ledger._db.set_trace_callback(None)
+    assert len(asked) == 1
+    assert "JOIN scores" in asked[0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.integers(0, 2), st.sampled_from("ab"), st.sampled_from("xy")), unique=True
+    ),
+    st.randoms(),
+)
+def test_scores_in_pieces_are_the_scores_at_once(keys: list[tuple[int, int, str, str]], shuffled: Random) -> None:
+    rows = [(r, c, a, 0, m, "converged", float(i)) for i, (r, c, a, m) in enumerate(keys)]
+    whole = Scores.empty().extended(rows)
+    shuffled.shuffle(rows)
+    cut = shuffled.randint(0, len(rows))
+    pieces = Scores.empty().extended(rows[:cut]).extended(rows[cut:])
+    for field in fields(Scores):
+        assert np.array_equal(getattr(whole, field.name), getattr(pieces, field.name)), field.name
+    assert [whole.attacks[a] for a in whole.attack] == [a for _, _, a, _ in sorted(keys)]
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def test_the_round_table_stands_on_paper(ledger: Ledger) -> None:
+    for round, accuracy in ((0, 0.1), (1, 0.3), (2, 0.5)):
+        ledger.record_round(round, accuracy, 2.0, 1.0, 0.01)
+    cells: dict[Cell, Values | None] = {}
+    for client in (0, 1):
+        cells[2, client, "matching"] = {
+            "psnr": [20.0, 30.0],
+            "identified": [1.0, 0.0],
+            "label_accuracy": [0.5 + client / 2],
+        }
+        cells[2, client, "wrong_client(matching)"] = {"psnr": [9.0, 9.0]}
+        cells[2, client, "mean_image"] = {"psnr": [11.0, 13.0]}
+        cells[2, client, "random_image"] = {"psnr": [8.0, 10.0]}
+    score(ledger, cells)
+    (line,) = table_of(ledger)
+    assert (line.round, line.accuracy, line.attacked_accuracy, line.attack) == (2, 0.5, 0.3, "matching")
+    assert (line.psnr.mean, line.psnr.best) == (25.0, 30.0)
+    assert line.baseline is not None
+    assert (line.baseline.mean, line.baseline.attack) == (12.0, "mean_image")
+    assert (line.labels, line.identified) == (0.75, Rate(2, 4))
+    assert line.psnr.n == 4
+
+
+def test_baselines_are_known_by_name() -> None:
+    names = [
+        "mean_image",
+        "random_image",
+        "wrong_client(inverting_gradients)",
+        "wrong_client",
+        "inverting_gradients",
+        "dlg",
+    ]
+    assert [is_baseline(name) for name in names] == [True, True, True, False, False, False]
+
+
+def test_the_success_curve_counts_every_example_that_was_attacked(ledger: Ledger) -> None:
+    score(
+        ledger,
+        {
+            (1, 0, "matching"): {"psnr": [np.inf, 25.0, 9.0]},
+            (1, 1, "matching"): {"psnr": [None, None, None]},
+            (1, 2, "matching"): None,
+        },
+        examples=3,
+    )
+    curve = dict(zip(THRESHOLDS, curve_of(ledger)["matching"], strict=True))
+    assert (curve[10], curve[25], curve[26], curve[60]) == (Rate(2, 9), Rate(2, 9), Rate(1, 9), Rate(1, 9))
+
+
+def ungraded(attack: str, clients: Sequence[int]) -> dict[Cell, Values | None]:
+    """What a grader writes of clients whose owners do not allow it, beside the attacker's own objective."""
+    return {(1, c, attack): {"objective": [0.1]} for c in clients}
+
+
+def refuse(ledger: Ledger, clients: Sequence[int]) -> None:
+    for job in ledger.ungraded():
+        if job.client in clients:
+            rows = [ScoreRecord(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
+            ledger.grade(job.id, rows, "not graded: the owner does not allow it")
+
+
+def test_what_nobody_graded_counts_neither_way(ledger: Ledger) -> None:
+    """Two owners of three refuse; the third's images all come back: that is all of one, not a third of three."""
+    score(ledger, {(1, 0, "matching"): {"psnr": [40.0]}, **ungraded("matching", (1, 2))}, examples=1)
+    refuse(ledger, (1, 2))
+    assert set(curve_of(ledger)) == {"matching"}
+    curve = dict(zip(THRESHOLDS, curve_of(ledger)["matching"], strict=True))
+    assert (curve[20], curve[40], curve[41]) == (Rate(1, 1), Rate(1, 1), Rate(0, 1))
+    leak = one(leaks(ledger, "psnr"), "matching", 1)
+    assert (leak.n, leak.failed, leak.ungraded, leak.mean) == (1, {}, 2, 40.0)
+    assert count_ungraded(Scores.read(ledger)) == 2
+
+
+def test_where_nobody_grades_there_is_no_curve_and_no_word_of_a_missing_image(ledger: Ledger) -> None:
+    cells = ungraded("matching", (0, 1)) | ungraded("mean_image", (0, 1))
+    score(ledger, cells | {(1, 2, "matching"): {"psnr": [None]}}, examples=1, status="not_applicable")
+    refuse(ledger, (0, 1))
+    ledger.set_meta(grading="not graded: the owner does not allow it")
+    assert curve_of(ledger) == {}
+    said = verdict_of(ledger)
+    assert said.word == "undetermined"
+    assert said.sentence == (
+        "Nothing can be said about leakage: 2 reconstructions, none graded (the owner does not allow it); "
+        "without one: 1 x not_applicable."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ verdict
+
+Draw = Callable[[int], list[float]]
+
+
+def drawn(
+    seed: int, gain: float, clients: int = 12, examples: int = 4, chance: float = 0.002
+) -> dict[Cell, Values | None]:
+    """Scores of an attack and its baselines from one normal distribution, the attack's shifted by `gain` dB."""
+    rng = np.random.default_rng(seed)
+    cells: dict[Cell, Values | None] = {}
+    for client in range(clients):
+        for name in ("matching", "wrong_client(matching)", "mean_image", "random_image"):
+            shift = gain if name == "matching" else 0.0
+            psnr = (rng.normal(12, 2, examples) + shift).tolist()
+            cells[1, client, name] = {
+                "psnr": psnr,
+                "identified": (rng.random(examples) < chance).astype(float).tolist(),
+            }
+    return cells
+
+
+def judged(folder: Path, cells: Mapping[Cell, Values | None], **meta: str) -> Verdict:
+    with Ledger(folder / f"{len(list(folder.iterdir()))}.sqlite", create=True) as ledger:
+        ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
+        if meta:
+            ledger.set_meta(**meta)
+        score(ledger, cells, examples=4)
+        return verdict_of(ledger)
+
+
+def test_chance_alone_leaks_seldom_and_three_decibels_always(tmp_path: Path) -> None:
+    alarms = [judged(tmp_path, drawn(seed, gain=0.0)).word == "leaks" for seed in range(25)]
+    assert sum(alarms) <= 1
+    assert all(judged(tmp_path, drawn(seed, gain=3.0)).word == "leaks" for seed in range(25))
+
+
+def test_a_single_image_brought_back_is_a_leak_even_where_the_mean_hides_it(tmp_path: Path) -> None:
+    cells = drawn(0, gain=-3.0, chance=0.0)
+    assert judged(tmp_path, cells).word == "not shown to leak"
+    cells[1, 3, "matching"] = {"psnr": [45.0, 9.0, 9.0, 9.0], "identified": [1.0, 0.0, 0.0, 0.0]}
+    verdict = judged(tmp_path, cells)
+    assert verdict.word == "leaks"
+    assert verdict.strongest is not None
+    assert (verdict.strongest.exposed, verdict.strongest.identified) == (1, Rate(1, 48))
+    assert "leak" in verdict.sentence
+    assert "1 of them" in verdict.sentence
+
+
+def test_more_identified_than_by_any_baseline_is_a_leak(tmp_path: Path) -> None:
+    cells = drawn(0, gain=-3.0, chance=0.0)
+    for client in range(6):
+        cells[1, client, "matching"] = {"psnr": [9.0] * 4, "identified": [1.0, 1.0, 0.0, 0.0]}
+    verdict = judged(tmp_path, cells)
+    assert verdict.word == "leaks"
+    assert verdict.strongest is not None
+    assert verdict.strongest.exposed == 0
+
+
+def test_what_one_client_shows_often_is_no_evidence_of_the_others(tmp_path: Path) -> None:
+    """Twenty of 48 images are nearer than chance allows, by a rate that ignores whose they are; they are one client's."""
+    cells = drawn(0, gain=-3.0, clients=3, examples=20, chance=0.0)
+    cells[1, 0, "matching"] = {"psnr": [9.0] * 20, "identified": [1.0] * 20}
+    verdict = judged(tmp_path, cells)
+    assert verdict.strongest is not None
+    assert verdict.strongest.identified == Rate(20, 60)
+    assert verdict.strongest.identified.interval[0] > Rate(0, 60).interval[1]
+    assert verdict.word == "not shown to leak"
+    for client in (1, 2):
+        cells[1, client, "matching"] = {"psnr": [9.0] * 20, "identified": [1.0] * 16 + [0.0] * 4}
+    assert judged(tmp_path, cells).word == "leaks"
+
+
+def test_one_client_gives_no_interval_and_the_sentence_says_so(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, drawn(0, gain=3.0, clients=1, chance=0.0))
+    assert verdict.strongest is not None
+    assert (verdict.strongest.low, verdict.strongest.identified_more_often, verdict.strongest.clusters) == (
+        None,
+        None,
+        1,
+    )
+    assert verdict.word == "not shown to leak"
+    assert "one client gives no interval" in verdict.sentence
+    assert "no interval" not in judged(tmp_path, drawn(0, gain=3.0)).sentence
+
+
+@pytest.mark.parametrize("blind", [("matching",), ()])
+def test_attacks_that_could_not_move_prove_nothing(tmp_path: Path, blind: tuple[str, ...]) -> None:
+    with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
+        ledger.add_attacks(
+            PLAN, {p.name: f"a; {NO_DERIVATIVE}; b" if p.name in blind else "a; b" for p in PLAN.attacks}
+        )
+        score(ledger, drawn(0, gain=-3.0, chance=0.0), examples=4)
+        verdict = verdict_of(ledger)
+    assert verdict.word == ("undetermined" if blind else "not shown to leak")
+    assert ("differentiable mean" in verdict.sentence) == bool(blind)
+
+
+def test_the_sentence_names_attack_budget_baseline_and_numbers(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, drawn(0, gain=-3.0, chance=0.0))
+    assert (
+        "not shown to leak at this budget (strongest attack matching, 500 iterations x 1 restart)" in verdict.sentence
+    )
+    assert "0 of 48 images are identified" in verdict.sentence
+    assert "stronger attack" in verdict.sentence
+    assert "safe" not in verdict.sentence
+    e = verdict.strongest
+    assert e is not None
+    assert e.baseline in ("mean_image", "random_image", "wrong_client(matching)")
+    assert e.mean == pytest.approx(e.psnr - e.floor)
+    assert e.n == 48
+    assert e.clusters == 12
+
+
+def test_a_failed_replay_check_forbids_to_say_that_nothing_leaks(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, drawn(0, gain=-3.0, chance=0.0), replay="mismatch")
+    assert verdict.word == "undetermined"
+    assert "replay" in verdict.sentence
+    assert judged(tmp_path, drawn(0, gain=3.0), replay="mismatch").word == "leaks", "what came back, came back"
+
+
+def test_what_cannot_be_said(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "none.sqlite", create=True) as ledger:
+        assert verdict_of(ledger).sentence.endswith("no attack was planned.")
+        assert (leaks(ledger, "psnr"), table_of(ledger), curve_of(ledger)) == ([], [], {})
+        ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
+        assert verdict_of(ledger).sentence.endswith("no attack has been done.")
+        ledger.set_meta(replay="mismatch")
+        assert verdict_of(ledger).sentence.endswith("the replay check failed, so no attack was run.")
+    nothing: Values = {"psnr": [None] * 4}
+    failing = judged(tmp_path, {(1, 0, "matching"): nothing, (1, 0, "mean_image"): {"psnr": [12.0] * 4}})
+    assert failing.word == "undetermined"
+    assert "(4 x diverged)" in failing.sentence
+    alone = judged(tmp_path, {(1, 0, "matching"): {"psnr": [40.0] * 4}})
+    assert alone.word == "undetermined"
+    assert "no baseline" in alone.sentence
+
+
+def test_an_unfinished_audit_says_so_far(ledger: Ledger) -> None:
+    score(ledger, drawn(0, gain=3.0))
+    assert verdict_of(ledger).sentence.startswith("The clients' images leak")
+    ledger.record_intake(2, [Participation(0, "accepted", "", 4, "digest")], PLAN)
+    assert verdict_of(ledger).sentence.startswith("So far (36 of 39 attacks done), the clients' images leak")
+
+
+def test_pairs_are_of_the_same_example(ledger: Ledger) -> None:
+    """The excess is a mean of differences: examples that one side lacks do not count."""
+    score(
+        ledger,
+        {
+            (1, 0, "matching"): {"psnr": [20.0, 99.0]},
+            (1, 0, "mean_image"): {"psnr": [15.0, None]},
+            (1, 1, "mean_image"): {"psnr": [50.0, 50.0]},
+        },
+    )
+    (excess,) = excesses(Scores.read(ledger))
+    assert (excess.mean, excess.psnr, excess.floor, excess.baseline) == (5.0, 20.0, 15.0, "mean_image")
+
+
+# -------------------------------------------------------------------------------------------------------------- limits
+
+
+def test_a_limit_is_neither_an_attack_nor_a_baseline() -> None:
+    names = ["matching", "bayes_limit", "mean_image", "wrong_client(matching)"]
+    assert [role_of(name) for name in names] == ["attack", "limit", "baseline", "baseline"]
+
+
+def test_a_limit_above_every_attack_changes_no_verdict(tmp_path: Path) -> None:
+    plan = AttackPlan((*PLAN.attacks, PlannedAttack("bayes_limit", {"use": "bayes_limit"})))
+    cells: dict[Cell, Values | None] = {}
+    for c in range(4):
+        cells[1, c, "matching"] = {"psnr": [12.0 + 0.1 * c], "mse": [0.06]}
+        cells[1, c, "mean_image"] = {"psnr": [12.1], "mse": [0.06]}
+        cells[1, c, "bayes_limit"] = {"psnr": [40.0], "mse": [1e-4]}
+    with Ledger(tmp_path / "with.sqlite", create=True) as ledger:
+        ledger.add_attacks(plan, {p.name: "card" for p in plan.attacks})
+        score(ledger, cells, examples=1, plan=plan)
+        assert verdict_of(ledger).word == "not shown to leak"
+        assert [line.attack for line in table_of(ledger)] == ["matching"]
+        assert "bayes_limit" not in curve_of(ledger)
+        assert one(leaks(ledger, "mse"), "bayes_limit", 1).mean == 1e-4
+        assert attack_order(ledger, ["mean_image", "bayes_limit", "matching"]) == [
+            "matching",
+            "bayes_limit",
+            "mean_image",
+        ]
+
+
+def test_a_plan_of_baselines_and_limits_has_no_attack(tmp_path: Path) -> None:
+    plan = AttackPlan((*PLAN.attacks[1:], PlannedAttack("bayes_limit", {"use": "bayes_limit"})))
+    with Ledger(tmp_path / "without.sqlite", create=True) as ledger:
+        ledger.add_attacks(plan, {p.name: "card" for p in plan.attacks})
+        assert verdict_of(ledger).sentence == "Nothing can be said about leakage: the plan has baselines only."

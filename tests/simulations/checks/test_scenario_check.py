@@ -1,0 +1,225 @@
+"""fedgauge doctor SCENARIO.toml: what is wrong with somebody's data, model or loss is told before a run finds it out."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+
+from fedgauge.client.components import allowing
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.checks.check_result import CheckResult
+from fedgauge.simulations.checks.scenario_check import check
+from fedgauge.simulations.cli.main import main
+
+MODELS = '''
+import itertools
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Good(nn.Module):
+    def __init__(self, classes, width: int = 4):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, width, 3, stride=4), nn.Linear(width * 49, classes)
+    def forward(self, x):
+        return self.head(torch.sigmoid(self.conv(x)).flatten(1))
+
+class Dropped(Good):
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.drop = nn.Dropout(0.5)
+    def forward(self, x):
+        return self.drop(super().forward(x))
+
+class Drawing(Good):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, training=True)
+
+class Fewer(Good):
+    def __init__(self):
+        super().__init__(7)
+
+class Pair(Good):
+    def forward(self, x):
+        return super().forward(x), x
+
+class Mixing(Good):
+    def forward(self, x):
+        return super().forward(x - x.mean(0, keepdim=True))
+
+class Once(torch.autograd.Function):
+    """A layer whose second derivative lacks a term."""
+    @staticmethod
+    def forward(x):
+        return x.exp()
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].detach().exp()
+
+class Single(Good):
+    def forward(self, x):
+        return self.head(Once.apply(self.conv(x)).flatten(1))
+
+class Idle(Good):
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.spare = nn.Linear(2, 2)
+
+class Detached(Good):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+counter = itertools.count(1)
+def drifting(classes):
+    model = Good(classes)
+    with torch.no_grad():
+        model.head.bias.fill_(next(counter))
+    return model
+
+from fedgauge.client.data.images import Dataset, mnist5k
+def shuffled() -> Dataset:
+    data = mnist5k()
+    order = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(next(counter)))
+    return Dataset("shuffled", data.x[order], data.y[order], data.x_test, data.y_test, 10, data.mean, data.std)
+
+def total(logits, labels):
+    return F.nll_loss(logits.log_softmax(1), labels, reduction="sum")
+'''
+TABLES: dict[str, Any] = {
+    "rounds": 2,
+    "clients": 2,
+    "data": {"use": "mnist5k", "batch_size": 2, "auxiliary": 100},
+    "model": {"use": "doctored:Good"},
+    "chain": [{"use": "local_sgd", "rate": 0.1}],
+}
+Examine = Callable[..., dict[str, CheckResult]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "doctored.py").write_text(MODELS)
+    yield tmp_path
+    sys.modules.pop("doctored", None)
+
+
+@pytest.fixture
+def examine(folder: Path) -> Iterator[Examine]:
+    with allowing(["doctored"], [folder]):
+        yield lambda **changes: {f.name: f for f in check(Scenario.from_tables(TABLES | changes))}
+
+
+def wrong(found: dict[str, CheckResult]) -> dict[str, str]:
+    return {name: f.message for name, f in found.items() if f.needed and not f.works}
+
+
+def noted(found: dict[str, CheckResult]) -> dict[str, str]:
+    return {name: f.message for name, f in found.items() if not f.needed and not f.works}
+
+
+def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -> None:
+    found = examine()
+    assert wrong(found) == noted(found) == {}
+    assert found["one client's step"].message.endswith("exact to rounding")
+    assert "4,000 + 1,000 images of 1 x 28 x 28, 10 classes" in found["data"].message
+    assert "2,010 parameters" in found["model"].message, "4 * 9 + 4 + 196 * 10 + 10"
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "words"),
+    [
+        ({"use": "doctored:Dropped", "mode": "train"}, "dropout", '[model] mode = "eval", or leave it out'),
+        ({"use": "doctored:Drawing"}, "model, run again", "something draws in its forward pass"),
+        (
+            {"use": "doctored:Fewer"},
+            "model",
+            "it gives (4, 7) for 4 images, expected logits (4, 10): let its factory take",
+        ),
+        ({"use": "doctored:Pair"}, "model", "it gives tuple for 4 images"),
+        ({"use": "doctored:drifting"}, "model, built again", "two builds differ in 'head.bias'"),
+        ({"use": "doctored:Single"}, "second derivative", "differs from the change of the gradient"),
+        ({"use": "doctored:Detached"}, "second derivative", "is something detached in the model?"),
+    ],
+    ids=lambda v: v["use"] if isinstance(v, dict) else "",
+)
+def test_a_model_that_cannot_be_attacked_is_told(examine: Examine, model: Any, where: str, words: str) -> None:
+    assert words in wrong(examine(model=model))[where]
+
+
+def test_data_that_come_otherwise_each_time_are_told(examine: Examine) -> None:
+    told = wrong(examine(data={**TABLES["data"], "use": "doctored:shuffled"}))
+    assert "two builds differ in x, so clients and auditor would see other examples" in told["data, built again"]
+
+
+def test_what_only_costs_something_is_a_note(examine: Examine) -> None:
+    found = examine(model={"use": "doctored:Mixing"}, loss={"use": "doctored:total"})
+    assert wrong(found) == {}
+    assert "the model mixes the examples of a batch" in noted(found)["engine"]
+    assert "is not the mean of its examples'" in noted(found)["loss of a batch"]
+    assert "it takes whole labels only" in noted(found)["loss of probabilities"]
+    assert "which eval mode turns off" in noted(examine(model={"use": "doctored:Dropped"}))["dropout"]
+    assert (
+        "no gradient reaches spare.weight, spare.bias"
+        in examine(model={"use": "doctored:Idle"})["second derivative"].message
+    )
+
+
+def test_odd_data_are_noted(examine: Examine, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 40, (400, 28, 28), dtype=np.uint8)
+    np.savez(tmp_path / "odd.npz", x=x, y=2 * (np.arange(400) % 3))
+    odd = {**TABLES["data"], "use": "npz", "path": str(tmp_path / "odd.npz")}
+    assert "no training image of 2 classes, the first of them 1" in noted(examine(data=odd))["classes"]
+    found = examine(data={**odd, "mean": [0.5], "std": [0.1]})
+    assert "expected about 0 and 1: see mean and std" in noted(found)["normalisation"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"use": "resnet20", "mode": "train"}, "clients": 2},
+        {"stragglers": {"probability": 0.6}, "clients": 8},
+        {"secure_sum": {"group": 2}, "clients": 4},
+        {"chain": [{"use": "gaussian", "sigma": 0.1}, *TABLES["chain"]]},
+    ],
+    ids=["batchnorm", "stragglers", "secure sum", "noise"],
+)
+def test_federations_of_every_kind_replay(examine: Examine, changes: dict[str, Any]) -> None:
+    found = examine(**changes)
+    assert wrong(found) == {} and "exact to rounding" in found["one client's step"].message
+
+
+def test_looking_leaves_the_model_as_it_was(folder: Path) -> None:
+    scenario = Scenario.from_tables(TABLES | {"model": {"use": "resnet20", "mode": "train"}})
+    before = {k: t.clone() for k, t in scenario.federation.model.state_dict().items()}
+    check(scenario)
+    after = scenario.federation.model.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+# ---------------------------------------------------------------------------------------------------- the command itself
+
+
+def test_the_command_finds_the_users_package_beside_the_scenario(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(os.sep)
+    path = folder / "own.toml"
+    path.write_text(tomli_w.dumps(TABLES))
+    assert main(["doctor", str(path)]) == 2
+    assert "say --allow doctored on the command line" in capsys.readouterr().err
+    assert main(["doctor", str(path), "--allow", "doctored"]) == 0
+    assert "exact to rounding" in capsys.readouterr().out
+    assert main(["doctor", str(path), "--allow", "doctored", "--set", "model.use=doctored:Drawing"]) == 2
+    told = capsys.readouterr().out
+    assert "wrong" in told and "something draws in its forward pass" in told
+    assert main(["doctor", str(path), "--allow", "fedgauge"]) == 2
+    assert "that is fedgauge's own package" in capsys.readouterr().err
+    assert "doctored" not in os.environ.get("FEDGAUGE_ALLOW", "")

@@ -1,0 +1,142 @@
+"""fedgauge list: every component is listed, a broken plug-in stops nothing, and a page's tables say the same."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedgauge.client import registry
+from fedgauge.simulations.cli.list_components import KINDS, _escaped, components_of, fill
+from fedgauge.simulations.cli.list_components import main as write
+from fedgauge.simulations.cli.main import main
+
+PLUG_IN = '''
+from fedgauge.client.transforms import UpdateTransform
+
+
+class loud(UpdateTransform):
+    """Adds nothing | but says so.
+
+    More of it.
+    """
+
+    def __init__(self, volume: float, shape: tuple[int, ...], echo: str = "yes") -> None: ...
+
+    def apply(self, update, rng):
+        return update
+
+
+def wrong() -> int:
+    return 3
+'''
+METADATA = "Metadata-Version: 2.1\nName: loud-links\nVersion: 1\n"
+ENTRY_POINTS = """
+[fedgauge.links]
+loud = loudlinks:loud
+gone = loudlinks:gone
+wrong = loudlinks:wrong
+broken = brokenlinks:anything
+clip = loudlinks:loud
+"""
+
+
+@pytest.fixture
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed distribution that adds a good link and four that cannot be used."""
+    site = tmp_path / "site"
+    information = site / "loud_links-1.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(METADATA)
+    (information / "entry_points.txt").write_text(ENTRY_POINTS)
+    (site / "loudlinks.py").write_text(PLUG_IN)
+    (site / "brokenlinks.py").write_text("raise SystemExit('no licence')\n")
+    monkeypatch.syspath_prepend(site)
+    registry._installed.cache_clear()
+    yield
+    registry._installed.cache_clear()
+    for name in ("loudlinks", "brokenlinks"):
+        sys.modules.pop(name, None)
+
+
+def test_every_kind_has_components_and_each_says_what_it_is() -> None:
+    listed = components_of()
+    assert {c.kind for c in listed} == set(KINDS)
+    for kind, components in KINDS.items():
+        assert [c.name for c in listed if c.kind == kind] == [e.name for e in components.entries()]
+    assert [c.name for c in listed if not c.description or c.error] == []
+    assert {"dlg", "lamp", "read_rows", "mean_image"} <= {c.name for c in listed if c.kind == "attack"}
+
+
+def test_arguments_are_those_that_a_scenario_sets() -> None:
+    arguments = {(c.kind, c.name): c.arguments for c in components_of()}
+    assert arguments["link", "local_sgd"] == "rate, steps = 1, batch_size = none, proximal_mu = 0.0"
+    assert arguments["link", "mixup"] == "alpha", "the number of classes and the batch size are filled in"
+    assert arguments["model", "mlp"] == 'hidden = [256], activation = "relu"'
+    assert arguments["attack", "separated"] == 'attack = { use = "analytic" }'
+    assert arguments["prior", "gaussian"] == "weight = 1.0", "TOML holds no tensor"
+    assert arguments["strategy", "FedAvg"] == "fraction_train = 1.0, min_train_nodes = 1, min_available_nodes = all"
+
+
+def test_the_command_prints_names_and_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "loss"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "loss" and [line.split()[0] for line in lines[1:]] == [e.name for e in KINDS["loss"].entries()]
+    assert main(["list"]) == 0
+    headings = [line for line in capsys.readouterr().out.splitlines() if line and not line.startswith(" ")]
+    assert headings == list(KINDS)
+
+
+def test_a_kind_that_does_not_exist_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "atack"]) == 2
+    error = capsys.readouterr().err
+    assert "'atack'" in error and "did you mean attack" in error and "server_attack" in error
+    assert main(["list", "zzz"]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean" not in error and all(kind in error for kind in KINDS)
+
+
+@pytest.mark.usefixtures("plug_in")
+def test_plug_ins_are_listed_with_their_package_and_broken_ones_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    listed = components_of("link")
+    theirs = {c.name: c for c in listed if c.package == "loud-links"}
+    assert set(theirs) == {"loud", "gone", "wrong", "broken", "clip"}
+    good = theirs.pop("loud")
+    assert (good.description, good.arguments, good.error) == ("Adds nothing | but says so.", 'volume, echo = "yes"', "")
+    assert {name: c.error.partition(":")[0] for name, c in theirs.items()} == {
+        "gone": "AttributeError",
+        "wrong": "TypeError",
+        "broken": "SystemExit",
+        "clip": "ValueError",
+    }
+    assert "no licence" in theirs["broken"].error and "fedgauge" in theirs["clip"].error
+    assert [c.error for c in listed if c.package == "fedgauge"] == [""] * len(
+        KINDS["link"].entries()[: -len(theirs) - 1]
+    )
+    assert main(["list", "link"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:] if "[loud-links]" in line}
+    assert set(lines) == {"loud", "gone", "wrong", "broken", "clip"}
+    assert "cannot be used [loud-links]: SystemExit: no licence" in lines["broken"]
+    assert main(["list", "link", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {r["name"] for r in rows if r["package"] == "loud-links" and r["error"]} == set(theirs)
+
+
+@pytest.mark.usefixtures("plug_in")
+def test_a_page_gets_the_tables_of_fedgauges_own_components(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n<!-- generated: components link -->\nold\n<!-- end -->\n\nAfter.\n")
+    assert write(["--write", str(page)]) == 0
+    text = page.read_text()
+    assert "old" not in text and "loud" not in text and text.startswith("# Page\n") and text.endswith("\n\nAfter.\n")
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(entry.own for entry in KINDS["link"].entries())
+    assert any(row.startswith("| `clip` | `max_norm` | ") for row in rows)
+    assert fill(text) == text, "a second time changes nothing"
+
+
+def test_a_cell_shows_a_description_as_it_is() -> None:
+    assert _escaped("a|b *c* <d> _e_ f_g `h|i*` [j]") == r"a\|b \*c\* \<d> \_e\_ f_g `h\|i*` \[j]"

@@ -1,0 +1,64 @@
+"""fedgauge export: a table that other programs can read, in a file or a pipe."""
+
+import csv
+import io
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.cli.main import main
+
+
+def test_export_is_one_long_table(attacked: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(attacked.folder)]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert list(rows[0]) == [
+        "run",
+        "round",
+        "client",
+        "attack",
+        "example",
+        "metric",
+        "value",
+        "status",
+        "seconds",
+        "knowledge",
+        "epsilon",
+        "delta",
+    ]
+    exact = [float(r["value"]) for r in rows if r["attack"] == "analytic" and r["metric"] == "psnr"]
+    assert len(exact) == 4 and min(exact) > 100
+    assert {r["run"] for r in rows} == {attacked.name}
+    assert {(r["epsilon"], r["delta"]) for r in rows} == {("", "")}, "a chain without noise has none"
+    own = [r for r in rows if r["attack"] in ("analytic", "wrong_client(analytic)")]
+    assert own and all("labels restored" in r["knowledge"] for r in own)
+    assert all("and nothing else" in r["knowledge"] for r in rows if r not in own), "baselines restore nothing"
+
+    import pyarrow.parquet
+
+    target = tmp_path / "scores.parquet"
+    assert main(["export", str(attacked.folder), "--to", "parquet", "-o", str(target)]) == 0
+    table = pyarrow.parquet.read_table(target)
+    assert table.num_rows == len(rows)
+    assert table.column_names == list(rows[0])
+    assert [v for v in table["round"].to_pylist()] == [int(r["round"]) for r in rows]
+
+
+def test_an_export_takes_the_place_of_a_file_and_goes_into_a_pipe(
+    attacked: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(attacked.folder)]) == 0
+    expected = capsys.readouterr().out
+    target, pipe = tmp_path / "scores.csv", tmp_path / "pipe"
+    target.write_text("old")
+    assert main(["export", str(attacked.folder), "-o", str(target)]) == 0
+    assert target.read_text() == expected
+    assert target.stat().st_mode & 0o777 == 0o600, "scores are of somebody's data"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    assert main(["export", str(attacked.folder), "-o", str(pipe)]) == 0
+    assert reader.communicate(timeout=60)[0] == expected
+    assert pipe.is_fifo()

@@ -1,0 +1,132 @@
+"""fedgauge run and audit: what is attacked, what is refused, and with which exit status they end."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fedgauge.attacks.plan import AttackPlan
+from fedgauge.client.federation import Federation
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.cli.run_summary import next_step
+from fedgauge.simulations.run.create import cards, new_run
+from tests.simulations.cli.conftest import TABLES, scenario_file
+
+
+def test_the_audit_goes_on_where_it_stopped_and_adds_attacks(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(taped.folder)]) == 0
+    assert capsys.readouterr().out.strip().splitlines()[-1] == str(taped.folder)
+    with taped.ledger() as ledger:
+        assert ledger.progress().done == 2 * 2 * 3  # rounds x clients x (analytic and two baselines)
+    more = ["--attack", "inverting_gradients iterations=5 name=short", "--rounds", "2", "--clients", "1"]
+    assert main(["audit", str(taped.folder), *more]) == 0
+    with taped.ledger() as ledger:
+        assert ledger.progress().done == 2 * 2 * 3 + 1
+        assert [(r["round"], r["client"]) for r in ledger.scores("mse") if r["attack"] == "short"] == [(2, 1)]
+    assert main(["audit", str(taped.folder), *more]) == 0, "asking again is free"
+    with taped.ledger() as ledger:
+        assert ledger.progress().done == 2 * 2 * 3 + 1
+    assert main(["audit", str(taped.folder), "--attack", "inverting_gradients iterations=6 name=short"]) == 2
+    assert "'short'" in capsys.readouterr().err
+    assert main(["audit", str(taped.folder), "--attack", "magic"]) == 2
+    assert "dlg" in capsys.readouterr().err
+
+
+def test_a_damaged_tape_file_is_named_and_the_rest_goes_on(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = sorted((taped.folder / "tape").glob("round-00002-client-*"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert main(["audit", str(taped.folder)]) == 0
+    assert damaged.name in capsys.readouterr().out.replace("\n", "")
+    with taped.ledger() as ledger:
+        progress = ledger.progress()
+        assert progress.failed > 0 and progress.done > 0 and progress.queued == 0
+        failed = [r for r in ledger.scores() if r["status"] == "failed"]
+        assert len(failed) == progress.failed and all(r["value"] is None for r in failed)
+
+
+@pytest.fixture
+def mismatched(taped: Run) -> Run:
+    """A run whose scenario is not what its clients did."""
+    (taped.folder / "scenario.toml").write_text((taped.folder / "scenario.toml").read_text().replace("0.1", "0.2"))
+    return taped
+
+
+def test_what_a_replay_does_not_explain_is_not_attacked(mismatched: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(mismatched.folder)]) == 1
+    told = capsys.readouterr().out
+    assert "the learning rate" in told
+    assert "12 attacks wait: they would invert a computation that differs from the clients'" in told
+    assert f"fedgauge audit {mismatched.folder} (--force: attack anyway)" in told
+    assert "parked" not in told
+    with mismatched.ledger() as ledger:
+        assert (ledger.progress().queued, ledger.progress().total) == (12, 12)
+    assert main(["audit", str(mismatched.folder), "--force"]) == 0
+    with mismatched.ledger() as ledger:
+        assert ledger.progress().done == 12
+
+
+def test_a_run_whose_replay_fails_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = iter(["mismatch", "ok"])
+
+    def trained(run: Run, *_: object) -> None:
+        with run.ledger() as ledger:
+            ledger.set_meta(replay=next(outcomes), replay_detail="told")
+
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", trained)
+    command = ["run", str(scenario_file(tmp_path)), "--runs", str(tmp_path / "runs")]
+    assert [main(command), main(command)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rounds", "1"], "--attack"),
+        (["--clients", "0"], "--attack"),
+        (["--follow", "--attack", "dlg"], "--follow"),
+        (["--workers", "0"], "workers must be at least 1, got 0"),
+        (["--workers", "-1"], "workers must be at least 1, got -1"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    taped: Run, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    assert main(["audit", str(taped.folder), *options]) == 2
+    assert words in capsys.readouterr().err
+    with taped.ledger() as ledger:
+        assert ledger.progress().done == 0
+
+
+def test_settings_reach_the_scenario_that_is_kept(tmp_path: Path) -> None:
+    path = scenario_file(tmp_path)
+    scenario = Scenario.load(path, ["data.batch_size=3", "chain.0.rate=0.5", "rounds=7"])
+    run = new_run(scenario, path.stem, tmp_path / "runs")
+    again = run.scenario()
+    assert (again.protocol.rounds, again.protocol.data["batch_size"]) == (7, 3)
+    assert Federation(again.protocol).chain.local.rate == 0.5
+    environment = json.loads((run.folder / "environment.json").read_text())
+    assert environment["packages"]["torch"] and environment["cores"] >= 1
+    root = Path(__file__).resolve().parents[3]
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        assert environment["commit"].removesuffix("-dirty") == subprocess.check_output(command, text=True).strip()
+    else:
+        assert environment["commit"] is None
+
+
+def test_a_plan_has_a_card_for_each_attack() -> None:
+    scenario = Scenario.from_tables(TABLES)
+    plan: AttackPlan = scenario.plan
+    assert set(cards(scenario, plan)) == {"analytic", "mean_image", "random_image"}
+
+
+def test_a_server_that_was_not_curious_leaves_nothing_to_attack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(Scenario.from_tables({**TABLES, "audit": {"curious": False}}), "blind", tmp_path / "runs")
+    with run.ledger() as ledger:
+        assert "was not curious" in next_step(run, ledger)
+    assert main(["audit", str(run.folder)]) == 2
+    assert "no updates on its tape: the server was not curious" in capsys.readouterr().err

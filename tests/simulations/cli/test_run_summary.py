@@ -1,0 +1,121 @@
+"""What a run leaves on standard output: its results, what failed, and what to do next."""
+
+from pathlib import Path
+
+import pytest
+
+from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.reading import state_of
+from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.cli.run_summary import next_step, print_summary
+from fedgauge.simulations.run.create import create_run, new_run
+from tests.simulations.cli.conftest import TABLES
+
+
+def test_what_waits_and_what_was_at_work_are_parked_together(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with taped.ledger() as ledger:
+        assert ledger.lease() is not None
+        progress = ledger.progress()
+        assert progress.queued and progress.leased
+    print_summary(taped, "auto")
+    assert f"{progress.total} attacks are parked; continue with: fedgauge audit" in capsys.readouterr().out
+    with taped.ledger() as ledger:
+        ledger.release()
+    assert main(["audit", str(taped.folder)]) == 0
+    assert "parked" not in capsys.readouterr().out
+
+
+def test_what_attacks_say_of_themselves_is_told_once_each(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with taped.ledger() as ledger:
+        while (lease := ledger.lease()) is not None:
+            rows = {
+                c: [ScoreRecord(lease.round, c, lease.attack.name, 0, "psnr", None, "diverged", 0.1)]
+                for c in lease.clients
+            }
+            random = lease.attack.name == "random_image"  # each of its four jobs has a reason of its own
+            reasons = {c: f"[no] label {(lease.round, c) if random else ''}" for c in lease.clients}
+            ledger.finish(lease, rows, reasons if lease.attack.name != "mean_image" else {})
+    print_summary(taped, "auto")
+    told = [line.rstrip() for line in capsys.readouterr().out.splitlines() if " x): " in line]
+    assert told == ["analytic (4 x): [no] label"] + [
+        f"random_image (1 x): [no] label ({r}, {c})" for r in (1, 2) for c in (0, 1)
+    ]
+
+
+def state_after(run: Run, state: str) -> str:
+    with run.ledger() as ledger:
+        ledger.set_meta(state=state)
+        return state_of(run, ledger)
+
+
+def test_a_run_of_which_everything_is_done_is_no_failure(attacked: Run) -> None:
+    for state in ("failed", "interrupted", "trained"):
+        assert state_after(attacked, state) == "complete"
+    with attacked.ledger() as ledger:
+        ledger.set_meta(rounds="9")
+    assert [state_after(attacked, s) for s in ("failed", "interrupted")] == ["failed", "interrupted"]
+
+
+def test_what_is_left_to_do_is_said_in_every_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = Scenario.from_tables(TABLES)
+    run = new_run(scenario, "stopped", tmp_path / "runs")
+
+    def left() -> str:
+        with run.ledger() as ledger:
+            return next_step(run, ledger)
+
+    assert left() == "it ended before its first round: there is nothing to attack; begin again with: fedgauge run"
+    assert main(["audit", str(run.folder)]) == 2
+    assert "no updates on its tape: the run ended before its first round" in capsys.readouterr().err
+    with run.ledger() as ledger:
+        ledger.record_intake(1, [Participation(0, "rejected", "why not")], scenario.plan)
+    assert left() == ""
+    assert main(["audit", str(run.folder)]) == 2
+    assert "no updates on its tape: no reply was accepted" in capsys.readouterr().err
+    with run.ledger() as ledger:
+        ledger.record_intake(2, [Participation(0, "accepted", "", 1, "digest")], scenario.plan)
+    assert left() == f"3 attacks are parked; continue with: fedgauge audit {run.folder}"
+    with run.ledger() as ledger:
+        while (lease := ledger.lease()) is not None:
+            ledger.finish(lease, {0: []})
+        ledger.mark_deleted(2)
+    assert left() == ""
+    assert main(["audit", str(run.folder)]) == 2
+    assert 'no updates on its tape: [tape] keep = "all" has deleted them' in capsys.readouterr().err
+
+
+def test_a_deployment_begins_again_as_one(tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir()
+    run = create_run(Scenario.from_tables(TABLES), tmp_path / "runs" / "one", mode="deployment")
+    with run.ledger() as ledger:
+        assert next_step(run, ledger).endswith(f"begin again with: fedgauge deploy up {tmp_path} --local")
+
+
+def test_the_end_of_a_deployment_says_who_was_missing_and_how_to_be_graded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = create_run(scenario := Scenario.from_tables(TABLES), tmp_path / "runs" / "one", mode="deployment")
+    with run.ledger() as ledger:
+        for round in (1, 2):
+            seen = [
+                Participation(0, "accepted", "", 1, f"digest {round}"),
+                Participation(1, "missing", "'mynets:Small' is not allowed"),
+            ]
+            ledger.record_intake(round, seen, scenario.plan)
+        ledger.set_meta(grading="not graded: the owner does not allow it")
+    words = "2 of 4 updates came in; client 1 missing in 2 rounds: 'mynets:Small' is not allowed"
+    for log in ("auto", "quiet"):
+        print_summary(run, log)
+        told = capsys.readouterr()
+        assert words in (told.out if log == "auto" else told.err)
+        if log == "auto":
+            assert 'mode = "scores" under [grading]' in told.out and "labels are graded by no client" in told.out
+
+
+def test_every_number_has_its_unit(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(attacked, "auto")
+    heading = next(line for line in capsys.readouterr().out.splitlines() if "accuracy" in line)
+    assert heading.count("PSNR") == heading.count("PSNR (dB)") == 3

@@ -1,0 +1,41 @@
+"""fedgauge init and doctor."""
+
+from pathlib import Path
+
+import pytest
+
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.cli.main import main
+from tests.simulations.cli.conftest import scenario_file
+
+
+def test_init_writes_a_scenario_that_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "mine.toml"
+    assert main(["init", str(target)]) == 0
+    assert Scenario.load(target).protocol.clients == 4
+    assert main(["init", str(target)]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+def test_what_is_not_checked_is_not_said_to_work(
+    no_local_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fedgauge.simulations.checks.machine._ray", lambda: "not started here")
+    main(["doctor"])
+    marks = {line[13:].split()[0]: line[:13].strip() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert (marks["mnist5k"], marks["cifar10"], marks["LPIPS"]) == ("ok", "not checked", "optional")
+
+
+def test_variables_of_the_former_name_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FEDLEAK_DATA", str(tmp_path))
+    monkeypatch.setenv("FEDLEAK_ALLOW", "mynets")
+    monkeypatch.setattr("fedgauge.simulations.checks.machine._ray", lambda: "not started here")
+    scenario = scenario_file(tmp_path)
+    for command, mark in ((["doctor"], "optional"), (["doctor", str(scenario)], "note")):
+        main(command)
+        lines = [line.split() for line in capsys.readouterr().out.splitlines() if "FEDLEAK_" in line]
+        assert [(line[0], line[1]) for line in lines] == [(mark, "FEDLEAK_ALLOW"), (mark, "FEDLEAK_DATA")]
+        assert ["FEDGAUGE_ALLOW" in lines[0], "FEDGAUGE_DATA" in lines[1]] == [True, True]
+    assert main(["doctor", str(scenario)]) == 0, "a warning is no mistake"

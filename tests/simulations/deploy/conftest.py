@@ -1,0 +1,54 @@
+"""Deployments for the tests: folders, and processes that are not Flower's."""
+
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedgauge.simulations.deploy import supervisor
+from fedgauge.simulations.deploy.folder import Deployment
+from fedgauge.simulations.deploy.services import Service
+from fedgauge.simulations.deploy.supervisor import LocalDeployment
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    """A deployment of three clients; not to be changed."""
+    return Deployment.create(tmp_path_factory.mktemp("here") / "federation", 3, ["fed.example", "192.0.2.7"])
+
+
+@pytest.fixture
+def fresh(made: Deployment, tmp_path: Path) -> Deployment:
+    """A copy of it."""
+    shutil.copytree(made.folder, tmp_path / "federation")
+    return Deployment.open(tmp_path / "federation")
+
+
+@pytest.fixture
+def local(fresh: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalDeployment]:
+    """A local start with small programs in the place of Flower's."""
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
+    made = LocalDeployment(fresh, "a-run", with_ray=False)
+    yield made
+    made.close()
+
+
+def program(local: LocalDeployment, name: str, code: str, restart: str = "unless-stopped") -> None:
+    local.services[name] = Service((sys.executable, "-c", code), restart)  # type: ignore[arg-type]
+    local.begin(name)
+
+
+def wait_for(condition: object, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+SLEEP = "import time; time.sleep(120)"
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")

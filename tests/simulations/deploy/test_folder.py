@@ -1,0 +1,174 @@
+"""A deployment's folder holds what its parties need and no more, and its runs in order."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.simulations.cli import main as cli
+from fedgauge.simulations.deploy.folder import DEMO, Deployment, health
+from fedgauge.simulations.run import processes
+from tests.simulations.deploy.conftest import SLEEP, linux
+
+
+def test_the_folder_and_its_secrets_are_their_owners_alone(made: Deployment) -> None:
+    open_to_all = {".crt", ".pub", ".toml", ".yaml"}
+    for path in [made.folder, *made.folder.rglob("*")]:
+        mode = path.stat().st_mode & 0o777
+        if path.is_dir():
+            assert mode == 0o700, path
+        elif path.suffix not in open_to_all or path.name == "client.toml":
+            assert mode == 0o600, path
+    names = {p.relative_to(made.folder).as_posix() for p in made.folder.rglob("*") if p.is_file()}
+    wanted = {"scenario.toml", ".env", "compose.override.yaml", "tls/ca.crt", "tls/server.key", "secrets/superexec"}
+    wanted |= {f"keys/client-{k}" for k in range(3)} | {f"clients/{k}/client.toml" for k in range(3)}
+    assert wanted <= names
+    assert "tls/ca.key" not in names, "who has it could be the SuperLink to every client"
+
+
+def test_what_the_servers_containers_see_of_the_keys_is_public(made: Deployment) -> None:
+    shown = {p.name: p.read_bytes() for p in (made.folder / "public").iterdir()}
+    assert shown == {f"client-{k}.pub": made.public_key(k).read_bytes() for k in range(3)}
+
+
+def test_no_two_keys_and_no_two_secrets_are_equal(made: Deployment, fresh: Deployment, tmp_path: Path) -> None:
+    other = Deployment.create(tmp_path / "other", 3)
+    secret = [p.read_bytes() for d in (made, other) for p in d.folder.rglob("*")
+              if p.is_file() and p.parent.name in ("keys", "secrets", "tls")]  # fmt: skip
+    assert len(secret) == 2 * (6 + 3 + 3) and len(set(secret)) == len(secret)
+
+
+def test_each_owners_file_is_one_and_says_what_the_scenario_says(made: Deployment) -> None:
+    protocol = made.scenario().protocol
+    for client in range(3):
+        owner = OwnerConfig.load(made.folder / "clients" / str(client) / "client.toml")
+        assert owner.client == client
+        assert [dict(link) for link in owner.chain] == [dict(link) for link in protocol.chain]
+        assert {**owner.data, **owner.split, "batch_size": owner.batch_size} == dict(protocol.data)
+        assert owner.grading.mode == "off"
+
+
+def test_grading_and_sampling_are_as_was_asked_for(tmp_path: Path) -> None:
+    made = Deployment.create(tmp_path / "federation", 1, grading="scores", sampling="agreed")
+    text = (made.folder / "clients" / "0" / "client.toml").read_text()
+    owner = OwnerConfig.load(made.folder / "clients" / "0" / "client.toml")
+    assert owner.grading.mode == "scores" and 'sampling = "agreed"' in text
+
+
+@pytest.mark.parametrize("clients", [1, 5])
+def test_the_number_of_clients_is_the_one_that_was_asked_for(tmp_path: Path, clients: int) -> None:
+    made = Deployment.create(tmp_path / "federation", clients)
+    assert made.clients == made.scenario().protocol.clients == clients
+    (made.folder / "keys" / "client-9.pub").write_text("of nobody")
+    with pytest.raises(SpecError, match=f"clients = {clients}, but there are keys for {clients + 1}"):
+        made.scenario()
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kept").write_text("mine")
+    assert cli.main(["deploy", "init", str(tmp_path), "--clients", "2"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert cli.main(["deploy", "init", str(tmp_path / "kept"), "--clients", "2"]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--clients", "2", "--host", "no name at all"], "--host"),
+        (["--clients", "2", "--scenario", "no-such.toml"], "there is no such file"),
+    ],
+)
+def test_a_mistake_is_told_with_exit_status_two(
+    tmp_path: Path, arguments: Sequence[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["deploy", "init", str(tmp_path / "federation"), *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "federation").exists(), "nothing is written before all is checked"
+
+
+def test_what_only_a_simulation_can_do_is_refused(tmp_path: Path) -> None:
+    scenario = tmp_path / "summed.toml"
+    scenario.write_text(DEMO.read_text() + "\n[secure_sum]\ngroup = 2\n")
+    with pytest.raises(SpecError, match="secure_sum"):
+        Deployment.create(tmp_path / "federation", 2, scenario=scenario)
+    assert not (tmp_path / "federation").exists(), "nothing is written before all is checked"
+
+
+def test_a_folder_that_is_no_deployment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for action in (["up", str(tmp_path), "--local"], ["status", str(tmp_path)], ["down", str(tmp_path)]):
+        assert cli.main(["deploy", *action]) == 2
+        assert "is not a deployment" in capsys.readouterr().err
+
+
+def test_an_unfinished_run_is_the_next_one_and_a_complete_one_is_not(fresh: Deployment) -> None:
+    first, resumed = fresh.begin("one")
+    assert not resumed and fresh.begin("one") == (first, False), "what has not begun begins"
+    with first.ledger() as ledger:
+        assert ledger.meta()["mode"] == "deployment"
+        for state in ("training", "failed", "interrupted"):
+            ledger.set_meta(state=state)
+            assert fresh.next_run() == "one" and fresh.begin("one") == (first, True), state
+    first.model.touch()  # what the server leaves last of all, whatever was heard of its end
+    assert fresh.next_run() != "one"
+    with pytest.raises(SpecError, match="is complete"):
+        fresh.begin("one")
+
+
+def test_another_run_may_be_begun_although_the_last_is_unfinished(fresh: Deployment) -> None:
+    names = []
+    for _ in range(3):  # within one second, too
+        names.append(fresh.begin(fresh.next_run(new=True))[0].name)
+        assert fresh.next_run() == fresh.runs()[-1].name
+    assert len(set(names)) == 3 and {run.name for run in fresh.runs()} == set(names)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "a/b", "", ".", "..", ".hidden", "/abs"])
+def test_a_run_stays_in_the_deployments_folder(fresh: Deployment, name: str) -> None:
+    with pytest.raises(SpecError, match="cannot be a run's name"):
+        fresh.begin(name)
+    assert fresh.runs() == []
+
+
+def test_runs_come_in_the_order_in_which_they_began(fresh: Deployment) -> None:
+    for name in ("b", "c", "a"):
+        fresh.begin(name)
+        time.sleep(0.02)
+    assert [run.name for run in fresh.runs()] == ["b", "c", "a"]
+
+
+@linux
+@pytest.mark.parametrize(("mute", "ends"), [(0.0, True), (600.0, False)], ids=["old", "young"])
+def test_the_health_check_ends_a_node_that_has_failed_and_stays(mute: float, ends: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", SLEEP]) as node:
+        try:
+            code = health(processes.free_port(), node.pid, mute)
+            failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            assert failed.returncode == 1 and "Connection refused" in failed.stderr
+            if ends:
+                assert node.wait(10) == -signal.SIGTERM
+            assert node.poll() is not None or not ends
+        finally:
+            node.kill()
+
+
+def test_the_health_check_of_a_node_that_answers_passes() -> None:
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        code = health(server.server_port, os.getpid(), 0.0)
+        assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,175 @@
+"""A local start trains, reports its state, and ends in order."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.run import Run, RunBusy
+from fedgauge.simulations.cli import main as cli
+from fedgauge.simulations.deploy.folder import Deployment
+from fedgauge.simulations.deploy.local_start import _start_all, _why, down, status
+from fedgauge.simulations.deploy.supervisor import LocalDeployment
+from fedgauge.simulations.run import in_memory, processes
+from fedgauge.simulations.run.create import create_run
+from fedgauge.simulations.run.launch import TrainingFailed
+from fedgauge.simulations.run.simulate import Interrupt
+from tests.simulations.deploy.conftest import SLEEP, linux, program, wait_for
+
+
+def test_a_run_that_cannot_go_on_is_told_before_anything_is_started(
+    fresh: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a disk that was full in round 1 leaves it: a round, and no checkpoint."""
+    run, _ = fresh.begin("one")
+    with run.ledger() as ledger:
+        ledger.record_intake(1, [Participation(0, "accepted", "", 1, "digest")])
+        ledger.set_meta(state="failed")
+    began: list[str] = []
+
+    def enter(self: LocalDeployment) -> LocalDeployment:
+        began.append(self.addresses.run)
+        raise TrainingFailed("enough for a test")
+
+    monkeypatch.setattr(LocalDeployment, "__enter__", enter)
+    assert cli.main(["deploy", "up", str(fresh.folder), "--local"]) == 2
+    told = capsys.readouterr().err
+    assert "has rounds up to 1 and no checkpoint" in told and "audit" in told
+    assert told.strip().endswith(f"Start another run with: fedgauge deploy up {fresh.folder} --local --new")
+    assert began == []
+    assert cli.main(["deploy", "up", str(fresh.folder), "--local", "--new", "--log", "quiet"]) == 1
+    told = capsys.readouterr().err
+    assert began == [fresh.runs()[-1].name] != ["one"]
+    assert f"continue the training with: fedgauge deploy up {fresh.folder} --local" in told
+
+
+def test_an_interrupt_while_services_start_ends_in_order(
+    local: LocalDeployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt = Interrupt()
+    interrupt.asked = True
+    monkeypatch.setattr(local, "listen", lambda: None)
+    monkeypatch.setattr(local, "finish", lambda name: None)
+    run, _ = local.deployment.begin("a-run")
+    _start_all(local, run, interrupt)
+    assert local.children == {}, "nothing more is started"
+
+
+@linux
+def test_a_superlink_that_died_is_named_and_not_who_died_of_it(local: LocalDeployment, tmp_path: Path) -> None:
+    run = create_run(local.deployment.scenario(), tmp_path / "run", mode="deployment")
+    program(local, "superlink", "import time; print('linked', flush=True); time.sleep(120)")
+    program(local, "start", "raise SystemExit(1)", "no")
+    local.children["start"].wait()
+    with run.ledger() as ledger:
+        assert _why(local, ledger, 1).startswith("the deployment failed: start: exit status 1")
+        wait_for(lambda: "linked" in local.deployment.log("superlink").read_text())
+        local.children["superlink"].kill()
+        local.children["superlink"].wait()
+        assert re.fullmatch(
+            r"the SuperLink died, and .*\n--- the end of .*superlink.log:\nlinked", _why(local, ledger, 1)
+        )
+        wait_for(lambda: local.poll() or local.status("superlink") is None)
+        assert _why(local, ledger, 1).startswith("the SuperLink died"), "it is up again, and the run is not"
+
+
+@linux
+def test_status_tells_who_lives_and_how_the_run_stands(fresh: Deployment, attacked_run: Run) -> None:
+    assert status(fresh) == ({}, [])
+    shutil.copytree(attacked_run.folder, fresh.folder / "runs" / "one")
+    local = LocalDeployment(fresh, "one", with_ray=False)
+    try:
+        program(local, "living", SLEEP)
+        program(local, "ended", "")
+        local.children["ended"].wait()
+        alive, lines = status(fresh)
+    finally:
+        local.close()
+    assert alive == {"living": True, "ended": False}
+    with attacked_run.ledger() as ledger:
+        rows, done = len(list(ledger.scores())), ledger.progress().done
+    assert lines[0] == "one: trained, round 2 of 2"
+    assert lines[1].startswith(f"attacks: {done} done, 0 to come") and lines[1].endswith(f"{rows} score rows")
+    assert status(fresh)[0] == {"living": False, "ended": False}
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from fedgauge.simulations.deploy.folder import Deployment
+with Deployment.open(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+@linux
+def test_a_deployment_is_up_once_and_down_asks_whoever_holds_it(fresh: Deployment) -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", HOLD, fresh.folder], stdout=subprocess.PIPE, text=True) as holder,
+        LocalDeployment(fresh, "one", with_ray=False) as left,
+    ):
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(RunBusy, match=f"process {holder.pid} holds its up"), fresh.lock():
+            pass
+        program(left, "stray", SLEEP)
+        assert down(fresh) == [left.children["stray"].pid]
+        assert holder.wait() == -signal.SIGTERM and left.children["stray"].wait() != 0
+        assert down(fresh) == [], "nothing is left to end"
+
+
+def test_down_endswhy_empty_whom_it_does_not_know(fresh: Deployment) -> None:
+    for mark in ("", "x", "../..", str(os.getpid())):
+        (fresh.folder / "up.json").write_text(json.dumps({"mark": mark, "pids": {"me": os.getpid()}}))
+        assert down(fresh) == []
+
+
+def by_example(ledger: Ledger) -> dict[tuple[object, ...], float]:
+    return {(r["round"], r["client"], r["attack"], r["example"]): r["value"] for r in ledger.scores("psnr")}
+
+
+@pytest.mark.slow
+def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(tmp_path: Path) -> None:
+    """TLS, node authentication, three clients with files of their own, a Ray cluster: the same updates, bit for bit."""
+    folder = tmp_path / "federation"
+    assert (
+        cli.main(["deploy", "init", str(folder), "--clients", "3", "--sampling", "agreed", "--grading", "scores"]) == 0
+    )
+    deployment = Deployment.open(folder)
+    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "deploy", "up", str(folder), "--local"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert "the services are being ended" in done.stderr and " of 3 clients" not in done.stderr, "all took part"
+    assert "graded by the clients, to 0.5 dB" in done.stdout and "labels are graded by no client" in done.stdout
+    run = Run.open(Path(done.stdout.strip().splitlines()[-1]))
+    assert run.folder == deployment.runs()[0].folder
+
+    scenario = deployment.scenario()
+    simulated = create_run(scenario, tmp_path / "simulated")
+    in_memory.train(simulated)
+    with run.ledger() as ours, simulated.ledger() as theirs:
+        found, expected = ([tuple(o) for o in ledger.observations()] for ledger in (ours, theirs))
+        assert found == expected and len(found) == 9, "round, client, what became of it, examples, digest"
+        accuracies = [[(r["round"], r["accuracy"], r["loss"]) for r in ledger.rounds()] for ledger in (ours, theirs)]
+        assert accuracies[0] == accuracies[1]
+        serve(simulated, LocalExecutor())
+        told, truth = (by_example(ledger) for ledger in (ours, theirs))
+        assert told.keys() == truth.keys() and len(told) == 9 * 6, "two attacks, their wrong clients, and two baselines"
+        # quantised to 0.5 dB by each client, and capped; packed differently, an attack's last digits differ
+        assert max(abs(told[key] - min(truth[key], 60.0)) for key in told) <= 0.25 + 0.05
+        progress = ours.progress()
+        assert (progress.done, progress.failed, progress.queued + progress.leased) == (36, 0, 0)
+        graded = [r["value"] for r in ours.scores("psnr") if r["attack"] == "analytic"]
+        assert len(graded) == 9 and min(graded) >= 60, "the first layer's gradient holds the image exactly"
+    mark = json.loads((folder / "up.json").read_text())["mark"]
+    assert processes.marked(mark) == []

@@ -1,0 +1,133 @@
+"""Clients that refuse, or are away, are recorded with their reason."""
+
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fedgauge.client.components import allowing
+from fedgauge.server.app import federate
+from fedgauge.server.strategy.validator import CLIENT_ABSENT
+from fedgauge.server.views.notices import notices
+from fedgauge.server.views.reading import Reading, state_of
+from fedgauge.simulations.cli import main as cli
+from fedgauge.simulations.deploy.folder import DEMO, Deployment
+from fedgauge.simulations.deploy.local_start import AbsenceReporter
+from fedgauge.simulations.deploy.train import why_empty
+from fedgauge.simulations.live.participation import participation
+from fedgauge.simulations.live.progress import RunProgress
+from fedgauge.simulations.live.view import View
+from fedgauge.simulations.run import in_memory
+from fedgauge.simulations.run.create import create_run
+
+OWN_NETS = """
+from torch import nn
+def small(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], classes))
+"""
+
+
+@pytest.fixture
+def unattacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for an attack service: none is started."""
+    monkeypatch.setattr("fedgauge.server.strategy.client_grading.GRACE", 0.0)
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Deployment]:
+    """A deployment whose scenario names a model of the user's own, which no owner has allowed."""
+    (tmp_path / "mynets.py").write_text(OWN_NETS)
+    scenario = tmp_path / "own.toml"
+    scenario.write_text(re.sub(r"use = .*mlp.*\nhidden.*", 'use = "mynets:small"', DEMO.read_text()))
+    folder = tmp_path / "federation"
+    assert cli.main(["deploy", "init", str(folder), "--clients", "3", "--scenario", str(scenario)]) == 2
+    assert "--allow mynets" in capsys.readouterr().err
+    assert (
+        cli.main(["deploy", "init", str(folder), "--clients", "3", "--scenario", str(scenario), "--allow", "mynets"])
+        == 0
+    )
+    told = capsys.readouterr().out
+    before = cli._parser().parse_args(["deploy", "--allow", "one", "up", str(folder), "--local", "--allow", "two"])
+    assert [*before.allow, *before.allow_too] == ["one", "two"], "before the action and after it"
+    assert f'allow = ["mynets"] in {folder}/clients/*/client.toml, and mynets beside that file' in told
+    yield Deployment.open(folder)
+    sys.modules.pop("mynets", None)
+
+
+def owners(deployment: Deployment) -> list[Path]:
+    return [deployment.folder / "clients" / str(k) / "client.toml" for k in range(deployment.clients)]
+
+
+class Told(View):
+    """A view that keeps what it is told to say."""
+
+    def __init__(self, run_progress: RunProgress) -> None:
+        super().__init__(run_progress)
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_where_every_client_refuses_the_run_has_failed_and_says_why(foreign: Deployment) -> None:
+    with allowing(["mynets"], [foreign.folder.parent]):
+        run, _ = foreign.begin("one")
+        with run.ledger() as ledger:
+            view = Told(RunProgress(ledger, run.scenario()))
+            lacking = AbsenceReporter(view)
+            in_memory.train(run, owners(foreign))
+            lacking.report()
+            lacking.report()
+            assert [words.partition(": ")[2].partition(" 0: ")[0] for words in view.said] == [
+                f"round {r}: 0 of 3 clients; client" for r in (1, 2, 3)
+            ]
+            assert all("'mynets:small' is not allowed here" in words and "client 2: " in words for words in view.said)
+            why = why_empty(ledger)
+            assert why.startswith("no round got an update: 0 of 9 updates came in; client 0 missing in 3 rounds: ")
+            ledger.set_meta(state="failed", empty=why)
+            assert state_of(run, ledger) == "failed", "although all its rounds are over"
+        with closing(Reading(run)) as reading, reading.now():
+            assert f"The training failed: {why}." in [words for words, _ in notices(reading)]
+
+
+@pytest.mark.usefixtures("unattacked")
+def test_an_owner_who_lets_the_code_be_loaded_takes_part_and_the_others_are_told_of(foreign: Deployment) -> None:
+    path = owners(foreign)[1]
+    path.write_text(path.read_text().replace("allow = []", 'allow = ["mynets"]'))
+    shutil.copy(foreign.folder.parent / "mynets.py", path.parent)
+    with allowing(["mynets"], [foreign.folder.parent]):
+        run, _ = foreign.begin("one")
+        in_memory.train(run, owners(foreign))
+        with run.ledger() as ledger:
+            assert why_empty(ledger) == ""
+            assert participation(ledger.observations()).startswith(
+                "3 of 9 updates came in; client 0 missing in 3 rounds"
+            )
+            view = Told(RunProgress(ledger, run.scenario()))
+            AbsenceReporter(view).report()
+            assert view.said == [], "of rounds before this start nothing is told again"
+
+
+@pytest.mark.usefixtures("unattacked")
+def test_a_client_that_is_away_has_a_row_that_says_so(made: Deployment, tmp_path: Path) -> None:
+    """Two of three are there: the third is missing in each round, whoever was asked."""
+    run = create_run(made.scenario(), tmp_path / "run", mode="deployment")
+
+    class Without(in_memory.MemoryGrid):
+        def get_node_ids(self) -> Iterable[int]:
+            return [1, 3]
+
+    grid = Without(run.scenario().protocol, owners(made))
+    with in_memory.flower(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fedgauge.server.app.discover_nodes", lambda *_: {1: 0, 3: 2})  # which waits for the third
+        federate(run, grid)
+    with run.ledger() as ledger:
+        seen = [(o["round"], o["client"], o["status"]) for o in ledger.observations()]
+        assert seen == [(r, c, "missing" if c == 1 else "accepted") for r in (1, 2, 3) for c in range(3)]
+        assert participation(ledger.observations()) == (
+            f"6 of 9 updates came in; client 1 missing in 3 rounds: {CLIENT_ABSENT}"
+        )

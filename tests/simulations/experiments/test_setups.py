@@ -1,0 +1,178 @@
+"""Setups hold what clients upload and what the server knows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.data.corpora import phrases
+from fedgauge.client.data.images import mnist5k
+from fedgauge.client.models.losses import next_token
+from fedgauge.client.models.tokenizer import load_tokenizer
+from fedgauge.client.rng import generator
+from fedgauge.client.training import gradient
+from fedgauge.simulations.experiments import setups
+from fedgauge.simulations.experiments.paper_tables import (
+    Images,
+)
+from fedgauge.simulations.experiments.setups import build_setup, choose
+from tests.simulations.experiments.small_tables import GPT2, SGD, WORDS, only, paper_table, sentences
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_images_are_the_first_of_their_part_in_order(part: Any) -> None:
+    data = mnist5k()
+    x, y = (data.x_test, data.y_test) if part == "test" else (data.x, data.y)
+    found = choose(data, Images("", part, first=3, batch_size=2), n=5)
+    assert torch.equal(torch.cat([b.x for b in found]), x[3:13].float() / 255)
+    assert torch.equal(torch.cat([b.y for b in found]), y[3:13])
+
+
+def test_distinct_batches_have_no_class_twice_and_leave_no_image_out() -> None:
+    data = mnist5k()
+    found = choose(data, Images("", batch_size=8, distinct=True), n=6)
+    assert all(len(set(b.y.tolist())) == 8 for b in found)
+    keys = [t.numpy().tobytes() for b in found for t in b.x]
+    assert len(set(keys)) == 48
+    first = {(data.x_test[i].float() / 255).numpy().tobytes() for i in range(8)}
+    assert first <= set(keys), "the first images come first, whatever their classes"
+
+
+def test_too_few_images_are_told() -> None:
+    with pytest.raises(
+        SpecError, match="mnist5k, test part, has too few images for 1001 updates of 1 from number 0 on"
+    ):
+        choose(mnist5k(), Images(""), n=1001)
+    with pytest.raises(SpecError, match="too few images"):
+        choose(mnist5k(), Images("", batch_size=11, distinct=True), n=1)
+
+
+def test_a_scene_is_what_clients_upload_and_what_a_server_knows() -> None:
+    noise = {"use": "gaussian", "sigma": 0.1}
+    cell = only(paper_table(chain=[noise, SGD], data={"use": "mnist5k", "batch_size": 3}))
+    setup = build_setup(cell, seed=5)
+    data = mnist5k()
+    plain = gradient(setup.known.model, normalise=data.normalise)
+    for k, (seen, truth) in enumerate(zip(setup.observations, setup.truth, strict=True)):
+        assert torch.equal(truth.x, data.x_test[3 * k : 3 * k + 3].float() / 255)
+        rng = generator(5, "client", k, 1)
+        g = plain(seen.params, truth, None)
+        for name in g:
+            drawn = torch.randn(g[name].shape, generator=rng)
+            torch.testing.assert_close(seen.update[name], -0.5 * (g[name] + 0.1 * drawn))
+    assert setup.known.labels is None
+    assert setup.known.auxiliary is not None
+    assert torch.equal(setup.known.auxiliary.y, data.y[-200:]), "public images, of which none is attacked or trained on"
+
+
+def test_mean_and_std_can_be_those_the_network_was_trained_with() -> None:
+    data = {"use": "mnist5k", "mean": [0.5], "std": [0.25]}
+    setup = build_setup(only(paper_table(data=data)), 0)
+    assert (setup.known.mean, setup.known.std) == ((0.5,), (0.25,))
+    with pytest.raises(SpecError, match="mean and std need 1 numbers each"):
+        build_setup(only(paper_table(data={**data, "mean": [0.5, 0.5]})), 0)
+
+
+def test_trained_networks_are_trained_and_training_is_pure_in_the_seed() -> None:
+    trained = only(paper_table(train={"steps": 150, "rate": 3e-3}))
+    first = build_setup(trained, 0)
+    assert first.note.startswith("150 steps of training, ")
+    assert int(first.note.split()[4].removesuffix("%")) > 75
+    setups._STATES.clear()
+    again, other = build_setup(trained, 0), build_setup(only(paper_table()), 0)
+    params = [torch.cat([p.flatten() for p in s.observations[0].params.values()]) for s in (first, again, other)]
+    assert torch.equal(params[0], params[1])
+    assert (params[0] - params[2]).abs().mean() > 1e-3
+
+
+def test_training_with_the_defense_on_learns_from_defended_gradients() -> None:
+    """Signs of each example's gradient, averaged, are not the sign of the average: the two runs part at once."""
+    chain = [{"use": "sign"}, SGD]
+    runs = [
+        build_setup(only(paper_table(chain=chain, train={"steps": 1, "batch_size": 8, "defended": on, "rate": 0.1})), 0)
+        for on in (True, False)
+    ]
+    cell = only(paper_table(chain=chain))
+    network, _ = setups._network(cell, mnist5k(), 0)
+    plain = gradient(network, normalise=mnist5k().normalise)
+    compute = setups._defended(plain, network, cell, mnist5k(), 8)
+    batch = choose(mnist5k(), Images("", "train", batch_size=8), 1)[0]
+    params = dict(network.named_parameters())
+    signs = [plain(params, type(batch)(batch.x[[i]], batch.y[[i]]), None) for i in range(8)]
+    for name, found in compute(params, batch, None).items():
+        torch.testing.assert_close(found, torch.stack([g[name].sign() for g in signs]).mean(0))
+    differ = [(runs[0].observations[0].params[k] - runs[1].observations[0].params[k]).abs().max() for k in params]
+    assert max(differ) > 0.1
+
+
+def test_checkpoints_come_from_the_local_data_folder(no_local_data: Path) -> None:
+    cell = only(paper_table(cell={"weights": "w.safetensors"}))
+    with pytest.raises(SpecError, match=r"cell mlp: weights: .*w.safetensors cannot be read"):
+        build_setup(cell, 0)
+    state = {k: p + 1 for k, p in build_setup(only(paper_table()), 0).observations[0].params.items()}
+    save_file(state, no_local_data / "w.safetensors")
+    params = build_setup(cell, 0).observations[0].params
+    assert all(torch.equal(params[k], state[k]) for k in state)
+
+
+def test_without_local_data_the_folder_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedgauge.simulations.experiments.setups.data_folder", lambda: None)
+    with pytest.raises(SpecError, match="w.safetensors .*local data folder: set FEDGAUGE_DATA"):
+        build_setup(only(paper_table(cell={"weights": "w.safetensors"})), 0)
+
+
+def test_a_defense_of_the_model_and_one_that_asks_for_it_are_staged() -> None:
+    chain = [{"use": "soteria", "rate": 0.5}, SGD]
+    model = {
+        "use": "mlp",
+        "hidden": [32, 32],
+        "defense": [{"use": "precode", "latent": 4}],
+    }
+    setup = build_setup(only(paper_table(chain=chain, cell={"model": model})), 0)
+    update = setup.observations[0].update
+    assert any(t.shape[0] == 2 * 4 for t in update.values()), "the bottleneck's means and deviations"
+    assert any(float((t == 0).all(0).double().mean()) >= 0.5 for t in update.values() if t.ndim == 2), "pruned columns"
+    assert setup.augmented is None
+    with pytest.raises(SpecError, match=r"chain #1: soteria\(\) has no argument 'rat'"):
+        paper_table(chain=[{"use": "soteria", "rat": 0.5}, SGD])
+    with pytest.raises(SpecError, match="defense #1: nothing is called 'nothing'"):
+        build_setup(only(paper_table(cell={"model": {**model, "defense": [{"use": "nothing"}]}})), 0)
+
+
+def test_a_scene_of_text_is_the_first_sentences_and_what_clients_make_of_them() -> None:
+    data = phrases(length=10, vocabulary=500)
+    setup = build_setup(only(sentences({"batch_size": 2, "first": 3})), seed=2)
+    assert torch.equal(torch.cat([t.x for t in setup.truth]), data.x_test[3:11])
+    assert setup.known.text is not None and setup.known.text.lengths is None and setup.tokenizer is not None
+    assert setup.known.auxiliary is not None and torch.equal(setup.known.auxiliary.x, data.x[-200:])
+    for seen, truth in zip(setup.observations, setup.truth, strict=True):
+        plain = gradient(setup.known.model)(seen.params, truth, None)
+        for name in plain:
+            torch.testing.assert_close(seen.update[name], -0.5 * plain[name])
+
+
+def test_clients_that_predict_words_minimise_the_words_surprise() -> None:
+    setup = build_setup(only(sentences(WORDS, cell={"model": GPT2})), 0)
+    seen, x = setup.observations[0], setup.truth[0].x
+    with torch.enable_grad():
+        own = {k: p.clone().requires_grad_() for k, p in seen.params.items()}
+        logits = torch.func.functional_call(setup.known.model, own, (x,))
+        length = int((x[0] != 0).sum())
+        by_hand = torch.nn.functional.cross_entropy(logits[0, : length - 1], x[0, 1:length])
+        found = torch.autograd.grad(by_hand, list(own.values()))
+    assert setup.known.loss == next_token()
+    for name, g in zip(own, found, strict=True):
+        torch.testing.assert_close(seen.update[name], -0.5 * g, rtol=1e-4, atol=1e-7)
+
+
+def test_a_model_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedgauge.client.models.tokenizer.MINILM", "no_such_package")
+    load_tokenizer.cache_clear()
+    setups._read.cache_clear()
+    with pytest.raises(
+        SpecError, match="cell mlp: data: minilm comes from the package no-such-package, which is not inst"
+    ):
+        build_setup(only(sentences({"tokenizer": "minilm", "vocabulary": 1500})), 0)

@@ -1,0 +1,53 @@
+"""Rows and summaries of a sweep."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedgauge.simulations.experiments.sweep_file import Sweep
+from fedgauge.simulations.experiments.sweep_rows import SweepRow, matrix, summary, write_rows
+
+
+def row(defense: str, attack: str, seed: int, **values: Any) -> SweepRow:
+    numbers = {"accuracy": 0.8, "mean": 20.0, "low": 18.0, "high": 22.0, "best": 25.0, "baseline": 11.0}
+    nothing = {"augmented": None, "limit": None, "epsilon": None, "n": 4, "failed": 0, "reason": "", "run": ""}
+    return SweepRow(defense=defense, attack=attack, seed=seed, **{**numbers, **nothing, **values})
+
+
+def test_of_several_seeds_only_the_largest_epsilon_holds_for_all() -> None:
+    row = SweepRow("a", "b", 0, 0.5, 20.0, None, None, None, None, None, None, 1.0, 1, 0, "", "r")
+    shown = matrix([row, replace(row, seed=1, epsilon=3.0)])
+    assert list(shown.columns[-1].cells) == ["3"]
+
+
+def test_rows_are_written_whole(tmp_path: Path) -> None:
+    write_rows(tmp_path, [], Sweep("none", "", ()))
+    assert (tmp_path / "sweep.csv").read_text().startswith("defense,attack,seed,accuracy,mean,")
+    assert json.loads((tmp_path / "sweep.json").read_text()) == []
+
+
+def test_the_summary_names_the_strongest_attack_and_the_cost_beside_the_first_defense() -> None:
+    found = [
+        row("none", "a", 0),
+        row("none", "b", 0, mean=21.0, low=19.5, high=22.5),
+        row("blend", "a", 0, accuracy=0.5, mean=12.0),
+        row("blend", "b", 0, accuracy=0.5, mean=11.5, augmented=30.0, limit=24.0, epsilon=5.551),
+        row("hopeless", "a", 0, accuracy=None, mean=None, reason="diverged"),
+    ]
+    promises = {"none": "", "blend": "blends", "hopeless": ""}
+    assert summary(found, promises)[2:] == [
+        "| none |  | `b` | 21.0 (19.5 to 22.5) | 11.0 | – | – | 80 % | 0 |",
+        "| blend | blends | `b` | 11.5 (18.0 to 22.0); 30.0 to what was trained on | 11.0 | 24.0 | 5.55 | 50 % | 30 |",
+        "| hopeless |  | none gave a number | – | 11.0 | – | – | – | – |",
+    ]
+
+
+def test_before_the_first_defense_has_ended_no_cost_is_told() -> None:
+    (line,) = summary([row("blend", "a", 0)], {"none": "", "blend": "blends"})[2:]
+    assert line.endswith("| 80 % | – |")
+
+
+def test_over_several_seeds_the_summary_takes_means_and_no_single_runs_interval() -> None:
+    found = [row("none", "a", 0), row("none", "a", 1, mean=22.0, accuracy=0.7), row("none", "b", 0, mean=20.9)]
+    assert summary(found, {})[2] == "| none |  | `a` | 21.0 | 11.0 | – | – | 75 % | 0 |"

@@ -1,0 +1,186 @@
+"""What is read of a ledger in pieces is what the whole says, and costs little."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.leakage import leakage
+from fedgauge.server.views.scores import Scores
+from fedgauge.simulations.live.progress import RunProgress
+from tests.simulations.live.conftest import TABLES, Clock, intake, work
+
+
+def test_what_is_read_in_pieces_is_what_the_analysis_finds_in_the_whole(ledger: Ledger, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+
+    def psnr() -> float | None:
+        kind = rng.random()
+        return None if kind < 0.2 else math.inf if kind < 0.3 else float(rng.normal(20, 30))
+
+    with Ledger(ledger.path) as own:  # another process's connection, as in life
+        run_progress = RunProgress(own, Scenario.from_tables(TABLES))
+        incomplete = 0
+        for round in (1, 2, 3):
+            intake(ledger, round)
+            for _ in range(9):
+                work(ledger, psnr, waves=1, crash=rng.random() < 0.2)
+                run_progress.refresh(force=True)
+                incomplete += sum(not run_progress.cells[key].complete for key in run_progress.fresh)
+        assert ledger.lease() is None, "three attacks on five clients in waves of two: nine waves"
+        assert incomplete > 0
+        found = {k: run_progress.cells.pop(k) for k in list(run_progress.cells)}
+    whole = {(k.attack, k.round): k for k in leakage(Scores.read(ledger), "psnr") if k.round is not None}
+    assert found.keys() == whole.keys()
+    for key, leak in whole.items():
+        cell = found[key]
+        assert (cell.n, cell.failed, cell.complete) == (leak.n, sum(leak.failed.values()), True), key
+        assert cell.mean == pytest.approx(leak.mean), key
+        assert (cell.best and cell.best.psnr) == leak.best, key
+
+
+def test_what_is_written_while_we_look_is_neither_lost_nor_called_complete_too_early(ledger: Ledger) -> None:
+    with Ledger(ledger.path) as own:
+        run_progress = RunProgress(own, Scenario.from_tables(TABLES))
+        for round in (1, 2, 3, 4, 5, 6):
+            intake(ledger, round)
+        own._db.set_trace_callback(lambda _: work(ledger, lambda: 20.0, waves=1))  # a wave ends before every statement
+        claimed: dict[tuple[str, int], int] = {}
+        looks = 0
+        while ledger.progress().queued:
+            looks += run_progress.refresh(force=True)
+            claimed |= {
+                k: run_progress.cells[k].n
+                for k in run_progress.fresh
+                if run_progress.cells[k].complete and k not in claimed
+            }
+        run_progress.refresh(force=True)
+        own._db.set_trace_callback(None)
+        assert looks > 3
+        assert len(run_progress.cells) == 6 * (3 + 2)
+        assert {(c.n, c.complete) for c in run_progress.cells.values()} == {(10, True)}
+        assert set(claimed.values()) == {10}
+
+
+def test_a_look_at_an_unchanged_ledger_reads_no_table(ledger: Ledger, clock: Clock) -> None:
+    intake(ledger, 1)
+    with Ledger(ledger.path) as own:
+        run_progress = RunProgress(own, Scenario.from_tables(TABLES), clock=clock)
+        asked: list[str] = []
+        assert run_progress.refresh()
+        own._db.set_trace_callback(asked.append)
+        assert not run_progress.refresh()
+        assert asked == [], "a second has not passed"
+        clock.now += 1
+        assert not run_progress.refresh()
+        assert asked == ["PRAGMA data_version"]
+        work(ledger, lambda: 20.0, waves=1)
+        assert not run_progress.refresh(), "news wait for the second to pass"
+        clock.now += 1
+        assert run_progress.refresh()
+        assert run_progress.fresh == [("matching", 1), ("wrong_client(matching)", 1)]
+        clock.now += 1
+        assert not run_progress.refresh()
+        run_progress.ledger.set_meta(state="trained")
+        clock.now += 1
+        assert run_progress.refresh(), "our own connection's writes are news, too"
+
+
+def test_a_look_reads_only_the_jobs_that_ended_since_and_every_query_has_its_index(ledger: Ledger) -> None:
+    for round in (1, 2, 3):
+        intake(ledger, round)
+    run_progress = RunProgress(ledger, Scenario.from_tables(TABLES))
+    work(ledger, lambda: 20.0, waves=18)
+    run_progress.refresh(force=True)
+    work(ledger, lambda: 20.0, waves=1)
+    asked: list[str] = []
+    ledger._db.set_trace_callback(asked.append)
+    run_progress.refresh(force=True)
+    ledger._db.set_trace_callback(None)
+    assert len(asked) < 12
+    (scores,) = [q for q in asked if "FROM jobs j JOIN scores" in q]
+    assert len(ledger._db.execute(scores).fetchall()) == 2 * (2 * 2 * 2 + 1), "a wave of two clients"
+    for query in [q for q in asked if q.startswith("SELECT")]:
+        plan = [row["detail"] for row in ledger._db.execute(f"EXPLAIN QUERY PLAN {query}")]
+        tables = ("SCAN jobs", "SCAN j", "SCAN scores", "SCAN s", "SCAN observations", "SCAN rounds")
+        bare = [d for d in plan if d.startswith(tables) and "INDEX" not in d and "PRIMARY KEY" not in d]
+        assert bare == [], query
+
+
+def test_how_the_jobs_stand(ledger: Ledger, clock: Clock) -> None:
+    scenario = Scenario.from_tables({**TABLES, "audit": {"rounds": [1, 2], "workers": 3}})
+    run_progress = RunProgress(ledger, scenario, clock=clock)
+    run_progress.refresh()
+    # two rounds to be attacked, of two clients each, by analytic and two baselines
+    assert (run_progress.expected, run_progress.slots, run_progress.busy, run_progress.pace()) == (12, 3, 0, None)
+    intake(ledger, 1, clients=2)
+    work(ledger, lambda: 20.0, waves=1)
+    taken = ledger.lease()
+    assert taken is not None
+    clock.now += 1
+    run_progress.refresh()
+    # the first round's six are there, the second's are still expected; its row in `rounds` comes after its jobs
+    assert (run_progress.progress.total, run_progress.expected) == (6, 12)
+    assert (run_progress.progress.done, run_progress.busy) == (2, 1)
+    assert run_progress.seconds_left() is None, "no pace from one look"
+    work(ledger, lambda: 20.0, waves=1)
+    clock.now += 4
+    run_progress.refresh()
+    assert (run_progress.pace(), run_progress.seconds_left()) == (2 / 4, (12 - 4) / 0.5)
+    run_progress.coming = False
+    assert run_progress.expected == 6
+
+
+def test_no_end_is_foretold_while_rounds_are_waited_for(ledger: Ledger, clock: Clock) -> None:
+    """Attacks take a second each, rounds ten: time left at the attacks' pace would shrink and grow with each round."""
+    run_progress = RunProgress(ledger, Scenario.from_tables({**TABLES, "audit": {"rounds": [1, 2, 3]}}), clock=clock)
+
+    def attacked(waves: int) -> None:
+        for _ in range(waves):
+            work(ledger, lambda: 20.0, waves=1)
+            clock.now += 1
+            run_progress.refresh()
+
+    for round in (1, 2):
+        intake(ledger, round, clients=2)
+        clock.now += 1
+        run_progress.refresh()
+        attacked(3)
+        assert run_progress.seconds_left() is None, "all that is there is done"
+        clock.now += 10
+        run_progress.refresh()
+        assert run_progress.seconds_left() is None
+    intake(ledger, 3, clients=2)
+    clock.now += 1
+    run_progress.refresh()
+    assert run_progress.seconds_left() is None, "attacks are at work, but have mostly waited"
+    run_progress.coming = False
+    left = run_progress.seconds_left()
+    # two jobs a wave and second; of the first wave's second nothing is known, as the clock begins with its end
+    assert left is not None and left == pytest.approx(3, rel=0.3), "six jobs, at the pace of the seconds that had jobs"
+    attacked(2)
+    assert run_progress.seconds_left() == pytest.approx(1, rel=0.3)
+
+
+def test_the_picture_is_of_the_best_in_the_newest_round_that_brought_something_back(ledger: Ledger) -> None:
+    run_progress = RunProgress(ledger, Scenario.from_tables(TABLES))
+    intake(ledger, 1, clients=2)
+    psnr = iter([10.0, 12, 99, 99, 11, 30, 99, 99])  # the 99s are wrong_client's: no leak
+    work(ledger, lambda: next(psnr), waves=1)
+    run_progress.refresh(force=True)
+    assert run_progress.best is not None
+    attack, round, hit = run_progress.best
+    assert (attack, round, hit.client, hit.example, hit.psnr) == ("matching", 1, 1, 1, 30.0)
+    work(ledger, lambda: 20.0)
+    run_progress.refresh(force=True)
+    assert run_progress.best[2] == hit, "another attack of the round is worse"
+    intake(ledger, 2, clients=2)
+    work(ledger, lambda: None, waves=1)
+    run_progress.refresh(force=True)
+    assert run_progress.best[1] == 1, "nothing came back in the new round"
+    work(ledger, lambda: 15.0, waves=1)
+    run_progress.refresh(force=True)
+    assert run_progress.best[:2] == ("other", 2), "the new round, though its best is worse"

@@ -1,0 +1,99 @@
+"""Runs with given scores, and how to read what was drawn of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.client.federation import Federation
+from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.reports.figures.data import RunResults
+from fedgauge.simulations.reports.figures.write import run_figures
+
+METRICS = ("psnr", "ssim", "mse", "identified", "label_accuracy")
+Grade = Callable[[str, int, int], Mapping[str, float | None]]
+SVG = "{http://www.w3.org/2000/svg}"
+BLUE, VERMILION = "#0072b2", "#d55e00"
+
+
+def grade(attack: str, round: int, client: int) -> Mapping[str, float | None]:
+    """Values that differ by attack, round and client."""
+    if attack == "bayes_limit":
+        return {"psnr": 33.0, "mse": 5e-4}
+    psnr = {"first": 25.0, "second": 20.0}.get(attack, 10.0) + 2 * round + client
+    return {
+        "psnr": psnr,
+        "ssim": psnr / 40,
+        "mse": 10 ** (-psnr / 10),
+        "identified": float(attack in ("first", "second") and (round + client) % 2),
+        "label_accuracy": 0.5,
+    }
+
+
+def only_psnr(attack: str, round: int, client: int) -> Mapping[str, float | None]:
+    return {"psnr": grade(attack, round, client)["psnr"]}
+
+
+def graded(
+    folder: Path,
+    how: Grade = grade,
+    attacks: Sequence[str] = ("first", "second"),
+    clients: int = 3,
+    rounds: int = 3,
+    accuracy: float = 0.3,
+    limit: bool = True,
+) -> Run:
+    """A run whose attacks, baselines and limit were graded so; what came back is the negative of the truth."""
+    chosen = Scenario.from_tables(
+        {
+            "seed": 1,
+            "rounds": rounds,
+            "clients": clients,
+            "data": {"use": "mnist5k", "batch_size": 1, "auxiliary": 50},
+            "model": {"use": "mlp", "hidden": [8]},
+            "chain": [{"use": "local_sgd", "rate": 0.1}],
+            "audit": {"executor": "local"},
+        }
+    )
+    names = [*attacks, "mean_image", "random_image", *["bayes_limit"] * limit]
+    plan = AttackPlan(tuple(PlannedAttack(name, {"use": "analytic"}) for name in names))
+    run, federation = Run.create(folder, chosen), Federation(chosen.protocol)
+    with run.ledger() as ledger:
+        ledger.add_attacks(plan, {name: f"honest server; {name} knows it all" for name in names})
+        ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
+        for r in range(1, rounds + 1):
+            ledger.record_intake(r, [Participation(c, "accepted", "", 1, f"{r}-{c}") for c in range(clients)], plan)
+            ledger.record_round(r, accuracy * r / rounds, 2.0, 1.0, 0.01)
+        while (lease := ledger.lease()) is not None:
+            name, r = lease.attack.name, lease.round
+            rows = {
+                c: [ScoreRecord(r, c, name, 0, m, v, "converged", 0.1) for m, v in how(name, r, c).items()]
+                for c in lease.clients
+            }
+            ledger.finish(lease, rows)
+            for c in lease.clients if name in attacks else ():
+                run.write_reconstruction(r, c, name, {"x": 1 - federation.batch_at(c, r).x})
+    return run
+
+
+def drawn(run: Run) -> dict[str, Figure]:
+    return {drawing.name: drawing.figure for drawing in run_figures(RunResults.read(run))}
+
+
+def points(axes: Axes, color: str, dash: str | None = None) -> list[list[tuple[float, float]]]:
+    """The lines of a colour, as drawn."""
+    return [
+        [(float(x), float(y)) for x, y in line.get_xydata()]
+        for line in axes.get_lines()
+        if to_hex(line.get_color()) == color and (dash is None or line.get_linestyle() == dash)
+    ]
+
+
+def named(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
