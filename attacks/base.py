@@ -227,6 +227,16 @@ class Reconstruction:
 class Attack(ABC):
     """A frozen dataclass whose fields are the attack's hyperparameters."""
 
+    @property
+    def label_source(self) -> Literal["restored", "optimised"]:
+        """Where its labels come from, unless the threat model gives them."""
+        return "restored"
+
+    @property
+    def needs_derivative(self) -> bool:
+        """Whether it descends through the clients' chain, so that a chain without a useful derivative matters to it."""
+        return False
+
     @abstractmethod
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

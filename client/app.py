@@ -159,7 +159,7 @@ def _train_own(message: Message, context: Context) -> Message:
     try:
         protocol = str(context.run_config["protocol"])
         own = _own(path, path.read_text(), protocol)
-        with state.held():
+        with state.locked():
             if state.protocol() != protocol:
                 state.keep_protocol(protocol)
             return _answer_with_update(message, context, own, state)
@@ -218,7 +218,7 @@ def _suspicious(
     def note(words: str) -> None:
         state.note("inspected", run=run, round=round, found=words)
 
-    with state.met(run) as met:
+    with state.inspection_memory(run) as met:
         weights, chosen = (params, buffers), torch.tensor(rows)
         return inspect_message(
             own.owner.guard.inspection_policy, own, own.owner.client, round, chosen, weights, met, note
@@ -250,7 +250,7 @@ def grade(message: Message, context: Context) -> Message:
     state = ClientFolder(owner.state)
     try:
         round = _round_of(message, "grade", 2**31)
-        with state.held():
+        with state.locked():
             run = _run_of(message, context)
             batch = batch_to_grade(owner, state, run, round)
             records = message.content.array_records.get("images", ArrayRecord())

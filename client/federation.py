@@ -107,9 +107,13 @@ class Federation:
             offered["batch_size"] = self._batch_size_at(i)
             link = build(arguments, where, TRANSFORM, offered, beside=("each",))
             if each and isinstance(link, BatchTransform | StatefulTransform):
-                raise SpecError(f"{where}: each = true acts on each example's gradient, but {table['use']} does not act on gradients")
+                raise SpecError(
+                    f"{where}: each = true acts on each example's gradient, but {table['use']} does not act on gradients"
+                )
             if isinstance(link, StatefulTransform) and not any(_is_local(t) for t in self.protocol.chain[:i]):
-                raise SpecError(f"{where}: {table['use']} keeps a state of finished updates, so it belongs after local_sgd")
+                raise SpecError(
+                    f"{where}: {table['use']} keeps a state of finished updates, so it belongs after local_sgd"
+                )
             if each and any(_is_local(t) for t in self.protocol.chain[:i]):
                 raise SpecError(f"{where}: each = true acts per example, so it belongs before local_sgd")
             if self.protocol.secure_sum and isinstance(link, StatefulTransform) and link.initial({"": torch.zeros(())}):

@@ -1,3 +1,3 @@
-"""What wraps a client: one defense a file, each a Link that composes with any other in any order and position."""
+"""Defenses: one a file, each a Link that can be combined with others in any order."""
 
-import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)
+import fedgauge.client  # noqa: F401  (repairs torchvision before anything can import it)

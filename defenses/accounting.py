@@ -1,12 +1,12 @@
-"""What a chain's clipping and noise promise: (epsilon, delta)-differential privacy, by Google's dp-accounting.
+"""The (epsilon, delta)-differential privacy of a chain's clipping and noise, by Google's dp-accounting.
 
-The server is the adversary: it sees every update by itself (that a secure sum shows it less is not counted on) and knows
-who took part in which round, so sampling clients amplifies nothing. It does not know which of a client's examples are in a
-round's batch: a fixed number, drawn afresh each round without replacement. Sizes are public, so data sets are neighbours if
-one record is replaced by another, or a client's whole data by any other: what is clipped to C moves by 2 C. What follows the
-noise only processes it (sign, prune, aggregation, the next rounds' weights). All of this is of noise in real numbers and of
-secret draws; floating-point noise, and a simulation whose seed is known, are weaker. In a deployment the server cannot tell
-whether a client draws in secret: there nothing is amplified, unless it is the client itself that asks.
+The server is the adversary: it sees every single update (a secure sum, which shows it less, is not counted) and knows who took
+part in which round, so sampling of clients gives no amplification. It does not know which of a client's examples are in a
+round's batch: a fixed number, drawn anew each round without replacement. Sizes are public, so data sets are neighbours if one
+record is replaced by another, or a client's whole data by any other: what is clipped to C moves by 2 C. Everything after the
+noise is post-processing (sign, prune, aggregation, the next rounds' weights). The guarantee holds for noise in real numbers
+and secret draws; floating-point noise, and a simulation with a known seed, are weaker. In a deployment the server cannot
+verify that a client draws in secret: amplification then counts only in the client's own computation.
 """
 
 import math
@@ -33,14 +33,14 @@ from fedgauge.defenses.sign import sign
 DELTA = 1e-5
 _WHY_NOT: Mapping[type, str] = {
     clip: "clipping alone gives no epsilon: it adds no noise",
-    mask: "masking gives no epsilon: what it lets through is shown as it is",
-    prune: "pruning gives no epsilon: what it leaves is shown as it is",
+    mask: "masking gives no epsilon: the kept entries are sent without noise",
+    prune: "pruning gives no epsilon: the kept entries are sent without noise",
     sign: "sign compression gives no epsilon: it is deterministic",
 }
 
 
 class NoGuarantee(ValueError):
-    """No (epsilon, delta) holds, or none is known; the message is a sentence that says why."""
+    """No (epsilon, delta) holds, or none is known; the message says why."""
 
 
 # -------------------------------------------------------------------------------------------------- reading of a chain
@@ -51,12 +51,12 @@ class Mechanism:
     """Clipping, then noise, as one mechanism.
 
     Args:
-        noise: its density.
-        record, client: the noise's sigma (normal) or scale (Laplace) over the farthest that what is released can lie from
-            what would be released without one example, or without all of a client's.
-        uses: releases of a round in which one example has a part, at most.
-        releases: in a round.
-        sampled: whether an example that is not in a round's batch has no part in the round.
+        noise: its distribution.
+        record, client: the noise's sigma (normal) or scale (Laplace), divided by the largest change of the release if one
+            example, or all of a client's examples, are left out.
+        uses: the most releases of a round that depend on one example.
+        releases: the releases of a round.
+        sampled: whether a round depends only on the examples of its batch.
     """
 
     noise: Literal["normal", "laplace"]
@@ -70,15 +70,15 @@ class Mechanism:
 def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> Mechanism:
     """The first clipping and noise of a chain.
 
-    An example clipped by itself moves the mean of b by max_norm / b at most; clipped as a whole, what is released lies
-    within max_norm of what is released of nothing. What is released is a step's gradient, or after local_sgd the update.
+    If each example is clipped, one example changes the mean of b by at most max_norm / b; if the whole is clipped, the release
+    has a norm of at most max_norm. The release is a step's gradient, or after local_sgd the update.
 
     Args:
         batch_size: examples of a round.
-        model: whose buffers may travel beside the update.
+        model: its buffers may be sent with the update.
 
     Raises:
-        NoGuarantee: there is none, or something between or around them leaves nothing that is known to hold.
+        NoGuarantee: the chain lacks clipping or noise, or another link makes their guarantee unknown.
     """
     _check_buffers(model)
     local, links = chain.local, list(_acting(chain))
@@ -103,7 +103,7 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
             sampled = not any(isinstance(before, StatefulTransform) for before, _ in links[:i])
             return Mechanism(kind, width / record, width / client, uses, releases, sampled)
         elif not (isinstance(link, identity | BatchTransform) or _width(link) == 0):
-            if client < math.inf or not why:  # what a bound was lost to says more than that noise found none later
+            if client < math.inf or not why:  # the link that lost the bound says more than later noise without a bound
                 why = _obstacle(link, each, client < math.inf)
             record = client = math.inf
             trained = trained or link is local
@@ -111,7 +111,7 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
 
 
 def _acting(chain: Chain) -> Iterator[tuple[Transform, bool]]:
-    """The links, each with whether it acts per example, as all do that stand before one that does."""
+    """The links, each with whether it acts per example, as all links before such a one do."""
     flat = list(_flat(chain.links))
     last = max((i for i, (_, each) in enumerate(flat) if each), default=-1)
     for i, (link, _) in enumerate(flat):
@@ -129,43 +129,45 @@ def _flat(links: Sequence[Transform], each: bool = False) -> Iterator[tuple[Tran
 
 
 def _width(link: Transform) -> float:
-    """Of the noise that a link adds; NaN of a link that adds none."""
+    """The noise that a link adds; NaN if it adds none."""
     if isinstance(link, gaussian | laplace):
         return link.alone.sigma or link.alone.scale
     return math.nan
 
 
 def _mixed(links: Sequence[tuple[Transform, bool]]) -> bool:
-    """Whether examples may be combined before each is clipped: then one is in the clipped gradients of several."""
+    """Whether examples may be combined before clipping: then one example is in several clipped gradients."""
     return any(isinstance(link, BatchTransform) and not isinstance(link, ats) and not each for link, each in links)
 
 
 def _check_around(after: Sequence[tuple[Transform, bool]]) -> None:
     for link, _ in after:
         if not isinstance(link, UpdateTransform | BatchTransform | StatefulTransform | local_sgd):
-            raise NoGuarantee(f"no epsilon is known: {_name(link)}, behind the noise, may read the examples again")
+            raise NoGuarantee(f"no epsilon is known: {_name(link)}, after the noise, may read the examples again")
 
 
 def _obstacle(link: Transform, each: bool, clipped: bool) -> str:
-    """Why noise after a link, or of it, protects nothing that is known; empty where it is the link's own business."""
+    """Why no guarantee is known for noise of, or after, this link; empty if the link is no obstacle."""
     if _width(link) > 0 and each:
         return f"no epsilon is known: {_name(link)} acts on each example; put it after the links that do, on their mean"
     if _width(link) > 0:
         return f"noise ({_name(link)}) without a clip before it bounds nothing: one example may move the update by any amount"
     if clipped and isinstance(link, local_sgd):
         return (
-            "no epsilon is known of clipping before several local steps and noise after them: an example moves the later "
+            "no epsilon is known for clipping before several local steps and noise after them: one example changes the later "
             "steps' gradients of all others; put both on the same side of local_sgd"
         )
     if clipped:
-        return f"no epsilon is known: {_name(link)}, between the clip and the noise, may enlarge what an example moves"
+        return (
+            f"no epsilon is known: {_name(link)}, between the clip and the noise, may enlarge the effect of an example"
+        )
     return ""
 
 
 def _no_noise(links: Sequence[tuple[Transform, bool]]) -> str:
     defenses = [link for link, _ in links if not isinstance(link, local_sgd | identity | gaussian | laplace)]
-    told = [_WHY_NOT.get(type(link), f"{_name(link)} gives no epsilon: it adds no noise") for link in defenses]
-    return "; ".join(dict.fromkeys(told)) or "the chain adds no noise, so it has no epsilon"
+    reasons = [_WHY_NOT.get(type(link), f"{_name(link)} gives no epsilon: it adds no noise") for link in defenses]
+    return "; ".join(dict.fromkeys(reasons)) or "the chain adds no noise, so it has no epsilon"
 
 
 def _name(link: Transform) -> str:
@@ -176,7 +178,7 @@ def _check_buffers(model: nn.Module | None) -> None:
     for name, layer in model.named_modules() if model is not None else ():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
             raise NoGuarantee(
-                f"no epsilon: layer {name!r} (BatchNorm in train mode) mixes examples, and its statistics travel without noise"
+                f"no epsilon: layer {name!r} (BatchNorm in train mode) mixes examples, and its statistics are sent without noise"
             )
 
 
@@ -185,7 +187,7 @@ def _check_buffers(model: nn.Module | None) -> None:
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """The epsilons, at the same delta, of neighbours that differ in one record of a client, or in all its data."""
+    """The epsilons, at one delta, for neighbours that differ in one record of a client, or in all its data."""
 
     record: float
     client: float
@@ -193,13 +195,13 @@ class PrivacySpent:
 
 @dataclass(frozen=True)
 class Accountant:
-    """Adds up what clients have spent.
+    """Adds up the privacy budget that clients have spent.
 
     Args:
-        mechanism: of a round.
+        mechanism: that of a round.
         batch_size: examples of a round.
         delta: in (0, 1).
-        entries: of an update.
+        entries: number of entries of an update.
     """
 
     mechanism: Mechanism
@@ -213,10 +215,10 @@ class Accountant:
 
     @classmethod
     def of(cls, federation: Federation, delta: float = DELTA, secret: bool = True) -> "Accountant":
-        """Of a built federation; NoGuarantee where there is nothing to add up.
+        """For a built federation; NoGuarantee if no epsilon holds.
 
         Args:
-            secret: whether the server does not know which examples a round draws; where it may, nothing is amplified.
+            secret: whether the draw of a round's examples is hidden from the server; if not, there is no amplification.
         """
         model, batch_size = federation.model, federation.shards.batch_size
         entries = sum(p.numel() for p in model.parameters())
@@ -224,7 +226,7 @@ class Accountant:
         return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
     def spent(self, rounds: int, shard: int) -> PrivacySpent:
-        """By a client that took part in so many rounds and holds so many records."""
+        """The budget of a client that took part in this many rounds and holds this many records."""
         if rounds == 0:
             return PrivacySpent(0.0, 0.0)
         m = self.mechanism
@@ -236,13 +238,13 @@ class Accountant:
         return PrivacySpent(record, self._normal(m.client, rounds * m.releases))
 
     def _normal(self, multiplier: float, releases: int) -> float:
-        """Exact: k adaptive releases are one of noise smaller by sqrt(k) (Balle & Wang, 2018; Dong et al., 2022)."""
+        """Exact: k adaptive releases equal one with noise smaller by sqrt(k) (Balle & Wang, 2018; Dong et al., 2022)."""
         import dp_accounting  # type: ignore[import-untyped]
 
         return float(dp_accounting.get_epsilon_gaussian(multiplier / 2 / math.sqrt(releases), self.delta))
 
     def _amplified(self, rounds: int, shard: int) -> float:
-        """By sampling without replacement (Wang et al., 2019): all of a round's uses are of one drawn batch."""
+        """With sampling without replacement (Wang et al., 2019): all releases of a round use one batch."""
         from dp_accounting import rdp
 
         noise = self.mechanism.record / 2 / math.sqrt(self.mechanism.uses)
@@ -268,7 +270,7 @@ class Accountant:
 def _sampled_divergences(shard: int, batch_size: int, noise: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Renyi orders, and the divergences of one round at them.
 
-    The accountant's events take noise over sensitivity under this relation, not over the clipping norm.
+    Under this relation the accountant's events take noise over sensitivity, not noise over the clipping norm.
     """
     import dp_accounting
     from dp_accounting import rdp
@@ -280,11 +282,11 @@ def _sampled_divergences(shard: int, batch_size: int, noise: float) -> tuple[tup
 
 
 def spent(federation: Federation, rounds: Mapping[int, int], delta: float = DELTA, secret: bool = True) -> PrivacySpent:
-    """The most that any client of a federation has spent.
+    """The largest budget that a client of a federation has spent.
 
     Args:
-        rounds: by client, in how many rounds the server saw a reply of it.
-        secret: as Accountant.of's.
+        rounds: by client, the number of rounds with a reply from it.
+        secret: as for Accountant.of.
 
     Raises:
         NoGuarantee: no epsilon holds.
@@ -296,7 +298,7 @@ def spent(federation: Federation, rounds: Mapping[int, int], delta: float = DELT
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """What a run has spent, for whoever shows it; None where no epsilon holds, and words say why."""
+    """The privacy budget of a run, for display; None if no epsilon holds, and words say why."""
 
     record: float | None
     client: float | None
@@ -307,7 +309,7 @@ class PrivacyStatement:
 def privacy_statement(
     federation: Federation, rounds: Mapping[int, int], delta: float = DELTA, secret: bool = True
 ) -> PrivacyStatement:
-    """As `spent`, in numbers and words."""
+    """The result of `spent`, in numbers and words."""
     try:
         found = spent(federation, rounds, delta, secret)
     except NoGuarantee as why:

@@ -1,7 +1,7 @@
 """ATS: train on images that a searched sequence of augmentations has made hard to invert (Gao et al., CVPR 2021).
 
-The list of operations is the published code's, which applies each operation of a policy always: the probabilities that
-stand in its list are not used [code].
+The list of operations is that of the published code, which always applies each operation of a policy and does not use the
+probabilities in its list [code].
 """
 
 import importlib.util
@@ -51,24 +51,24 @@ FLAT = {"equalize", "posterize"}  # no useful derivative
 FOREIGN = {
     "equalize",
     "rotate",
-}  # torchvision's; the others are here, as its tensors are overwritten on the way to a derivative
+}  # torchvision's; the others are written here, since torchvision's overwrite tensors that the derivative needs
 GREY = (0.299, 0.587, 0.114)
 
 
 @dataclass(frozen=True)
 class ats(BatchTransform):
-    """Apply a policy's operations to every image, in order, each with a sign of its own where it has one.
+    """Apply a policy's operations to every image, in order; operations with a sign draw it for each image.
 
-    The attacker's form leaves the images as they are: it reconstructs what was trained on.
+    The attacker's form leaves the images as they are: it reconstructs the images that were trained on.
 
     Args:
         policy: numbers into OPERATIONS: "7-4-15", or [7, 4, 15]; "7-4-15+21-13-3" draws one of the two for each image.
         shape: (C, H, W) of an image; the federation offers it.
-        crop_and_flip: before the policy a crop from a border of 4 black pixels and a flip at random, as in the published
+        crop_and_flip: before the policy, a random crop with a border of 4 black pixels and a random flip, as in the published
             training.
-        invert_through: the attacker's form applies this one of the `draws`, as far as it can be differentiated, so that
-            the original is reconstructed by an attacker who guessed it: an operation that can be undone leaves no sign in
-            the update of which draw it was. The clients' form is the same; None: see above.
+        invert_through: the attacker's form applies this one of the `draws`, as far as it is differentiable, so that an
+            attacker who guessed the draw reconstructs the original: if an operation can be undone, the update does not show
+            which draw it was. The clients' form does not change; None: see above.
     """
 
     policy: str | Sequence[int]
@@ -97,7 +97,7 @@ class ats(BatchTransform):
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The sequences of operations of which each image gets one."""
+        """The sequences of operations; each image gets one of them."""
         if not isinstance(self.policy, str):
             return (tuple(self.policy),)
         try:
@@ -109,7 +109,7 @@ class ats(BatchTransform):
 
     @property
     def draws(self) -> tuple[tuple[Policy, tuple[bool, ...]], ...]:
-        """Everything that an image can meet (but crop and flip): the operations, and for each whether its sign is plus."""
+        """All outcomes for an image (without crop and flip): the operations, and for each whether its sign is plus."""
         return tuple(
             (numbers, signs)
             for numbers in self.policies
@@ -121,7 +121,7 @@ class ats(BatchTransform):
         return identity() if self.invert_through is None else _through(self)
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """Whatever the images are, the update's distribution around what they give is the same."""
+        """The distribution around the noise-free update does not depend on the images."""
         return before
 
     def transform(self, batch: Batch, rng: Generator | None) -> Batch:
@@ -139,7 +139,7 @@ class ats(BatchTransform):
 
 @dataclass(frozen=True)
 class _through(BatchTransform):
-    """One of a policy's draws for every image, without what has no derivative."""
+    """One of a policy's draws for every image, without the operations that have no derivative."""
 
     link: ats
 
@@ -156,26 +156,26 @@ class _through(BatchTransform):
 
 
 def per_draw(link: ats) -> tuple[ats, ...]:
-    """One link for each of a policy's draws, of which an attacker's form inverts through that one."""
+    """One link for each of a policy's draws, whose attacker's form inverts through that draw."""
     return tuple(replace(link, invert_through=i) for i in range(len(link.draws)))
 
 
 def apply_operation(number: int, x: Tensor, plus: Tensor) -> Tensor:
-    """One operation on images (B, C, H, W) in [0, 1]; plus (B,) says with which sign, where it has one."""
+    """One operation on images (B, C, H, W) in [0, 1]; plus (B,): whether a signed operation takes the plus sign."""
     if OPERATIONS[number][0] not in SIGNED:
         return _with_sign(number, x, True)
     return torch.where(_by_image(plus, x), _with_sign(number, x, True), _with_sign(number, x, False))
 
 
 def magnitude(number: int) -> float:
-    """What an operation's magnitude means, in the units of RANGES; 0 where it has none."""
+    """An operation's magnitude in the units of RANGES; 0 if it has none."""
     name, level = OPERATIONS[number]
     low, high = RANGES.get(name, (0.0, 0.0))
     return low + (high - low) * level / 9
 
 
 def crop_and_flip(x: Tensor, rng: Generator | None, border: int = 4) -> Tensor:
-    """Each image moved by up to `border` pixels each way, with black coming in, and mirrored or not."""
+    """Each image shifted by up to `border` pixels each way, filled with black, and mirrored at random."""
     height, width = x.shape[-2:]
     by = torch.randint(2 * border + 1, (2, len(x)), generator=rng).tolist()
     padded = F.pad(x, (border,) * 4)
@@ -218,7 +218,7 @@ def _with_sign(number: int, x: Tensor, plus: bool) -> Tensor:
 
 
 def _without(name: str, x: Tensor) -> Tensor:
-    """The image without any brightness, contrast, colour or sharpness: what PIL blends it with."""
+    """The image without brightness, contrast, colour or sharpness, with which PIL blends it."""
     grey = x if x.shape[-3] == 1 else torch.einsum("...chw,c->...hw", x, x.new_tensor(GREY)).unsqueeze(-3)
     match name:
         case "brightness":

@@ -1,4 +1,4 @@
-"""DP-SGD: every example's gradient clipped, their mean, and normal noise on it (Abadi et al., 2016, algorithm 1)."""
+"""DP-SGD: clip every example's gradient, average, and add normal noise (Abadi et al., 2016, algorithm 1)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +16,7 @@ from fedgauge.defenses.noise import gaussian
 class dp_sgd(Link):
     """Clip each example's gradient to max_norm (> 0), average, add noise; it stands before `local_sgd`.
 
-    `fedgauge.defenses.accounting` gives the (epsilon, delta) of it.
+    `fedgauge.defenses.accounting` computes its (epsilon, delta).
 
     Args:
         noise_multiplier: the noise's standard deviation is noise_multiplier * max_norm / batch_size (>= 0).
@@ -34,11 +34,11 @@ class dp_sgd(Link):
             raise ValueError(f"noise_multiplier must not be negative, got {self.noise_multiplier}")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        clip(self.max_norm)  # refuses a norm that is none
+        clip(self.max_norm)  # checks the norm
 
     @property
     def parts(self) -> Chain:
-        """The same in links of their own."""
+        """The same as separate links."""
         return Chain((self._clipped, gaussian(self.noise_multiplier * self.max_norm / self.batch_size)))
 
     @property
@@ -56,8 +56,8 @@ class dp_sgd(Link):
         defended = self.parts(compute)
 
         def private(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            if len(batch.x) != self.batch_size:  # each example would weigh more, or less, than the noise is for
-                raise ValueError(f"dp_sgd's noise is for batches of {self.batch_size}, this one has {len(batch.x)}")
+            if len(batch.x) != self.batch_size:  # an example would weigh more, or less, than the noise assumes
+                raise ValueError(f"dp_sgd's noise is for batches of {self.batch_size}, but this one has {len(batch.x)}")
             return defended(params, batch, rng)
 
         return private

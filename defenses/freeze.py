@@ -1,4 +1,4 @@
-"""Freezing: some layers are not trained, so that their updates are zero and tell nothing."""
+"""Freezing: some layers are not trained, so their updates are zero and leak nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from fedgauge.client.update import Update
 
 @dataclass(frozen=True)
 class freeze(UpdateTransform):
-    """Layers whose updates are zero: before `local_sgd` they do not move in local training; after it they move unseen.
+    """Zero the updates of some layers: before `local_sgd` they do not train; after it they train, but are not sent.
 
     Args:
         model: the federation offers it.
-        layers: names of the model's layers or parameters; a layer means everything within: "conv" freezes "conv.0.weight".
+        layers: names of layers or parameters; a layer includes everything within it: "conv" freezes "conv.0.weight".
     """
 
     model: nn.Module = field(repr=False)
@@ -29,7 +29,7 @@ class freeze(UpdateTransform):
             named = [name for name, module in self.model.named_modules() if name and list(module.parameters())]
             raise ValueError(f"the model has no layer {unknown[0]!r} with parameters (it has: {', '.join(named)})")
         if not self.layers:
-            raise ValueError("layers names nothing to freeze")
+            raise ValueError("layers is empty: name at least one layer to freeze")
         if all(map(self.frozen, parameters)):
             raise ValueError("layers names all of the model's parameters: nothing would be trained")
 
@@ -41,7 +41,7 @@ class freeze(UpdateTransform):
         return {k: torch.zeros_like(t) if self.frozen(k) else t.clone() for k, t in update.items()}
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """Zeros that the noise-free form has too, so they tell nothing whatever the noise on the others is."""
+        """Unchanged: the noise-free form has the same zeros, so they say nothing about the other entries."""
         return before
 
 

@@ -15,7 +15,7 @@ from fedgauge.client.update import Update
 class mask(UpdateTransform):
     """Keep each entry with probability keep (0 < keep <= 1), else 0.
 
-    seed: draws one mask for all rounds and clients, which everybody knows; default: fresh, the client's own secret.
+    seed: draws one public mask for all rounds and clients; default: a fresh mask each time, the client's secret.
     """
 
     keep: float
@@ -31,7 +31,7 @@ class mask(UpdateTransform):
     def _draw(self, name: str, like: Tensor, rng: Generator | None) -> Tensor:
         if self.seed is None:
             return torch.rand(like.shape, generator=rng, device=like.device)
-        # by NumPy: inside vmap torch would refuse to draw, or draw another mask for each example
+        # NumPy: inside vmap torch refuses to draw, or draws another mask for each example
         draws = np.random.default_rng(seed_of(self.seed, "mask", name)).random(tuple(like.shape), dtype=np.float32)
         return torch.from_numpy(draws).to(like.device)
 
@@ -40,19 +40,18 @@ class mask(UpdateTransform):
         return self if self.seed is not None else _expected_mask(self.keep)
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """A mask shows itself in the exact zeros; under a known one the noise-free form has the same zeros."""
+        """Exact zeros show where the mask dropped; with a known mask the noise-free form has the same zeros."""
         if before.signed:
             return None
-        if (
-            self.seed is not None
-        ):  # without noise before it there is nothing that the zeros could hide: noise may follow
+        if self.seed is not None:
+            # without noise before it, the zeros hide nothing, and noise may follow
             return replace(before, sparse=True) if before.noisy else before
         return replace(before, sparse=True, shrink=self.keep * before.shrink)
 
 
 @dataclass(frozen=True)
 class _expected_mask(UpdateTransform):
-    """The average over masks that are not known."""
+    """The average over unknown masks."""
 
     keep: float
 

@@ -16,10 +16,10 @@ from fedgauge.defenses.noise import identity
 class mixup(BatchTransform):
     """Every example becomes weight * itself + (1 - weight) * another one of its batch, weight ~ Beta(alpha, alpha).
 
-    Each example draws a weight of its own, and serves once as the other one. Labels become probabilities (B, classes).
+    Each example draws its own weight, and is the other one exactly once. Labels become probabilities (B, classes).
 
     Args:
-        alpha: above 0; small: mostly one of the two; 1: evenly distributed weights.
+        alpha: above 0; small: mostly one of the two examples; 1: uniform weights.
         classes, batch_size: the federation offers them.
     """
 
@@ -34,28 +34,26 @@ class mixup(BatchTransform):
 
     @property
     def mean(self) -> Link:
-        """Nothing: the attacker reconstructs the blends, which were trained on."""
+        """Nothing: the attacker reconstructs the blends that were trained on."""
         return identity()
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """Whatever the examples are, the update's distribution around what they give is the same."""
+        """The distribution around the noise-free update does not depend on the examples."""
         return before
 
     def transform(self, batch: Batch, rng: Generator | None) -> Batch:
         _check(len(batch.x))
         if not batch.x.is_floating_point():
-            raise ValueError(
-                "mixup blends images, and words have nothing between them: leave it out of a federation of text"
-            )
+            raise ValueError("mixup blends images, and words cannot be blended: remove it from a federation of text")
         order = torch.randperm(len(batch.x), generator=rng)
         other = torch.empty_like(order)
-        other[order] = order.roll(1)  # one cycle through all: nobody meets itself
+        other[order] = order.roll(1)  # one cycle through all: no example is its own other one
         other, weight = other.to(batch.x.device), self._weights(len(other), rng).to(batch.x)
         y = batch.y if batch.y.is_floating_point() else F.one_hot(batch.y, self.classes).to(batch.x)
         return Batch(_blend(batch.x, other, weight), _blend(y, other, weight))
 
     def _weights(self, count: int, rng: Generator | None) -> Tensor:
-        # by NumPy: torch's Beta takes no generator, and its gamma draws underflow at a small alpha
+        # NumPy: torch's Beta takes no generator, and its gamma draws underflow at a small alpha
         seed = int(torch.randint(2**62, (), generator=rng))
         return torch.from_numpy(np.random.default_rng(seed).beta(self.alpha, self.alpha, count))
 
@@ -63,8 +61,8 @@ class mixup(BatchTransform):
 def _check(examples: int) -> None:
     if examples < 2:
         raise ValueError(
-            "mixup blends examples of one batch, and a batch of 1 has no two: raise batch_size (that of the local steps "
-            "where mixup stands before local_sgd)"
+            "mixup blends examples of one batch, and this batch has 1: raise batch_size (that of the local steps if mixup "
+            "comes before local_sgd)"
         )
 
 

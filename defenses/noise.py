@@ -1,4 +1,4 @@
-"""Noise: hide an update under independent draws in every entry."""
+"""Noise: hide an update by independent noise in every entry."""
 
 import math
 from abc import abstractmethod
@@ -25,7 +25,7 @@ class _Noise(UpdateTransform):
         """The noise by itself."""
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """Noise over signs, or over entries dropped nobody knows where, is a mixture; two kinds are nearly normal together."""
+        """None on top of signs or unknown dropped entries, which give a mixture; the sum of two noises is nearly normal."""
         if before.signed or before.shrink != 1:
             return None
         if not before.noisy:
@@ -39,7 +39,7 @@ class identity(UpdateTransform):
     """No defense: the update as it is."""
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
-        return compute  # the very function: that is how an attacker sees that nothing happens here
+        return compute  # the very function, so that `is_identity` recognises it
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return dict(update)

@@ -12,9 +12,9 @@ from fedgauge.client.training import StochasticLayer
 
 
 def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str | None = None) -> nn.Module:
-    """A copy of the model whose layer `before` is fed through a bottleneck, with new weights there.
+    """A copy of the model with a new bottleneck, with new weights, in front of the layer `before`.
 
-    That layer is called `before.layer` then, the bottleneck `before.bottleneck`.
+    In the copy that layer is called `before.layer`, the bottleneck `before.bottleneck`.
 
     Args:
         latent: size of the code, >= 1.
@@ -26,16 +26,14 @@ def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str
     if not beta >= 0:
         raise ValueError(f"beta must not be negative, got {beta}")
     if isinstance(model, LanguageModel):
-        raise ValueError(
-            "precode stands in networks of images; that of a language model's head would not be found: leave it out"
-        )
+        raise ValueError("precode is for networks of images, and this is a language model: remove it")
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name}
     if not linears:
-        raise ValueError("precode stands before a fully connected layer, and the model has none")
+        raise ValueError("precode goes before a fully connected layer, and the model has none")
     name = list(linears)[-1] if before is None else before
     if name not in linears:
         raise ValueError(
-            f"precode stands before a fully connected layer, and the model has none called {name!r} "
+            f"precode goes before a fully connected layer, and the model has none called {name!r} "
             f"(it has: {', '.join(map(repr, linears))})"
         )
     defended = copy.deepcopy(model)

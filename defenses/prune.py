@@ -23,11 +23,11 @@ class prune(UpdateTransform):
         return {k: self._prune(t) for k, t in update.items()}
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """What is left keeps its noise; that a larger entry is likelier to be left is not accounted for."""
+        """Kept entries keep their noise; that larger entries are kept more often is ignored."""
         return None if before.signed else replace(before, sparse=True)
 
     def _prune(self, t: Tensor) -> Tensor:
         kept = max(1, round(self.keep * t.numel()))
-        # the kept-th largest, by topk: quantile refuses more than 16 M elements; detached, as a threshold has no gradient
+        # topk, as quantile refuses more than 16 M elements; detached, as a threshold has no gradient
         threshold = t.detach().abs().flatten().topk(kept).values[-1]
         return torch.where(t.abs() >= threshold, t, torch.zeros_like(t))

@@ -1,4 +1,4 @@
-"""Quantisation: upload each entry as one of a few levels, rounded at random so that nothing is lost on average.
+"""Quantisation: round each entry at random to one of a few levels, without bias.
 
 QSGD (Alistarh et al., NeurIPS 2017) spaces the levels over a tensor's Euclidean norm, the uniform kind over its largest entry.
 """
@@ -19,7 +19,7 @@ class quantize(UpdateTransform):
     """Round each entry to a multiple of size / levels of its tensor, up or down so that its expectation is itself.
 
     Args:
-        bits: of an entry, its sign included: levels = 2^(bits - 1) - 1, so 8 bits are int8's -127 to 127; 2 to 16.
+        bits: per entry, with its sign: levels = 2^(bits - 1) - 1, so 8 bits give int8's -127 to 127; 2 to 16.
         kind: "qsgd": size is the tensor's Euclidean norm; "uniform": its largest magnitude.
     """
 
@@ -28,13 +28,13 @@ class quantize(UpdateTransform):
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 16:
-            raise ValueError(f"bits must be from 2 (a sign and whether there is anything) to 16, got {self.bits}")
+            raise ValueError(f"bits must be from 2 (a sign and zero or not) to 16, got {self.bits}")
         if self.kind not in ("qsgd", "uniform"):
             raise ValueError(f'kind must be "qsgd" or "uniform", got {self.kind!r}')
 
     @property
     def levels(self) -> int:
-        """How many there are above zero."""
+        """The number of levels above zero."""
         return (1 << self.bits - 1) - 1
 
     @property
@@ -43,7 +43,7 @@ class quantize(UpdateTransform):
         return identity()
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """None: the error is at most one level, whose height is each tensor's own and known only from what is seen."""
+        """None: the error is at most one level, and its size differs by tensor and depends on the update itself."""
         return None
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
@@ -55,6 +55,6 @@ class quantize(UpdateTransform):
         exact = t.abs() / level
         below = exact.floor()
         draws = torch.rand(t.shape, generator=rng, dtype=t.dtype, device=t.device)
-        # rounding must not carry the largest entry above the top level, which b bits cannot say
+        # rounding must not carry the largest entry above the top level, which the bits cannot represent
         rounded = (below + (draws < exact - below)).clamp(max=self.levels)
         return t.sign() * rounded * level

@@ -1,12 +1,12 @@
 """Secure sum: the server learns the sum of a group's updates, and nothing of a single one (Bonawitz et al., CCS 2017).
 
-Each pair of clients agrees on a mask that one adds and the other subtracts, so that these cancel in the sum; each client adds a
-mask of its own besides. Every client's two secrets, the seed of its own mask and the key of its pairs' masks, are shared among
-the group (Shamir, 1979). Of a client whose vector arrived the others tell the server their shares of its seed; of one that
-dropped out, those of its key; of nobody both, so that a vector that arrives late stays masked.
+Each pair of clients agrees on a mask that one adds and the other subtracts, so these masks cancel in the sum. Each client also
+adds its own mask. Every client's two secrets, the seed of its own mask and the key of its pairs' masks, are shared among the
+group (Shamir, 1979). If a client's vector arrived, the others send the server their shares of its seed; if it dropped out,
+their shares of its key; never both, so a vector that arrives late stays masked.
 
-The server is honest but curious: it hands on the clients' public keys as they are. One that forges them, or that invents most
-of a group, reads everything, as long as no authority vouches for keys; a client that lies spoils the sum, but learns nothing.
+The server is honest but curious: it passes on the clients' public keys unchanged. Without an authority that certifies keys, a
+server that forges keys, or invents most of a group, reads everything. A client that lies spoils the sum, but learns nothing.
 """
 
 import secrets
@@ -24,9 +24,9 @@ SHARE = 66  # bytes of a number below it
 SECRET = 32  # bytes of keys and seeds
 
 Value = int | str | bytes | list[int] | list[bytes] | NDArray[Any]
-Record = dict[str, Value]  # what travels, and what a client keeps: plain values, whatever carries them
+Record = dict[str, Value]  # a message, or what a client keeps: plain values, whatever the transport
 Vector = NDArray[np.float64]
-Found = TypeVar("Found")
+Parsed = TypeVar("Parsed")
 Train = Callable[[], tuple[Vector, int]]  # -> a finished update, flat, and the number of its examples
 
 
@@ -39,9 +39,9 @@ class SecureSumResult:
     """What the server learns.
 
     Args:
-        mean: (size,) of the updates, weighed by their examples, to the fixed-point form's precision.
-        examples: of all of them.
-        members: whose updates they are.
+        mean: (size,), the mean update, weighted by examples, in the precision of the fixed-point form.
+        examples: their total number.
+        members: the clients in the sum.
     """
 
     mean: Vector
@@ -51,7 +51,7 @@ class SecureSumResult:
 
 @dataclass(frozen=True)
 class UnmaskRequest:
-    """Whose secrets the server asks for: of survivors the seed, of the dropped the key, by number from 1."""
+    """The secrets that the server asks for: the seeds of survivors and the keys of dropped clients, by number from 1."""
 
     survivors: tuple[int, ...]
     dropped: tuple[int, ...]
@@ -63,7 +63,7 @@ class UnmaskRequest:
 
 @dataclass(frozen=True)
 class ClientSession:
-    """What a client keeps during a session: its secrets, and which question it has answered last."""
+    """A client's state during a session: its secrets, and the last question that it answered."""
 
     session: bytes
     step: str
@@ -71,13 +71,13 @@ class ClientSession:
     mask_key: bytes
     seed: bytes = b""
     number: int = 0
-    keys: tuple[bytes, ...] = ()  # everybody's, by number: for shares, for masks, for shares ...
+    keys: tuple[bytes, ...] = ()  # all clients', by number: for shares, for masks, for shares ...
     senders: tuple[int, ...] = ()
     shares: tuple[bytes, ...] = ()  # of each sender's seed and key, together
 
     @classmethod
     def kept(cls, state: Mapping[str, Value]) -> "ClientSession | None":
-        """From what `to_record` gave; None where nothing is kept."""
+        """From the result of `to_record`; None if nothing is kept."""
         lists = {k: tuple(v) for k, v in state.items() if isinstance(v, list)}
         return cls(**{**cast(dict[str, Any], state), **lists}) if state else None
 
@@ -88,7 +88,7 @@ class ClientSession:
 
 @dataclass(frozen=True)
 class PairwiseMasking:
-    """The protocol, with what all parties agree on beforehand: a client takes no other terms from a server.
+    """The protocol, with the terms that all parties agree on beforehand: a client accepts no other terms from a server.
 
     An update's entries are clipped to [-clip, clip] and rounded to 2^bits - 1 levels, evenly spaced over that range with zero
     among them, which moves an entry inside it by at most clip / (2^bits - 2); a level times the client's number of examples is
@@ -97,9 +97,9 @@ class PairwiseMasking:
     Args:
         group: the most clients in one sum, >= 2.
         clip: above 0, in units of the update.
-        threshold: the fewest clients in a sum, more than half of the group, so that a server that tells some that a client
-            dropped out, and others that it did not, gets enough shares of one of its secrets only. Default: two thirds.
-        most_examples: of one client; one with more is refused, and drops out.
+        threshold: the fewest clients in a sum, more than half of the group: a server that says to some that a client dropped
+            out, and to others that it did not, then gets enough shares of only one of its secrets. Default: two thirds.
+        most_examples: of one client; a client with more drops out.
     """
 
     group: int
@@ -128,7 +128,7 @@ class PairwiseMasking:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of what is summed."""
+        """The integer type of the sum."""
         return np.dtype("<u4" if self._largest < 2**32 else "<u8")
 
     @property
@@ -137,13 +137,13 @@ class PairwiseMasking:
 
     @property
     def _levels(self) -> int:
-        """The highest one, counted from 0."""
+        """The highest level, counted from 0."""
         return int(2**self.bits) - 2
 
     # ------------------------------------------------------------------------------------------------- fixed point
 
     def quantise(self, update: Vector, examples: int) -> NDArray[Any]:
-        """An update (size,) as integers (size + 1,), times its examples; their number is the last."""
+        """An update (size,) as integers (size + 1,), times its number of examples, which is the last entry."""
         if not 1 <= examples <= self.most_examples:
             raise ValueError(f"the number of examples must be in 1..{self.most_examples}, got {examples}")
         if not np.isfinite(update).all():
@@ -152,25 +152,25 @@ class PairwiseMasking:
         return np.append(levels.astype(self.dtype) * self.dtype.type(examples), self.dtype.type(examples))
 
     def mean(self, total: NDArray[Any]) -> tuple[Vector, int]:
-        """Of a sum of such integers: the mean update (size,) and its examples."""
+        """The mean update (size,) and the number of examples, from a sum of such integers."""
         examples = int(total[-1])
         return self.clip * (total[:-1] / examples * (2 / self._levels) - 1), examples
 
     # --------------------------------------------------------------------------------------------------- the client
 
     def answer(self, state: Mapping[str, Value], question: Mapping[str, Value], train: Train) -> tuple[Record, Record]:
-        """A client's side: what it keeps from now on, and its answer.
+        """The client's side: its new state, and its answer.
 
         Args:
-            state: what it kept, {} at first.
-            train: called once a session, when the vector is to be masked.
+            state: its last state, {} at first.
+            train: called once a session, when the vector is masked.
 
         Raises:
-            ValueError: a question that the protocol does not ask at this point, or that would give a secret away.
+            ValueError: the protocol does not ask this question now, or an answer would reveal a secret.
         """
         step, session = cast(str, question["step"]), cast(bytes, question["session"])
         if question["terms"] != repr(self):
-            raise ValueError(f"the server's terms are {question['terms']!r}, this client's {self!r}")
+            raise ValueError(f"the server's terms are {question['terms']!r}, this client's are {self!r}")
         if step == "advertise":
             return _advertise(session)
         member = ClientSession.kept(state)
@@ -187,7 +187,7 @@ class PairwiseMasking:
         return self._unmask(member, UnmaskRequest(survivors, dropped))
 
     def _share(self, member: ClientSession, keys: list[bytes]) -> tuple[Record, Record]:
-        """Shares of both secrets for everybody, each sealed for its receiver."""
+        """Shares of both secrets for all clients, each encrypted for its receiver."""
         count = len(keys) // 2
         own = [_public(member.cipher_key), _public(member.mask_key)]
         if len(keys) != 2 * count or not self.least <= count <= self.group:
@@ -196,7 +196,7 @@ class PairwiseMasking:
             raise ValueError("two clients have the same key")
         numbers = [n for n in range(1, count + 1) if keys[2 * n - 2 : 2 * n] == own]
         if not numbers:
-            raise ValueError("this client's own keys are not among those that the server hands out")
+            raise ValueError("this client's own keys are not among those that the server passes on")
         member = replace(member, step="share", seed=secrets.token_bytes(SECRET), number=numbers[0], keys=tuple(keys))
         both = [shamir_share(int.from_bytes(secret), self.least, count) for secret in (member.seed, member.mask_key)]
         parts = {n: b"".join(s[n - 1].to_bytes(SHARE) for s in both) for n in range(1, count + 1)}
@@ -207,7 +207,7 @@ class PairwiseMasking:
         return member.to_record(), {"receivers": list(sealed), "sealed": list(sealed.values())}
 
     def _mask(self, member: ClientSession, sealed: Mapping[int, bytes], train: Train) -> tuple[Record, Record]:
-        """The vector, under its own mask and those of the pairs with everybody who has sent shares."""
+        """The vector with its own mask and the masks of the pairs with all clients that sent shares."""
         others = sorted(sealed)
         count = len(member.keys) // 2
         if member.number in sealed or not set(others) <= set(range(1, count + 1)):
@@ -224,31 +224,31 @@ class PairwiseMasking:
         return replace(member, step="mask", senders=senders, shares=kept).to_record(), {"masked": masked}
 
     def _unmask(self, member: ClientSession, request: UnmaskRequest) -> tuple[Record, Record]:
-        """One share of each sender's one secret; the session is over, and its secrets are forgotten."""
+        """One share of one secret of each sender; the session ends, and its secrets are deleted."""
         asked = [*request.survivors, *request.dropped]
         if sorted(asked) != sorted(member.senders):
             raise ValueError(f"asked to unmask clients {sorted(asked)}; those who share are {sorted(member.senders)}")
         if member.number not in request.survivors:
-            raise ValueError("the server says that this client dropped out, and asks it all the same")
+            raise ValueError("the server says that this client dropped out, but still asks it")
         if len(request.survivors) < self.least:
             raise TooFewSurvivors(f"{len(request.survivors)} clients are left, fewer than the threshold {self.least}")
         held = dict(zip(member.senders, member.shares, strict=True))
-        told = [held[n][:SHARE] if n in request.survivors else held[n][SHARE:] for n in asked]
+        shares = [held[n][:SHARE] if n in request.survivors else held[n][SHARE:] for n in asked]
         over = ClientSession(member.session, "unmask", b"", b"")
-        return over.to_record(), {"owners": asked, "shares": told}
+        return over.to_record(), {"owners": asked, "shares": shares}
 
     # --------------------------------------------------------------------------------------------------- the server
 
     def rounds(
         self, members: Sequence[int], size: int
     ) -> Generator[dict[int, Record], Mapping[int, Record], SecureSumResult]:
-        """The server's side, as a conversation: yields questions by member, is sent the answers that came, returns the sum.
+        """The server's side, as a generator: yields questions by member, receives the answers that came, returns the sum.
 
-        The third question is the one that trains. An answer that is malformed counts as none.
+        The third question starts the training. A malformed answer counts as missing.
 
         Args:
-            members: by any numbers, as the questions will name them; at most a group.
-            size: of an update.
+            members: any distinct numbers, used as keys of the questions; at most a group.
+            size: number of entries of an update.
 
         Raises:
             TooFewSurvivors: fewer than the threshold answered one of the questions.
@@ -273,13 +273,13 @@ class PairwiseMasking:
             for m in sealed
         }
         masked = self._usable(answers, sealed, lambda m, answer: self._vector(answer, size))
-        # made once: what arrives later is not looked at, or both secrets of its sender might be known
+        # made once: later vectors are ignored, or the server might learn both secrets of a sender
         request = UnmaskRequest(tuple(number[m] for m in masked), tuple(number[m] for m in sealed if m not in masked))
         asked: Record = {"survivors": list(request.survivors), "dropped": list(request.dropped)}
         answers = yield {m: {**base, "step": "unmask", **asked} for m in masked}
-        told = self._usable(answers, masked, lambda m, answer: _disclosed_shares(answer, request))
+        disclosed = self._usable(answers, masked, lambda m, answer: _disclosed_shares(answer, request))
         vectors = {number[m]: vector for m, vector in masked.items()}
-        total = self.unmask(vectors, request, keys, session, {number[m]: shares for m, shares in told.items()})
+        total = self.unmask(vectors, request, keys, session, {number[m]: shares for m, shares in disclosed.items()})
         if not len(masked) <= int(total[-1]) <= len(masked) * self.most_examples:
             raise ValueError(f"{len(masked)} clients cannot have {int(total[-1])} examples: one of them lied")
         mean, examples = self.mean(total)
@@ -291,22 +291,22 @@ class PairwiseMasking:
         request: UnmaskRequest,
         keys: Sequence[bytes],
         session: bytes,
-        told: Mapping[int, Mapping[int, int]],
+        disclosed: Mapping[int, Mapping[int, int]],
     ) -> NDArray[Any]:
         """The sum of the survivors' integers.
 
         Args:
             masked: the survivors' vectors.
-            keys: everybody's, by number, two each.
-            told: by survivor, its share of each one's secret.
+            keys: all clients', by number, two each.
+            disclosed: by survivor, its share of each client's secret.
         """
         total: NDArray[Any] = np.sum(list(masked.values()), axis=0, dtype=self.dtype)
-        some = sorted(told)[: self.least]
+        helpers = sorted(disclosed)[: self.least]
 
         def secret(n: int) -> bytes:
-            found = shamir_combine({teller: told[teller][n] for teller in some})
+            found = shamir_combine({helper: disclosed[helper][n] for helper in helpers})
             if found >= 2 ** (8 * SECRET):
-                raise ValueError(f"the shares of client {n}'s secret do not fit together: somebody sent wrong ones")
+                raise ValueError(f"the shares of client {n}'s secret do not fit together: a client sent wrong ones")
             return found.to_bytes(SECRET)
 
         for n in request.survivors:
@@ -314,7 +314,7 @@ class PairwiseMasking:
         for n in request.dropped:
             key = secret(n)
             if _public(key) != keys[2 * n - 1]:
-                raise ValueError(f"the shares of client {n}'s key do not fit its public key: somebody sent wrong ones")
+                raise ValueError(f"the shares of client {n}'s key do not fit its public key: a client sent wrong ones")
             for s in request.survivors:
                 mask = self._expand(_pair(key, keys[2 * s - 1], session), len(total))
                 total = total - mask if s < n else total + mask
@@ -324,9 +324,9 @@ class PairwiseMasking:
         self,
         answers: Mapping[int, Record],
         members: Iterable[int],
-        read: Callable[[int, Record], Found | None],
-    ) -> dict[int, Found]:
-        """What can be read of the members' answers, in their order; TooFewSurvivors where that is less than the threshold."""
+        read: Callable[[int, Record], Parsed | None],
+    ) -> dict[int, Parsed]:
+        """The members' readable answers, in their order; TooFewSurvivors if they are fewer than the threshold."""
         read_of = {m: read(m, answers[m]) for m in members if m in answers}
         found = {m: value for m, value in read_of.items() if value is not None}
         if len(found) < self.least:
@@ -360,9 +360,9 @@ def evaluate_polynomial(coefficients: Sequence[int], x: int, prime: int = PRIME)
 
 
 def shamir_combine(shares: Mapping[int, int], prime: int = PRIME) -> int:
-    """The polynomial through (x, value) for all shares, at 0 (Lagrange); it takes as many as the threshold.
+    """The polynomial through (x, value) for all shares, at 0 (Lagrange); it needs as many shares as the threshold.
 
-    >>> combine({2: 329, 4: 176, 5: 1188}, prime=1613)
+    >>> shamir_combine({2: 329, 4: 176, 5: 1188}, prime=1613)
     1234
     """
     total = 0
@@ -377,11 +377,11 @@ def shamir_combine(shares: Mapping[int, int], prime: int = PRIME) -> int:
 
 # ---------------------------------------------------------------------------------------------------- keys and streams
 
-NONCE = bytes(12)  # every key seals one message
+NONCE = bytes(12)  # every key encrypts one message
 
 
 def expand_seed(seed: bytes, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """So many uniform integers of a 32-byte seed: ChaCha20's key stream (RFC 8439)."""
+    """Uniform integers (size,) from a 32-byte seed: ChaCha20's key stream (RFC 8439)."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
     stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor()
@@ -390,7 +390,7 @@ def expand_seed(seed: bytes, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _advertise(session: bytes) -> tuple[Record, Record]:
-    """Two fresh key pairs; whatever session there was before is forgotten."""
+    """Two fresh key pairs; an earlier session is deleted."""
     member = ClientSession(session, "advertise", secrets.token_bytes(SECRET), secrets.token_bytes(SECRET))
     return member.to_record(), {"keys": [_public(member.cipher_key), _public(member.mask_key)]}
 
@@ -402,7 +402,7 @@ def _public(key: bytes) -> bytes:
 
 
 def _agreed(key: bytes, other: bytes, info: bytes) -> bytes:
-    """32 bytes that the two owners of these X25519 keys have in common, for one purpose."""
+    """32 bytes that only the two owners of these X25519 keys can compute, for one purpose."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -417,7 +417,7 @@ def _pair(key: bytes, other: bytes, session: bytes) -> bytes:
 
 
 def _cipher(member: ClientSession, other: int, sends: bool) -> Any:
-    """What seals the shares between two clients in one direction."""
+    """The cipher for shares between two clients in one direction."""
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
     theirs = member.keys[2 * other - 2]
@@ -433,10 +433,12 @@ def _opened(member: ClientSession, other: int, sealed: bytes) -> bytes:
     from cryptography.exceptions import InvalidTag
 
     try:
-        shamir_share: bytes = _cipher(member, other, sends=False).decrypt(NONCE, sealed, None)
-        return shamir_share
+        share: bytes = _cipher(member, other, sends=False).decrypt(NONCE, sealed, None)
+        return share
     except InvalidTag:
-        raise ValueError(f"client {other}'s share was not sealed for this session, or was changed on its way") from None
+        raise ValueError(
+            f"client {other}'s share was not encrypted for this session, or was changed on its way"
+        ) from None
 
 
 def _byte_strings(value: Value | None, sizes: Sequence[int]) -> list[bytes] | None:
@@ -448,14 +450,14 @@ def _byte_strings(value: Value | None, sizes: Sequence[int]) -> list[bytes] | No
 
 
 def _sealed(answer: Mapping[str, Value], own: int, count: int) -> dict[int, bytes] | None:
-    """What a client has sealed for each other one."""
+    """A client's encrypted shares for each other client."""
     others = [n for n in range(1, count + 1) if n != own]
     found = _byte_strings(answer.get("sealed"), [2 * SHARE + 16] * len(others))
     return dict(zip(others, found, strict=True)) if found and answer.get("receivers") == others else None
 
 
 def _disclosed_shares(answer: Mapping[str, Value], request: UnmaskRequest) -> dict[int, int] | None:
-    """A client's share of each one's secret."""
+    """A client's share of each client's secret."""
     owners = [*request.survivors, *request.dropped]
     found = _byte_strings(answer.get("shares"), [SHARE] * len(owners))
     if not found or answer.get("owners") != owners:

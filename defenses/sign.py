@@ -31,7 +31,7 @@ class sign(UpdateTransform):
 
 @dataclass(frozen=True)
 class _soft_sign(UpdateTransform):
-    """The sign has no useful derivative: u / (|u| + mean |u|) of each tensor stands in for it at the attacker's."""
+    """The sign has no useful derivative: an attacker uses u / (|u| + mean |u|) of each tensor instead."""
 
     scale: float
 

@@ -1,7 +1,7 @@
 """Soteria: prune the representation where the data changes it least for its size (Sun et al., CVPR 2021).
 
-A fully connected layer's weight gradient is the sum of signal x representation, so what is missing of the representation r is
-missing of the columns of that gradient; all other gradients stay as they are.
+A fully connected layer's weight gradient is the sum of signal x representation, so pruning a feature of the representation r
+zeroes a column of that gradient; all other gradients stay as they are.
 """
 
 import math
@@ -18,16 +18,16 @@ from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 from fedgauge.defenses.noise import identity
 
-OFFSET = 0.1  # the published code's: a feature of zero has a score
-CHUNK = 64  # backward passes of one example that are carried out together
+OFFSET = 0.1  # from the published code: a feature of zero has a finite score
+CHUNK = 64  # backward passes of one example in one chunk
 
 
 @dataclass(frozen=True, eq=False)
 class soteria(Link):
     """Zero the columns of one layer's weight update that belong to the features of the lowest score.
 
-    Feature j scores |dr_j/dx| / (r_j + 0.1), summed over the examples of the batch, by the weights that the update starts
-    from: before `local_sgd` those of each local step and its examples, after it the round's.
+    Feature j scores |dr_j/dx| / (r_j + 0.1), summed over the examples of the batch. Before `local_sgd` it uses the weights and
+    examples of each local step, after it those of the round.
 
     Args:
         layer: name of a fully connected layer, whose input is r; default: the one with the most weights.
@@ -43,7 +43,7 @@ class soteria(Link):
         if not 0 <= self.rate < 1:
             raise ValueError(f"rate must be at least 0 and below 1, got {self.rate}")
         if isinstance(self.model, LanguageModel):
-            raise ValueError("soteria scores features by how pixels move them, and text has none: leave it out")
+            raise ValueError("soteria scores features by how pixels change them, and text has no pixels: remove it")
         linears = {name: m for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
         if not linears:
             raise ValueError("soteria prunes the input of a fully connected layer, and the model has none")
@@ -69,19 +69,19 @@ class soteria(Link):
 
     @property
     def mean(self) -> Link:
-        """Nothing: which features are pruned has no derivative, and depends on the data that an attacker looks for."""
+        """Nothing: the choice of features has no derivative, and depends on the data that the attacker does not know."""
         return identity()
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution:
         return replace(before, hidden=before.hidden | {self.weight})
 
     def kept(self, scores: Tensor) -> Tensor:
-        """Which of the features (k,) stay: as many fall below the rate's quantile as in NumPy's percentile; ties stay."""
+        """Which of the features (k,) are kept: the number pruned is that below NumPy's percentile; ties are kept."""
         pruned = math.ceil(self.rate * (len(scores) - 1) - 1e-9)
         return scores.abs() >= scores.abs().sort().values[pruned]
 
     def scores(self, params: Params, x: Tensor) -> Tensor:
-        """sum over examples of |dr_j/dx| / (r_j + 0.1), (k,), without a derivative of its own."""
+        """sum over examples of |dr_j/dx| / (r_j + 0.1), (k,), detached."""
         with without_running_stats(self.model):
             inputs = self.normalise(x).detach()
             r, back = vjp(lambda x: self._representation(params, x), inputs)[:2]
@@ -107,7 +107,7 @@ class soteria(Link):
             hook.remove()
         if len(seen) != 1 or seen[0].dim() != 2:
             raise ValueError(
-                f"soteria needs a layer that is fed one vector an example, once; {self.layer!r} is fed "
-                + (f"{len(seen)} times" if len(seen) != 1 else f"a tensor of shape {tuple(seen[0].shape)}")
+                f"soteria needs a layer that gets one vector for each example, once; {self.layer!r} gets "
+                + (f"its input {len(seen)} times" if len(seen) != 1 else f"a tensor of shape {tuple(seen[0].shape)}")
             )
         return seen[0]

@@ -1,6 +1,6 @@
-"""Top-k: upload the largest entries of the whole update, and add what was held back to the next one (Stich et al., 2018).
+"""Top-k: upload the largest entries of the whole update, and add the rest to the next update (Stich et al., 2018).
 
-Error feedback is what makes such a compressed training converge (Karimireddy et al., 2019).
+This error feedback makes compressed training converge (Karimireddy et al., 2019).
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class top_k(StatefulTransform):
     """Keep the largest fraction keep (0 < keep <= 1) of all entries together by magnitude; the others become 0.
 
     Args:
-        error_feedback: a client adds what it has held back so far to its update before it chooses, and holds back the rest.
+        error_feedback: whether a client adds the entries that it did not send so far to its next update.
     """
 
     keep: float
@@ -37,18 +37,17 @@ class top_k(StatefulTransform):
 
     @property
     def mean(self) -> Link:
-        """As in a client's first round: nobody but the client knows what it holds back later."""
+        """As in a client's first round: later, only the client knows what it has not sent."""
         return _largest(self.keep)
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """What is left keeps its noise; neither that a larger entry is likelier to be left, nor what was held back before, is
-        accounted for."""
+        """Sent entries keep their noise; that larger entries are sent more often, and what is added from before, is ignored."""
         return None if before.signed else replace(before, sparse=True)
 
 
 @dataclass(frozen=True)
 class _largest(UpdateTransform):
-    """Top-k without a memory."""
+    """Top-k without error feedback."""
 
     keep: float
 
@@ -57,7 +56,7 @@ class _largest(UpdateTransform):
 
 
 def largest(update: Update, keep: float) -> Update:
-    """The largest round(keep * entries) entries of an update, at least one, and all of a tie; zeros elsewhere."""
+    """The largest round(keep * entries) entries of an update, at least one, with all ties; zeros elsewhere."""
     threshold = _threshold([t.detach().abs().flatten() for t in update.values()], keep)
     return {k: torch.where(t.abs() >= threshold.to(t), t, torch.zeros_like(t)) for k, t in update.items()}
 

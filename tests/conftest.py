@@ -29,8 +29,9 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 
 assert fedgauge.client  # the import is the point
-# a shared machine may take any time over an example, and over making one
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# a shared machine may take any time over an example, and over making one. Fresh seeds would let a test fail on a change that
+# has nothing to do with it, so each test derives its seed from its own code
+settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a hub call without network would retry for 30 seconds
 
@@ -57,6 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # a partition that an older version of the code left in the user's cache would hide a mistake in today's
     config.stash[_cache] = tempfile.TemporaryDirectory(prefix="fedgauge-tests-")
     os.environ["XDG_CACHE_HOME"] = config.stash[_cache].name
+    # torch reuses code compiled for wider registers after ATEN_CPU_CAPABILITY has narrowed them, and fails to compile
+    compiled = f"fedgauge-tests-inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / compiled)
     # datasets sorts with an argument that pyarrow 25 renames; it does so in flwr-datasets' shard partitioner
     config.addinivalue_line("filterwarnings", "ignore:Specifying null_placement in SortOptions:FutureWarning")
 

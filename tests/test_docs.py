@@ -144,6 +144,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_folder_file_and_module_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    paths = set(re.findall(r"`((?:client|defenses|attacks|server|simulations|tests)/[\w/.-]*)`", text))
+    imported = re.findall(r"^ *(?:from|import) fedgauge\.([\w.]+)", text, re.MULTILINE)
+    example = {"defenses/foo.py", "tests/defenses/test_foo.py"}  # of adding-components.md
+    assert {path for path in paths - example if not (ROOT / path).exists()} == set()
+    modules = [ROOT / module.replace(".", "/") for module in imported if module != "defenses.foo"]
+    assert [str(path) for path in modules if not path.is_dir() and not path.with_suffix(".py").is_file()] == []
+
+
 def test_every_page_is_reached_from_the_readme() -> None:
     reached, waiting = {README}, [README]
     while waiting:

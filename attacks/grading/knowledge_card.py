@@ -8,8 +8,6 @@ from torch import Generator, nn
 
 from fedgauge.attacks.base import StatefulAttack
 from fedgauge.attacks.limits import limit_method
-from fedgauge.attacks.matching.feedback_blending import FeedbackBlending
-from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.plan import PlannedAttack, describe
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import batch_of
@@ -38,15 +36,12 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
     if planned.is_limit:
         return "; ".join([f"chain {links}", batch, *_limit_parts(fed)])
     attack = planned.build()
-    search = attack.attack if isinstance(attack, FeedbackBlending) else attack
-    matching = isinstance(search, GradientMatching)
-    own = search.labels if isinstance(search, GradientMatching) else "restored"
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
     parts = [
         server,
-        f"labels {own if planned.labels == 'restored' else planned.labels}",
+        f"labels {attack.label_source if planned.labels == 'restored' else planned.labels}",
         f"chain {_known_chain(planned, links)}",
-        *([NO_DERIVATIVE] if matching and planned.defense == "known" and _is_flat(fed) else []),
+        *([NO_DERIVATIVE] if attack.needs_derivative and planned.defense == "known" and _is_flat(fed) else []),
         *([] if is_cross_entropy(fed.loss) else [f"loss {describe(fed.protocol.loss)} known"]),
         batch,
         f"{f'lengths {planned.lengths}' if isinstance(fed.shards.dataset, Text) else 'normalisation known'}, {auxiliary}",

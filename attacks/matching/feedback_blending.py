@@ -52,6 +52,14 @@ class FeedbackBlending(StatefulAttack):
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must lie in 0..1, got {self.alpha}")
 
+    @property
+    def label_source(self) -> Literal["restored", "optimised"]:
+        return self.attack.label_source
+
+    @property
+    def needs_derivative(self) -> bool:
+        return self.attack.needs_derivative
+
     def initial(self) -> ClientState:
         return {"images": torch.tensor(0)}
 

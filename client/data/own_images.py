@@ -1,7 +1,7 @@
-"""Data of a user's own: folders of pictures, arrays, Hugging Face datasets on disk; nothing is downloaded, unpickled or copied.
+"""A user's own images: folders of pictures, arrays, Hugging Face datasets on disk; nothing is downloaded, unpickled or copied.
 
-Paths in a scenario start from the folder in which fedgauge is called. Where there is no test part of its own, a fixed share of
-each class becomes it, the same for every seed.
+Paths in a scenario start from the folder in which fedgauge is called. If the data has no test part, a fixed share of each class
+becomes the test part, the same for every seed.
 """
 
 import io
@@ -29,18 +29,18 @@ def image_folder(
     mean: Statistics = None,
     std: Statistics = None,
 ) -> Dataset:
-    """PNG and JPEG files in one sub-folder a class, whose names in alphabetical order are the classes.
+    """PNG and JPEG files in one sub-folder for each class; the sub-folders in alphabetical order are the classes.
 
     Args:
-        size: pixels of the square that each becomes: its shorter side is resized to it, the centre is kept.
+        size: each picture becomes a square of this many pixels: the shorter side is resized to it, and the centre is kept.
         test: the share of each class that no client trains on, above 0 and below 1.
-        grey: in one channel, not three.
+        grey: whether pictures get one channel instead of three.
         mean, std: of each channel, in [0, 1] pixels; default: those of the training images.
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder; it should hold one sub-folder of pictures for each class")
+        raise ValueError(f"{path} is not a folder; expected one with a sub-folder of pictures for each class")
     classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     files = {folder: sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES) for folder in classes}
     if empty := [folder.name for folder, found in files.items() if not found]:
@@ -62,15 +62,15 @@ def npz(
 
     Args:
         test: without x_test: the share of each class that no client trains on, above 0 and below 1.
-        layout: where the channels stand, 1 or 3 of them; auto: wherever the shape says so.
-        mean, std: as of image_folder.
+        layout: the position of the 1 or 3 channels; auto: read it from the shape.
+        mean, std: as for image_folder.
     """
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {key: stored[key] for key in stored.files}
     except FileNotFoundError as error:
         raise ValueError(f"{path}: there is no such file") from error
-    except Exception as error:  # damage shows as BadZipFile, zlib.error, ValueError, MemoryError and more
+    except Exception as error:  # a damaged file raises BadZipFile, zlib.error, ValueError, MemoryError and more
         raise ValueError(f"{path} is not an npz file that can be read without unpickling: {error}") from error
     if missing := [key for key in ("x", "y") if key not in arrays]:
         raise ValueError(f"{path} has no {missing[0]!r} (it has: {', '.join(sorted(arrays)) or 'nothing'})")
@@ -98,17 +98,17 @@ def hugging_face(
     mean: Statistics = None,
     std: Statistics = None,
 ) -> Dataset:
-    """A dataset that `save_to_disk` of Hugging Face's datasets wrote, with its parts train and test where it has them.
+    """A dataset that `save_to_disk` of Hugging Face's datasets wrote, with parts train and, optionally, test.
 
     Args:
         image, label: its columns of pictures and of classes (numbers or names).
-        size: as of image_folder; None: the pictures are of one size already.
-        test, grey, mean, std: as of image_folder; the share is used where there is no part called test.
+        size: as for image_folder; None: all pictures have one size already.
+        test, grey, mean, std: as for image_folder; the share test is used if there is no part called test.
     """
     import datasets
 
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder; it should be one that save_to_disk of Hugging Face's datasets wrote")
+        raise ValueError(f"{path} is not a folder; expected one that save_to_disk of Hugging Face's datasets wrote")
     try:
         stored: Any = datasets.load_from_disk(str(path))
     except Exception as error:  # missing or damaged files of several formats
@@ -127,7 +127,7 @@ def hugging_face(
             )
 
     def pictures(part: Any) -> Tensor:
-        # not decoded by the library, which would fetch what is given as an address
+        # decoded here: the library would download pictures that are given as addresses
         rows = part.cast_column(image, datasets.Image(decode=False))[image]
         return _stacked([_stored(row, f"{path}: row {i}", size, grey) for i, row in enumerate(rows)], path)
 
@@ -139,7 +139,7 @@ def hugging_face(
 
 
 def _stored(row: Mapping[str, Any], name: str, size: int | None, grey: bool) -> Tensor:
-    """A picture as Hugging Face's datasets keep it: its bytes, or where its file lies."""
+    """A picture as Hugging Face's datasets store it: its bytes, or the path of its file."""
     if row["bytes"] is not None:
         return _picture(io.BytesIO(row["bytes"]), name, size, grey)
     if "://" in row["path"]:
@@ -150,7 +150,7 @@ def _stored(row: Mapping[str, Any], name: str, size: int | None, grey: bool) -> 
 
 
 def _numbered(parts: Mapping[str, Any], label: str, where: str) -> tuple[dict[str, Tensor], int]:
-    """The labels of each part as numbers, and how many classes there are; names count in alphabetical order."""
+    """The labels of each part as numbers, and the number of classes; names are numbered in alphabetical order."""
     import datasets
 
     written = {name: list(part[label]) for name, part in parts.items()}
@@ -166,7 +166,7 @@ def _numbered(parts: Mapping[str, Any], label: str, where: str) -> tuple[dict[st
 
 
 def image_dataset_error(dataset: Dataset) -> str:
-    """What keeps a dataset of anybody's making from being used, in words; empty where nothing does."""
+    """Why a dataset cannot be used; empty if it can."""
     if isinstance(dataset, Text):
         return text_dataset_error(dataset)
     for name, x, y in (("x", dataset.x, dataset.y), ("x_test", dataset.x_test, dataset.y_test)):
@@ -188,7 +188,7 @@ def image_dataset_error(dataset: Dataset) -> str:
 
 
 def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) -> Tensor:
-    """One picture (C, size, size) uint8; ValueError with its name where it cannot be read."""
+    """One picture (C, size, size) uint8; ValueError with its name if it cannot be read."""
     from PIL import Image, ImageOps
 
     try:
@@ -260,7 +260,7 @@ def _dataset(
     mean: Statistics,
     std: Statistics,
 ) -> Dataset:
-    """All of it checked, the test part taken off where there is none apart."""
+    """Check the data, and take a test part from it if none is given."""
     for images, labels in [(x, y), *([apart] if apart else [])]:
         if len(images) != len(labels):
             raise ValueError(f"{path} has {len(images)} images and {len(labels)} labels")
@@ -281,7 +281,7 @@ def _dataset(
 
 
 def _statistics(x: Tensor) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel in [0, 1] pixels, from whole numbers, which do not round."""
+    """Mean and standard deviation of each channel in [0, 1] pixels, from counts of grey values, which are exact."""
     channels = [x[:, c] for c in range(x.shape[1])]
     counts = [torch.bincount(channel.flatten(), minlength=256).double() / channel.numel() for channel in channels]
     levels = torch.arange(256, dtype=torch.float64) / 255

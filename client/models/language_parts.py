@@ -1,4 +1,4 @@
-"""Where the parts of a language model lie: found by what its modules are and are called, never by their number."""
+"""The parts of a language model, found by the types and names of its modules, never by their position."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _FUSED = "c_attn"  # query, key and value side by side, in this order
 
 @dataclass(frozen=True)
 class Projection:
-    """Where the weights of a linear map lie.
+    """The location of the weights of a linear map.
 
     Args:
         weight, bias: names of parameters.
-        start, stop: its outputs within a fused one; stop None: all.
-        transposed: the weight is kept as (in, out).
+        start, stop: its outputs within a fused map; stop None: all.
+        transposed: the weight is stored as (in, out).
     """
 
     weight: str
@@ -54,7 +54,7 @@ class BlockParts:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Names of a language model's parameters by what they do; those that are frozen among them."""
+    """Names of a language model's parameters by their function, with frozen ones."""
 
     word: str
     position: str | None
@@ -70,12 +70,12 @@ class ModelParts:
 
     @property
     def key_biases(self) -> frozenset[str]:
-        """Biases of keys alone: their gradient is zero but for rounding, since a softmax does not see them."""
+        """Biases of keys: their gradient is zero up to rounding, since the softmax cancels them."""
         return frozenset(layer.key.bias for layer in self.layers if layer.key.bias and layer.key.stop is None)
 
 
 class PartFinder:
-    """The parts of a network, found by what its modules are and are called."""
+    """Finds the parts of a network by the types and names of its modules."""
 
     def __init__(self, net: Any, task: Task) -> None:
         self.net, self.task = net, task
@@ -86,7 +86,7 @@ class PartFinder:
         place = self._embeddings()
         word, position, kind = place["word"], place.get("position"), place.get("type")
         rows: Any = None if position is None else self.modules[position]
-        # RoBERTa counts its positions from behind the padding's row on
+        # RoBERTa's positions start behind the row of the padding
         reserved = -1 if rows is None or rows.padding_idx is None else int(rows.padding_idx)
         own = int(getattr(net, "positions", 2**31))
         self.positions = own if rows is None else int(rows.num_embeddings) - reserved - 1
@@ -115,12 +115,12 @@ class PartFinder:
             if all(self._projections(child) for child in children):
                 return children
         raise ValueError(
-            f"{type(self.net).__name__} has no stack of blocks whose query, key and value can be told apart "
-            "(known: those of BERT, RoBERTa, DistilBERT, ELECTRA and their like, and of GPT-2)"
+            f"{type(self.net).__name__} has no stack of blocks whose query, key and value can be identified "
+            "(known: those of BERT, RoBERTa, DistilBERT, ELECTRA and similar models, and of GPT-2)"
         )
 
     def _projections(self, block: str) -> dict[str, str]:
-        """The modules that make query, key and value of a block, by these words; empty where they are not all there."""
+        """The modules for query, key and value of a block; empty unless all three are there."""
         inside = {name: name.rpartition(".")[2] for name in self.modules if name.startswith(block + ".")}
         if fused := [name for name, leaf in inside.items() if leaf == _FUSED]:
             return dict.fromkeys(_PROJECTIONS, fused[0])
@@ -138,7 +138,7 @@ class PartFinder:
         return BlockParts(query, key, value, tuple(norms))
 
     def _projection(self, name: str, place: int) -> Projection:
-        """What one module makes, or its place-th third where it makes query, key and value."""
+        """A module's linear map, or its place-th third if the module computes query, key and value together."""
         module = self.modules[name]
         weight, bias = self._weight(name), getattr(module, "bias", None)
         transposed = not isinstance(module, nn.Linear)
@@ -148,7 +148,7 @@ class PartFinder:
         return Projection(weight, None if bias is None else self.name[id(bias)], start, stop, transposed)
 
     def _embeddings(self) -> dict[str, str]:
-        """Word embeddings as the network itself names them, and those of positions and segments by what they are called."""
+        """The word embeddings that the network reports, and the embeddings of positions and segments by their names."""
         words = self.net.get_input_embeddings()
         found = {}
         for name, module in self.modules.items():
@@ -162,7 +162,7 @@ class PartFinder:
         return found
 
     def _norm_beside(self, word: str, blocks: Sequence[str]) -> tuple[str, str] | None:
-        """The norm that embeddings pass: a sibling of theirs, where the blocks are not siblings of theirs, too."""
+        """The norm after the embeddings: a sibling of theirs, unless the blocks are siblings of theirs, too."""
         home = word.rpartition(".")[0]
         if any(block.startswith(home + ".") for block in blocks):
             return None

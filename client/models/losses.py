@@ -28,7 +28,7 @@ class Criterion(ABC):
     """A loss that a scenario can name: a frozen dataclass whose fields are its arguments.
 
     Attributes:
-        tokens: whether it is of every token's logits (B, L, classes) and labels (B, L), -100 where nothing is learnt.
+        tokens: whether it takes every token's logits (B, L, classes) and labels (B, L), which are -100 where none counts.
     """
 
     tokens: ClassVar[bool] = False
@@ -43,7 +43,7 @@ class cross_entropy(Criterion):
     """-sum over classes of y log softmax(logits), averaged over examples.
 
     Args:
-        label_smoothing: this part of the labels is spread evenly over the classes, in [0, 1].
+        label_smoothing: the part of the labels that is spread evenly over the classes, in [0, 1].
     """
 
     label_smoothing: float = 0.0
@@ -61,7 +61,7 @@ class mean_squared_error(Criterion):
     """(logits - y)^2 with y one-hot, averaged over classes and examples."""
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        # neither one_hot nor mse_loss: the first cannot be mapped, the second has no forward derivative of its gradient
+        # one_hot does not work under vmap, and mse_loss has no forward derivative of its gradient
         classes = torch.arange(logits.shape[-1], device=logits.device)
         target = y if y.is_floating_point() else (y.unsqueeze(-1) == classes).to(logits.dtype)
         return (logits - target).square().mean()
@@ -71,7 +71,7 @@ class mean_squared_error(Criterion):
 class next_token(Criterion):
     """-log softmax of each next word, averaged over a sentence's predicted words, then over sentences.
 
-    The labels are the sentences themselves, -100 on padding; position t of the logits is held against label t + 1.
+    The labels are the sentences themselves, -100 on padding; position t of the logits is compared with label t + 1.
     """
 
     tokens: ClassVar[bool] = True
@@ -79,15 +79,15 @@ class next_token(Criterion):
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         log, y = logits[:, :-1].log_softmax(-1), y[:, 1:]
         if y.is_floating_point():  # probabilities (B, L, classes), all zero on padding
-            surprise, seen = -(y * log).sum(-1), y.sum(-1)
+            nll, seen = -(y * log).sum(-1), y.sum(-1)
         else:
             seen = (y != IGNORED).to(log.dtype)
-            surprise = -log.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1) * seen
-        return (surprise.sum(1) / seen.sum(1).clamp(min=1)).mean()
+            nll = -log.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1) * seen
+        return (nll.sum(1) / seen.sum(1).clamp(min=1)).mean()
 
 
 def per_example_accuracy(logits: Tensor, y: Tensor) -> Tensor:
-    """The part of each example (B,) that the largest logit gets right: its label, or its words that are predicted."""
+    """The part of each example (B,) that the largest logit predicts correctly: its label, or its words."""
     if y.dim() == 1:
         return (logits.argmax(1) == y).double()
     guess, y = logits[:, :-1].argmax(-1), y[:, 1:]
@@ -99,13 +99,13 @@ CROSS_ENTROPY: Table = {"use": "cross_entropy"}
 
 
 def build_loss(table: Table, where: str, classes: int) -> Loss:
-    """The loss that a table names, tried on random logits; of the plain cross-entropy, torch's own function.
+    """The loss that a table names, tested on random logits; for the plain cross-entropy, torch's own function.
 
-    A user's own is a function (logits, labels, ...) whose further arguments stand in the table, or a class whose instances are
-    called so.
+    A user's loss is a function (logits, labels, ...) whose further arguments are in the table, or a class whose instances are
+    called with logits and labels.
 
     Raises:
-        SpecError: it does not exist, is called otherwise, or gives no finite scalar that can be differentiated.
+        SpecError: it does not exist, has another signature, or returns no finite, differentiable scalar.
     """
     target = resolve(table, where, LOSS)
     arguments = {k: v for k, v in table.items() if k != "use"}
@@ -116,13 +116,13 @@ def build_loss(table: Table, where: str, classes: int) -> Loss:
         both = list(inspect.signature(target).parameters)[:2]
         if len(both) < 2:
             raise SpecError(
-                f"{where}: a loss is called with logits and labels, and {table['use']!r} takes {both or None}"
+                f"{where}: a loss is called with logits and labels, but {table['use']!r} takes {both or None}"
             )
         settings = check_arguments(target, arguments, where, dict.fromkeys(both))
         further = {k: v for k, v in settings.items() if k not in both}
         loss = partial(target, **further) if further else target
     if loss == cross_entropy():
-        return F.cross_entropy  # the default's very bits, and the mark by which attacks know it
+        return F.cross_entropy  # same bits as the default, and attacks recognise it by identity
     if reason := _wrong(loss, classes):
         raise SpecError(f"{where}: {table['use']!r} {reason}")
     return loss
@@ -134,7 +134,7 @@ def is_cross_entropy(loss: Loss) -> bool:
 
 
 def is_mean(loss: Loss, classes: int) -> bool:
-    """Whether the loss of a batch is the mean of its examples' losses, each by itself."""
+    """Whether the loss of a batch is the mean of its examples' separate losses."""
     if is_cross_entropy(loss):
         return True
     logits, y = _probe(loss, classes)
@@ -143,19 +143,19 @@ def is_mean(loss: Loss, classes: int) -> bool:
 
 
 def takes_probabilities(loss: Loss, classes: int) -> bool:
-    """Whether labels may be probabilities (B, classes), of which whole numbers are the certain ones."""
+    """Whether labels may be probabilities (B, classes), with integer labels as one-hot vectors."""
     if is_cross_entropy(loss):
         return True
     logits, y = _probe(loss, classes)
     try:
         soft = loss(logits, F.one_hot(y, classes).to(logits))
-    except Exception:  # whatever a user's function raises when it is handed labels that it was not written for
+    except Exception:  # a user's function may raise anything for such labels
         return False
     return soft.dim() == 0 and _same(loss(logits, y), soft)
 
 
 def logit_gradient(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
-    """Each example's derivative of its loss by its logits, (B, classes)."""
+    """The derivative of each example's loss by its logits, (B, classes)."""
     at = logits.detach().requires_grad_()
     with torch.enable_grad():
         (found,) = torch.autograd.grad(loss(at, y) * len(at), at)
@@ -179,10 +179,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _wrong(loss: Loss, classes: int) -> str:
-    """What keeps a function from being a loss; empty where nothing does."""
+    """Why a function is not a loss; empty if it is one."""
     logits, y = _probe(loss, classes)
     logits.requires_grad_()
-    with torch.enable_grad():  # whoever asks for the loss first may be evaluating
+    with torch.enable_grad():  # the caller may have turned gradients off
         value = loss(logits, y)
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
         form = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

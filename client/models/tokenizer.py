@@ -1,4 +1,4 @@
-"""Sentences as numbered words: a model's own tokenizer, or word pieces of a corpus's own."""
+"""Tokenizers: a pre-trained model's, or word pieces built from a corpus."""
 
 import hashlib
 import importlib.util
@@ -27,14 +27,14 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """Words as whole numbers, and back.
+    """Text to token ids, and back.
 
     Args:
-        name: as [data] calls it.
+        name: its name in [data].
         backend: a tokenizers.Tokenizer.
-        pad: fills a sentence up on the right.
-        cls, sep: stand before and after a sentence that is classified; None where the vocabulary has none.
-        special: ids that are no words.
+        pad: the padding on the right of a sentence.
+        cls, sep: before and after a sentence that is classified; None if the vocabulary has none.
+        special: ids that are not words.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Words in the vocabulary, special ones among them."""
+        """Number of words in the vocabulary, with the special ones."""
         return int(self.backend.get_vocab_size())
 
     def encode(self, sentence: str) -> list[int]:
@@ -62,7 +62,7 @@ class Tokenizer:
         return str(self.backend.decode([i for i in ids if i not in self.special], skip_special_tokens=False))
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Each id's piece as the vocabulary writes it."""
+        """Each id's piece as written in the vocabulary."""
         return [str(self.backend.id_to_token(i)) for i in ids]
 
     def frame(self, task: Task) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -82,21 +82,21 @@ def framed(
 
 
 def offline() -> bool:
-    """Whether nothing may be asked of Hugging Face's hub."""
-    told = any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in OFFLINE)
-    return told or not may_download.get()
+    """Whether Hugging Face's hub must not be contacted."""
+    requested = any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in OFFLINE)
+    return requested or not may_download.get()
 
 
 def model_place(source: str | Path) -> dict[str, Any]:
-    """Where a model's files are, as from_pretrained takes it: of folders and of minilm, or offline, no hub is asked.
+    """Where a model's files are, as arguments of from_pretrained; folders, minilm and offline use do not contact the hub.
 
     Raises:
-        ValueError: it is a folder that is not there, a path where a name is asked for, or minilm without its package.
+        ValueError: a folder does not exist, a path is given instead of a name, or minilm's package is not installed.
     """
     local = offline()
     if isinstance(source, Path):
         if not source.is_dir():
-            raise ValueError(f"{source} is no folder of a model")
+            raise ValueError(f"{source} is not a folder of a model")
         source, local = str(source.absolute()), True
     elif source == "minilm":
         spec = importlib.util.find_spec(MINILM)
@@ -104,9 +104,9 @@ def model_place(source: str | Path) -> dict[str, Any]:
             raise ValueError(f"minilm comes from the package {MINILM.replace('_', '-')}, which is not installed")
         source, local = str(Path(spec.origin).parent / "model"), True
     elif not HUB_NAME.fullmatch(source) or Path(source).exists():
-        # transformers takes any text for a folder first: who may give a name, as a server to its clients, gives no path
+        # transformers tries any text as a folder first, but a server that names a model must not name a path
         raise ValueError(
-            f"{source!r} is a path or no name of Hugging Face's hub (model, or owner/model): for files, folder"
+            f"{source!r} is a path, or not a name on Hugging Face's hub (model, or owner/model): for files, set folder"
         )
     return {"pretrained_model_name_or_path": source, "local_files_only": local}
 
@@ -131,16 +131,16 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     pad = found.pad_token_id if found.pad_token_id is not None else found.eos_token_id
     if pad is None:
         raise ValueError(
-            f"the tokenizer of {source} has neither a padding nor an end-of-text token to fill sentences up with"
+            f"the tokenizer of {source} has neither a padding nor an end-of-text token, and sentences need one of them as padding"
         )
     special = frozenset(found.all_special_ids) | {pad}
     return Tokenizer(str(source), backend, int(pad), found.cls_token_id, found.sep_token_id, special)
 
 
 def wordpiece(sentences: Sequence[str], size: int = 1500) -> Tokenizer:
-    """Word pieces of a corpus's own, kept in the cache folder.
+    """Word pieces built from a corpus, kept in the cache folder.
 
-    Equal sentences give equal ids on every machine, which the trainers of the tokenizers library do not promise.
+    Equal sentences give equal ids on every machine, which the trainers of the tokenizers library do not guarantee.
 
     Args:
         size: of the vocabulary, at most.

@@ -1,4 +1,4 @@
-"""The small transformer of Decepticons (Fowl et al., 2023), which LTI attacks as well."""
+"""The small transformer of Decepticons (Fowl et al., 2023), which LTI attacks, too."""
 
 import math
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 class Transformer(nn.Module):
-    """Post-norm blocks with ReLU, called as networks of transformers are."""
+    """Post-norm blocks with ReLU, with the interface of the package transformers."""
 
     positions = 1024
 
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
 
 
 class _TransformerBlock(nn.Module):
-    """As nn.TransformerEncoderLayer, with its projections apart and attention that can be differentiated twice."""
+    """nn.TransformerEncoderLayer with separate projections, and attention that can be differentiated twice."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ def add_to(commands: Commands) -> None:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """fedgauge deploy init|up|status|down DIR: a federation of real processes, one or more per client, here or in containers."""
+    """fedgauge deploy init|up|status|down DIR: a federation of real processes, each client its own, here or in containers."""
     action: Command = options.action
     return action(options)
 

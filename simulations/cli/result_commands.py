@@ -57,7 +57,7 @@ def watch(options: argparse.Namespace) -> int:
 
     def announce(address: str) -> None:
         print(address, flush=True)
-        print("Ctrl-C ends it", file=sys.stderr)
+        print("showing the runs until Ctrl-C", file=sys.stderr)
         if not (path / "ledger.sqlite").exists() and not any(path.glob("*/ledger.sqlite")):
             print(f"{path} has no runs yet; {NO_RUNS}", file=sys.stderr)
         if options.open:

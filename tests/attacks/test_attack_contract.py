@@ -78,9 +78,8 @@ FEW = {
 every = pytest.mark.parametrize("name", ATTACKS)
 with_memory = pytest.mark.parametrize("name", [n for n, make in ATTACKS.items() if isinstance(make(), StatefulAttack)])
 SEARCHES = (
-    "fedgauge.attacks.matching.recipes:",
-    "fedgauge.attacks.matching.feedback_blending:",
-    "fedgauge.attacks.matching.adaptive:",
+    *("bayes", "dlg", "federated_averaging", "grad_inversion", "idlg", "inverting_gradients", "surrogate"),
+    *("feedback_blending", "leave_layer_out", "precode_joint"),
 )
 
 
@@ -205,7 +204,7 @@ def test_an_attack_that_iterates_can_be_traced_and_another_says_so(
 ) -> None:
     _, wave, known = seen
     attack = ATTACKS[name]()
-    if not name.startswith(SEARCHES):
+    if name not in SEARCHES:
         with pytest.raises(ValueError, match=f"{type(attack).__name__} does not iterate"):
             attack.traced(3)
         return
@@ -251,7 +250,7 @@ def test_an_attack_meets_every_kind_of_client(
     known = Auditor(fed).knowledge(PlannedAttack("x", {"use": "analytic"}))
     results = run(name, wave, known, Budget(2))
     well_formed(results, wave, known)
-    if name.startswith((*SEARCHES, "fedgauge.attacks.grading.baselines")):
+    if name in (*SEARCHES, "mean_image", "random_image"):
         assert {found.status for found in results} == {"converged"}
 
 

@@ -361,9 +361,9 @@ def test_what_a_method_cannot_do_it_says() -> None:
     wave = Wave(1, (0,), params, {k: p[None] for k, p in params.items()})
     known = Knowledge(model, chain(local_sgd(0.1)), (1, 2, 2), 3, 5, (0.0,), (1.0,))
     for method, complaint in {
-        "grad_inversion": "5 examples are more than 3 classes; ilrg or llg restore labels with repeats",
-        "idlg": "iDLG restores one label, and the batch holds 5; ilrg or llg",
-        "ildg": "there is no label restoration 'ildg'; there are auto, idlg, grad_inversion, llg, ilrg, fedavg",
+        "grad_inversion": "5 examples are more than 3 classes; use ilrg or llg",
+        "idlg": "iDLG restores one label, and the batch holds 5; use ilrg or llg",
+        "ildg": "unknown label restoration 'ildg'; choose one of auto, idlg, grad_inversion, llg, ilrg, fedavg",
     }.items():
         with pytest.raises(ValueError, match=complaint):
             restore(wave, known, method)

@@ -132,7 +132,7 @@ def test_a_straggler_answers_with_an_error_of_its_own() -> None:
 @pytest.mark.parametrize(("asked", "agreed_mu"), [(0.5, 0.0), (0.0, 0.5), (0.25, 0.5)])
 def test_a_server_that_asks_for_another_proximal_mu_is_refused(asked: float, agreed_mu: float) -> None:
     agreed = protocol(chain=[{**SGD, "proximal_mu": agreed_mu}])
-    with pytest.raises(ValueError, match=f"the server asks for proximal-mu {asked}, the protocol says {agreed_mu}"):
+    with pytest.raises(ValueError, match=f"the server asks for proximal-mu {asked}, but the protocol says {agreed_mu}"):
         app(ask(agreed, **{"proximal-mu": asked}), context(agreed, 0))
 
 

@@ -60,7 +60,7 @@ BATCHNORM = {"use": "convnet", "width": 2}
         (
             {"model": {**BATCHNORM, "mode": "train"}, "chain": [{**CLIP, "each": True}, SGD]},
             "[[chain]]",
-            "acts per example, which layer 'norm0' (BatchNorm in train mode) makes impossible: set [model] mode = \"eval\"",
+            "acts per example, and layer 'norm0' (BatchNorm in train mode) mixes examples: set [model] mode = \"eval\"",
         ),
         # [stragglers]
         ({"stragglers": {"probability": 1.0}}, "[stragglers]", "probability must be in [0, 1), got 1.0"),

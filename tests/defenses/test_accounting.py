@@ -296,8 +296,8 @@ class stretch(UpdateTransform):
     (chain(EACH, gaussian(0.0), SGD), "clipping alone gives no epsilon: it adds no noise"),
     (chain(dp_sgd(1.0, 0.0, 8), SGD), "clipping alone gives no epsilon: it adds no noise"),
     (chain(SGD, sign()), "sign compression gives no epsilon: it is deterministic"),
-    (chain(SGD, prune(0.1), sign()), "pruning gives no epsilon: what it leaves is shown as it is; sign compression gives"),
-    (chain(SGD, mask(0.1)), "masking gives no epsilon: what it lets through is shown as it is"),
+    (chain(SGD, prune(0.1), sign()), "pruning gives no epsilon: the kept entries are sent without noise; sign compression gives"),
+    (chain(SGD, mask(0.1)), "masking gives no epsilon: the kept entries are sent without noise"),
     (chain(SGD, feedback()), "feedback gives no epsilon: it adds no noise"),
     (chain(gaussian(0.5), SGD), "noise (gaussian) without a clip before it bounds nothing"),
     (chain(SGD, laplace(0.5)), "noise (laplace) without a clip before it bounds nothing"),
@@ -308,7 +308,7 @@ class stretch(UpdateTransform):
     (chain(EACH, prune(0.5), gaussian(0.5), SGD), "prune, between the clip and the noise, may enlarge"),
     (chain(SGD, clip(1.0), stretch(), gaussian(0.5)), "stretch, between the clip and the noise, may enlarge"),
     (chain(EACH, local_sgd(0.1, 2), gaussian(0.5)), "clipping before several local steps and noise after them"),
-    (chain(SGD, clip(1.0), gaussian(0.5), again()), "again, behind the noise, may read the examples again"),
+    (chain(SGD, clip(1.0), gaussian(0.5), again()), "again, after the noise, may read the examples again"),
 ])  # fmt: skip
 def test_no_epsilon_is_claimed(links: Chain, why: str) -> None:
     with pytest.raises(NoGuarantee) as told:
@@ -399,7 +399,7 @@ def test_statistics_that_travel_without_noise_leave_no_epsilon(make_federation: 
     links = [LOCAL, {"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 8.0}]
     assert spent(make_federation(model=model, chain=links), {0: 1}).client > 0
     training = make_federation(model={**model, "mode": "train"}, chain=links)
-    with pytest.raises(NoGuarantee, match=r"\(BatchNorm in train mode\) mixes examples, and its statistics travel"):
+    with pytest.raises(NoGuarantee, match=r"\(BatchNorm in train mode\) mixes examples, and its statistics are sent"):
         spent(training, {0: 1})
 
 

@@ -140,7 +140,7 @@ def test_a_value_without_sense_is_refused(arguments: Any, message: str) -> None:
 def test_a_batch_of_another_size_is_refused() -> None:
     """Its examples would weigh more in the mean than the noise is for."""
     _, params, batch, bare = a_client()
-    with pytest.raises(ValueError, match="dp_sgd's noise is for batches of 6, this one has 3"):
+    with pytest.raises(ValueError, match="dp_sgd's noise is for batches of 6, but this one has 3"):
         dp_sgd(0.3, 1.0, B)(bare)(params, Batch(batch.x[:3], batch.y[:3]), seeded())
 
 
@@ -193,7 +193,7 @@ def test_a_place_with_sense_is_not(make_federation: Make, links: Any) -> None:
 
 def test_batchnorm_in_train_mode_is_refused(make_federation: Make) -> None:
     model = {"use": "convnet", "norm": "batch", "mode": "train", "width": 4}
-    with pytest.raises(SpecError, match="acts per example, which layer .* makes impossible"):
+    with pytest.raises(SpecError, match="acts per example, and layer .* mixes examples"):
         _ = make_federation(model=model, data={"batch_size": 4}, chain=[DP, SGD]).chain
 
 

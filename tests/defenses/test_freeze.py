@@ -35,7 +35,7 @@ def update_of(fed: Federation, round: int = 1) -> Update:
         (["3"], r"the model has no layer '3' with parameters \(it has: 0, 1, 1.0, 2\)"),
         (["1.1"], "the model has no layer '1.1' with parameters"),
         (["0.weigh"], "the model has no layer '0.weigh'"),
-        ([], "layers names nothing to freeze"),
+        ([], "layers is empty"),
         (["0", "1", "2"], "layers names all of the model's parameters: nothing would be trained"),
     ],
 )

@@ -44,15 +44,13 @@ def test_a_value_without_sense_is_refused(alpha: float) -> None:
 
 
 def test_a_batch_of_one_has_nothing_to_blend(make_federation: Callable[..., Federation]) -> None:
-    with pytest.raises(ValueError, match="a batch of 1 has no two: raise batch_size"):
+    with pytest.raises(ValueError, match="this batch has 1: raise batch_size"):
         mixup(0.4, 10, 1)
-    with pytest.raises(
-        SpecError, match=r"\[\[chain\]\] #1: mixup blends examples of one batch, and a batch of 1 has no two"
-    ):
+    with pytest.raises(SpecError, match=r"\[\[chain\]\] #1: mixup blends examples of one batch, and this batch has 1"):
         make_federation(chain=[MIXUP, SGD]).check()
     steps_of_one = make_federation(chain=[MIXUP, {**SGD, "steps": 4, "batch_size": 1}], data={"batch_size": 4})
     params, buffers = steps_of_one.initial()
-    with pytest.raises(ValueError, match="that of the local steps where mixup stands before local_sgd"):
+    with pytest.raises(ValueError, match="that of the local steps if mixup comes before local_sgd"):
         steps_of_one.client_update(params, buffers, 0, 1)
 
 

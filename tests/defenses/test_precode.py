@@ -147,7 +147,7 @@ def test_a_model_that_was_used_can_be_copied() -> None:
     ("model", "arguments", "message"),
     [
         (mlp((1, 2, 2), 3), {"before": "fc"}, r"the model has none called 'fc' \(it has: '1', '3'\)"),
-        (nn.Sequential(nn.Conv2d(1, 2, 3)), {}, "stands before a fully connected layer, and the model has none"),
+        (nn.Sequential(nn.Conv2d(1, 2, 3)), {}, "goes before a fully connected layer, and the model has none"),
         (mlp((1, 2, 2), 3), {"latent": 0}, "latent must be at least 1, got 0"),
         (mlp((1, 2, 2), 3), {"beta": -1.0}, "beta must not be negative, got -1.0"),
         (mlp((1, 2, 2), 3), {"beta": float("nan")}, "beta must not be negative, got nan"),

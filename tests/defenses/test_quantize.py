@@ -24,7 +24,7 @@ def one(link: quantize, t: Tensor, rng: Generator) -> Tensor:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bits": 1}, r"bits must be from 2 \(a sign and whether there is anything\) to 16, got 1"),
+        ({"bits": 1}, r"bits must be from 2 \(a sign and zero or not\) to 16, got 1"),
         ({"bits": 17}, "to 16, got 17"),
         ({"bits": 8, "kind": "int8"}, 'kind must be "qsgd" or "uniform", got \'int8\''),
     ],

@@ -434,7 +434,7 @@ def asked_to_unmask() -> tuple[Group, Record]:
         ([1, 2, 3], [5], r"asked to unmask clients \[1, 2, 3, 5\]; those who share are \[1, 2, 3, 4, 5\]"),
         ([1, 2, 3, 4], [5, 6], r"asked to unmask clients \[1, 2, 3, 4, 5, 6\]"),
         ([1, 2, 3, 3, 4], [5], r"asked to unmask clients \[1, 2, 3, 3, 4, 5\]"),
-        ([2, 3, 4], [1, 5], "this client dropped out, and asks it all the same"),
+        ([2, 3, 4], [1, 5], "this client dropped out, but still asks it"),
         ([1, 2], [3, 4, 5], "2 clients are left, fewer than the threshold 3"),
     ],
 )
@@ -516,7 +516,7 @@ def test_questions_of_another_session_or_of_other_terms_are_refused() -> None:
         FIVE.answer({}, question, lambda: (np.zeros(2), 1))
     weaker = repr(PairwiseMasking(5, 1.0, 3, bits=8))
     with pytest.raises(
-        ValueError, match="the server's terms are 'PairwiseMasking.*bits=8.*this client's Pairwise.*bits=24"
+        ValueError, match="the server's terms are 'PairwiseMasking.*bits=8.*this client's are Pairwise.*bits=24"
     ):
         group.answer(10, {**question, "terms": weaker})
 
@@ -567,9 +567,9 @@ def test_a_client_trains_for_no_sum_of_few_and_not_with_shares_that_were_tampere
         ask(senders=[1, 2, 3, 4])
     with pytest.raises(ValueError, match="expected shares of others among clients 1..5, got them of"):
         ask(senders=[2, 3, 4, 6])
-    with pytest.raises(ValueError, match="was not sealed for this session, or was changed"):
+    with pytest.raises(ValueError, match="was not encrypted for this session, or was changed"):
         ask(sealed=[bytes([sealed[0][0] ^ 1]) + sealed[0][1:], *sealed[1:]])
-    with pytest.raises(ValueError, match="was not sealed for this session, or was changed"):
+    with pytest.raises(ValueError, match="was not encrypted for this session, or was changed"):
         ask(sealed=[sealed[1], sealed[0], *sealed[2:]])
     assert trained == []
     ask()

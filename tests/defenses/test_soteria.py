@@ -247,7 +247,9 @@ def test_a_network_without_the_layer_is_refused() -> None:
 def test_a_layer_fed_many_vectors_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Flatten(), nn.Linear(24, 3)).double()  # the first sees each row of pixels
     link = soteria(model, lambda x: x.flatten(1, 2), layer="0")
-    with pytest.raises(ValueError, match=r"fed one vector an example, once; '0' is fed a tensor of shape \(3, 6, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"gets one vector for each example, once; '0' gets a tensor of shape \(3, 6, 6\)"
+    ):
         link.scores(detached_params(model), BATCH.x)
 
 

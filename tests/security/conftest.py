@@ -27,6 +27,7 @@ settings.register_profile(
     max_examples=EXAMPLES,
     deadline=None,
     database=None,
+    derandomize="FEDGAUGE_FUZZ" not in os.environ,  # who asks for a number of inputs gets new ones each time
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

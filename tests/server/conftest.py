@@ -184,7 +184,7 @@ class Kit:
         return travel(Message(content, reply_to=message))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def kit() -> Kit:
     return Kit()
 

@@ -58,7 +58,7 @@ def test_the_peak_of_matching_is_about_what_the_process_takes() -> None:
     code = """
 import torch
 from pathlib import Path
-from fedgauge.attacks.engine.batch_limiter import peak
+from fedgauge.attacks.engine.batch_limiter import peak_bytes
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.simulations.benchmarks.engine import problem
@@ -74,7 +74,7 @@ def work(count):
 def highest():
     return 1024 * next(int(s.split()[1]) for s in Path("/proc/self/status").open() if s.startswith("VmHWM"))
 
-two = peak(lambda: work(2), torch.device("cpu"))
+two = peak_bytes(lambda: work(2), torch.device("cpu"))
 before = highest()  # of this process alone; getrusage tells the greater of its and its parent's
 work(many)
 print(two * many // 2, highest() - before)

@@ -111,16 +111,16 @@ def seen_of(fed: Federation) -> Observation:
     [
         (
             {"chain": [{"use": "mixup", "alpha": 1.0}, LOCAL]},
-            "mixup blends images, and words have nothing",
+            "mixup blends images, and words",
         ),
         ({"chain": [{"use": "ats", "policy": "3-1-7"}, LOCAL]}, "ATS augments images"),
-        ({"chain": [{"use": "soteria"}, LOCAL]}, "soteria scores features by how pixels move them"),
+        ({"chain": [{"use": "soteria"}, LOCAL]}, "soteria scores features by how pixels"),
         (
             {"model": {**SMALL, "defense": [{"use": "precode"}]}},
-            "precode stands in networks of images",
+            "precode is for networks of images",
         ),
         ({"model": {"use": "lenet"}}, "lenet reads images, and .data. is text"),
-        ({"model": GPT}, "tiny_gpt2 is a model for next_token, and .data. is for classification"),
+        ({"model": GPT}, "tiny_gpt2 is a model for next_token, but .data. is for classification"),
         ({"loss": NEXT}, "next_token does not fit .data., which has one label an example"),
         (
             {"data": {"task": "next_token"}, "model": GPT},

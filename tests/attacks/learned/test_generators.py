@@ -141,8 +141,8 @@ def test_a_tanh_is_declared_and_brought_to_pixels(here: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("Upwards", {"end": "tanh"}, r"expected values in \[0, 1\], got -.*, \[-1, 1\] where a tanh ends it"),
-        ("Upwards", {"end": "none"}, r"expected values in \[0, 1\], got .* to 1\d\d: set range = \[black, white\]"),
+        ("Upwards", {"end": "tanh"}, r"expected values in \[0, 1\], got -.*, which is \[-1, 1\] after a tanh"),
+        ("Upwards", {"end": "none"}, r"expected values in \[0, 1\], got .* to 1\d\d; set range = \[black, white\]"),
         ("Upwards", {"range": [-1, 1]}, "only the upper half; leave range out"),
         ("Flat", {"latent": 4}, "takes no latents of 4 numbers .*cannot be multiplied.*: set latent = n"),
         ("Flat", {"latent": 0}, "latent must be at least 1, got 0"),

@@ -5,7 +5,7 @@ from functools import lru_cache, partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -79,16 +79,36 @@ def proven(found: Reconstruction) -> int:
     return int(found.reason.split()[0])
 
 
+def signals(known: Knowledge, params: Params, batch: Batch) -> Tensor:
+    """Each image's error signal (B,) when it is the whole batch: what it adds to the bias gradient of every row it turns on."""
+    alone = [answer(known, params, Batch(batch.x[i : i + 1], batch.y[i : i + 1])) for i in range(len(batch.x))]
+    return torch.stack([LayerRows.of(update, "query").bias[0] for update in alone])  # every image turns on row 0
+
+
 @settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 12), bins=st.integers(1, 24))
+@example(seed=3199, size=12, bins=4)  # no image is alone, and of two in a bin one signal is 400 times the other
 def test_proven_are_the_images_alone_in_their_bins(seed: int, size: int, bins: int) -> None:
+    """And those whose bin holds only images beside them that are too weak to change a grey value."""
     known, batch = knowledge(network(bins, seed), size), examples(seed, size)
     params = crafted(known, bins, seed)
-    found = read(known, params, answer(known, params, batch))
-    counts = torch.bincount(bins_of(params, batch.x), minlength=bins + 1)
-    assert int(counts[0]) == 0, "below the lowest threshold there is no image"
+    update = answer(known, params, batch)
+    found = read(known, params, update)
+    bin_of_each = bins_of(params, batch.x)
+    assert int(bin_of_each.min()) > 0, "below the lowest threshold there is no image"
     assert found.x is not None and found.status == "converged"
-    assert proven(found) == int((counts == 1).sum())
+    signal = signals(known, params, batch)
+    # rounding may spoil weaker signals
+    strong = signal.abs() > 0.01 * size * LayerRows.of(update, "query").bias.abs().max()
+    alone = alone_and_strong = dominated = 0
+    for inside in ((bin_of_each == k).nonzero().flatten() for k in bin_of_each.unique()):
+        if len(inside) == 1:
+            alone += 1
+            alone_and_strong += int(strong[inside[0]])
+            continue
+        mixture = torch.tensordot(signal[inside] / signal[inside].sum(), batch.x[inside].double(), 1)
+        dominated += bool((255 * (batch.x[inside] - mixture).abs().flatten(1).amax(1) < 0.5).any())
+    assert alone_and_strong <= proven(found) <= alone + dominated
     for x in found.x[: proven(found)]:
         assert bool((batch.x == x).flatten(1).all(1).any()), "what is proven is the image to the bit"
 

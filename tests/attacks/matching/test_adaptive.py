@@ -287,7 +287,7 @@ def test_noise_of_examples_that_are_trained_on_apart_is_refused_and_of_one_is_no
     _, wave, known = met(small(guarded=True), links, batch_size=2)
     found = found_by(precode_joint(), wave, known)[0]
     assert found.status == "not_applicable"
-    assert "trains on each example by itself" in found.reason
+    assert "trains on each example separately" in found.reason
     _, wave, known = met(small(guarded=True), links)
     assert found_by(precode_joint(), wave, known)[0].status == "converged"
 
@@ -348,7 +348,7 @@ def test_draws_serve_every_optimiser_and_a_model_that_draws(attack: Attack) -> N
         ({"draws": -1}, "draws must not be negative, got -1"),
         ({"draws": 2, "surrogate": True}, "draws needs the whole chain"),
         ({"latent": -0.1}, "latent must not be negative, got -0.1"),
-        ({"latent": 0.0, "surrogate": True}, "latent needs local steps whose examples are known"),
+        ({"latent": 0.0, "surrogate": True}, "leave out tied and surrogate"),
     ],
 )
 def test_fields_without_sense_are_refused(fields: dict[str, float], message: str) -> None:

@@ -119,9 +119,9 @@ print(found.status)
         [sys.executable, "-c", code, __file__], env=environment, capture_output=True, text=True, check=True
     )
     refused, plain = done.stdout.splitlines()
-    assert refused == (
+    assert refused.startswith(
         "not_applicable | compile needs a C++ compiler (g++ or clang++, or the one that CXX names), and this machine has"
-        " none; with compile = false the same is found without"
+        " none; set compile = false"
     )
     assert plain == "converged"
 

@@ -214,15 +214,31 @@ def test_moves_at_the_end_alone_count_in_what_is_answered_as_published_too(make:
     assert not torch.equal(still.x, moved.x), "the language model has its way"
 
 
-def test_the_restart_is_chosen_by_the_objective_and_equal_streams_give_equal_words(make: Callable[..., Seen]) -> None:
+def test_equal_streams_give_equal_words(make: Callable[..., Seen]) -> None:
     wave, known, _ = make()
-    attack = dlg_text()
-    many = attack.reconstruct(wave, known, Budget(4, restarts=3), streams(2))
-    again = attack.reconstruct(wave, known, Budget(4, restarts=3), streams(2))
-    one = attack.reconstruct(wave, known, Budget(4), streams(2))
-    for a, b, c in zip(many, again, one, strict=True):
+    once, again = (dlg_text().reconstruct(wave, known, Budget(4, restarts=3), streams(2)) for _ in range(2))
+    for a, b in zip(once, again, strict=True):
         assert a.x is not None and b.x is not None and torch.equal(a.x, b.x)
-        assert a.objective == b.objective <= c.objective * (1 + 1e-5)
+        assert a.objective == b.objective
+
+
+@pytest.mark.usefixtures("double")
+def test_the_restart_of_the_lowest_objective_is_returned(make: Callable[..., Seen]) -> None:
+    """In float64: distances of 5e-6 come from products near 1, so float32 keeps two digits of them, which vary with the batch."""
+    wave, known, _ = make()
+
+    def only(restart: int) -> list[Any]:
+        """Streams that begin with another restart."""
+        return [lambda purpose, _, k=k: generator("lamp", k, purpose, restart) for k in range(2)]
+
+    alone = [dlg_text().reconstruct(wave, known, Budget(4), only(r)) for r in range(3)]
+    together = dlg_text().reconstruct(wave, known, Budget(4, restarts=3), streams(2))
+    for result, *each in zip(together, *alone, strict=True):
+        lowest, *others = sorted(each, key=lambda r: r.objective)
+        assert others[0].objective > 1.01 * lowest.objective, "they differ by more than rounding"
+        assert lowest is not each[0], "the first restart is not the best"
+        assert result.objective == pytest.approx(lowest.objective, rel=1e-8)
+        assert result.x is not None and lowest.x is not None and torch.equal(result.x, lowest.x)
 
 
 CHAINS: dict[str, tuple[tuple[Transform, ...], int]] = {

@@ -189,7 +189,7 @@ def test_a_model_that_is_not_there_is_refused_without_asking_a_hub(
     monkeypatch.setattr("socket.create_connection", never)
     monkeypatch.setattr("socket.getaddrinfo", never)
     model = tiny_bert((8,), words, "classification", 2, width=16)
-    with pytest.raises(ValueError, match="is no folder of a model"):
+    with pytest.raises(ValueError, match="is not a folder of a model"):
         load_prior("auxiliary", tmp_path / "none", model, None, SMALL)
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_prior("gpt2-that-is-not-there", None, model, None, SMALL)

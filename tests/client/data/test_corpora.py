@@ -68,7 +68,10 @@ def test_phrases_can_be_told_apart_by_their_words() -> None:
 
 @pytest.mark.slow
 def test_every_process_makes_the_same_phrases_and_the_same_ids(tmp_path: Path) -> None:
-    code = "from fedgauge.client.data.corpora import phrases; d = phrases(); print(d.x.sum().item(), (d.x * d.x.roll(1)).sum().item())"
+    code = (
+        "from fedgauge.client.data.corpora import phrases; d = phrases(); "
+        "print(d.x.sum().item(), (d.x * d.x.roll(1)).sum().item())"
+    )
     told = set()
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "XDG_CACHE_HOME": str(tmp_path / seed)}
@@ -165,10 +168,10 @@ def test_text_is_dealt_out_as_images_are() -> None:
     ("arguments", "words"),
     [
         ({"length": 1}, "length must be at least 2, got 1"),
-        ({"length": 2}, "length = 2 leaves no room between the 2 tokens"),
+        ({"length": 2}, "length = 2 leaves no room for words beside the 2"),
         ({"length": 4, "longer": "drop"}, "phrases has no sentence of 2 tokens or fewer"),
         ({"vocabulary": 10}, "vocabulary must be at least 200, got 10"),
-        ({"tokenizer_folder": Path("missing")}, "missing is no folder of a model"),
+        ({"tokenizer_folder": Path("missing")}, "missing is not a folder of a model"),
     ],
 )
 def test_what_makes_no_text_is_refused(arguments: dict[str, Any], words: str) -> None:
@@ -309,7 +312,7 @@ def test_words_to_come_need_no_label(tmp_path: Path) -> None:
         ("", {}, "has no column 'text' (it has: nothing)"),
         ("text;label\na;1\n", {}, "has no column 'text' (it has: 'text;label')"),
         ("text,text,label\na,b,1\n", {}, "has more than one column 'text'"),
-        ("text,label\na,b,c\n", {}, "line 2: expected 2 fields as in the first line; a text with a comma"),
+        ("text,label\na,b,c\n", {}, "line 2: expected 2 fields as in the first line; quote a text"),
         ("text,label\na,0\nb\n", {}, "line 3: expected 2 fields"),
         ('text,label\n"a,0\n', {}, "is not a CSV file in UTF-8 that can be read: unexpected end of data"),
         ("text,label\na,0\n", {}, "has sentences fewer than two"),
@@ -317,7 +320,7 @@ def test_words_to_come_need_no_label(tmp_path: Path) -> None:
         ("text,label\na,0\nb,1\n", {}, "no class has the two sentences that test = 0.2 needs"),
         ("text,label\na,0\nb,99999999\n", {}, "has the label 99999999; labels count from 0, to 99999 at most"),
         ("text,label\na,x\nb,y\n", {"classes": ["x"]}, "has 'y', which is none of classes (x)"),
-        ("text,label\na,x\nb,y\n", {"classes": ["x", "x"]}, "classes names one twice"),
+        ("text,label\na,x\nb,y\n", {"classes": ["x", "x"]}, "classes has a name twice"),
         ("text,label\na,0\nb,1\na,0\n", {"test": 1.0}, "test must be above 0 and below 1, got 1"),
     ],
 )

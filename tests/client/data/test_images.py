@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fedgauge.client import local_data
 from fedgauge.client.components import SpecError
 from fedgauge.client.data import images
 from fedgauge.client.data.images import Dataset, Partition, Shards, split
@@ -352,10 +353,10 @@ def test_a_download_that_fails_says_what_to_do(
     for kind in (torchvision.datasets.MNIST, torchvision.datasets.FashionMNIST):
         monkeypatch.setattr(kind, "mirrors", [NOWHERE])
     wanted = (
-        rf"(?s)\[data\]: {name} is neither in a local folder \(FEDGAUGE_DATA\) nor to be downloaded .*mnist5k needs no"
+        rf"(?s)\[data\]: {name} is not in a local folder \(FEDGAUGE_DATA\) and cannot be downloaded .*mnist5k needs no"
     )
     with pytest.raises(SpecError, match=wanted):
-        make_federation(data={"use": f"fedgauge.client.data.images:{name}"}).check()
+        make_federation(data={"use": name}).check()
 
 
 def test_what_was_downloaded_reads_as_the_local_files_do(
@@ -384,11 +385,11 @@ def test_the_data_folder_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatc
     assert images.data_folder() == tmp_path
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path / "absent"))
     with pytest.raises(
-        FileNotFoundError, match="FEDGAUGE_DATA names .*absent, which is no folder: correct it, or unset it"
+        FileNotFoundError, match="FEDGAUGE_DATA names .*absent, which is not a folder: correct it, or unset it"
     ):
         images.data_folder()
     monkeypatch.delenv("FEDGAUGE_DATA")
-    beside = Path(images.__file__).resolve().parents[2] / "shared" / "data"
+    beside = Path(local_data.__file__).resolve().parents[2] / "shared" / "data"
     assert images.data_folder() == (beside if beside.is_dir() else None)
 
 

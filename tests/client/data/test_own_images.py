@@ -114,7 +114,7 @@ def test_what_cannot_be_used_is_named(pictures: Path, tmp_path: Path) -> None:
         return str(error.value)
 
     assert "size must be at least 1" in told(size=0)
-    assert "nowhere is no folder" in told(path=tmp_path / "nowhere")
+    assert "nowhere is not a folder" in told(path=tmp_path / "nowhere")
     assert "test must be above 0 and below 1, got 1" in told(test=1.0)
     assert "mean has 1 numbers, and the images of" in told(mean=[0.5])
     assert "std of channel 1 is 0" in told(std=[1.0, 0.0, 1.0])
@@ -286,7 +286,7 @@ def test_its_columns_and_sizes_are_checked_by_name(tmp_path: Path) -> None:
     assert hugging_face(path, size=4).shape == (3, 4, 4)
     with pytest.raises(ValueError, match="is not a dataset that save_to_disk wrote"):
         hugging_face(tmp_path)
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         hugging_face(tmp_path / "nowhere")
 
 
@@ -324,7 +324,7 @@ def test_a_scenario_trains_on_a_folder_of_pictures(pictures: Path) -> None:
     update = federation.own_update(*federation.initial(), client=0, round=1)
     assert update["1.weight"].shape == (4, 3 * SIZE * SIZE) and update["1.weight"].any()
     tables["data"]["path"] = str(pictures / "nowhere")
-    with pytest.raises(SpecError, match=r"\[data\]: .*nowhere is no folder"):
+    with pytest.raises(SpecError, match=r"\[data\]: .*nowhere is not a folder"):
         Federation(Protocol.from_tables(tables)).check()
     tables["data"]["path"] = 3
     with pytest.raises(SpecError, match=r"\[data\]: path must be a path, got 3"):

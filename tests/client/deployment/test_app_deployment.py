@@ -176,8 +176,8 @@ def test_a_round_is_answered_once_a_run(write: Write) -> None:
     path = write(chain=[SGD, GAUSSIAN])
     where = context(path)
     assert not app(ask(2), where).has_error()
-    assert error(app(ask(2), where)) == (REFUSED, "this client has answered in round 2 of this run")
-    assert error(app(ask(2), context(path))) == (REFUSED, "this client has answered in round 2 of this run")
+    assert error(app(ask(2), where)) == (REFUSED, "this client has already answered in round 2 of this run")
+    assert error(app(ask(2), context(path))) == (REFUSED, "this client has already answered in round 2 of this run")
     assert not app(ask(3), where).has_error()
     assert not app(ask(2), context(path, run=2)).has_error(), "a run that was resumed has another number"
 
@@ -189,7 +189,7 @@ def test_an_owner_bounds_what_all_runs_together_get(write: Write) -> None:
     assert not app(ask(1), context(path, run=2)).has_error()
     for run, round in ((3, 1), (1, 2)):
         told = error(app(ask(round), context(path, run=run)))
-        assert told == (REFUSED, "this client has given as many updates as its owner allows")
+        assert told == (REFUSED, "this client has sent as many updates as its owner allows")
     with pytest.raises(SpecError, match="updates must be at least 1, got 0"):
         OwnerConfig.parse(path.read_text().replace("updates = 2", "updates = 0"), path)
 
@@ -201,7 +201,7 @@ def test_a_round_beyond_the_protocols_is_refused(write: Write, round: int) -> No
 
 def test_a_proximal_term_that_the_owner_does_not_apply_is_refused(write: Write) -> None:
     reply = app(ask(1, **{"proximal-mu": 0.5}), context(write()))
-    assert error(reply) == (REFUSED, "the server asks for another proximal-mu than this client applies")
+    assert error(reply) == (REFUSED, "the server asks for a different proximal-mu than this client applies")
 
 
 def raw(shape: tuple[int, ...], kind: str, data: bytes) -> Array:
@@ -376,7 +376,7 @@ def test_images_that_are_none_are_refused_before_memory_is_taken(write: Write, a
 def test_a_simulation_does_not_grade_at_its_clients() -> None:
     where = Context(1, NODE, {"partition-id": 0}, RecordDict(), {"protocol": protocol().to_json()})
     reply = app(question({"dlg": torch.zeros(4, 1, 28, 28)}), where)
-    assert error(reply) == (NOT_GRADED, "a simulation's server grades by itself")
+    assert error(reply) == (NOT_GRADED, "the server of a simulation grades by itself")
 
 
 # ------------------------------------------------------------------------------------------------------------------ guard

@@ -162,11 +162,11 @@ def test_an_owners_folder_remembers_one_run_and_the_first_network(tmp_path: Path
     model = network()
     probes = ProbeSet(model, Batch(torch.zeros(0, 3, 9, 9), torch.zeros(0, dtype=torch.int64)), F.cross_entropy)
     params = detached_params(model)
-    with state.met(run) as memory:
+    with state.inspection_memory(run) as memory:
         assert not inspection_policy.findings(probes, params, 1, memory).alarms
-    with state.met(run) as memory:
+    with state.inspection_memory(run) as memory:
         assert inspection_policy.findings(probes, swapped(params), 2, memory).alarms
-    with state.met(run - 1) as memory:
+    with state.inspection_memory(run - 1) as memory:
         assert memory.keys() == {FIRST_NETWORK}
         assert not inspection_policy.findings(probes, swapped(params), 1, memory).alarms, (
             "another federation begins elsewhere"
@@ -176,5 +176,8 @@ def test_an_owners_folder_remembers_one_run_and_the_first_network(tmp_path: Path
 
 def test_a_damaged_memory_is_told_to_the_owner(tmp_path: Path) -> None:
     (tmp_path / "inspected.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(DamagedState, match="inspected.safetensors is damaged"), ClientFolder(tmp_path).met(1):
+    with (
+        pytest.raises(DamagedState, match="inspected.safetensors is damaged"),
+        ClientFolder(tmp_path).inspection_memory(1),
+    ):
         raise AssertionError("nothing is handed out")

@@ -391,7 +391,7 @@ def test_a_link_with_memory_has_no_place_under_a_secure_sum(make_federation: Mak
     make_federation(**EIGHT, chain=chain).check()
     forgetful = [SGD, {"use": "top_k", "keep": 0.5, "error_feedback": False}]
     make_federation(**EIGHT, chain=forgetful, secure_sum={"group": 4}).check()
-    with pytest.raises(SpecError, match=r"#2: top_k remembers, and no replay of a \[secure_sum\]"):
+    with pytest.raises(SpecError, match=r"#2: top_k keeps a state, and the replay of a \[secure_sum\]"):
         make_federation(**EIGHT, chain=chain, secure_sum={"group": 4}).check()
 
 

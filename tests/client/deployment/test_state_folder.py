@@ -14,7 +14,7 @@ from fedgauge.client.update import Batch
 
 def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
     state = ClientFolder(tmp_path / "state")
-    with state.held():
+    with state.locked():
         state.keep_drawn(1, DrawnBatch(7, (1, 2), "ab"))
         state.keep_answers("ab", {"dlg": {"images": "", "psnr": [1.0]}})
         state.note("sent", round=1)
@@ -49,10 +49,10 @@ def test_two_holders_wait_for_each_other(tmp_path: Path) -> None:
     state, order = ClientFolder(tmp_path), []
 
     def other() -> None:
-        with ClientFolder(tmp_path).held():
+        with ClientFolder(tmp_path).locked():
             order.append("other")
 
-    with state.held():
+    with state.locked():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(0.3)

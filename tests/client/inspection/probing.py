@@ -36,4 +36,4 @@ def alarmed(found: DetectorResults) -> dict[str, DetectorResult]:
 
 
 def score(found: DetectorResults, detector: str) -> float:
-    return next(f.score for f in found.found if f.detector == detector)
+    return next(f.score for f in found.results if f.detector == detector)

@@ -24,10 +24,10 @@ def test_fresh_weights_of_the_papers_networks_pass(build: object) -> None:
         k: t + 0.01 * t.std() * torch.randn(t.shape, generator=rng) if t.numel() > 1 else t for k, t in params.items()
     }
     found = inspect(probes(model, probe), nearby, params, agreed=fingerprint(model))
-    assert found.suspicion < 1, found.why
+    assert found.suspicion < 1, found.reasons
     narrow = {"isolated units"} if build is lenet else set()  # of layers that wide it has none
-    assert {f.detector for f in found.found} == set(THRESHOLDS) - narrow
-    assert not found.why
+    assert {f.detector for f in found.results} == set(THRESHOLDS) - narrow
+    assert not found.reasons
 
 
 def test_everything_is_left_as_it_was() -> None:
@@ -55,7 +55,7 @@ def test_another_network_than_agreed_is_an_alarm_whatever_its_weights() -> None:
     model = network()
     found = inspect(probes(model), detached_params(model), None, agreed=fingerprint(lenet(SHAPE, CLASSES)))
     assert alarmed(found).keys() == {"architecture"}
-    assert fingerprint(model) in found.why
+    assert fingerprint(model) in found.reasons
 
 
 def test_a_client_compares_with_the_last_weights_that_raised_no_alarm() -> None:

@@ -27,7 +27,7 @@ def test_a_bias_is_held_against_what_the_layer_is_fed() -> None:
     probe = Batch(torch.full((1, 1, 4, 4), 2.0), torch.zeros(1, dtype=torch.int64))
     found = inspect(probes(model, probe), params, None)
     assert score(found, "extreme biases") == pytest.approx(100)
-    assert "its bias 4 is 100 times" in found.why
+    assert "its bias 4 is 100 times" in found.reasons
 
 
 def test_a_dead_layer_is_found_by_any_client() -> None:
@@ -64,7 +64,7 @@ def test_domination_is_the_published_ratio() -> None:
     found = alarmed(inspect(probes(model, loud), params, None))["dominated"]
     assert expected > THRESHOLDS["dominated"]
     assert found.score >= expected * (1 - 1e-5), "it is the worst layer's"
-    assert "one example's gradient is" in found.words
+    assert "one example's gradient is" in found.description
 
 
 @pytest.mark.parametrize("size", [1e15, 1e22, 1e30])
@@ -94,7 +94,7 @@ def test_what_was_usual_before_is_no_alarm() -> None:
 def test_of_few_examples_it_is_not_said_who_dominates(n: int) -> None:
     found = inspect(probes(probe=examples(n)), detached_params(network()), None)
     silent = {"dominated", "vanished", "isolated units"}
-    assert silent.isdisjoint(f.detector for f in found.found)
+    assert silent.isdisjoint(f.detector for f in found.results)
     assert found.suspicion < 1
 
 
@@ -137,7 +137,7 @@ def test_memory_is_bounded_by_chunks_that_change_nothing(monkeypatch: pytest.Mon
     params = detached_params(network())
     whole = inspect(probes(), params, params)
     monkeypatch.setattr("fedgauge.client.inspection.probes.MOST_FLOATS", 3 * sum(t.numel() for t in params.values()))
-    for a, b in zip(whole.found, inspect(probes(), params, params).found, strict=True):
+    for a, b in zip(whole.results, inspect(probes(), params, params).results, strict=True):
         assert (a.detector, a.layer) == (b.detector, b.layer)
         assert a.score == pytest.approx(b.score, rel=1e-4, abs=1e-7)
 

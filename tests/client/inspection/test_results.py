@@ -13,7 +13,7 @@ def test_a_score_that_is_no_number_is_the_largest(wrong: float) -> None:
         both = [DetectorResult("jump", "a", 0.1, "x"), DetectorResult("jump", "b", wrong, "y")][::order]
         found = DetectorResults.of(iter([*both, DetectorResult("loss", "", 0.1, "z")]))
         assert [(f.layer, f.score) for f in found.alarms] == [("b", LARGEST)]
-        assert found.found[0].layer == "b"
+        assert found.results[0].layer == "b"
 
 
 def test_findings_are_sorted_by_suspicion() -> None:
@@ -26,7 +26,7 @@ def test_findings_are_sorted_by_suspicion() -> None:
             ]
         )
     )
-    assert [(f.detector, f.layer) for f in found.found] == [("dominated", ""), ("jump", "b")]
+    assert [(f.detector, f.layer) for f in found.results] == [("dominated", ""), ("jump", "b")]
     assert found.suspicion == pytest.approx(3)
-    assert found.why == "the network: z"
+    assert found.reasons == "the network: z"
     assert DetectorResults(()).suspicion == 0

@@ -326,7 +326,7 @@ def test_frozen_tied_words_are_frozen_in_the_head_too(words: Tokenizer) -> None:
 
 
 def test_frozen_parts_that_there_are_not_are_refused(words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="the model learns none"):
+    with pytest.raises(ValueError, match="the model has no learnt positions"):
         transformer3((LENGTH,), words, "next_token", width=16, heads=2, freeze=["positions"])
 
 
@@ -350,7 +350,7 @@ def test_robertas_positions_are_counted_from_behind_the_paddings(words: Tokenize
 def test_dropout_left_on_is_refused(words: Tokenizer) -> None:
     config = transformers.BertConfig(vocab_size=words.size, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     net = transformers.BertForSequenceClassification._from_config(config, attn_implementation="eager")
-    with pytest.raises(ValueError, match=r"dropout is left on .*set it to 0"):
+    with pytest.raises(ValueError, match=r"dropout is on .*set it to 0"):
         LanguageModel(net, "classification", words)
 
 
@@ -362,7 +362,7 @@ def test_attention_without_a_second_derivative_is_refused(words: Tokenizer) -> N
 
 
 def test_a_model_is_not_made_for_another_task(words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="tiny_bert is a model for classification, and \\[data\\] is for next_token"):
+    with pytest.raises(ValueError, match="tiny_bert is a model for classification, but \\[data\\] is for next_token"):
         tiny_bert((LENGTH,), words, "next_token", 2)
     with pytest.raises(ValueError, match="decoder is a model for next_token"):
         decoder((LENGTH,), words, "classification")
@@ -453,10 +453,10 @@ def test_a_name_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word
     """A server names its clients' model: no file of theirs, and no folder that happens to have such a name."""
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="is a path or no name of Hugging Face's hub"):
+    with pytest.raises(ValueError, match="is a path, or not a name on Hugging Face's hub"):
         encoder((16,), words, "classification", 2, name=name)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="missing is no folder of a model"):
+    with pytest.raises(ValueError, match="missing is not a folder of a model"):
         encoder((16,), words, "classification", 2, folder=tmp_path / "missing")

@@ -142,13 +142,13 @@ def test_a_users_function_gets_its_arguments_from_the_table(own: None) -> None:
         ({"use": "mylosses:number"}, "gave float, expected a scalar"),
         ({"use": "mylosses:detached"}, "has no derivative by the logits"),
         ({"use": "mylosses:nan"}, "gave nan for random logits, expected a finite number"),
-        ({"use": "mylosses:alone"}, "a loss is called with logits and labels, and 'mylosses:alone' takes ['logits']"),
+        ({"use": "mylosses:alone"}, "a loss is called with logits and labels, but 'mylosses:alone' takes ['logits']"),
         ({"use": "mylosses:named"}, "'mylosses:named' is not a loss"),
         ({"use": "mylosses:focal", "gama": 1}, "focal() has no argument 'gama' (it has: gamma)"),
         ({"use": "cross_entropy", "label_smoothing": 2.0}, "label_smoothing must be in [0, 1], got 2.0"),
         ({"use": "hinge"}, "nothing is called 'hinge'; a loss is one of"),
         ({"use": "elsewhere:loss"}, "--allow elsewhere "),
-        ({}, 'needs use = "module:name"'),
+        ({}, 'needs use = "name"'),
     ],
 )
 def test_what_is_no_loss_is_told(own: None, table: dict[str, Any], message: str) -> None:
@@ -191,7 +191,12 @@ def test_accuracy_and_mean_loss_are_the_losses_own(make_federation: MakeFederati
     logits = torch.func.functional_call(fed.model, params, (data.normalise(data.x_test.float() / 255),))
     accuracy, loss = evaluate(fed, params, chunk=333)
     assert loss == pytest.approx(float((logits - F.one_hot(data.y_test, 10)).square().mean()), rel=1e-5)
-    assert accuracy == pytest.approx(float((logits.argmax(1) == data.y_test).double().mean()), abs=1e-9)
+    first, second = logits.topk(2).values.T
+    # images that rounding may decide either way, as it depends on the size of the chunks
+    undecided = float((first - second < 1e-5).double().mean())
+    assert undecided < 0.01
+    right = (logits.argmax(1) == data.y_test).double().mean()
+    assert accuracy == pytest.approx(float(right), abs=undecided + 1e-9)
 
 
 def test_a_loss_of_whole_labels_and_a_link_that_blends_them_exclude_each_other(
@@ -199,7 +204,7 @@ def test_a_loss_of_whole_labels_and_a_link_that_blends_them_exclude_each_other(
 ) -> None:
     blend = [{"use": "mixup", "alpha": 0.5}, SGD]
     with pytest.raises(
-        SpecError, match=r"\[loss\]: mylosses:focal takes whole labels only, and \[\[chain\]\] #1 makes prob"
+        SpecError, match=r"\[loss\]: mylosses:focal takes integer labels only, but \[\[chain\]\] #1 .* prob"
     ):
         make_federation(loss={"use": "mylosses:focal"}, chain=blend, data={"batch_size": 2}).check()
     make_federation(loss=SQUARED, chain=blend, data={"batch_size": 2}).check()
@@ -272,7 +277,7 @@ def test_the_attacker_matches_the_loss_that_it_knows(own: None, make_federation:
     wrong = replace(known, loss=cross_entropy(0.5))
     (other,) = attack.continued(wave, wrong, Budget(1), streams, batch.x[None])
     assert right.objective < 1e-4 and other.objective > 10 * max(right.objective, 1e-6)
-    assert f"loss {loss['use'].split(':')[1]}() known" in knowledge_card(fed, planned("inverting_gradients"))
+    assert f"loss {loss['use'].rpartition(':')[2]}() known" in knowledge_card(fed, planned("inverting_gradients"))
 
 
 def test_labels_are_not_read_off_another_loss(make_federation: MakeFederation) -> None:
@@ -293,10 +298,8 @@ def test_optimised_labels_need_a_loss_of_probabilities(own: None, make_federatio
     known = Auditor(make_federation(loss={"use": "mylosses:focal"})).knowledge(planned("dlg"))
     wave = wave_of(make_federation(loss={"use": "mylosses:focal"}))
     (told,) = dlg().reconstruct(wave, known, Budget(2), [lambda *_: torch.Generator()])
-    assert (told.status, told.reason) == (
-        "not_applicable",
-        "the loss takes whole labels only, so that they cannot be optimised beside the images",
-    )
+    assert told.status == "not_applicable"
+    assert "the loss takes whole labels only" in told.reason and "optimised" in told.reason
 
 
 def test_analytic_inversion_owes_nothing_to_the_loss(make_federation: MakeFederation) -> None:

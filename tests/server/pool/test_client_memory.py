@@ -1,5 +1,6 @@
 """Attacks with memory in a live run: a client's rounds in order, nothing lost or done twice, whatever happens in between."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def found(run: Run, round: int, client: int) -> Tensor:
     return run.read_reconstruction(round, client, "feedback")["x"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def scenario(kit: Any) -> Scenario:
     """One digit an update, so that the truth's order is the attack's; two clients in one wave, the third in another."""
     data = {"use": "mnist5k", "batch_size": 1, "auxiliary": 64}
@@ -91,12 +92,19 @@ def scenario(kit: Any) -> Scenario:
     return made
 
 
-@pytest.fixture
-def whole(kit: Any, tmp_path: Path, scenario: Scenario) -> Run:
-    """An audit without any interruption."""
-    run: Run = kit.make_run(tmp_path / "whole", scenario, rounds=ROUNDS)
+@pytest.fixture(scope="module")
+def audited(kit: Any, tmp_path_factory: pytest.TempPathFactory, scenario: Scenario) -> Run:
+    """An audit without any interruption; not to be changed."""
+    run: Run = kit.make_run(tmp_path_factory.mktemp("audited") / "whole", scenario, rounds=ROUNDS)
     serve(run, LocalExecutor())
     return run
+
+
+@pytest.fixture
+def whole(audited: Run, tmp_path: Path) -> Run:
+    """A copy of it."""
+    shutil.copytree(audited.folder, tmp_path / "whole")
+    return Run.open(tmp_path / "whole")
 
 
 # ------------------------------------------------------------------------------------------------------ what it computes

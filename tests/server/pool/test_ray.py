@@ -70,7 +70,7 @@ def ray_executor() -> Iterator[RayExecutor]:
     yield executor
     with quietly():
         executor.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (left := {p: n for p, n in descendants().items() if p not in before}) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == {}, "Ray's processes outlive the pool"
@@ -97,7 +97,8 @@ class Murderous:
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
         doomed = any(self.client in t.clients and "inverting" in t.planned for t in self.tasks.values())
-        if doomed and self.left and (pids := at_work()):
+        # a killed worker stays listed until the kernel has removed it, which takes time on a busy machine
+        if doomed and self.left and (pids := [pid for pid in at_work() if pid not in self.kills]):
             self.left -= 1
             self.kills += pids
             for pid in pids:

@@ -4,7 +4,6 @@ import math
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -101,7 +100,9 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
         spoiled = bytearray(original)
         spoiled[position] ^= 1 << (position % 8)
         (tmp_path / name).write_bytes(spoiled)
-        with pytest.raises(TapeError, match=f"{name} is damaged: its digest differs from the one that the ledger recorded"):
+        with pytest.raises(
+            TapeError, match=f"{name} is damaged: its digest differs from the one that the ledger recorded"
+        ):
             tape.read(3, 7, digest)
 
 
@@ -211,29 +212,89 @@ import sys, torch
 from pathlib import Path
 from fedgauge.server.store.tape import Tape
 tape = Tape(Path(sys.argv[1]))
-print("ready", flush=True)
 n = 0
 while True:
     n += 1
     tape.write_update(1, n % 5, {"w": torch.full((200_000,), float(n))})
+    print(n, flush=True)
 """
+
+# Each fork dies at one line of a write: the first fork at the first line, and so on until one fork completes its write.
+WRITER_KILLED_AT_EACH_LINE = """
+import os, signal, sys, torch
+from pathlib import Path
+from fedgauge.client import files
+from fedgauge.server.store import tape
+torch.set_num_threads(1)
+
+def write(n):
+    tape.Tape(Path(sys.argv[1])).write_update(1, 0, {"w": torch.full((200_000,), float(n))})
+
+def kill_at(line):
+    def trace(frame, event, _):
+        nonlocal line
+        if frame.f_code.co_filename not in (files.__file__, tape.__file__):
+            return None
+        line -= event == "line"
+        if line < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+    return trace
+
+write(0)
+line = 0
+while True:
+    child = os.fork()
+    if not child:
+        sys.settrace(kill_at(line))
+        write(line + 1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    line += 1
+    print("killed" if os.WIFSIGNALED(status) else "complete", flush=True)
+    if not sys.stdin.readline() or not os.WIFSIGNALED(status):
+        break
+"""
+
+
+def write_number(path: Path) -> float:
+    """Which write a file comes from, after checking that it holds one whole write."""
+    values = read_tensors(path)["w"]
+    assert len(values) == 200_000
+    assert (values == values[0]).all(), f"{path.name} has two writes in it"
+    return float(values[0])
 
 
 def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path: Path) -> None:
     for attempt in range(3):
         child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
         assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
-        time.sleep(0.05 + 0.037 * attempt)
+        for n in range(1, 6 + attempt):  # all five files exist; the kill arrives during a write that replaces one
+            assert child.stdout.readline() == b"%d\n" % n
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
     files = sorted(tmp_path.glob("round-*"))
     assert len(files) == 5
     for path in files:
-        values = read_tensors(path)["w"]
-        assert len(values) == 200_000
-        assert (values == values[0]).all(), f"{path.name} has two writes in it"
+        write_number(path)
+
+
+def test_a_writer_killed_at_any_line_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    """The kill comes at every line of a write in turn, so the result does not depend on when a signal arrives."""
+    command = [sys.executable, "-c", WRITER_KILLED_AT_EACH_LINE, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        numbers = [0.0]
+        while (outcome := child.stdout.readline()) == "killed\n":
+            (path,) = tmp_path.glob("round-*")
+            numbers.append(write_number(path))
+            assert numbers[-1] in (numbers[-2], len(numbers) - 1), "the previous write, or the one that was killed"
+            print(file=child.stdin, flush=True)
+    assert outcome == "complete\n"
+    assert write_number(path) == len(numbers)
+    assert len(numbers) > 20, "lines of a write"
+    assert numbers[1] == 0 and numbers[-1] == len(numbers) - 1, "the first kill left the old file, the last the new one"
 
 
 def test_the_digest_depends_on_every_byte() -> None:

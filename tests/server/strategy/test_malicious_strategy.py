@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.malicious.fishing import count_isolated
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.threat_model import public_knowledge

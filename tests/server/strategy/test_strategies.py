@@ -245,7 +245,7 @@ def test_a_server_with_another_mu_than_the_protocols_is_refused_by_every_client(
     result = UpdateValidator(inner, intakes.append, clients=grid.nodes).start(grid, ArrayRecord(params), 1)
     assert result.arrays is None or not len(result.arrays)
     assert {s.client: s.status for s in intakes[0].refused} == dict.fromkeys(range(4), "missing")
-    assert all("asks for proximal-mu 0.25, the protocol says 0.5" in s.reason for s in intakes[0].refused)
+    assert all("asks for proximal-mu 0.25, but the protocol says 0.5" in s.reason for s in intakes[0].refused)
 
 
 # ------------------------------------------------------------------------------- stragglers, failures, participation
@@ -409,7 +409,11 @@ def test_evaluation_is_accuracy_and_mean_loss_by_definition(kit: Any) -> None:
     right = (logits.argmax(1) == data.y_test).double().mean()
     loss = (logits.logsumexp(1) - logits[torch.arange(len(logits)), data.y_test]).mean()
     accuracy, mean = evaluate(federation, params, chunk=333)
-    assert accuracy == pytest.approx(float(right), abs=1e-9)
+    first, second = logits.topk(2).values.T
+    # images that rounding may decide either way, as it depends on the size of the chunks
+    undecided = float((first - second < 1e-5).double().mean())
+    assert undecided < 0.01
+    assert accuracy == pytest.approx(float(right), abs=undecided + 1e-9)
     assert mean == pytest.approx(float(loss), rel=1e-5)
 
 

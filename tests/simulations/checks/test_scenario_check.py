@@ -214,7 +214,7 @@ def test_the_command_finds_the_users_package_beside_the_scenario(
     path = folder / "own.toml"
     path.write_text(tomli_w.dumps(TABLES))
     assert main(["doctor", str(path)]) == 2
-    assert "say --allow doctored on the command line" in capsys.readouterr().err
+    assert "--allow doctored on the command line" in capsys.readouterr().err
     assert main(["doctor", str(path), "--allow", "doctored"]) == 0
     assert "exact to rounding" in capsys.readouterr().out
     assert main(["doctor", str(path), "--allow", "doctored", "--set", "model.use=doctored:Drawing"]) == 2

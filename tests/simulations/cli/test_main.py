@@ -1,5 +1,7 @@
 """The command line: a user's mistake is one sentence and exit status 2."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,12 @@ def test_numbers_that_are_none_are_told_without_our_names(taped: Run, capsys: py
     told = capsys.readouterr().err
     assert "argument --rounds: expected whole numbers with commas between, 1,2,3, got 'a,b'" in told
     assert "_numbers" not in told
+
+
+def test_commands_work_beside_a_users_own_files_of_the_same_names(tmp_path: Path) -> None:
+    for name in ("client", "server", "attacks", "defenses", "simulations"):
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('the {name}.py of the user was imported')\n")
+    program = [sys.executable, "-m", "fedgauge.simulations.cli.main"]  # which puts the current folder first on the path
+    for arguments in (["init"], ["doctor", "scenario.toml"], ["list"], ["runs"]):
+        done = subprocess.run([*program, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr

@@ -41,7 +41,7 @@ def program(local: LocalDeployment, name: str, code: str, restart: str = "unless
     local.begin(name)
 
 
-def wait_for(condition: object, seconds: float = 20) -> None:
+def wait_for(condition: object, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "waited in vain"

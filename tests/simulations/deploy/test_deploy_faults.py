@@ -386,7 +386,7 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     finally:
         audit.kill()
     assert there and audit.returncode, f"without a head it fails, and is started again: {said}"
-    wait_for(lambda: not joined(cluster), 20, "the end of the node that it had joined")
+    wait_for(lambda: not joined(cluster), 60, "the end of the node that it had joined")
 
     wait_for(
         lambda: cluster.poll() or processes.listens(cluster.addresses.ray[1]),

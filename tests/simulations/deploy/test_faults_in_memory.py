@@ -83,9 +83,10 @@ def test_a_run_through_many_faults_ends_complete(tmp_path: Path, monkeypatch: py
             raise Died
         enter(self, round, seen)  # type: ignore[arg-type]
 
-    with monkeypatch.context() as patched, in_memory.flower(), pytest.raises(Died):
+    with monkeypatch.context() as patched, in_memory.flower():
         patched.setattr(UpdateRecorder, "enter", dies)
-        federate(run, Troubled(run.scenario().protocol, owners))
+        with pytest.raises(Died):
+            federate(run, Troubled(run.scenario().protocol, owners))
     with run.ledger() as ledger:
         assert ledger.last_round() == 3
         ledger.set_meta(state="failed")  # as `up` does

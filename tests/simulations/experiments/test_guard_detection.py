@@ -62,7 +62,7 @@ def test_who_never_met_honest_weights_misses_what_only_a_comparison_shows(use: s
 
 def test_honest_rounds_of_the_networks_at_hand_raise_no_alarm() -> None:
     found = inspected_rounds(NETWORKS["lenet, MNIST"], 12, 40) + inspected_rounds(NETWORKS["mlp, MNIST"], 12, 40)
-    assert [f.why for f in found if f.alarms] == []
+    assert [f.reasons for f in found if f.alarms] == []
     assert len(found) == 24
     assert max(f.suspicion for f in found) > 0.05, "it looked"
 

@@ -51,7 +51,7 @@ def lived(state: ClientFolder) -> None:
     state.note("graded", round=1, run=10**15, told=reported, answered=2, precision=0.5, exact={}, refused={})
     state.note("withheld", run=10**15, round=3, cause="its norm is 9, above max_norm 5")
     for _ in range(2):
-        state.note("refused", run=10**15, what="train", reason="this client has answered in round 2 of this run")
+        state.note("refused", run=10**15, what="train", reason="this client has already answered in round 2 of this run")
 
 
 def test_the_report_says_what_was_sent_answered_and_leaked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_the_report_says_what_was_sent_answered_and_leaked(tmp_path: Path, capsy
     assert "worst leak: 21.18 dB PSNR (dlg, round 1; the server was told 21)" in out, "a baseline's is no leak"
     assert "guard: holds back entries that are not finite, or a norm above 5" in out
     assert "withheld: its norm is 9, above max_norm 5 (1 x)" in out
-    assert "refused: this client has answered in round 2 of this run (2 x)" in out
+    assert "refused: this client has already answered in round 2 of this run (2 x)" in out
     assert "grading: scores, to 0.5 dB, at most 8 of one batch" in out
     assert ". Of the updates alone: 2 scores and 1 updates held back, which the examples decided, are not in it." in out
 

@@ -43,7 +43,7 @@ def deaf_child(training: TrainingProcess) -> subprocess.Popen[bytes]:
     log = training.run.folder / "logs" / f"child-{len(training._children)}.log"
     child = processes.start([sys.executable, "-c", DEAF], log, training.environment())
     training._children.append(child)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while "ready" not in log.read_text():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

@@ -37,7 +37,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -140,7 +140,7 @@ print(inner.pid, flush=True)
     inner = int(lines[0])
     end(child, patience=0.3)
     try:
-        wait_for(lambda: not alive(inner), 5.0)
+        wait_for(lambda: not alive(inner))
     finally:
         if alive(inner):
             os.kill(inner, signal.SIGKILL)

@@ -169,7 +169,7 @@ def test_a_ctrl_c_while_the_superlink_is_asked_is_no_failure(
     begun: Made, monkeypatch: pytest.MonkeyPatch, interrupting: bool
 ) -> None:
     run, scenario = begun(QUICK)
-    monkeypatch.setattr(module, "Training", Ended)
+    monkeypatch.setattr(module, "TrainingProcess", Ended)
     monkeypatch.setattr(Ended, "interrupting", interrupting)
     with Interrupt().caught() as interrupt:
         if interrupting:

@@ -1,0 +1,108 @@
+"""Ridge inversion: the error that paper gives, in both forms."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Budget
+from fedgauge.attacks.grading.image_metrics import match, mse
+from fedgauge.attacks.learned.ridge import RidgeInputs, fit, minimise_on_grid, principal, ridge_inversion
+from fedgauge.client.chain import Chain, chain
+from fedgauge.client.data.images import mnist5k
+from fedgauge.client.rng import generator
+from fedgauge.client.training import local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.defenses.noise import gaussian
+from fedgauge.defenses.sign import sign
+from tests.attacks.learned.small_threats import STREAMS, digits
+
+
+def test_ridge_in_a_linear_world_reaches_the_error_that_paper_gives() -> None:
+    """x ~ N(0, .05^2), seen = x + N(0, .1^2): the least mean squared error is 1 / (1 / .05^2 + 1 / .1^2) = .002."""
+    rng = generator("world")
+    x = 0.5 + 0.05 * torch.randn(4000, 6, generator=rng)
+    seen = x + 0.1 * torch.randn(4000, 6, generator=rng)
+    found = fit(RidgeInputs(seen[:3000]), x[:3000], RidgeInputs(seen[3000:]), x[3000:], 0.0, 1, 1e-3)
+    assert found.error == pytest.approx(0.002, rel=0.05)
+
+
+def test_a_ridge_fitted_without_noise_is_the_best_for_noise_of_any_size() -> None:
+    rng = generator("quiet")
+    x = 0.5 + 0.05 * torch.randn(4000, 6, generator=rng)
+    seen = x + 0.1 * torch.randn(4000, 6, generator=rng)
+    found = fit(RidgeInputs(x[:3000]), x[:3000], RidgeInputs(seen[3000:]), x[3000:], 0.0, 1, 1e-3)
+    assert found.error == pytest.approx(0.002, rel=0.05)
+    # n sigma^2 of |x|^2, within the search's step
+    assert 0.5 < found.regulariser / (3000 * 0.1**2 / (6 * 0.05**2)) < 2
+
+
+@pytest.mark.parametrize("bond", [0.0, 3.0])
+def test_both_forms_of_a_ridge_are_one(bond: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = generator("forms")
+    x, y, targets = (
+        torch.randn(80, 5, generator=rng),
+        torch.randint(3, (80,), generator=rng),
+        torch.rand(80, 2, generator=rng),
+    )
+    found = []
+    for primal in (True, False):
+        # as many rows, of which most are zeros that no form sees, decide which form it is
+        padded = x if primal else torch.cat([x, torch.zeros(80, 200)], 1)
+        rows = [RidgeInputs(padded[part], y[part]) for part in (slice(60), slice(60, 80))]
+        made = fit(rows[0], targets[:60], rows[1], targets[60:], bond, 3, 1.0)
+        assert (made.rows is None) == primal
+        found.append((made.regulariser, made(rows[1])))
+    assert found[0][0] == pytest.approx(found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-8, atol=1e-10)
+
+
+def test_a_bond_learns_a_map_of_each_label_s_own() -> None:
+    rng = generator("bond")
+    x, y = torch.rand(600, 1, generator=rng) - 0.5, torch.randint(2, (600,), generator=rng)
+    targets = 0.5 + torch.where(y[:, None] == 0, x, -x)
+    errors = [
+        fit(
+            RidgeInputs(x[:500], y[:500]), targets[:500], RidgeInputs(x[500:], y[500:]), targets[500:], bond, 2, 1e-3
+        ).error
+        for bond in (0.0, 10.0)
+    ]
+    assert errors[0] > 0.05
+    assert errors[1] < 1e-3
+
+
+def test_downhill_ends_where_the_error_is_least() -> None:
+    assert minimise_on_grid(lambda r: (torch.tensor(r).log10() + 3).square().item(), 1.0) == pytest.approx(
+        1e-3, rel=1e-6
+    )
+    with pytest.raises(ValueError, match="not finite"):
+        minimise_on_grid(lambda r: float("inf"), 1.0)
+
+
+def test_principal_directions_are_those_of_the_covariance() -> None:
+    rows = torch.randn(300, 12, generator=generator("p")) * torch.tensor([9.0, 5.0, 3.0, *[0.1] * 9])
+    found = principal(rows, 3, generator("q"))
+    torch.testing.assert_close(found.T @ found, torch.eye(3), atol=1e-5, rtol=0)
+    assert float(found[3:].abs().max()) < 0.02
+
+
+def error_of(found: list[Any], truth: list[Tensor]) -> float:
+    return float(torch.stack([mse(t, r.x[match(t, r.x)]).mean() for r, t in zip(found, truth, strict=True)]).mean())
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize(
+    "links", [chain(local_sgd(0.5)), chain(per_example(sign()), local_sgd(1.0)), chain(local_sgd(1.0), gaussian(0.01))]
+)
+def test_ridge_beats_the_mean_image_behind_every_defense(batch_size: int, links: Chain) -> None:
+    known, wave, truth = digits(batch_size, links=links)
+    assert known.auxiliary is not None
+    y = mnist5k().y[len(known.auxiliary.y) :][: 4 * batch_size]
+    known = replace(known, labels=y.view(4, batch_size))  # how well labels are restored is another question
+    found = ridge_inversion().reconstruct(wave, known, Budget(1), STREAMS)
+    floor = float(torch.stack([mse(t, known.auxiliary.x.mean(0).expand_as(t)).mean() for t in truth]).mean())
+    assert error_of(found, truth) < 0.75 * floor
+    assert len({r.objective for r in found}) == 1, "one inverter serves all clients"

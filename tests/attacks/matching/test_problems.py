@@ -1,0 +1,277 @@
+"""The objective: that of a plain loop, whichever way it is computed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.engine.distances import Distance, cosine, squared
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.matching import problems
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.priors import total_variation
+from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.recipes import bayes, inverting_gradients
+from fedgauge.attacks.matching.whole_batch import whole_batch_update
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import Chain, chain
+from fedgauge.client.federation import Federation
+from fedgauge.client.models.vision import detached_params, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.noise import laplace
+from tests.attacks.matching.tiny_problems import (
+    CLASSES,
+    MEAN,
+    SHAPE,
+    STD,
+    network,
+    normalise,
+    plain_objective,
+    scene,
+    streams,
+    truth,
+)
+
+
+def evaluate(attack: GradientMatching, z: Tensor, wave: Wave, known: Knowledge) -> tuple[Tensor, Tensor]:
+    """The engine's gradients and objectives at images z (K, R, B, C, H, W)."""
+    assert known.labels is not None
+    labels = known.labels.repeat_interleave(z.shape[1], 0)
+    posed = Problems(attack, wave, known, labels, z.shape[1], z.dtype)
+    value, slopes = posed.value_and_slopes({"x": z.flatten(0, 1)}, torch.arange(posed.count))
+    return slopes["x"].view_as(z), value.view(z.shape[:2])
+
+
+CLIENTS = {
+    "fedsgd": (chain(local_sgd(0.1)), {"steps": 1, "clipped": False}),
+    "three local steps": (chain(local_sgd(0.1, 3)), {"steps": 3, "clipped": False}),
+    "clipped examples": (chain(per_example(clip(1.0)), local_sgd(0.1, 2)), {"steps": 2, "clipped": True}),
+}
+DISTANCES: dict[str, Distance] = {"cosine": cosine(), "squared": squared()}
+
+
+@pytest.mark.parametrize("general", [False, True], ids=["by passes", "by vmap"])
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.usefixtures("double")
+def test_objective_and_gradient_are_the_plain_loops(
+    distance: str, client: str, general: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links, plain = CLIENTS[client]
+    wave, known, batches = scene(clients=3, links=links)
+    if general:
+        monkeypatch.setattr(problems, "whole_batch_update", lambda *_: None)
+    else:
+        assert (whole_batch_update(links) is None) == plain["clipped"]
+    attack = GradientMatching(DISTANCES[distance], (total_variation(0.05),))
+    z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))  # (K, R, B, C, H, W)
+    gradients, objectives = evaluate(attack, z, wave, known)
+    for k in range(3):
+        for r in range(2):
+            leaf = z[k, r].clone().requires_grad_()
+            value = plain_objective(
+                known.model, wave.params, wave.alone(k), leaf, batches[k].y, distance, 0.05, **plain
+            )
+            (expected,) = torch.autograd.grad(value, leaf)
+            assert float(objectives[k, r]) == pytest.approx(value.item(), abs=1e-12)
+            assert float((gradients[k, r] - expected).abs().max()) < 1e-9 * float(expected.abs().max())
+
+
+CHAINS: dict[str, tuple[Chain, bool]] = {
+    "clipped gradient": (chain(clip(0.5), local_sgd(0.1)), True),
+    "clipped change": (chain(local_sgd(0.1, 3, proximal_mu=0.2), clip(0.01)), True),
+    "clipped twice": (chain(clip(0.5), local_sgd(0.1), clip(0.01)), True),
+    "noise without a mean": (chain(laplace(0.1), local_sgd(0.1, 2), laplace(0.1)), True),
+    "clipped gradients of two steps": (chain(clip(0.5), local_sgd(0.1, 2)), False),
+    "slices": (chain(local_sgd(0.1, 2, batch_size=1)), False),
+}
+
+
+@pytest.mark.parametrize("links", CHAINS)
+@pytest.mark.usefixtures("double")
+def test_every_chain_by_passes_is_the_same_by_vmap(links: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, passes = CHAINS[links]
+    assert (whole_batch_update(parts) is not None) == passes
+    wave, known, _ = scene(clients=3, links=parts)
+    attack = GradientMatching(cosine(), (total_variation(0.05),))
+    z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
+    ours, values = evaluate(attack, z, wave, known)
+    monkeypatch.setattr(problems, "whole_batch_update", lambda *_: None)
+    theirs, expected = evaluate(attack, z, wave, known)
+    torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * float(theirs.abs().max()))
+
+
+def test_in_float32_signed_adam_gets_the_same_signs() -> None:
+    wave, known, batches = scene(clients=4, n=1)
+    attack = inverting_gradients(tv=0.01)
+    z = torch.randn(4, 4, 1, *SHAPE, generator=torch.Generator().manual_seed(5))
+    found, _ = evaluate(attack, z, wave, known)
+    exact = []
+    model = network().double()
+    start = {k: p.double() for k, p in wave.params.items()}
+    for k in range(4):
+        seen = {name: t.double() for name, t in wave.alone(k).items()}
+        for r in range(4):
+            leaf = z[k, r].double().requires_grad_()
+            value = plain_objective(model, start, seen, leaf, batches[k].y, "cosine", 0.01, steps=1, clipped=False)
+            exact.append(torch.autograd.grad(value, leaf)[0])
+    agreement = (found.flatten().sign() == torch.stack(exact).flatten().sign()).double().mean()
+    assert float(agreement) > 0.999
+
+
+@pytest.mark.parametrize("distance", [cosine(), squared()])
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.usefixtures("double")
+def test_the_truth_is_a_stationary_point_at_distance_zero(distance: Distance, client: str) -> None:
+    wave, known, batches = scene(links=CLIENTS[client][0])
+    g, value = evaluate(GradientMatching(distance), normalise(batches[0].x)[None, None], wave, known)
+    other, higher = evaluate(GradientMatching(distance), normalise(truth(9).x)[None, None], wave, known)
+    assert abs(float(value)) < 1e-14
+    assert float(higher) > 1e-3
+    assert float(g.abs().max()) < 1e-10 * max(1.0, float(other.abs().max()))
+
+
+@pytest.mark.usefixtures("double")
+def test_restarts_of_a_group_are_held_together() -> None:
+    wave, known, _ = scene(clients=1)
+    z = torch.randn(1, 3, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
+    free, _ = evaluate(GradientMatching(cosine()), z, wave, known)
+    held, higher = evaluate(GradientMatching(cosine(), group=0.7), z, wave, known)
+    apart = z - z.mean(1, keepdim=True)
+    size = 2 * SHAPE[1] * SHAPE[2] * SHAPE[0]
+    torch.testing.assert_close(held - free, 0.7 * 2 * apart / size, rtol=0, atol=1e-9)
+    _, plain = evaluate(GradientMatching(cosine()), z, wave, known)
+    torch.testing.assert_close(higher - plain, 0.7 * apart.square().flatten(2).mean(2), rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("double")
+def test_samples_in_a_box_average_the_objective() -> None:
+    wave, known, _ = scene(clients=2)
+    attack = GradientMatching(cosine(), samples=3, radius=0.2)
+    assert known.labels is not None
+    posed = Problems(attack, wave, known, known.labels, 1, torch.float64)
+    rows = torch.arange(2)
+    z = torch.randn(2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
+    nearby = attack._nearby(z, [7, 7])
+    assert nearby is not None
+    assert nearby.shape == (3, 1, 2, *SHAPE)
+    assert 0.15 < float(nearby.abs().max()) <= 0.2
+    value, slopes = posed.value_and_slopes({"x": z}, rows, 1.0, nearby)
+    each = [posed.value_and_slopes({"x": z + step}, rows) for step in nearby]
+    torch.testing.assert_close(value, torch.stack([v for v, _ in each]).mean(0))
+    torch.testing.assert_close(slopes["x"], torch.stack([s["x"] for _, s in each]).mean(0))
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("disturbed", [False, True], ids=["factored", "disturbed"])
+@pytest.mark.usefixtures("double")
+def test_updates_of_large_layers_are_compared_by_their_factors_to_the_same_end(
+    disturbed: bool, distance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "fedgauge.attacks.engine.gradients.factored.FORM_BELOW", 300
+    )  # 1.weight and 3.weight, not 5.weight
+    torch.manual_seed(0)
+    wave, known, batches = scene(clients=3, model=mlp(SHAPE, CLASSES, (24, 20), "tanh"))
+    if disturbed:
+        wave.update["1.weight"][1] += 1e-9 * torch.randn(24, 64, generator=torch.Generator().manual_seed(2))
+    z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
+    assert known.labels is not None
+    posed = Problems(
+        GradientMatching(DISTANCES[distance]), wave, known, known.labels.repeat_interleave(2, 0), 2, z.dtype
+    )
+    for some in (torch.arange(6), torch.tensor([4, 5, 1])):  # all, then those that are left
+        value, slopes = posed.value_and_slopes({"x": z.flatten(0, 1)[some]}, some)
+        for place, row in enumerate(some.tolist()):
+            k, leaf = row // 2, z.flatten(0, 1)[row].clone().requires_grad_()
+            expected = plain_objective(
+                known.model, wave.params, wave.alone(k), leaf, batches[k].y, distance, 0.0, steps=1, clipped=False
+            )
+            assert float(value[place]) == pytest.approx(expected.item(), abs=1e-12)
+            torch.testing.assert_close(
+                slopes["x"][place], torch.autograd.grad(expected, leaf)[0], rtol=1e-9, atol=1e-11
+            )
+    assert {k: f is not None for k, f in posed.factors.items()} == {"1.weight": not disturbed, "3.weight": True}
+
+
+class Normalised(nn.Module):
+    """A layer that one pass does not know: the engine takes the general way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 9), nn.Tanh(), nn.Linear(9, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+@pytest.mark.usefixtures("double")
+def test_a_layer_that_one_pass_does_not_know_goes_the_general_way_to_the_same_end() -> None:
+    torch.manual_seed(0)
+    wave, known, batches = scene(clients=3, model=Normalised())
+    z = torch.randn(3, 1, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
+    found, values = evaluate(GradientMatching(squared()), z, wave, known)
+    for k in range(3):
+        leaf = z[k, 0].clone().requires_grad_()
+        value = plain_objective(
+            known.model, wave.params, wave.alone(k), leaf, batches[k].y, "squared", 0.0, steps=1, clipped=False
+        )
+        assert float(values[k, 0]) == pytest.approx(value.item(), abs=1e-12)
+        torch.testing.assert_close(found[k, 0], torch.autograd.grad(value, leaf)[0], rtol=1e-9, atol=1e-12)
+
+
+def test_the_chains_own_likelihood_comes_nearer_than_the_cosine_under_laplace_noise() -> None:
+    links = chain(local_sgd(1.0), laplace(0.2))
+    model = network()
+    params = detached_params(model)
+    batches = [truth(seed, 1) for seed in range(24)]
+    client = links(gradient(model, normalise=normalise))
+    seen = [Observation(1, c, params, client(params, b, generator("noise", c))) for c, b in enumerate(batches)]
+    labels = torch.stack([b.y for b in batches])
+    known = Knowledge(model, links, SHAPE, CLASSES, 1, MEAN, STD, labels=labels)
+    errors = {}
+    for name in ("known", "cosine"):
+        attack = bayes(name, tv=0.0, rate=0.05, decay=0.99)  # type: ignore[arg-type]
+        found = attack.reconstruct(Wave.stack(seen), known, Budget(400), streams(*range(24)))
+        errors[name] = sum(
+            float((f.x - b.x).square().mean()) for f, b in zip(found, batches, strict=True) if f.x is not None
+        )
+    assert errors["known"] < errors["cosine"]
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("distance", [cosine(), squared()])
+def test_the_order_of_an_updates_names_means_nothing(distance: Distance) -> None:
+    wave, known, batches = scene(clients=2)
+    backwards = replace(wave, update=dict(reversed(wave.update.items())))
+    z = torch.stack([normalise(b.x) for b in batches])[:, None]
+    attack = GradientMatching(distance)
+    for seen in (wave, backwards):
+        slopes, objectives = evaluate(attack, z, seen, known)
+        assert float(objectives.abs().max()) < 1e-9, "the truth explains what was seen"
+    elsewhere = z + 0.1
+    ours, theirs = (evaluate(attack, elsewhere, seen, known) for seen in (wave, backwards))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_what_pruning_dropped_is_not_compared(
+    make_federation: Callable[..., Federation], observe: Callable[..., Wave]
+) -> None:
+    """A guess is not held against entries that were dropped: who knows of the pruning comes nearer, on every client."""
+    dropping = [{"use": "local_sgd", "rate": 0.1}, {"use": "prune", "keep": 0.02}]
+    fed = make_federation(clients=4, chain=dropping)
+    wave, auditor = observe(fed, (0, 1, 2, 3)), Auditor(fed)
+    found = {}
+    for defense in ("known", "unknown"):
+        table = {"use": "inverting_gradients", "iterations": 80, "defense": defense, "labels": "given"}
+        done = auditor.audit(PlannedAttack.from_table(table, "here"), wave)
+        found[defense] = torch.tensor([row.value for a in done for row in a.rows if row.metric == "psnr"])
+    gain = found["known"] - found["unknown"]
+    assert gain.min() > 0 and gain.mean() > 2, found

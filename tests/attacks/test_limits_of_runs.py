@@ -1,0 +1,235 @@
+"""The limit in a run: which chains have one, what an audit says of it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import scipy.integrate
+import scipy.stats
+import torch
+from torch import Generator, Tensor, nn
+
+from fedgauge.attacks import limits
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
+from fedgauge.attacks.grading.scores import WHOLE_BATCH
+from fedgauge.attacks.limits import (
+    GaussianPrior,
+    bayes_limit,
+    fisher,
+    known_noise,
+    precision,
+)
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.chain import Chain, chain
+from fedgauge.client.federation import Federation
+from fedgauge.client.models.vision import detached_params, mlp
+from fedgauge.client.rng import generator
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import UpdateDistribution, per_example
+from fedgauge.client.update import Batch
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.mask import mask
+from fedgauge.defenses.noise import gaussian, identity, laplace
+from fedgauge.defenses.prune import prune
+from fedgauge.defenses.sign import sign
+
+Make = Callable[..., Any]
+LIMIT = PlannedAttack("bayes_limit", {"use": "bayes_limit"})
+SGD = local_sgd(0.1)
+
+
+def seeded(*purpose: int | str) -> Generator:
+    return generator("limits", *purpose)
+
+
+@pytest.mark.parametrize(("links", "kept", "noise"), [
+    (chain(gaussian(0.5), SGD), 2, UpdateDistribution(sigma=0.05)),
+    (chain(SGD, laplace(0.5)), 2, UpdateDistribution(scale=0.5)),
+    (chain(per_example(clip(1.0)), gaussian(0.5), SGD), 3, UpdateDistribution(sigma=0.05)),
+    (chain(gaussian(0.5), local_sgd(0.1, steps=4)), 2, UpdateDistribution(sigma=0.1)),
+    (chain(gaussian(0.5), SGD, mask(0.25)), 3, UpdateDistribution(sigma=0.05, sparse=True, shrink=0.25)),
+    (chain(gaussian(0.5), SGD, mask(0.25, seed=1)), 3, UpdateDistribution(sigma=0.05, sparse=True)),
+    (chain(gaussian(0.5), sign(), SGD), 1, UpdateDistribution(sigma=0.5, signed=True)),
+    (chain(gaussian(0.5), SGD, sign()), 2, UpdateDistribution(sigma=0.05, signed=True)),
+    (chain(gaussian(0.5), SGD, identity()), 3, UpdateDistribution(sigma=0.05)),
+])  # fmt: skip
+def test_chains_with_a_limit(links: Chain, kept: int, noise: UpdateDistribution) -> None:
+    found = known_noise(links)
+    assert found is not None
+    assert found[0] == Chain(links.links[:kept])
+    assert found[1].sigma == pytest.approx(noise.sigma)
+    assert replace(found[1], sigma=noise.sigma) == noise
+
+
+@pytest.mark.parametrize("links", [
+    chain(SGD),
+    chain(per_example(clip(1.0)), SGD),
+    chain(gaussian(0.0), SGD),
+    chain(SGD, sign()),
+    chain(SGD, mask(0.5)),
+    chain(sign(), gaussian(0.5), SGD),  # a mixture
+    chain(gaussian(0.5), SGD, prune(0.5)),  # what it keeps tells of the values
+    chain(per_example(prune(0.5)), gaussian(0.5), SGD),
+    chain(per_example(gaussian(0.5)), SGD),
+])  # fmt: skip
+def test_chains_without_one(links: Chain) -> None:
+    assert known_noise(links) is None
+
+
+def test_the_sign_limit_is_of_what_stands_before_the_sign() -> None:
+    """The soft sign of the attacker's differentiable form has no part in it, nor has the rate behind the sign."""
+    torch.manual_seed(0)
+    model = mlp((1, 2, 2), 3, hidden=(5,), activation="tanh").double()
+    params, batch = detached_params(model), Batch(torch.rand(1, 1, 2, 2).double(), torch.tensor([1]))
+
+    def information(links: Chain) -> Tensor:
+        found = known_noise(links)
+        assert found is not None
+        return fisher(found[0].mean(gradient(model)), params, batch, precision(found[1]))
+
+    before = information(chain(gaussian(0.05), sign(3.0), local_sgd(0.3)))
+    torch.testing.assert_close(before, information(chain(gaussian(0.05), local_sgd(0.3), sign())))
+    g = gradient(model)(params, batch, None)
+    law = scipy.stats.norm(scale=0.05)
+
+    def flat(x: Tensor) -> Tensor:
+        return torch.cat([t.flatten() for t in gradient(model)(params, Batch(x, batch.y), None).values()])
+
+    u = torch.cat([t.flatten() for t in g.values()])
+    coins = torch.from_numpy(law.pdf(u) ** 2 / (law.cdf(u) * law.sf(u)))
+    jacobian = torch.autograd.functional.jacobian(flat, batch.x).view(-1, 4)
+    torch.testing.assert_close(before, jacobian.T @ (coins[:, None] * jacobian))
+
+
+NOISY: list[dict[str, Any]] = [
+    {"use": "gaussian", "sigma": 0.1},
+    {"use": "local_sgd", "rate": 0.1},
+]
+
+
+def limit_of(fed: Federation, prior: GaussianPrior | None = None) -> float:
+    auditor = Auditor(fed)
+    return bayes_limit(auditor.knowledge(LIMIT), fed.initial()[0], prior or auditor.prior, seeded("run"))
+
+
+def noisy(sigma: float) -> list[dict[str, Any]]:
+    return [{**NOISY[0], "sigma": sigma}, NOISY[1]]
+
+
+def test_more_noise_raises_the_limit_up_to_the_priors_variance(make_federation: Make) -> None:
+    model = {"use": "mlp", "hidden": [16], "activation": "tanh"}
+    prior = Auditor(make_federation()).prior
+    found = [limit_of(make_federation(model=model, chain=noisy(s)), prior) for s in (1e-4, 1e-2, 1.0, 1e6)]
+    assert found == sorted(found)
+    assert found[0] < 1e-6
+    variance = float(prior.covariance.trace()) / 784
+    assert 0.8 * variance < found[-1] <= variance, "blocks of nearly equal variances lose little"
+
+
+def test_the_whole_form_and_the_trace_form_agree_as_far_as_jensen_lets_them(
+    make_federation: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = make_federation(model={"use": "mlp", "hidden": [4], "activation": "tanh"}, chain=noisy(0.1))
+    by_trace = limit_of(fed)
+    monkeypatch.setattr(limits, "FULL", 784)
+    monkeypatch.setattr(limits, "DRAWS", 2)
+    whole = limit_of(fed)
+    assert 0.3 * whole < by_trace < 1.1 * whole  # one probe a draw and block: 16 draws leave some per cent
+
+
+@pytest.mark.parametrize("model", [
+    {"use": "lenet"},
+    {"use": "convnet", "width": 1, "norm": "group"},
+    {"use": "convnet", "width": 1, "mode": "train"},
+])  # fmt: skip
+def test_every_kind_of_network_has_one(model: dict[str, Any], make_federation: Make) -> None:
+    fed = make_federation(model=model, data={"batch_size": 2, "auxiliary": 50}, chain=NOISY)
+    before = [t.clone() for t in fed.model.state_dict().values()]
+    found = limit_of(fed)
+    assert 0 < found < float(Auditor(fed).prior.covariance.trace()) / 784
+    assert all(torch.equal(a, b) for a, b in zip(before, fed.model.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_draws_that_follow_the_errors_average_as_uniform_ones_do(
+    batch_size: int, make_federation: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"use": "mlp", "hidden": [8]}
+    fed = make_federation(model=model, data={"batch_size": batch_size, "auxiliary": 60}, chain=NOISY)
+    known = Auditor(fed).knowledge(LIMIT)
+    params = {k: 30 * t for k, t in fed.initial()[0].items()}  # sure of itself: its errors are nearly all or nothing
+    errors = limits._errors(known, params, torch.arange(60))
+    assert known.auxiliary is not None
+    chances = fed.model.train().requires_grad_(False)
+    logits = torch.func.functional_call(chances, params, (known.normalise(known.auxiliary.x),))
+    right = logits.argmax(1) == known.auxiliary.y
+    assert float(errors[right].max()) < float(errors[~right].max())
+    monkeypatch.setattr(limits, "DRAWS", 6000)
+    drawn = list(limits._draws(known, params, seeded("draws")))
+    weights = torch.tensor([weight for _, weight in drawn])
+    assert float(weights.max()) <= 2
+    assert float(weights.mean()) == pytest.approx(1, abs=0.03)
+    marks = known.auxiliary.x.flatten(1).sum(1).double()
+    first = torch.tensor([float(batch.x[0].sum()) for batch, _ in drawn])
+    assert float((weights * first).mean()) == pytest.approx(float(marks.mean()), rel=0.03), "each place alike"
+    assert {len(batch.y) for batch, _ in drawn} == {batch_size}
+
+
+def test_where_there_is_no_limit_it_says_why(make_federation: Make) -> None:
+    fed = make_federation(chain=[NOISY[1]])
+    with pytest.raises(ValueError, match="no noise of a known density"):
+        limit_of(fed)
+    fed = make_federation(model={"use": "mlp", "hidden": [4]}, chain=NOISY)
+    auditor = Auditor(fed)
+    known, params = auditor.knowledge(LIMIT), fed.initial()[0]
+    with pytest.raises(ValueError, match="needs auxiliary images"):
+        bayes_limit(replace(known, auxiliary=None), params, auditor.prior, seeded("run"))
+    forgetful = replace(known, model=nn.Sequential(nn.Dropout(0.5), fed.model))
+    with pytest.raises(ValueError, match="layer '0' is dropout in train mode"):
+        bayes_limit(forgetful, params, auditor.prior, seeded("run"))
+
+
+def test_an_audit_gives_one_row_a_client_and_asks_for_no_truth(make_federation: Make, observe: Make) -> None:
+    fed = make_federation(model={"use": "mlp", "hidden": [4]}, data={"batch_size": 2}, chain=NOISY)
+
+    def forbidden(client: int, round: int) -> Batch:
+        raise AssertionError("a limit needs no truth")
+
+    both = Auditor(fed).audit(LIMIT, observe(fed, (0, 1)), others={0: 1, 1: 0}, truth=forbidden)
+    (alone,) = Auditor(fed).audit(LIMIT, observe(fed, (1,)), truth=forbidden)
+    assert [a.client for a in both] == [0, 1]
+    values = []
+    for outcome in (*both, alone):
+        assert [(r.attack, r.example, r.metric, r.status) for r in outcome.rows] == [
+            ("bayes_limit", WHOLE_BATCH, "mse", "converged"),
+            ("bayes_limit", WHOLE_BATCH, "psnr", "converged"),
+        ]
+        mse, psnr = (row.value for row in outcome.rows)
+        assert mse is not None
+        assert psnr == pytest.approx(-10 * math.log10(mse))
+        assert outcome.reconstruction.x is None
+        values.append(mse)
+    assert len(set(values)) == 1, "one bound a round, however its clients are packed"
+
+
+def test_an_audit_counts_a_limit_that_does_not_apply(make_federation: Make, observe: Make) -> None:
+    fed = make_federation()
+    (outcome,) = Auditor(fed).audit(LIMIT, observe(fed, (0,)))
+    assert [(r.metric, r.value, r.status) for r in outcome.rows] == [
+        ("mse", None, "not_applicable"),
+        ("psnr", None, "not_applicable"),
+    ]
+    assert outcome.reconstruction.reason == "the chain has no noise of a known density"
+
+
+def test_its_card_names_prior_and_form(make_federation: Make) -> None:
+    fed = make_federation(data={"auxiliary": 50}, chain=NOISY)
+    assert knowledge_card(fed, LIMIT) == (
+        "chain gaussian(sigma=0.1) > local_sgd(rate=0.1); 1 example an update; "
+        "Gaussian prior fitted to 50 auxiliary images (Ledoit-Wolf shrinkage); labels known; "
+        "Fisher information by its trace in 8 blocks of the prior's directions (a weaker bound), averaged over 16 "
+        "batches of auxiliary images"
+    )
