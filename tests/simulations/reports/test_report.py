@@ -615,10 +615,7 @@ def test_given_labels_are_not_shown_as_restored(tmp_path: Path) -> None:
 
 
 def test_a_quickstart_is_shown_whole_below_six_megabytes(tmp_path: Path) -> None:
-    attacks = [
-        {"use": f"fedgauge.attacks.matching.gradient_matching:{name}", "iterations": 1}
-        for name in ("inverting_gradients", "dlg")
-    ]
+    attacks = [{"use": name, "iterations": 1} for name in ("inverting_gradients", "dlg")]
     data = {"use": "mnist5k", "batch_size": 4}
     chosen = scenario(rounds=10, clients=5, data=data, attack=attacks)  # the fifth client is refused
     run = taped(tmp_path / "quickstart", chosen, rounds=10)
