@@ -1,4 +1,4 @@
-"""`python -m fedgauge.simulations.benchmarks [NAME ...]`: measure, print, and keep the figures beside this file."""
+"""`python -m fedgauge.simulations.benchmarks [NAME ...]`: measure, print, and save the figures in results/."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ from fedgauge.simulations.benchmarks.text_matching_cost import text
 from fedgauge.simulations.run.environment import environment
 
 Benchmark = Callable[[Progress], BenchmarkReport]
-FLOWER = "memory-flower"  # minutes, and many processes: only when asked for
+FLOWER = "memory-flower"  # takes minutes and many processes, so it runs only on request
 BENCHMARKS: Mapping[str, Benchmark] = {
     "engine": engine,
     "quality": quality,
@@ -44,16 +44,16 @@ RESULTS = Path(__file__).parent / "results"
 PLAIN_EVERY = 10.0  # seconds between plain lines of progress
 
 
-class Ticker:
-    """Says on stderr how far a benchmark is and how long it will take: one live line in a terminal, else plain lines."""
+class ProgressLine:
+    """Shows progress and time left on stderr: one live line in a terminal, otherwise plain lines."""
 
     def __init__(self, name: str, console: Console) -> None:
         self.name = name
         self.console = console
         self._status = console.status(f"{name}: starting")
-        self._started = self._said = time.monotonic()
+        self._started = self._reported = time.monotonic()
 
-    def __enter__(self) -> "Ticker":
+    def __enter__(self) -> "ProgressLine":
         if self.console.is_terminal:
             self._status.start()
         else:
@@ -69,29 +69,27 @@ class Ticker:
         line = f"{self.name}: {done} of {total} steps, about {left:.0f} s left"
         if self.console.is_terminal:
             self._status.update(line)
-        elif now - self._said >= PLAIN_EVERY:
-            self._said = now
+        elif now - self._reported >= PLAIN_EVERY:
+            self._reported = now
             self.console.print(line)
 
 
 def main(
     arguments: Sequence[str] | None = None, benchmarks: Mapping[str, Benchmark] = BENCHMARKS, results: Path = RESULTS
 ) -> int:
-    """Run benchmarks by name; returns 1 when a target is missed."""
+    """Run benchmarks by name; returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m fedgauge.simulations.benchmarks", description=__doc__)
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(benchmarks)}; default: all but {FLOWER}"
-    )
-    parser.add_argument("--json", action="store_true", help="one object a line instead of tables")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(benchmarks)}; default: all but {FLOWER}")
+    parser.add_argument("--json", action="store_true", help="one object per line instead of tables")
     options = parser.parse_args(arguments)
     names = options.names or [n for n in benchmarks if n != FLOWER]
     if unknown := [n for n in names if n not in benchmarks]:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(benchmarks)}")
     missed = False
     for name in names:
-        with Ticker(name, Console(stderr=True)) as ticker:
+        with ProgressLine(name, Console(stderr=True)) as progress:
             started = time.monotonic()
-            result = record(name, benchmarks[name](ticker), time.monotonic() - started)
+            result = record(name, benchmarks[name](progress), time.monotonic() - started)
         keep(result, results)
         show(result, as_json=options.json)
         missed |= any(figure["met"] is False for figure in result["figures"])
@@ -99,7 +97,7 @@ def main(
 
 
 def record(name: str, report: BenchmarkReport, seconds: float) -> dict[str, Any]:
-    """A report as it is kept: figures, settings, machine, date."""
+    """A report for a results file: figures, settings, machine, date."""
     figures = [
         {"name": f.name, "value": f.value, "unit": f.unit, "target": f.target, "met": f.met, "note": f.note}
         for f in report.figures
@@ -116,7 +114,7 @@ def record(name: str, report: BenchmarkReport, seconds: float) -> dict[str, Any]
 
 
 def keep(result: Mapping[str, Any], folder: Path) -> None:
-    """Write results/<name>.json, and the README that shows every result there."""
+    """Write results/<name>.json, and the README with all results."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{result['benchmark']}.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     stored = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -124,7 +122,7 @@ def keep(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def readme(results: Sequence[Mapping[str, Any]]) -> str:
-    """Every kept figure in Markdown tables."""
+    """All saved figures as Markdown tables."""
     lines = [
         "# Benchmark results",
         "",
@@ -142,7 +140,7 @@ def readme(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cells(figure: Mapping[str, Any]) -> list[str]:
-    """A figure's row in words."""
+    """A figure's row as text."""
     value = "-" if figure["value"] is None else f"{figure['value']:.4g}"
     met = {True: "yes", False: "NO", None: ""}[figure["met"]]
     return [figure["name"], value, figure["unit"], figure["target"], met, figure["note"]]

@@ -1,4 +1,4 @@
-"""How much faster the engine advances K problems together than the published loop advances one after the other."""
+"""How much faster the engine advances K problems together than the published loop advances them one by one."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ Make = Callable[[tuple[int, int, int], int], nn.Module]
 
 @dataclass(frozen=True)
 class SpeedCase:
-    """One comparison: a network, a source of images, K, and the local steps that the attack unrolls."""
+    """One comparison: a network, a source of images, K (`size`), and the local steps that the attack unrolls."""
 
     name: str
     make: Make
@@ -42,7 +42,7 @@ class SpeedCase:
     target: float | None = None
     source: str = CIFAR_SHAPE
     steps: int = 1
-    iterations: int = 48  # what an attack does once (its start, its dry pass) weighs as little as it does in use
+    iterations: int = 48  # enough that one-off work (the start, the dry pass) weighs as little as in use
     compiled: bool = False
 
 
@@ -66,7 +66,7 @@ CELLS: tuple[SpeedCase, ...] = (
 
 
 class CompiledOnce(GradientMatching):
-    """Keeps the step compiled for its first wave, for later runs on the very same wave: compiling is no part of iterations."""
+    """Keeps the step compiled for its first wave for later runs on the same wave, so that no iteration includes compiling."""
 
     def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
         if "_kept" not in vars(self):
@@ -77,7 +77,7 @@ class CompiledOnce(GradientMatching):
 
 @dataclass(frozen=True, eq=False)
 class ImageProblem:
-    """K observations of an untrained network, one image each, what an attack on them needs, and the truth."""
+    """K observations of an untrained network, one image each, with what an attack needs, and the true images."""
 
     model: nn.Module
     wave: Wave
@@ -89,7 +89,7 @@ class ImageProblem:
 
     @cached_property
     def attack(self) -> GradientMatching:
-        """The recipe that is timed."""
+        """The timed attack."""
         recipe = inverting_gradients(TV, compile=self.compiled)
         return CompiledOnce(**vars(recipe)) if self.compiled else recipe
 
@@ -127,7 +127,7 @@ class ImageProblem:
 
 
 def problem(source: str, size: int, seed: int = 0, make: Make = lenet, steps: int = 1) -> ImageProblem:
-    """The first `size` problems of a source of images, labels given to both sides."""
+    """The first `size` problems of a source of images; both sides get the labels."""
     if source == DIGITS:
         dataset = mnist5k()
         x, y, centre, spread = dataset.x[:size] / 255, dataset.y[:size], dataset.mean, dataset.std
@@ -147,7 +147,7 @@ def problem(source: str, size: int, seed: int = 0, make: Make = lenet, steps: in
 
 
 def engine(progress: Progress, cells: Sequence[SpeedCase] = CELLS, repetitions: int = 3) -> BenchmarkReport:
-    """Milliseconds of one iteration of one problem, by the engine and by the published loop, in one run for each cell."""
+    """Milliseconds per iteration and problem, by the engine and by the published loop, for each case."""
     rows: list[dict[str, object]] = []
     figures: list[Figure] = []
     with one_thread():

@@ -1,7 +1,7 @@
-"""What curiosity costs a federation: the tap's time (tape and ledger) beside the round that it listens to.
+"""What recording costs a federation: the recorder's time (tape and ledger) against the rest of the round.
 
 A round, in this process on one thread: the strategy's messages, each client's real local training (`client/app.py`), the
-door's checks, Flower's FedAvg. A real federation adds transport, start-up and evaluation, which make the part smaller.
+validator's checks, Flower's FedAvg. A real federation adds transport, start-up and evaluation, so its share is smaller.
 """
 
 import time
@@ -24,8 +24,8 @@ LENET: Table = {"use": "lenet"}
 
 
 @dataclass
-class TimedTap(UpdateRecorder):
-    """The real tap, with a clock for CPU seconds and one for the wall's."""
+class TimedRecorder(UpdateRecorder):
+    """The real recorder, with its CPU and wall-clock seconds."""
 
     spent: list[tuple[float, float]] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ class TimedTap(UpdateRecorder):
 
 @dataclass(frozen=True, eq=False)
 class InterceptCase:
-    """A federation whose interception is measured: steps local steps over batches of `batch` images."""
+    """A federation whose recording is measured; each client takes `steps` local steps on batches of `batch` images."""
 
     name: str
     clients: int
@@ -76,21 +76,21 @@ def intercept(
     rounds: int = 30,
     large_rounds: int = 5,
 ) -> BenchmarkReport:
-    """The tap's milliseconds a round for small updates, its part of a round for large ones."""
+    """The recorder's milliseconds per round for small updates, and its share of a round for large ones."""
     repeat = {small: rounds, **dict.fromkeys(large, large_rounds)}
     with TemporaryDirectory(prefix="fedgauge-") as folder, one_thread(), flower():
         spent = _measure(repeat, Path(folder), progress)
     figures = [
-        Figure(f"{small.name}: tap", 1e3 * median(s.tap_wall for s in spent[small]), "ms a round", at_most=50.0),
-        Figure(f"{small.name}: tap, CPU", 1e3 * median(s.tap_cpu for s in spent[small]), "ms a round"),
+        Figure(f"{small.name}: tap", 1e3 * median(s.recorder_wall for s in spent[small]), "ms a round", at_most=50.0),
+        Figure(f"{small.name}: tap, CPU", 1e3 * median(s.recorder_cpu for s in spent[small]), "ms a round"),
     ]
     for case in large:
         s = spent[case]
         cpu, wall = (median(v) for v in zip(*[(o.cpu, o.wall) for o in s], strict=True))
-        part = 100 * median(o.tap_cpu for o in s) / cpu
+        part = 100 * median(o.recorder_cpu for o in s) / cpu
         figures += [
             Figure(f"{case.name}: tap / round", part, "% of CPU seconds", at_most=5.0 if case is EPOCH else None),
-            Figure(f"{case.name}: tap / round", 100 * median(o.tap_wall for o in s) / wall, "% of wall seconds"),
+            Figure(f"{case.name}: tap / round", 100 * median(o.recorder_wall for o in s) / wall, "% of wall seconds"),
             Figure(f"{case.name}: round without tap", cpu, "CPU seconds"),
         ]
     settings = dict(
@@ -103,10 +103,10 @@ def intercept(
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """Seconds of one round: of the tap, and of everything else."""
+    """Seconds of one round: of the recorder, and of everything else."""
 
-    tap_cpu: float
-    tap_wall: float
+    recorder_cpu: float
+    recorder_wall: float
     cpu: float
     wall: float
 
@@ -114,27 +114,27 @@ class RoundSeconds:
 def _measure(
     repeat: Mapping[InterceptCase, int], folder: Path, progress: Progress
 ) -> dict[InterceptCase, list[RoundSeconds]]:
-    """Each case's rounds, in turns; a first round of each is not counted: it loads the data."""
+    """The rounds of all cases, in turns; each case's first round loads the data and is not counted."""
     federations = {case: _start(case, folder / str(i)) for i, case in enumerate(repeat)}
     spent: dict[InterceptCase, list[RoundSeconds]] = {case: [] for case in repeat}
     done, total = 0, sum(n + 1 for n in repeat.values())
     for round in range(1, max(repeat.values()) + 2):
-        for case, (federation, tap) in federations.items():
+        for case, (federation, recorder) in federations.items():
             if round > repeat[case] + 1:
                 continue
             cpu, wall = time.process_time(), time.perf_counter()
             federation.advance(round)
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            tap_cpu, tap_wall = tap.spent[-1]
-            tap.tape.forget(round, range(case.clients))  # gigabytes otherwise
+            recorder_cpu, recorder_wall = recorder.spent[-1]
+            recorder.tape.forget(round, range(case.clients))  # otherwise the tape takes gigabytes
             if round > 1:
-                spent[case].append(RoundSeconds(tap_cpu, tap_wall, cpu - tap_cpu, wall - tap_wall))
+                spent[case].append(RoundSeconds(recorder_cpu, recorder_wall, cpu - recorder_cpu, wall - recorder_wall))
             progress(done := done + 1, total)
     return spent
 
 
-def _start(case: InterceptCase, folder: Path) -> tuple[InMemory, TimedTap]:
+def _start(case: InterceptCase, folder: Path) -> tuple[InMemory, TimedRecorder]:
     scenario = case.scenario()
     run = new_run(scenario, "intercept", folder)
-    tap = TimedTap(run.ledger(), run.tape(), scenario.plan)
-    return InMemory(scenario, tap), tap
+    recorder = TimedRecorder(run.ledger(), run.tape(), scenario.plan)
+    return InMemory(scenario, recorder), recorder

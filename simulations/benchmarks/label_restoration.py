@@ -1,4 +1,4 @@
-"""How often the labels of a batch are restored exactly, repeats and all: every method under every kind of chain."""
+"""How often the labels of a batch are restored exactly, with repeats: every method under every kind of chain."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,7 +37,7 @@ Seen = tuple[Update, Params, Knowledge, list[int]]
 
 
 def labels(progress: Progress, batches: int = 100, sizes: Sequence[int] = (2, 4, 8)) -> BenchmarkReport:
-    """Batches whose labels `auto` restores exactly, and beside it what each method restores; a new network a batch; sizes >= 2."""
+    """The rate of batches whose labels each method restores exactly, `auto` first; a new network for each batch; sizes >= 2."""
     dataset = mnist5k()
     cells = [(net, name, size) for net in NETS for name in _chains(sizes[0]) for size in sizes]
     figures = []

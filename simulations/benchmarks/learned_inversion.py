@@ -1,4 +1,4 @@
-"""What learning to invert costs: simulated updates, steps of the published network, and what a federation's next round saves."""
+"""What learning to invert costs: simulated updates, training steps, and what warm starts save from round to round."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -26,7 +26,7 @@ from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import new_run
 
 SHAPE = (3, 32, 32)
-SQUARE = 2048  # side of the matrices whose product tells the machine's rate
+SQUARE = 2048  # side of the matrices whose product measures the machine's rate
 TABLE = {"use": "learning_to_invert", "labels": "restored"}
 
 
@@ -39,7 +39,7 @@ def learning(
     rounds: int = 8,
     steps: int = 600,
 ) -> BenchmarkReport:
-    """Gradient generation against a loop over images, training against the matrix products alone, warm starts over rounds."""
+    """Gradient generation against a loop over images, training against matrix products alone, warm starts over rounds."""
     done, total = 0, 2 * 2 * (repetitions + 1) + 2 * rounds
 
     def tick(*_: int) -> None:
@@ -72,11 +72,11 @@ def _generation(images: int, repetitions: int, progress: Progress) -> Figure:
     rng = generator("learning", "images")
     x, y = torch.rand(images, 1, *SHAPE, generator=rng), torch.randint(10, (images, 1), generator=rng)
     client = links(gradient(model, normalise=known.normalise))
-    works = {
+    timed = {
         "together": lambda: sum(len(u) for u in Simulator(known, params).updates(x, y, rng)),
         "loop": lambda: [client(params, Batch(a, b), None) for a, b in zip(x, y, strict=True)],
     }
-    spent = {k: 1000 * median(t) / images for k, t in interleaved(works, repetitions, progress).items()}
+    spent = {k: 1000 * median(t) / images for k, t in interleaved(timed, repetitions, progress).items()}
     note = f"{spent['together']:.2f} ms an image against {spent['loop']:.2f}"
     return Figure(
         "lenet: gradient generation / loop over images", spent["loop"] / spent["together"], "x", 6.0, note=note
@@ -90,10 +90,10 @@ def _training(hidden: int, batch: int, repetitions: int, progress: Progress) -> 
     rng = generator("learning", "rows")
     rows, truth = torch.randn(batch, columns, generator=rng), torch.rand(batch, 1, outputs, generator=rng)
     square = torch.randn(SQUARE, SQUARE, generator=rng)
-    works = {"step": lambda: trainer.train_step(rows, truth), "product": lambda: square @ square}
-    spent = {k: median(t) for k, t in interleaved(works, repetitions, progress).items()}
+    timed = {"step": lambda: trainer.train_step(rows, truth), "product": lambda: square @ square}
+    spent = {k: median(t) for k, t in interleaved(timed, repetitions, progress).items()}
     weights = [p.numel() for p in trainer.network.parameters() if p.dim() == 2]
-    # forward, by the weights, and by the inputs of all layers but the first
+    # forward pass, gradients by the weights, and gradients by the inputs of all layers but the first
     rates = {
         "step": 2 * batch * (3 * sum(weights) - weights[0]) / spent["step"],
         "product": 2 * SQUARE**3 / spent["product"],
@@ -103,7 +103,7 @@ def _training(hidden: int, batch: int, repetitions: int, progress: Progress) -> 
 
 
 def _federation(rounds: int, steps: int, progress: Progress) -> list[Figure]:
-    """Each round's inverter from the last one's weights, against one from scratch, by the error on held-out images."""
+    """Inverters that start from the previous round's weights against inverters from scratch, by the error on held-out images."""
     tables = {
         "rounds": rounds,
         "clients": 4,
@@ -119,16 +119,16 @@ def _federation(rounds: int, steps: int, progress: Progress) -> list[Figure]:
     with TemporaryDirectory(prefix="fedgauge-") as folder:
         run = new_run(scenario, "learning", Path(folder))
         in_memory.train(run)
-        warm, anew = _over_rounds(run, attack, known, rounds, steps, progress)
-    errors = [a.objective / b.objective for a, b in zip(warm[1:], anew[1:], strict=True)]
-    most = max(a.iterations / b.iterations for a, b in zip(warm[1:], anew[1:], strict=True))
-    by_round = ", ".join(f"{a.objective:.4f} / {b.objective:.4f}" for a, b in zip(warm, anew, strict=True))
-    name, told = (
+        warm, scratch = _over_rounds(run, attack, known, rounds, steps, progress)
+    errors = [a.objective / b.objective for a, b in zip(warm[1:], scratch[1:], strict=True)]
+    most = max(a.iterations / b.iterations for a, b in zip(warm[1:], scratch[1:], strict=True))
+    by_round = ", ".join(f"{a.objective:.4f} / {b.objective:.4f}" for a, b in zip(warm, scratch, strict=True))
+    name, note = (
         "federation: warm-started error / from scratch",
         f"held-out MSE by round, warm / from scratch: {by_round}",
     )
     return [
-        Figure(f"{name}, worst round", max(errors), "x", at_most=1.0, note=told),
+        Figure(f"{name}, worst round", max(errors), "x", at_most=1.0, note=note),
         Figure(f"{name}, mean of rounds 2 to the last", sum(errors) / len(errors), "x"),
         Figure("federation: steps of the warm-started / from scratch, most", 100 * most, "%", at_most=25.0),
     ]
@@ -137,15 +137,15 @@ def _federation(rounds: int, steps: int, progress: Progress) -> list[Figure]:
 def _over_rounds(
     run: Run, attack: learning_to_invert, known: Knowledge, rounds: int, steps: int, progress: Progress
 ) -> tuple[list[Reconstruction], list[Reconstruction]]:
-    """Of the first client in each round, what the inverter that remembers makes, and one that does not."""
+    """Reconstructions of the first client in each round, by warm-started inverters and by inverters from scratch."""
     memories: list[Mapping[str, Tensor]] = [attack.initial() for _ in range(4)]
-    warm, anew = [], []
+    warm, scratch = [], []
     streams = [partial(generator, "learning", c) for c in range(4)]
     for round in range(1, rounds + 1):
         wave = Wave.stack([run.tape().read(round, c) for c in range(4)])
         found, memories = attack.advance(wave, known, Budget(steps), streams, memories)
         warm.append(found[0])
         progress(0, 0)
-        anew.append(attack.reconstruct(wave, known, Budget(steps), streams)[0])
+        scratch.append(attack.reconstruct(wave, known, Budget(steps), streams)[0])
         progress(0, 0)
-    return warm, anew
+    return warm, scratch

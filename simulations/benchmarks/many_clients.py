@@ -1,6 +1,6 @@
-"""Many clients at once: whether 50 replies a round pass the curious server whole, and its memory stays flat over rounds.
+"""Many clients at once: does the curious server record 50 replies a round intact, with flat memory over rounds?
 
-The replies are synthetic, as nothing here depends on how they were computed; door, tap, ledger and strategy are the real ones.
+The replies are synthetic, as their content does not matter here; validator, recorder, ledger and strategy are real.
 """
 
 import time
@@ -26,7 +26,7 @@ from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 
 class Synthetic(MemoryGrid):
-    """Clients that answer with updates drawn from their number and the round."""
+    """Clients that answer with random updates, seeded by client and round."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return [self._drawn(message) for message in messages]
@@ -40,17 +40,19 @@ class Synthetic(MemoryGrid):
 
 
 def synthetic(params: dict[str, Tensor], client: int, round: int) -> dict[str, Tensor]:
-    """A client's update in a round."""
+    """A client's random update in a round."""
     rng = generator("load", client, round)
     return {k: 1e-3 * torch.randn(t.shape, generator=rng) for k, t in params.items()}
 
 
 def load(progress: Progress, clients: int = 50, rounds: int = 20, hidden: int = 250) -> BenchmarkReport:
-    """Replies lost, memory after the second round and the last, seconds a round."""
+    """Lost replies, memory after the second and the last round, seconds per round."""
     with TemporaryDirectory(prefix="fedgauge-load-") as scratch:
         scenario = _scenario(clients, rounds, hidden)
         run = new_run(scenario, "load", Path(scratch))
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # a fork's memory is its parent's
+        with ProcessPoolExecutor(
+            1, mp_context=get_context("spawn")
+        ) as pool:  # a forked process would start with its parent's memory
             seen, seconds = pool.submit(serve, run).result()
         with run.ledger() as ledger:
             rows = [(o["round"], o["client"]) for o in ledger.observations() if o["status"] == "accepted"]
@@ -60,14 +62,14 @@ def load(progress: Progress, clients: int = 50, rounds: int = 20, hidden: int = 
         progress(1, 1)
     expected, planned = clients * rounds, clients * rounds * len(scenario.plan.attacks)
     grown = seen[-1].resident - seen[1].resident
-    words = f"a server that kept each round's updates would grow by {bytes_a_round * (rounds - 2):.0f}"
+    note = f"a server that kept each round's updates would grow by {bytes_a_round * (rounds - 2):.0f}"
     figures = (
         Figure("replies accepted and recorded", len(set(rows)), "", at_least=expected),
         Figure("updates on the tape, bit for bit", read, "", at_least=expected),
         Figure("attack jobs queued", jobs, "", at_least=planned),
         Figure("resident memory after round 2", seen[1].resident, "MiB"),
         Figure(f"resident memory after round {rounds}", seen[-1].resident, "MiB"),
-        Figure("growth of resident memory", grown, "MiB", at_most=bytes_a_round, note=words),
+        Figure("growth of resident memory", grown, "MiB", at_most=bytes_a_round, note=note),
         Figure("a round", seconds / rounds, "s"),
     )
     return BenchmarkReport(
@@ -76,28 +78,28 @@ def load(progress: Progress, clients: int = 50, rounds: int = 20, hidden: int = 
 
 
 def serve(run: Run) -> tuple[list[MemoryUse], float]:
-    """All rounds of a run in this process: its memory after each, and the seconds of all."""
+    """Serve all rounds of a run in this process; its memory after each round, and the seconds of all."""
     torch.set_num_threads(1)
     scenario, seen = run.scenario(), []
     params, buffers = scenario.federation.initial()
     grid = Synthetic(scenario.protocol)
     with flower(), run.ledger() as ledger:
-        tap = UpdateRecorder(ledger, run.tape(), scenario.plan)
+        recorder = UpdateRecorder(ledger, run.tape(), scenario.plan)
         strategy = CuriousStrategy(
-            build_strategy(scenario.strategy, scenario.protocol.clients), tap, buffers, 0, grid.clients
+            build_strategy(scenario.strategy, scenario.protocol.clients), recorder, buffers, 0, grid.clients
         )
         arrays, started = ArrayRecord(params), time.perf_counter()
         for round in range(1, scenario.protocol.rounds + 1):
             sent = strategy.configure_train(round, arrays, ConfigRecord(), grid)
             trained, _ = strategy.aggregate_train(round, grid.send_and_receive(sent))
-            assert trained is not None, "nothing passed the door"
+            assert trained is not None, "no update passed the validator"
             arrays = trained
             seen.append(own_memory(round))
     return seen, time.perf_counter() - started
 
 
 def _as_sent(run: Run, scenario: Scenario, round: int, client: int) -> bool:
-    """Whether an update comes off the tape as the client had sent it."""
+    """Whether the tape holds an update exactly as the client sent it."""
     update = run.tape().read(round, client).update
     expected = synthetic(scenario.federation.initial()[0], client, round)
     return update.keys() == expected.keys() and all(torch.equal(update[k], t) for k, t in expected.items())

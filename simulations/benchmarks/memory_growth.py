@@ -1,6 +1,6 @@
-"""Whether memory grows with rounds: of the process that trains and taps, and of the one that attacks.
+"""Does memory grow with rounds? Measured for the process that trains and records, and for the one that attacks.
 
-Each is a fresh process, so that a peak is its own. A server that kept the updates of past rounds would grow by all of them.
+Each is a fresh process, so that its peak is its own. A server that kept the updates of past rounds would grow by all of them.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ class MemoryUse:
 
 
 def own_memory(rounds: int) -> MemoryUse:
-    """This process's memory; what it freed is given back first, or the allocator's slack would be counted."""
+    """This process's memory, after freed memory was returned to the system, so that the allocator's slack is not counted."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return memory_of(os.getpid(), rounds)
@@ -62,9 +62,9 @@ def memory(progress: Progress, clients: int = 100, rounds: int = 3, iterations: 
 
 
 def memory_of_flower(progress: Progress, clients: int = 100, rounds: int = 10, iterations: int = 5) -> BenchmarkReport:
-    """The same through Flower: memory of the ServerApp's process as rounds end.
+    """The same through Flower: memory of the ServerApp's process at the end of rounds.
 
-    Looked at from outside, where the allocator's slack counts (some 10 MiB to and fro): hence more rounds.
+    It is measured from outside, with the allocator's slack (about 10 MiB either way), hence the larger number of rounds.
     """
     with TemporaryDirectory(prefix="fedgauge-") as folder:
         scenario, run = _run(Path(folder), clients, rounds, iterations)
@@ -88,7 +88,7 @@ def train(run: Run) -> list[MemoryUse]:
 
 
 def audit(run: Run) -> list[MemoryUse]:
-    """Attack a run in this process; its memory as each round's last job is done."""
+    """Attack a run in this process; its memory after each round's last job."""
     seen: list[MemoryUse] = []
     with run.ledger() as ledger:
         jobs = ledger.progress().total // run.scenario().protocol.rounds
@@ -111,7 +111,7 @@ def memory_of(pid: int, rounds: int) -> MemoryUse:
 
 
 def _watch(run: Run, scenario: Scenario, progress: Callable[[int], None]) -> list[MemoryUse]:
-    """Train through Flower; the ServerApp's memory each time the ledger has another round."""
+    """Train through Flower; the ServerApp's memory whenever the ledger has another round."""
     seen: list[MemoryUse] = []
     server = 0
     with run.ledger() as ledger, TrainingProcess(run, scenario) as training:
@@ -127,7 +127,7 @@ def _watch(run: Run, scenario: Scenario, progress: Callable[[int], None]) -> lis
 
 
 def server_process(mark: str) -> int:
-    """The process of a training in which the ServerApp runs."""
+    """The process of a training that runs the ServerApp."""
     return next(
         pid for pid in processes.marked(mark) if b"flwr-simulation" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
@@ -152,13 +152,13 @@ def _run(folder: Path, clients: int, rounds: int, iterations: int) -> tuple[Scen
 
 
 def _in_a_process(work: Callable[[Run], list[MemoryUse]], run: Run) -> list[MemoryUse]:
-    # spawned, not forked: a fork's peak is its parent's
+    # spawned, not forked: a forked process starts with its parent's peak
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(work, run).result()
 
 
 def _complete(run: Run) -> list[Figure]:
-    """That the run did its work: memory that does not grow because nothing happened would be no news."""
+    """Check that the run did its work, as memory also stays flat if nothing happens."""
     with run.ledger() as ledger:
         jobs = ledger.progress()
         accepted = sum(row["status"] == "accepted" for row in ledger.observations())

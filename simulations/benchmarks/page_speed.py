@@ -1,7 +1,7 @@
-"""The page over a large run: how soon its first view is there, what its server's memory grows to, how soon news arrive.
+"""The page of a large run: time to the first view, memory of its server, latency of updates.
 
-The run is written by the ledger's and the run folder's own functions: 200 rounds, 50 clients, two attacks and the baselines,
-three metrics; scores and images are drawn at random, as nothing here depends on what they are.
+The run has 200 rounds, 50 clients, two attacks and the baselines, three metrics. The ledger's and the run folder's own
+functions write it; scores and images are random, as their values do not matter here.
 """
 
 import json
@@ -24,7 +24,7 @@ from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, P
 from fedgauge.simulations.reports.report import write_report
 from fedgauge.simulations.reports.screenshots import watching
 
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # this machine's own page: no proxy on the way
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the page is on this machine, so no proxy
 METRICS = {"psnr": 20.0, "ssim": 0.5, "mse": 0.01}
 WAVE = 50
 VIEWS = {
@@ -37,7 +37,7 @@ VIEWS = {
 
 
 def page(progress: Progress, rounds: int = 200, clients: int = 50, news: int = 5) -> BenchmarkReport:
-    """First view, further views, memory, latency of news, and the size of the report."""
+    """First view, further views, memory, latency of updates, and the size of the report."""
     with TemporaryDirectory(prefix="fedgauge-page-") as scratch:
         run = _large(Path(scratch) / "large", rounds, clients, progress)
         figures = list(_served(run, news))
@@ -122,7 +122,7 @@ def _seconds(address: str) -> float:
 
 
 def _news(base: str, ledger: Any, round: int) -> float:
-    """Seconds from a write until the page has been told and has asked for what is new."""
+    """Seconds from a write until the page was notified and has fetched the new data."""
     with DIRECT.open(f"{base}/api/events?run=large", timeout=60) as stream:
         _next_id(stream)
         started = time.perf_counter()

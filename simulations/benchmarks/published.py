@@ -1,6 +1,6 @@
-"""The loop that the published attacks run, one image at a time: what the engine's speed is compared with.
+"""The loop of the published attacks, one image at a time: the reference for the engine's speed.
 
-Written after the code of Inverting Gradients (Geiping et al., NeurIPS 2020): the model's own parameters, a graph of their
+It follows the code of Inverting Gradients (Geiping et al., NeurIPS 2020): the model's own parameters, a graph of their
 gradient, cosine and total variation, `backward()`, the sign of the image's gradient into torch's Adam, a schedule, a box.
 """
 
@@ -27,14 +27,14 @@ def invert(
     steps: int = 1,
     local: float = 0.1,
 ) -> Tensor:
-    """The image (1, C, H, W), normalised, whose gradient points as the seen one.
+    """The normalised image (1, C, H, W) whose gradient has the direction of the observed one.
 
     Args:
         seen: the gradient, in the order of model.parameters().
         start: the first guess, normalised.
-        steps, local: the client's local steps on the image, which are unrolled, and their rate; `seen` is then the weights'
-            change over -local.
-        lean: spare the gradients of the parameters, which the published code computes beside the image's and discards.
+        steps, local: the client's local steps on the image, which are unrolled, and their rate; `seen` is then the change of
+            the weights over -local.
+        lean: skip the gradients of the parameters, which the published code computes with the image's and discards.
     """
     x = start.clone().requires_grad_()
     low, high = ((v - torch.tensor(mean).to(x)[:, None, None]) / torch.tensor(std).to(x)[:, None, None] for v in (0, 1))
@@ -73,7 +73,7 @@ def unrolled(model: nn.Module, x: Tensor, y: Tensor, steps: int, local: float) -
 
 
 def cosine_distance(gradient: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:
-    """1 - cos over all entries."""
+    """1 - cosine over all entries."""
     inner = ours = theirs = gradient[0].new_zeros(())
     for a, b in zip(gradient, seen, strict=True):
         inner = inner + (a * b).sum()

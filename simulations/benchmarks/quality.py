@@ -1,4 +1,4 @@
-"""Whether speed was paid for with quality: the papers' own settings, and attacks whose answer is known to be exact."""
+"""Does speed cost quality? The papers' own settings, and attacks whose answer is known to be exact."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ TV = 0.1
 def quality(
     progress: Progress, images: int = 8, iterations: int = 500, labels: int = 64, inputs: int = 16
 ) -> BenchmarkReport:
-    """Mean PSNR of Inverting Gradients, label accuracy of iDLG, PSNR of the analytic attack; one example an update."""
+    """Mean PSNR of Inverting Gradients, label accuracy of iDLG, PSNR of the analytic attack; one example per update."""
     dataset = cifar10() if _local_cifar10() else mnist5k()
     nets: dict[str, Callable[..., nn.Module]] = {
         "lenet": lenet,
@@ -99,7 +99,7 @@ def _graded(found: Reconstruction, truth: torch.Tensor) -> float:
 
 
 def _observe(model: nn.Module, dataset: Dataset, count: int) -> tuple[Wave, Knowledge, Batch]:
-    """What a server sees of `count` clients, one test image each; what it knows; the truth."""
+    """What a server observes of `count` clients with one test image each, what it knows, and the true images."""
     truth = batch_of(dataset.x_test, dataset.y_test, torch.arange(count))
     known = Knowledge(model, chain(local_sgd(RATE)), dataset.shape, dataset.classes, 1, dataset.mean, dataset.std)
     params = detached_params(model)

@@ -1,4 +1,4 @@
-"""What a benchmark reports: figures with units and targets, and the settings that would produce them again."""
+"""What a benchmark reports: figures with units and targets, and the settings that reproduce them."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ Progress = Callable[[int, int], None]  # (steps done, steps in all)
 
 @dataclass(frozen=True)
 class Figure:
-    """One number; value None: it could not be measured, and the note says why."""
+    """One number; None if it could not be measured, and then the note says why."""
 
     name: str
     value: float | None
@@ -25,14 +25,14 @@ class Figure:
 
     @property
     def target(self) -> str:
-        """The target in words, or nothing."""
+        """The target as text, empty if there is none."""
         if self.at_least is not None:
             return f">= {self.at_least:g}"
         return "" if self.at_most is None else f"<= {self.at_most:g}"
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is no target or no value."""
+        """Whether the target is met; None without a target or a value."""
         if self.value is None or not self.target:
             return None
         return (self.at_least is None or self.value >= self.at_least) and (
@@ -42,7 +42,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """A benchmark's figures, and how they were measured: n, seeds, budgets; rows: the same as plain records, where it has any."""
+    """A benchmark's figures and settings (n, seeds, budgets); rows: the figures as plain records, if it has any."""
 
     figures: tuple[Figure, ...]
     settings: Mapping[str, object]
@@ -51,7 +51,7 @@ class BenchmarkReport:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch on one thread, as a worker sets itself up: speeds are compared per core."""
+    """Torch on one thread, as in a worker, so that speeds are per core."""
     keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def one_thread() -> Iterator[None]:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """CPU seconds, user and system, of this process while working: what else the machine does counts little."""
+    """CPU seconds (user and system) of this process for some work, which other load on the machine hardly changes."""
     started = time.process_time()
     work()
     return time.process_time() - started
@@ -71,7 +71,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 def interleaved(
     works: Mapping[str, Callable[[], object]], repetitions: int, progress: Progress
 ) -> dict[str, list[float]]:
-    """CPU seconds of each work in each repetition, in turns, so that a slow minute of the machine hits all alike.
+    """CPU seconds of each work in each repetition, in turns, so that a slow minute of the machine affects all equally.
 
     Every work runs once before, unmeasured.
     """

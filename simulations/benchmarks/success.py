@@ -1,4 +1,4 @@
-"""How often DLG and iDLG find the image, within the evaluations that the published loops may spend."""
+"""How often DLG and iDLG recover the image within the published loops' number of evaluations."""
 
 from functools import partial
 from statistics import median
@@ -19,11 +19,11 @@ from fedgauge.client.update import Batch
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 EVALUATIONS = 300 * 20  # of the published loops: 300 steps of L-BFGS, each of up to 20 evaluations
-SUCCESS = 1e-3  # mean squared error, as the papers' images look
+SUCCESS = 1e-3  # mean squared error, judged by the papers' images
 
 
 def success(progress: Progress, digits: int = 64, colours: int = 6, evaluations: int = EVALUATIONS) -> BenchmarkReport:
-    """Success rates of DLG and iDLG on LeNet, one image an update."""
+    """Success rates of DLG and iDLG on LeNet, one image per update."""
     works = [(mnist5k(), digits, attack) for attack in (idlg(), dlg())]
     if _local_cifar100():
         works += [(cifar100(), colours, attack) for attack in (idlg(), dlg())]

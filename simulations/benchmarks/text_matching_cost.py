@@ -29,11 +29,11 @@ L1 = 0.01
 
 @dataclass(frozen=True, eq=False)
 class SentenceProblem:
-    """Sentences of random words, all of one length, their updates by a model whose word embeddings are frozen, and guesses.
+    """Sentences of random words of one length, their updates by a model with frozen word embeddings, and guesses.
 
     Args:
-        length: tokens of a sentence with those that frame it.
-        sentences, candidates: advanced, or judged, together.
+        length: tokens of a sentence, including [CLS] and [SEP] or their like.
+        sentences: advanced together; candidates: scored together.
     """
 
     model: LanguageModel
@@ -67,7 +67,7 @@ class SentenceProblem:
         return Matcher(self.wave, known, kind, L1)
 
     def guess(self, count: int, owners: Tensor) -> SentenceGuess:
-        """So many random guesses at some of the sentences."""
+        """`count` random guesses at the sentences of `owners`."""
         rng, size = generator("text benchmark", "guess"), (count, 1, self.length, self.model.width)
         x = 0.05 * torch.randn(size, generator=rng)
         return SentenceGuess(x, self.labels[owners][:, None], torch.ones(size[:3], dtype=torch.bool), owners)
@@ -82,9 +82,9 @@ class SentenceProblem:
 
 
 class PlainLoop:
-    """The published loop: one sentence after the other, all gradients formed, their distances tensor by tensor.
+    """The published loop: one sentence after another, with all gradients formed and distances tensor by tensor.
 
-    Keys' biases are left out of it, too: their cosine is that of rounding, and no two ways to compute it agree.
+    It leaves out the keys' biases, too: their gradients are rounding errors, so no two ways to compute their cosine agree.
 
     Args:
         kind: cosine, or l2_l1.
@@ -96,7 +96,7 @@ class PlainLoop:
         self.seen = {k: -problem.wave.update[k] for k in self.leaves}
 
     def distance(self, x: Tensor, y: Tensor, owner: int, slopes: bool) -> Tensor:
-        """Of one guess x (1, L, width)."""
+        """The distance of one guess x (1, L, width)."""
         value = F.cross_entropy(functional_call(self.model, self.params | self.leaves, (x,)), y)
         found = torch.autograd.grad(value, list(self.leaves.values()), create_graph=slopes, materialize_grads=True)
         if self.kind == "l2_l1":
@@ -109,12 +109,12 @@ class PlainLoop:
         return torch.stack(terms).mean()
 
     def values(self, guess: SentenceGuess) -> Tensor:
-        """Distances (P,)."""
+        """The distances (P,) of all guesses."""
         rows = zip(guess.x, guess.y, guess.owners.tolist(), strict=True)
         return torch.stack([self.distance(x, y, k, slopes=False).detach() for x, y, k in rows])
 
     def slopes(self, guess: SentenceGuess) -> Tensor:
-        """By the embeddings (P, 1, L, width)."""
+        """The gradients of the distances by the embeddings (P, 1, L, width)."""
         found = []
         for x, y, k in zip(guess.x, guess.y, guess.owners.tolist(), strict=True):
             leaf = x.clone().requires_grad_()
@@ -130,7 +130,7 @@ def text(
     candidates: int = 64,
     repetitions: int = 5,
 ) -> BenchmarkReport:
-    """The costs in CPU milliseconds, ours and the plain loop's in turns; on MiniLM-L6 where no other model is given."""
+    """The costs in CPU milliseconds, ours and the plain loop's in turns; on MiniLM-L6 if no model is given."""
     settings: dict[str, object] = dict(
         sentences=f"{length} tokens, words at random, word embeddings frozen, float32, one update each",
         candidate=f"the mean of {candidates} of one sentence", step=f"the mean of {sentences} sentences together",
@@ -169,7 +169,7 @@ def text(
 
 
 def minilm(length: int) -> LanguageModel:
-    """MiniLM-L6 with its word embeddings frozen; ValueError where its package is missing."""
+    """MiniLM-L6 with frozen word embeddings; ValueError if its package is missing."""
     words = load_tokenizer(MINILM)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

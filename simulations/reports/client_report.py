@@ -1,4 +1,4 @@
-"""What a client's owner can see without any server: rounds, what was answered, what was held back, its own worst leak."""
+"""A client's own report, which needs no server: its rounds, answers, withheld updates, and its worst leak."""
 
 import json
 from collections import Counter, defaultdict
@@ -19,17 +19,17 @@ from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.defenses.accounting import PrivacyStatement, privacy_statement
 from fedgauge.server.views.roles import is_attack
 
-MOST_REASONS = 10
+SHOWN_REASONS = 10
 
 
 @dataclass
 class ClientRound:
-    """One round of one of the server's runs, as the client's log has it.
+    """One round of one of the server's runs, from the client's log.
 
     Args:
         outcome: sent, or withheld.
-        told: by attack, the best PSNR that the server was told; exact: the same before it was rounded.
-        refused: questions without an answer.
+        reported: by attack, the best PSNR that was reported to the server; exact: the same before rounding.
+        refused: grading requests that were not answered.
     """
 
     run: int
@@ -42,11 +42,11 @@ class ClientRound:
 
 @dataclass(frozen=True)
 class ClientReport:
-    """A client's log, added up.
+    """Totals of a client's log.
 
     Args:
-        reasons: why updates were held back, and requests refused or failed, with how often.
-        privacy: what the updates that were sent have spent; None where the client never met a server.
+        reasons: why updates were withheld, and requests refused or failed, with counts.
+        privacy: what the sent updates have spent; None if the client never met a server.
     """
 
     owner: OwnerConfig
@@ -56,13 +56,13 @@ class ClientReport:
 
     @property
     def worst(self) -> tuple[float, str, ClientRound] | None:
-        """PSNR, attack and round of the best reconstruction that was graded; None before the first; no baseline."""
+        """PSNR, attack and round of the best graded reconstruction, baselines excluded; None before the first."""
         found = [(v, name, r) for r in self.rounds for name, v in r.exact.items() if is_attack(name)]
         return max(found, key=lambda each: each[0], default=None)
 
 
 def read(path: Path) -> ClientReport:
-    """The report of an owner's file; SpecError where the file or the log cannot be read."""
+    """The report for an owner's file; SpecError if the file or the log cannot be read."""
     owner = OwnerConfig.load(path)
     rounds: dict[tuple[int, int], ClientRound] = {}
     reasons: Counter[str] = Counter()
@@ -73,8 +73,8 @@ def read(path: Path) -> ClientReport:
             at = rounds.setdefault((event["run"], event["round"]), ClientRound(event["run"], event["round"]))
             _note(at, event)
         if event["event"] in ("withheld", "refused", "failed"):
-            said = event.get("cause") or event.get("reason")
-            reasons[f"{event['event']}: {said}"] += 1
+            cause = event.get("cause") or event.get("reason")
+            reasons[f"{event['event']}: {cause}"] += 1
     return ClientReport(owner, [rounds[key] for key in sorted(rounds)], reasons, _privacy(owner, sent))
 
 
@@ -103,7 +103,7 @@ def _events(log: Path) -> Iterator[dict[str, Any]]:
 
 
 def _privacy(owner: OwnerConfig, sent: int) -> PrivacyStatement | None:
-    """What was spent, by the chain that is really applied."""
+    """What was spent, by the chain that the client really applies."""
     protocol = ClientFolder(owner.state).protocol()
     if protocol is None:
         return None
@@ -115,10 +115,10 @@ def _privacy(owner: OwnerConfig, sent: int) -> PrivacyStatement | None:
 
 
 def show(report: ClientReport, console: Console) -> None:
-    """The report in a terminal, or as plain text where there is none."""
+    """Print the report, as plain text if there is no terminal."""
 
-    def say(words: str) -> None:
-        console.print(words, markup=False, highlight=False, soft_wrap=True)
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     owner, grading = report.owner, report.owner.grading
     say(f"client {owner.client}, as {owner.path} says")
@@ -134,8 +134,8 @@ def show(report: ClientReport, console: Console) -> None:
         say("no round yet")
     else:
         console.print(_table(report.rounds))
-    for words, times in sorted(report.reasons.items(), key=lambda item: -item[1])[:MOST_REASONS]:
-        say(f"{words} ({times} x)")
+    for text, times in sorted(report.reasons.items(), key=lambda item: -item[1])[:SHOWN_REASONS]:
+        say(f"{text} ({times} x)")
     if report.worst is not None:
         value, attack, at = report.worst
         reported = (
@@ -145,15 +145,15 @@ def show(report: ClientReport, console: Console) -> None:
     elif report.rounds:
         say("worst leak: not known, as nothing was graded; that is no sign of safety")
     if report.privacy is not None:
-        say(f"differential privacy, by this file's chain: {report.privacy.words}.{_beside(report.rounds)}")
+        say(f"differential privacy, by this file's chain: {report.privacy.words}.{_not_covered(report.rounds)}")
 
 
-def _beside(rounds: Sequence[ClientRound]) -> str:
-    """What an epsilon of updates does not count."""
+def _not_covered(rounds: Sequence[ClientRound]) -> str:
+    """What the epsilon of the updates does not cover."""
     answers, withheld = sum(len(r.reported) for r in rounds), sum(r.outcome == "withheld" for r in rounds)
     parts = [f"{answers} scores" if answers else "", f"{withheld} updates held back" if withheld else ""]
-    said = " and ".join(filter(None, parts))
-    return f" Of the updates alone: {said}, which the examples decided, are not in it." if said else ""
+    cause = " and ".join(filter(None, parts))
+    return f" Of the updates alone: {cause}, which the examples decided, are not in it." if cause else ""
 
 
 def _guard(owner: OwnerConfig) -> str:
@@ -172,7 +172,7 @@ def _table(rounds: Sequence[ClientRound]) -> Table:
     table = Table(
         "run", "round", "update", "answered", "refused", "best attack", "PSNR told (dB)", "exact (dB)", box=None
     )
-    numbers: dict[int, int] = defaultdict(lambda: len(numbers) + 1)  # Flower's own are random and long
+    numbers: dict[int, int] = defaultdict(lambda: len(numbers) + 1)  # Flower's run numbers are random and long
     for r in rounds:
         best = max((name for name in r.exact if is_attack(name)), key=lambda name: r.exact[name], default="")
         reported = f"{r.reported[best]:g}" if best in r.reported else ""

@@ -1,4 +1,4 @@
-"""Export: a run's scores for the tools that users already have, as one long table or as TensorBoard's event files."""
+"""Export a run's scores for other tools, as one long table or as TensorBoard event files."""
 
 import base64
 import csv
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 COLUMNS = (
     "run", "round", "client", "attack", "example", "metric", "value", "status", "seconds", "knowledge", "epsilon", "delta",
 )  # fmt: skip
-TRAINING, GALLERY = "training", "gallery"  # TensorBoard's runs beside one for each attack
-MARK = "fedgauge.json"  # in a folder of event files: it is ours, and may be replaced
+TRAINING, GALLERY = "training", "gallery"  # TensorBoard runs besides those of the attacks
+MARK = "fedgauge.json"  # marks a folder of event files as ours, so that it may be replaced
 GAP = 2  # white pixels between the tiles of a picture
 
 
 def rows(run: Run) -> Iterator[tuple[Any, ...]]:
-    """Every score in a stable order, as COLUMNS; example -1 speaks of the whole batch; value None: nothing to grade.
+    """Every score in a stable order, as COLUMNS; example -1 is the whole batch; value None: there was nothing to grade.
 
-    Epsilon is what the client has spent, for one record, by the end of the round; None where none holds or is known here.
+    Epsilon is what the client has spent for one record by the end of the round; None if there is none or it is unknown here.
     """
     with run.ledger() as ledger:
         epsilon = _Epsilons(run, ledger)
@@ -78,22 +78,22 @@ class _Epsilons:
 
 
 def write_csv(run: Run, out: TextIO) -> None:
-    """As CSV with a header; an empty value is a missing one, inf an exact hit."""
+    """Write CSV with a header; an empty value is missing, inf is an exact hit."""
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
     writer.writerows(rows(run))
 
 
 def save_csv(run: Run, path: Path) -> None:
-    """As a CSV file."""
-    with _written(path) as file:
+    """Write a CSV file."""
+    with _open_for_writing(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
         write_csv(run, text)
-        text.detach()  # else the wrapper's end would close the file before it is in place
+        text.detach()  # otherwise the wrapper would close the file before it is in place
 
 
 def write_parquet(run: Run, path: Path) -> None:
-    """As one parquet file."""
+    """Write one parquet file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -104,12 +104,12 @@ def write_parquet(run: Run, path: Path) -> None:
     table = pyarrow.table([pyarrow.array(c, k) for c, k in zip(columns, kinds, strict=True)], schema=schema)
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer)
-    with _written(path) as file:
+    with _open_for_writing(path) as file:
         file.write(buffer.getvalue())
 
 
-def _written(path: Path) -> AbstractContextManager[IO[bytes]]:
-    # /dev/stdout and a shell's >(...) are written into: putting a file in their place would destroy them
+def _open_for_writing(path: Path) -> AbstractContextManager[IO[bytes]]:
+    # write into /dev/stdout and a shell's >(...), as replacing them by a file would destroy them
     return replacing(path) if path.is_file() or not path.exists() else path.open("wb")
 
 
@@ -117,15 +117,15 @@ def _written(path: Path) -> AbstractContextManager[IO[bytes]]:
 
 
 def write_tensorboard(run: Run, folder: Path) -> str:
-    """As a folder of event files; returns in words which examples are pictured.
+    """Write a folder of event files; returns a sentence on which examples are pictured.
 
-    Training and each attack, limit and baseline are TensorBoard runs of their own, so that equal tags (psnr/mean,
-    psnr/worst_case, ...) lie over each other; the step is the round. Values are leakage's, in single precision;
-    an infinite PSNR is capped, and what has no value is left out. A picture is a row: truth, then each attack's
-    reconstruction, white where there is none.
+    Training and each attack, limit and baseline are separate TensorBoard runs, so that equal tags (psnr/mean,
+    psnr/worst_case, ...) share a plot; the step is the round. Values are those of `leakage`, in single precision;
+    an infinite PSNR is capped, and missing values are left out. A picture is a row: the true image, then each attack's
+    reconstruction, white if there is none.
 
     Raises:
-        SpecError: TensorBoard is not installed, or the folder holds what is not ours.
+        SpecError: TensorBoard is not installed, or the folder holds other files.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -146,7 +146,7 @@ def write_tensorboard(run: Run, folder: Path) -> str:
         with closing(Reading(run)) as reading, reading.now():
             gallery = Gallery(reading)
             shown = sample_examples(gallery)
-            words, cards = _choice(shown), shown.cards(gallery)
+            words, cards = _sampled_sentence(shown), shown.cards(gallery)
         if shown.shown:
             with SummaryWriter(place / GALLERY) as writer:
                 writer.add_text("choice", words, 0, clock(0))
@@ -155,7 +155,7 @@ def write_tensorboard(run: Run, folder: Path) -> str:
 
 
 class RoundTimes:
-    """When a round ended, in seconds since 1970: the ledger keeps how long each took, the scenario's file when the run began."""
+    """When a round ended, in seconds since 1970, from the time of the scenario's file and the ledger's durations."""
 
     def __init__(self, run: Run, ledger: Ledger) -> None:
         self.now = (run.folder / "scenario.toml").stat().st_mtime
@@ -179,13 +179,13 @@ def _write_leakage(writer: "SummaryWriter", leaks: Sequence[Leak], clock: RoundT
         if leak.round is None or leak.mean is None or leak.best is None:
             continue
         _add(writer, f"{leak.metric}/mean", leak.mean, leak.round, clock)
-        if leak.metric not in RATES and not is_limit(leak.attack):  # of 0 and 1, and of a bound, it says nothing
+        if leak.metric not in RATES and not is_limit(leak.attack):  # useless for values of 0 and 1, and for a bound
             worst = float(capped(leak.metric, np.array(leak.best)))
             _add(writer, f"{leak.metric}/worst_case", worst, leak.round, clock)
 
 
 def _add(writer: "SummaryWriter", tag: str, value: float | None, round: int, clock: RoundTimes) -> None:
-    if value is not None and math.isfinite(value):  # a training that diverged has a loss that is not
+    if value is not None and math.isfinite(value):  # a diverged training has an infinite loss
         writer.add_scalar(tag, value, round, clock(round))
 
 
@@ -200,7 +200,7 @@ def _write_pictures(
 
 
 def _titles(cards: Sequence[Card]) -> Iterator[tuple[str, Card]]:
-    """A name for each card that the same kind of card has in other rounds, so that a slider leads from one to the next."""
+    """A name for each card, equal for the same kind of card in other rounds, so that TensorBoard's slider joins them."""
     seen: dict[str, int] = {}
     for card in cards:
         seen[card.why] = seen.get(card.why, 0) + 1
@@ -211,7 +211,7 @@ def _titles(cards: Sequence[Card]) -> Iterator[tuple[str, Card]]:
 
 
 def _side_by_side(card: Card, attacks: Sequence[str]) -> NDArray[np.uint8] | None:
-    """(H, W', C): the truth and one tile for each attack, whether it gave an image or not; None where the truth is not here."""
+    """(H, W', C): the true image and a tile for each attack, with or without an image; None if the truth is not here."""
     if card.truth is None:
         return None
     truth = pixels(card.truth)
@@ -228,15 +228,15 @@ def _white(like: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
 
 
 def pixels(uri: str) -> NDArray[np.uint8]:
-    """(H, W, C) of a picture of the gallery, which is a PNG in a data URI."""
+    """The pixels (H, W, C) of a gallery picture, which is a PNG in a data URI."""
     from PIL import Image
 
     found = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1]))))
     return found[:, :, None] if found.ndim == 2 else found
 
 
-def _choice(shown: ExampleSample) -> str:
-    """Which examples are pictured, in words."""
+def _sampled_sentence(shown: ExampleSample) -> str:
+    """A sentence on which examples are pictured."""
     if not shown.shown:
         return "pictures: none, as nothing has been reconstructed yet"
     if shown.whole:
@@ -248,14 +248,14 @@ def _choice(shown: ExampleSample) -> str:
 
 
 def _folder_name(attack: str) -> str:
-    """A folder of its own for each name, whatever a foreign ledger holds; names that a plan may have are kept."""
+    """A distinct and safe folder name for each attack; names that a plan allows are unchanged."""
     name = f"attack({attack})" if attack in (TRAINING, GALLERY) else attack
     return quote(name, safe="()").replace(".", "%2E")
 
 
 @contextmanager
 def _replacing_folder(folder: Path, run: str) -> Iterator[Path]:
-    """A folder to fill that takes folder's place at the end, for its owner only; an earlier export makes way for it."""
+    """Yield a temporary folder that replaces `folder` at the end, readable for its owner only."""
     _check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".part-") as scratch:
@@ -272,12 +272,12 @@ def _check_replaceable(folder: Path) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise SpecError(f"{folder} is not a folder; choose another place with --output")
+        raise SpecError(f"{folder} is not a folder; choose another with --output")
     files = sorted(p.relative_to(folder) for p in folder.rglob("*") if not p.is_dir())
     foreign = [p for p in files if p.name != MARK and ".tfevents." not in p.name]
     if foreign or (files and Path(MARK) not in files):
         found = foreign[0] if foreign else files[0]
         raise SpecError(
-            f"{folder} holds what is no export of fedgauge's ({found}), so it is not replaced; choose another folder with"
+            f"{folder} holds files that fedgauge did not export ({found}), so it is not replaced; choose another folder with"
             " --output"
         )

@@ -1,6 +1,6 @@
 """The kept figures of papers' tables, as the pages of docs/papers show them.
 
-`python -m fedgauge.simulations.reports.kept_figures PAGE...` writes them between the marks of each page:
+`python -m fedgauge.simulations.reports.kept_figures PAGE...` writes the tables between the marks of each page:
 `<!-- figures: SHEET ... -->` and `<!-- end -->`.
 """
 

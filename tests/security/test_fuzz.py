@@ -131,7 +131,8 @@ SCENARIO: dict[str, Any] = {
 USES = st.sampled_from(
     [
         "os:system", "builtins:eval", "subprocess:Popen", "os", "torch.load", "pickle:loads",
-        "resolve", "fedgauge.server.store.run:Run", "fedgauge.simulations.cli.main:main", "client..data:x", "fedgauge.client.data.images:", ":", "x",
+        "resolve", "fedgauge.server.store.run:Run", "fedgauge.simulations.cli.main:main", "client..data:x",
+        "fedgauge.client.data.images:", ":", "x",
         "dlg", "__import__", "../mnist5k", "mnist5k.__globals__",
     ]
 )  # fmt: skip

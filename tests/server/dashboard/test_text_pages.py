@@ -58,7 +58,7 @@ def run(
         "clients": 3,
         "data": {"use": "phrases", "batch_size": 2, "auxiliary": 100, "task": request.param},
         "model": {
-            "use": f"fedgauge.client.models.language:{'tiny_gpt2' if decoder else 'tiny_bert'}",
+            "use": "tiny_gpt2" if decoder else "tiny_bert",
             "width": 16,
             "heads": 2,
         },

@@ -53,7 +53,9 @@ def begun(folder: Path, scenario: Scenario) -> Run:
 
 
 def malicious_setup(make: Callable[..., Scenario], *server_attack: dict[str, Any], **changes: Any) -> Scenario:
-    return make(**{"rounds": 3, "server": "malicious", "server_attack": list(server_attack), "attack": [LONE], **changes})
+    return make(
+        **{"rounds": 3, "server": "malicious", "server_attack": list(server_attack), "attack": [LONE], **changes}
+    )
 
 
 def sent(run: Run, round: int, whose: int) -> Params:
@@ -86,7 +88,9 @@ def test_the_client_answered_to_what_it_was_sent(fishing: Run) -> None:
     own = scenario.federation.client_update(seen.params, seen.buffers, 1, 2)
     torch.testing.assert_close(dict(seen.update), {k: t.detach() for k, t in own.items()}, rtol=1e-5, atol=1e-7)
     labels = scenario.federation.batch_at(1, 2).y
-    assert count_isolated(seen, public_knowledge(scenario.federation)) == pytest.approx(int((labels == 3).sum()), abs=1e-3)
+    assert count_isolated(seen, public_knowledge(scenario.federation)) == pytest.approx(
+        int((labels == 3).sum()), abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("aggregate", [False, True])

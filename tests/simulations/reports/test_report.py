@@ -33,7 +33,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_rows import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views import overview
+from fedgauge.server.views import notices
 from fedgauge.server.views.formatting import number
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.png import SMALL, png
@@ -378,7 +378,7 @@ def test_noise_over_clipping_is_certified(hidden: Run) -> None:
     assert found["y"][-1] == pytest.approx(certified, rel=1e-3)
     assert found["y"] == sorted(found["y"], reverse=True)
     assert all(c >= a for c, a in zip(found["y"], curves["inverting_gradients"]["y"], strict=True))
-    assert "normal noise of 0.400 times what an example can move" in page.words
+    assert "normal noise of 0.400 times the largest effect" in page.words
     assert "ReRo" not in page_of_words_without_noise(page)
 
 
@@ -410,7 +410,7 @@ def test_the_replay_of_a_noisy_chain_is_exact(hidden: Run) -> None:
 
 
 @pytest.mark.parametrize(("chain", "words"), [
-    (NOISY[::2], "a chain without noise leaves no floor above rounding where its Jacobian has full column rank"),
+    (NOISY[::2], "without noise in the chain, rounding is the only limit"),
     ([NOISY[1], NOISY[2], {"use": "prune", "keep": 0.5}], "not known in closed form"),
     (NOISY, "has not been computed yet, or does not apply to this network"),
 ])  # fmt: skip
@@ -491,7 +491,7 @@ def test_a_run_without_rounds(tmp_path: Path) -> None:
 def test_a_run_not_attacked_yet_names_the_command(tmp_path: Path) -> None:
     run = taped(tmp_path / "waiting", scenario())
     page = page_of(run)
-    assert f"16 of 16 attacks have not been done yet. Go on with: fedgauge audit {run.folder}" in page.words
+    assert f"16 of 16 attacks have not been done yet. Continue with: fedgauge audit {run.folder}" in page.words
     assert "no attack has been done" in page.words
     assert page.data["overview"]["accuracy"]["x"] == [0, 1, 2]
     assert "Not done yet: it runs before the first attack." in page.words
@@ -557,7 +557,7 @@ def test_a_run_that_was_not_attacked_for_its_replay_says_so(tmp_path: Path) -> N
     with run.ledger() as ledger:
         ledger.set_meta(replay="mismatch", replay_detail="cosine 0.5: the learning rate differs")
     words = page_of(run).words
-    assert "16 of 16 attacks wait: what a replay does not explain is not attacked." in words
+    assert "16 of 16 attacks wait, because the replay check failed." in words
     assert "the replay check failed, so no attack was run" in words
 
 
@@ -598,9 +598,9 @@ def test_a_missing_lpips_is_told_where_it_has_a_meaning(pixels: tuple[int, int, 
     """Of the two things that the notice depends on."""
     shards = SimpleNamespace(dataset=SimpleNamespace(shape=pixels))
     reading = SimpleNamespace(metrics=["psnr"], scenario=SimpleNamespace(federation=SimpleNamespace(shards=shards)))
-    assert [words for words, _ in overview._data(reading)] == ["LPIPS: unavailable (no backbone weights)."] * told  # type: ignore[arg-type]
+    assert [words for words, _ in notices._data(reading)] == ["LPIPS: unavailable (no backbone weights)."] * told  # type: ignore[arg-type]
     reading.metrics.append("lpips_alex")
-    assert list(overview._data(reading)) == []  # type: ignore[arg-type]
+    assert list(notices._data(reading)) == []  # type: ignore[arg-type]
 
 
 def test_given_labels_are_not_shown_as_restored(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from fedgauge.simulations.reports.screenshots import HEIGHT, PICTURES, VIEWS, WI
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_readme_shows_every_picture_that_is_kept() -> None:
-    shown = {
-        path.name for path in PICTURES.iterdir() if f"({path.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
-    }
+def test_the_documentation_shows_every_picture_that_is_kept() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    shown = {path.name for path in PICTURES.iterdir() if f"{path.relative_to(ROOT)})" in pages}
     assert shown == {*(f"{view}.png" for view in VIEWS), "terminal.svg", "figure.png"}
     assert {path.name for path in PICTURES.iterdir()} == shown
     assert sum(path.stat().st_size for path in PICTURES.iterdir()) < 1_000_000

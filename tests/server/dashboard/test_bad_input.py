@@ -1,0 +1,140 @@
+"""Bad queries, runs and ledgers are refused, and the page opens nothing outside its folder."""
+
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+
+import httpx
+import pytest
+
+from fedgauge.server.store.run import Run
+from tests.server.dashboard.pages import Get, served
+
+
+@pytest.mark.parametrize("name", ["nope", "..", "%2e%2e", "..%2f..%2fetc", "complete%2f..", ".hidden", "link", "a%00b"])
+def test_nothing_outside_the_folder_is_a_run(folder: Path, get: Get, name: str, attacked_run: Run) -> None:
+    (folder / "link").symlink_to(attacked_run.folder)
+    shutil.copytree(folder / "complete", folder / ".hidden")
+    for address in (f"/api/runs/{name}/overview", f"/api/runs/{name}/gallery", f"/run/{name}/gallery"):
+        get(address, 404)
+    assert [run["id"] for run in get("/api/runs")["runs"]] == ["complete"]
+
+
+def test_a_reconstruction_behind_a_link_is_not_shown(folder: Path, get: Get, tmp_path: Path) -> None:
+    run = Run(folder / "complete")
+    path = run.reconstruction(1, 0, "inverting_gradients")
+    path.rename(tmp_path / "elsewhere.safetensors")
+    path.symlink_to(tmp_path / "elsewhere.safetensors")
+    tiles = get("/api/runs/complete/gallery?round=1&client=0")["cards"][0]["tiles"]
+    assert tiles[0]["image"] is None
+    assert tiles[0]["note"].startswith("file damaged")
+
+
+def test_a_ledger_cannot_name_a_file_elsewhere(folder: Path, get: Get, tmp_path: Path) -> None:
+    """A ledger that somebody sent may call an attack what he likes."""
+    with sqlite3.connect(folder / "complete" / "ledger.sqlite") as db:
+        db.execute("UPDATE attacks SET name = '/../../../x' WHERE name = 'inverting_gradients'")
+        db.execute("UPDATE scores SET attack = '/../../../x' WHERE attack = 'inverting_gradients'")
+    found = Run(folder / "complete").reconstruction(1, 0, "/../../../x")
+    assert found.resolve().parent != (folder / "complete" / "reconstructions").resolve()
+    shutil.copy(Run(folder / "complete").reconstruction(1, 0, "inverting_gradients"), tmp_path / "x.safetensors")
+    notes = [t["note"] for c in get("/api/runs/complete/gallery?round=1")["cards"] for t in c["tiles"]]
+    assert [n for n in notes if n.startswith("file damaged")] == notes[::2]
+
+
+@pytest.mark.parametrize(("query", "words"), [
+    ("gallery?sort=worst", "sort must be one of leak, hidden, client, got 'worst'"),
+    ("gallery?round=one", "round must be a whole number, got 'one'"),
+    ("gallery?client=-1", "client must be between 0 and"),
+    ("gallery?attack=dlg", "attack must be one of inverting_gradients, analytic, got 'dlg'"),
+    ("gallery?colour=red", "unknown parameter 'colour'"),
+    ("clients?metric=loss", "metric must be one of psnr, ssim"),
+    ("gallery?round=9", "there is no round 9 in this gallery"),
+    ("gallery?client=9", "there is no client 9 in this gallery"),
+    ("image/3", "client is missing"),
+    ("trace?round=1&client=0&example=0", "attack is missing"),
+])  # fmt: skip
+def test_a_query_that_cannot_be_is_refused_in_words(get: Get, query: str, words: str) -> None:
+    assert words in get(f"/api/runs/complete/{query}", 400)["error"]
+
+
+def test_what_is_not_there_is_said(get: Get) -> None:
+    address = "/api/runs/complete/trace?round=1&client=0&example=0&attack=inverting_gradients"
+    assert "set trace = 12 in the [[attack]] table" in get(address, 404)["error"]
+    assert get("/api/runs/complete/clients/9", 404)["error"] == "there is no client 9 in this run"
+    assert "at most 24 runs" in get("/api/compare?runs=" + ",".join(map(str, range(30))), 400)["error"]
+
+
+def test_damaged_foreign_locked_and_newer_ledgers_are_named(folder: Path, get: Get) -> None:
+    for name in ("foreign", "damaged", "newer", "locked"):
+        shutil.copytree(folder / "complete", folder / name)
+    foreign, damaged, newer, locked = (folder / n / "ledger.sqlite" for n in ("foreign", "damaged", "newer", "locked"))
+    foreign.unlink()
+    with sqlite3.connect(foreign) as db:
+        db.execute("CREATE TABLE theirs (x)")
+    damaged.write_bytes(b"no database at all, but long enough to look at" * 100)
+    with sqlite3.connect(newer) as db:
+        db.execute("PRAGMA user_version = 99")
+    holder = sqlite3.connect(locked)
+    holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+    holder.execute("BEGIN EXCLUSIVE")
+    told = {name: get(f"/api/runs/{name}/overview", 503)["error"] for name in ("foreign", "damaged", "newer", "locked")}
+    assert "not a fedgauge ledger" in told["foreign"]
+    assert "file is not a database" in told["damaged"]
+    assert "update fedgauge" in told["newer"]
+    assert "database is locked" in told["locked"]
+    listed = {run["id"]: run.get("error", "") for run in get("/api/runs")["runs"]}
+    assert listed == told | {"complete": ""}, "one that cannot be read hides no other"
+    holder.close()
+    assert get("/api/runs/locked/overview")["state"] == "complete", "and it is read once it can be"
+
+
+def test_a_run_that_is_replaced_is_read_anew_and_one_that_is_gone_is_gone(folder: Path, get: Get) -> None:
+    assert get("/api/runs/complete/overview")["training"]["round"] == 2
+    (folder / "complete").rename(folder / "other")
+    get("/api/runs/complete/overview", 404)
+    shutil.copytree(folder / "other", folder / "complete")
+    with Run(folder / "complete").ledger() as ledger:
+        ledger.record_round(7, 0.9, 1.0, 1.0, 0.0)
+    assert get("/api/runs/complete/overview")["training"]["round"] == 7
+
+
+def test_a_scenario_that_lacks_a_key_hides_no_other_run(folder: Path, get: Get) -> None:
+    shutil.copytree(folder / "complete", folder / "broken")
+    (folder / "broken" / "scenario.toml").write_text("seed = 1")
+    told = "is not a scenario: it lacks rounds, clients, data, model, chain"
+    assert told in get("/api/runs/broken/overview", 503)["error"]
+    assert [told in run.get("error", "") for run in get("/api/runs")["runs"]] == [False, True]
+    with served(folder) as address, httpx.stream("GET", f"{address}api/events", timeout=20) as stream:
+        assert next(line for line in stream.iter_lines() if line.startswith("id: "))
+    (folder / "complete" / "environment.json").write_text("{")
+    assert "environment.json cannot be read" in get("/api/runs/complete/overview")["environment"]
+
+
+def test_a_run_whose_data_is_not_here_shows_its_numbers(folder: Path, get: Get) -> None:
+    scenario = folder / "complete" / "scenario.toml"
+    scenario.write_text(scenario.read_text().replace("mnist5k", "gone"))
+    page = get("/api/runs/complete/overview")
+    assert page["summary"][0]["n"] == 8
+    assert any("cannot be shown on this machine" in n["words"] for n in page["notices"])
+    card = get("/api/runs/complete/gallery?round=1")["cards"][0]
+    assert (card["truth"], card["label"], card["image"]) == (None, None, None)
+    assert card["tiles"][0]["image"] is not None
+
+
+def test_reading_changes_nothing(folder: Path, get: Get) -> None:
+    before = (folder / "complete" / "ledger.sqlite").read_bytes()
+    for address in ("overview", "gallery?round=all", "clients", "clients/0"):
+        get(f"/api/runs/complete/{address}")
+    get("/api/compare")
+    assert (folder / "complete" / "ledger.sqlite").read_bytes() == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_run_in_a_folder_that_cannot_be_written_is_read(folder: Path, get: Get) -> None:
+    (folder / "complete").chmod(0o500)
+    try:
+        assert get("/api/runs/complete/overview")["training"]["round"] == 2
+    finally:
+        (folder / "complete").chmod(0o700)

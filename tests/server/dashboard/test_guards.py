@@ -1,0 +1,142 @@
+"""Who gets an answer, and how the page is started."""
+
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fedgauge.server.dashboard import DRAWING, STATIC
+from fedgauge.server.dashboard.web import make_app
+from fedgauge.simulations.cli.main import main
+from tests.server.dashboard.pages import Get, Http, served
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]:8765"])
+def test_this_machine_is_answered_by_each_of_its_names(folder: Path, host: str) -> None:
+    with Http(make_app(folder), base_url=f"http://{host}") as http:
+        assert http.get("/api/runs").status_code == 200
+
+
+def test_without_the_token_nothing_is_answered(folder: Path) -> None:
+    with Http(make_app(folder, "secret"), base_url="http://server:8765") as http:
+        routes = [
+            "/",
+            "/api/runs",
+            "/api/runs/complete/overview",
+            "/api/events",
+            "/static/page.js",
+            "/plotly.js",
+            "/healthz",
+        ]
+        for address in routes:
+            answer = http.get(address)
+            assert answer.status_code == 401, address
+            assert "open the address that `fedgauge watch` printed" in answer.text
+        assert http.get("/?token=wrong").status_code == 401
+        assert http.get("/api/runs", headers={"Authorization": "Bearer secret"}).status_code == 200
+        first = http.get("/run/complete?metric=ssim&token=secret", follow_redirects=False)
+        assert (first.status_code, first.headers["location"]) == (303, "/run/complete?metric=ssim")
+        assert "httponly" in first.headers["set-cookie"].lower()
+        assert http.get("/api/runs").status_code == 200, "the cookie lets in from then on"
+
+
+def test_a_name_that_leads_here_from_elsewhere_is_refused(folder: Path) -> None:
+    with Http(make_app(folder), base_url="http://evil.example") as http:
+        assert http.get("/api/runs").status_code == 400
+
+
+def test_every_answer_forbids_what_the_page_does_not_need(folder: Path) -> None:
+    with Http(make_app(folder), base_url="http://localhost") as http:
+        for address in ("/", "/api/runs", "/api/runs/nope/overview", "/static/style.css"):
+            headers = http.get(address).headers
+            assert "default-src 'none'; script-src 'self';" in headers["content-security-policy"]
+            assert headers["cache-control"] == "no-store"
+
+
+def test_the_page_loads_every_script_and_reports_get_those_that_draw(get: Get) -> None:
+    loaded = re.findall(r'src="/static/([^"]*)" defer', get("/"))
+    assert loaded == [*DRAWING, "views.js", "page.js"]
+    assert sorted(loaded) == sorted(path.name for path in STATIC.glob("*.js"))
+
+
+def test_the_page_itself_is_served_at_every_address_of_a_view(get: Get) -> None:
+    page = get("/")
+    assert "<script" in page
+    for address in (
+        "/compare",
+        "/run/complete",
+        "/run/complete/gallery",
+        "/run/complete/clients",
+        "/run/complete/image/3",
+    ):
+        assert get(address) == page
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.mark.parametrize("token", ["a+b c#d&e", "pä;ß", "plain"])
+def test_any_token_may_be_chosen(folder: Path, token: str) -> None:
+    with served(folder, "--token", token) as address:
+        assert httpx.get(address, follow_redirects=True).status_code == 200
+
+
+def test_showing_a_run_downloads_nothing(
+    folder: Path, get: Get, no_local_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("somebody asks the network")
+
+    monkeypatch.setattr("torchvision.datasets.utils.download_and_extract_archive", refuse)
+    monkeypatch.setattr("torchvision.datasets.mnist.download_and_extract_archive", refuse)
+    scenario = folder / "complete" / "scenario.toml"
+    scenario.write_text(scenario.read_text().replace("mnist5k", "fashion_mnist"))
+    told = [n["words"] for n in get("/api/runs/complete/overview")["notices"]]
+    assert any("cannot be shown on this machine" in words for words in told)
+
+
+def test_an_empty_token_opens_nothing_to_other_hosts(folder: Path) -> None:
+    """As `--token "$UNSET"` gives it."""
+    with served(folder, "--host", "0.0.0.0", "--token", "") as address:
+        assert "?token=" in address and not address.endswith("=")
+        port = address.split(":")[2].split("/")[0]
+        assert httpx.get(f"http://127.0.0.1:{port}/api/runs").status_code == 401
+
+
+def test_watch_tells_the_address_and_ends_on_request(folder: Path) -> None:
+    with served(folder, "--host", "127.0.0.1", "--token", "abc") as address:
+        assert address.endswith("/?token=abc")
+        assert httpx.get(address, follow_redirects=False).status_code == 303
+        with httpx.stream("GET", address.replace("/?", "/api/events?"), follow_redirects=True) as stream:
+            assert stream.status_code == 200, "and an open stream does not hold up the end"
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["nowhere"], "nowhere is not a folder: name a run, or the folder in which runs are kept"),
+    ([".", "--port", "{taken}"], "choose another --port"),
+    ([".", "--port", "99999"], "expected a number from 0 to 65535, got '99999'"),
+    ([".", "--host", "203.0.113.1"], "choose another --host"),
+])  # fmt: skip
+def test_watch_says_what_cannot_be(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        filled = [o.format(taken=taken.getsockname()[1]) for o in options]
+        try:
+            status: object = main(["watch", *filled])
+        except SystemExit as refused:  # by argparse
+            status = refused.code
+    assert status == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said

@@ -1,0 +1,129 @@
+"""The page follows a run that works, and never delays the writer."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.server.dashboard.events import EventStream
+from fedgauge.server.dashboard.runs import RunCatalog
+from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.leakage import leakage
+from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.scores import Scores
+from tests.server.dashboard.pages import served
+
+
+def test_what_is_read_in_pieces_is_what_is_read_at_once(
+    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_taped(tmp_path / "live", make_scenario())
+    reading = Reading(run)
+    with run.ledger() as ledger:
+        while (lease := ledger.lease()) is not None:
+            rows = {
+                c: [ScoreRecord(lease.round, c, lease.attack.name, 0, "psnr", 9.0 + c, "", 0.1)] for c in lease.clients
+            }
+            with reading.now():
+                before = reading.version
+                reading.leaks("psnr")
+            ledger.finish(lease, rows)
+            with reading.now():
+                assert reading.version != before
+                assert reading.leaks("psnr") == leakage(Scores.read(ledger), "psnr")
+    reading.close()
+
+
+def test_a_change_is_told_to_who_listens(folder: Path) -> None:
+    with served(folder) as address, httpx.Client(base_url=address, timeout=20) as http:
+        with http.stream("GET", "/api/events?run=complete") as stream:
+            lines = stream.iter_lines()
+            first = next(line for line in lines if line.startswith("id: "))
+            with Run(folder / "complete").ledger() as ledger:
+                ledger.record_round(3, 0.5, 1.0, 1.0, 0.0)
+            second = next(line for line in lines if line.startswith("id: "))
+        assert first != second
+
+
+def test_a_listener_is_not_told_again_what_it_knows(folder: Path) -> None:
+    class Written(EventStream):
+        """The next round is written when the version that the listener has was looked up."""
+
+        versions: tuple[str, ...] = ()
+
+        def _version(self, name: str | None) -> str:
+            self.versions = (*self.versions, super()._version(name))
+            if len(self.versions) == 1:
+                with Run(folder / "complete").ledger() as ledger:
+                    ledger.record_round(3, 0.6, 1.0, 1.0, 0.0)
+            return self.versions[-1]
+
+    async def listen(last: str | None) -> tuple[str, tuple[str, ...]]:
+        stream = Written(RunCatalog(folder))
+        told = stream.events("complete", last)
+        assert (await anext(told)).startswith("retry:")
+        event = await anext(told)
+        await told.aclose()  # type: ignore[attr-defined]  # it is a generator
+        return event, stream.versions
+
+    known = EventStream(RunCatalog(folder))._version("complete")
+    event, versions = asyncio.run(listen(known))
+    assert versions[0] == known != versions[-1]
+    assert event.startswith(f"id: {versions[-1]}\n"), "and not the version that it has"
+
+
+@pytest.mark.slow
+def test_twenty_pages_hinder_no_writer_and_no_page(folder: Path) -> None:
+    """Pages stay open and read all the time while a run writes as fast as it can: no row is lost, each page sees the end."""
+    plan = AttackPlan((PlannedAttack("dlg", {"use": "dlg"}),), wave=4)
+    rounds, clients = 40, 8
+    seen, told, errors, listening = [(0, 0)] * 20, [0] * 20, [], threading.Barrier(21, timeout=60)
+    with served(folder) as address, Run(folder / "complete").ledger() as ledger:
+
+        def look(i: int) -> None:
+            """As the page's script does: listen, and ask again when something has changed."""
+            try:
+                with httpx.Client(base_url=address, timeout=60) as http:
+                    http.get("/run/complete").raise_for_status()
+                    with http.stream("GET", "/api/events?run=complete") as stream:
+                        for line in stream.iter_lines():
+                            if line.startswith("id: "):
+                                found = http.get("/api/runs/complete/overview").raise_for_status().json()
+                                told[i] += 1
+                                if told[i] == 1:
+                                    listening.wait()  # all are open before the first row is written
+                                seen[i] = (found["training"]["round"], found["progress"]["done"])
+                            if seen[i] == (rounds, 16 + (rounds - 2) * clients):
+                                return
+            except Exception as error:  # reported by the main thread
+                errors.append(error)
+
+        pages = [threading.Thread(target=look, args=(i,)) for i in range(20)]
+        for page in pages:
+            page.start()
+        listening.wait()
+        ledger.add_attacks(plan, {"dlg": "card"})
+        before = sum(1 for _ in ledger.scores())
+        for r in range(3, rounds + 1):
+            ledger.record_intake(
+                r, [Participation(c, "accepted", "", 1, f"digest {r} {c}") for c in range(clients)], plan
+            )
+            ledger.record_round(r, 0.5, 1.0, 1.0, 0.0)
+            while (lease := ledger.lease()) is not None:
+                ledger.finish(lease, {c: [ScoreRecord(r, c, "dlg", 0, "psnr", 20.0, "", 0.1)] for c in lease.clients})
+        for page in pages:
+            page.join(timeout=120)
+        assert errors == []
+        assert seen == [(rounds, 16 + (rounds - 2) * clients)] * 20
+        assert min(told) >= 2, "each saw it come"
+        assert sum(1 for _ in ledger.scores()) - before == (rounds - 2) * clients
+        with httpx.Client(base_url=address, timeout=60) as http:
+            summary = http.get("/api/runs/complete/overview").json()["summary"]
+        assert {row["attack"]: row["n"] for row in summary}["dlg"] == (rounds - 2) * clients

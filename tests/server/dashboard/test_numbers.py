@@ -1,0 +1,253 @@
+"""The page's numbers are the ledger's."""
+
+import itertools
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedgauge.server.views.gallery
+from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.defenses.accounting import spent
+from fedgauge.server.dashboard.web import make_app
+from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.clients import clients
+from fedgauge.server.views.compare import compare, differences
+from fedgauge.server.views.leakage import leakage
+from fedgauge.server.views.overview import progress
+from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.verdict import verdict
+from tests.server.dashboard.pages import Get, Http, pixels, score_all
+
+
+def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> None:
+    page = get("/api/runs/complete/overview")
+    with attacked_run.ledger() as ledger:
+        scores = Scores.read(ledger)
+        told = {m: leakage(scores, m) for m in ("psnr", "ssim", "identified")}
+        assert page["verdict"]["sentence"] == verdict(scores, ledger).sentence
+    shown = {m["name"]: {s["name"]: s for s in m["series"]} for m in page["metrics"]}
+    for metric, leaks in told.items():
+        for leak in leaks:
+            if leak.round is not None and leak.mean is not None:
+                series = shown[metric][leak.attack]
+                assert series["mean"][series["x"].index(leak.round)] == pytest.approx(leak.mean, rel=1e-4)
+    assert page["accuracy"] == {"x": [0, 1, 2], "y": [0.1, 0.2, 0.3]}
+    assert page["progress"] | {"done": 16} == page["progress"], "two rounds, two clients, two attacks, two baselines"
+    assert page["participation"]["rejected"] == 2
+    assert {row["attack"]: row["n"] for row in page["summary"]}["inverting_gradients"] == 8
+
+
+def test_a_run_of_the_predecessor_is_listed_with_the_reason_and_hides_no_other(
+    get: Get, folder: Path, write_former_run: Callable[[Path], Path]
+) -> None:
+    write_former_run(folder / "former")
+    runs = {run["id"]: run for run in get("/api/runs")["runs"]}
+    assert "error" not in runs["complete"]
+    assert "is a run of fedleak" in runs["former"]["error"]
+    assert "fedleak" in get("/api/runs/former/overview", 503)["error"]
+    assert get("/api/runs/complete/overview")["name"] == "complete"
+
+
+def test_no_end_is_foretold_while_the_attacks_wait_for_rounds(attacked_run: Run, tmp_path: Path) -> None:
+    shutil.copytree(attacked_run.folder, tmp_path / "run")
+    run = Run.open(tmp_path / "run")
+    with run.lock("training"), closing(Reading(run)) as reading:
+        with reading.now():
+            found = progress(reading)
+            assert found["per_minute"] is not None and (found["queued"], found["leased"]) == (0, 0)
+            assert found["seconds_left"] is None
+        with run.ledger() as ledger:  # a round's jobs have come
+            plan = reading.scenario.plan
+            ledger.record_intake(3, [Participation(0, "accepted", "", 2, "digest")], plan)
+        with reading.now():
+            assert progress(reading)["seconds_left"] is not None
+
+
+def test_every_gallery_card_is_the_truth_beside_the_reconstruction(get: Get, attacked_run: Run) -> None:
+    page = get("/api/runs/complete/gallery?round=all")
+    assert (page["total"], page["rounds"], page["clients"]) == (8, [1, 2], [0, 1])
+    federation = attacked_run.scenario().federation
+    for card in page["cards"]:
+        batch = federation.batch_at(card["client"], card["round"])
+        x = (batch.x[card["example"], 0] * 255).round().byte().numpy()
+        assert np.array_equal(pixels(card["truth"]), x)
+        assert card["label"] == int(batch.y[card["example"]])
+        tile = card["tiles"][0]
+        found = attacked_run.read_reconstruction(card["round"], card["client"], "inverting_gradients")
+        image = (found["x"][card["example"], 0].clamp(0, 1) * 255).round().byte().numpy()
+        assert np.array_equal(pixels(tile["image"]), image)
+        assert card["tiles"][1] | {"image": None, "psnr": None, "note": "not_applicable"} == card["tiles"][1]
+    strengths = [card["tiles"][0]["psnr"] for card in page["cards"]]
+    assert strengths == sorted(strengths, reverse=True), "the worst leak first"
+
+
+def test_filters_and_pages_show_each_example_once(get: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {(c["round"], c["client"], c["example"]): c for c in get("/api/runs/complete/gallery?round=all")["cards"]}
+    monkeypatch.setattr(fedgauge.server.views.gallery, "PAGE", (3, 3))
+    seen = [get(f"/api/runs/complete/gallery?round=all&sort=client&offset={o}")["cards"] for o in (0, 3, 6)]
+    order = [(c["client"], c["round"], c["example"]) for c in itertools.chain(*seen)]
+    assert order == sorted((c, r, e) for r, c, e in whole)
+    by_label = [get(f"/api/runs/complete/gallery?round=all&label={y}")["total"] for y in range(10)]
+    assert by_label == [sum(card["label"] == y for card in whole.values()) for y in range(10)]
+    one = get("/api/runs/complete/gallery?round=2&client=1")
+    assert {(c["round"], c["client"]) for c in one["cards"]} == {(2, 1)}
+    assert get("/api/runs/complete/gallery")["round"] == 2, "the latest where none is asked for"
+
+
+def test_an_image_is_followed_through_the_rounds(
+    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
+) -> None:
+    """A shard of two images in batches of one: each comes back in some of the rounds, and in no other."""
+    data = {"use": "mnist5k", "batch_size": 1, "auxiliary": 3992}
+    run = make_taped(tmp_path / "runs" / "small", make_scenario(data=data, clients=4, rounds=4), rounds=4)
+    score_all(run)
+    federation = run.scenario().federation
+    with Http(make_app(run.folder), base_url="http://localhost") as http:
+        rows = {r: int(federation.shards.rows_at(0, r)[0]) for r in range(1, 5)}
+        for image in set(rows.values()):
+            page = http.get(f"/api/runs/small/image/{image}?client=0").json()
+            own = [r for r, row in rows.items() if row == image]
+            assert [c["round"] for c in page["rounds"]] == own
+            assert sorted(c["round"] for c in page["others"]) == sorted(set(rows) - set(own))
+            assert page["label"] == int(federation.shards.dataset.y[image])
+        assert http.get("/api/runs/small/image/1?client=99").status_code == 404
+
+
+def test_a_clients_labels_are_counted(get: Get, attacked_run: Run) -> None:
+    page = get("/api/runs/complete/clients/1")
+    federation = attacked_run.scenario().federation
+    y = torch.cat([federation.batch_at(1, r).y for r in (1, 2)])
+    assert page["true"] == torch.bincount(y, minlength=10).tolist()
+    kept = [attacked_run.read_reconstruction(r, 1, "inverting_gradients")["y"] for r in (1, 2)]
+    assert page["restored"] == [
+        {
+            "attack": "inverting_gradients",
+            "counts": torch.bincount(torch.cat(kept), minlength=10).tolist(),
+            "given": False,
+        }
+    ]
+    assert [r["reason"] for r in get("/api/runs/complete/clients/2")["reasons"]] == ["refused"] * 2
+
+
+def test_the_heat_map_holds_the_worst_case_of_each_cell(get: Get, attacked_run: Run) -> None:
+    for metric, worst in (("psnr", max), ("mse", min)):
+        page = get(f"/api/runs/complete/clients?metric={metric}")
+        with attacked_run.ledger() as ledger:
+            rows = [r for r in ledger.scores(metric) if r["attack"] == "inverting_gradients" and r["value"] is not None]
+        assert page["clients"] == [0, 1, 2]
+        for i, client in enumerate(page["clients"]):
+            for j, round in enumerate(page["rounds"]):
+                values = [r["value"] for r in rows if (r["client"], r["round"]) == (client, round)]
+                assert page["z"][i][j] == (pytest.approx(worst(values), rel=1e-4) if values else None)
+        leaks = [row["worst"] for row in page["table"] if row["worst"] is not None]
+        assert leaks == sorted(leaks, reverse=metric == "psnr")
+        assert page["table"][-1]["client"] == 2, "of whom nothing is known, last"
+
+
+def test_runs_are_compared_with_the_front_that_none_beats(
+    folder: Path, get: Get, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
+) -> None:
+    """Accuracy and leakage on paper: (.3, 20), (.3, 25), (.2, 10): the second leaks more for the same accuracy."""
+    for name, leak, rounds in (("a", 20.0, 2), ("b", 25.0, 2), ("c", 10.0, 1)):
+        score_all(make_taped(folder / name, make_scenario(rounds=rounds), rounds=rounds), leak)
+    page = get("/api/compare?runs=a,b,c")
+    front = {(p["run"], p["attack"]) for p in page["points"] if p["pareto"]}
+    assert {run for run, _ in front} == {"a", "c"}
+    assert len(front) == 2, "each run stands with its strongest attack"
+    assert [(p["run"], p["mean"]) for p in page["points"] if p["strongest"]] == [("a", 20.5), ("b", 25.5), ("c", 10.5)]
+    assert page["differences"] == [{"key": "rounds", "values": ["2", "2", "1"]}]
+    assert page["matrix"]["columns"] == ["inverting_gradients", "analytic"]
+    assert page["matrix"]["mean"][0] == [20.5, 20.5]
+    assert page["matrix"]["baseline"] == [20.5, 25.5, 10.5]
+
+
+def test_epsilon_stands_beside_every_point(
+    folder: Path, get: Get, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
+) -> None:
+    """Of the rounds that the server saw: a refused reply was seen, a missing one was not."""
+    local = {"use": "local_sgd", "rate": 0.1}
+    dp = {"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 2.0}
+    chosen = make_scenario(chain=[dp, local], privacy={"delta": 1e-4})
+    run = make_taped(folder / "private", chosen)
+    score_all(run, 20.0)
+    score_all(make_taped(folder / "signed", make_scenario(chain=[local, {"use": "sign"}])), 20.0)
+    expected = spent(chosen.federation, {0: 2, 1: 2, 2: 2}, 1e-4)
+    told = get("/api/runs/private/overview")["privacy"]
+    assert told["epsilon"] == pytest.approx(expected.record, rel=1e-4)
+    assert told["client"] == pytest.approx(expected.client, rel=1e-4)
+    assert told["delta"] == 1e-4
+    assert "for one record replaced" in told["words"]
+    assert get("/api/runs/signed/overview")["privacy"] == {
+        "epsilon": None,
+        "client": None,
+        "delta": 1e-5,
+        "words": "Differential privacy: sign compression gives no epsilon: it is deterministic.",
+    }
+    page = get("/api/compare?runs=private,signed")
+    points = page["points"]
+    assert [run["epsilon"] for run in page["runs"]] == [told["epsilon"], None]
+    assert {(p["run"], p["epsilon"]) for p in points} == {("private", told["epsilon"]), ("signed", None)}
+    with run.ledger() as ledger:
+        ledger.record_intake(
+            3, [Participation(0, "missing"), Participation(1, "rejected", "a NaN"), Participation(2, "missing")]
+        )
+        ledger.record_round(3, 0.4, 2.0, 1.0, 0.01)
+    later = spent(chosen.federation, {0: 2, 1: 3, 2: 2}, 1e-4)
+    assert later.record > expected.record
+    assert get("/api/runs/private/overview")["privacy"]["epsilon"] == pytest.approx(later.record, rel=1e-4)
+
+
+def test_runs_that_share_a_name_are_told_apart(attacked_run: Run, tmp_path: Path) -> None:
+    shutil.copytree(attacked_run.folder, tmp_path / "complete")
+    readings = [Reading(attacked_run), Reading(Run(tmp_path / "complete"))]
+    for reading in readings:
+        with reading.now():
+            pass
+    page = compare(readings, "psnr")
+    assert [run["id"] for run in page["runs"]] == page["matrix"]["rows"] == ["complete", "complete-2"]
+    assert sorted({row["run"] for row in page["table"]}) == ["complete", "complete-2"]
+    assert len(page["table"]) == len(page["points"])
+
+
+def test_the_worst_of_all_attacks_counts_an_example_once(
+    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_taped(tmp_path / "two", make_scenario())
+    with run.ledger() as ledger:
+        while (lease := ledger.lease()) is not None:
+            psnr, hit = (30.0, 1.0) if lease.attack.name == "analytic" else (10.0, 0.0)
+            values = {"psnr": psnr, "identified": hit, "label_accuracy": hit}
+            ledger.finish(
+                lease,
+                {
+                    c: [ScoreRecord(lease.round, c, lease.attack.name, 0, m, v, "", 0.1) for m, v in values.items()]
+                    for c in lease.clients
+                },
+            )
+    with closing(Reading(run)) as reading, reading.now():
+        (row, *_) = clients(reading, "psnr", None)["table"]
+        assert (row["n"], row["mean"], row["identified"]) == (2, 30.0, {"count": 2, "n": 2}), (
+            "two rounds, an example each"
+        )
+        (row, *_) = clients(reading, "psnr", "inverting_gradients")["table"]
+        assert (row["n"], row["mean"], row["identified"]) == (2, 10.0, {"count": 0, "n": 2})
+
+
+def test_differences_name_each_setting_by_its_place() -> None:
+    one = {"rounds": 3, "chain": [{"use": "clip", "max_norm": 1.0}, {"use": "sgd"}], "data": {"use": "mnist"}}
+    other = {
+        "rounds": 3,
+        "chain": [{"use": "clip", "max_norm": 2.0}, {"use": "sgd"}],
+        "data": {"use": "mnist", "alpha": 1},
+    }
+    rows, same = differences([one, other])
+    assert rows == [{"key": "chain.0.max_norm", "values": ["1.0", "2.0"]}, {"key": "data.alpha", "values": ["–", "1"]}]
+    assert same == 4

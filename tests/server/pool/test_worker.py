@@ -1,0 +1,58 @@
+"""A worker gives what the auditor gives, and keeps traces beside reconstructions."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedgauge.client.federation import Federation
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.pool.worker import Task
+from tests.server.pool.score_rows import score_rows
+
+IG = {"use": "inverting_gradients", "iterations": 4}
+
+
+def test_a_worker_gives_what_the_auditor_gives(kit: Any, tmp_path: Path) -> None:
+    """Plain arrays and JSON lose nothing on the way."""
+    from fedgauge.attacks.base import Wave as AttackWave
+    from fedgauge.attacks.grading.audit import Auditor
+    from fedgauge.server.pool.worker import attack_wave
+    from fedgauge.server.store.tape import as_arrays
+
+    scenario = kit.scenario(attack=[IG])
+    run = kit.make_run(tmp_path / "run", scenario)
+    observations = [run.tape().read(1, c) for c in (0, 3)]
+    planned = scenario.plan.attacks[0]
+    task = Task(
+        scenario.protocol.to_json(), planned.to_json(), 3, 1, (0, 3), {0: 3},
+        as_arrays(observations[0].params), {}, tuple(as_arrays(o.update) for o in observations),
+    )  # fmt: skip
+    outcome = attack_wave(task)
+    expected = Auditor(Federation(scenario.protocol), 3).audit(planned, AttackWave.stack(observations), {0: 3})
+    for audited in expected:
+        assert torch.equal(torch.tensor(outcome.images[audited.client]["x"]), audited.reconstruction.x)
+        assert [(r.client, r.attack, r.metric, r.example, r.value) for r in outcome.rows[audited.client]] == [
+            (r.client, r.attack, r.metric, r.example, r.value) for r in audited.rows
+        ]
+    assert {r.attack for r in outcome.rows[0]} == {"inverting_gradients", "wrong_client(inverting_gradients)"}
+    assert {r.attack for r in outcome.rows[3]} == {"inverting_gradients"}
+
+
+def test_a_trace_is_kept_in_the_reconstructions_file_and_changes_no_score(kit: Any, tmp_path: Path) -> None:
+    plain, traced = (
+        kit.make_run(tmp_path / name, kit.scenario(attack=[{**IG, **more}]))
+        for name, more in (("plain", {}), ("traced", {"trace": 3}))
+    )
+    for run in (plain, traced):
+        serve(run, LocalExecutor())
+    assert score_rows(plain) == score_rows(traced)
+    assert set(plain.read_reconstruction(1, 2, "inverting_gradients")) == {"x", "y"}
+    kept = traced.read_reconstruction(1, 2, "inverting_gradients")
+    assert set(kept) == {"x", "y", "trace_iteration", "trace_objective", "trace_x"}
+    assert kept["trace_iteration"].tolist() == [0, 2, 4]
+    assert (kept["trace_objective"].shape, kept["trace_objective"].dtype) == ((3,), torch.float64)
+    assert (kept["trace_x"].shape, kept["trace_x"].dtype) == ((3, 2, 1, 28, 28), torch.uint8)
+    torch.testing.assert_close(kept["trace_x"][-1], (kept["x"] * 255).round().to(torch.uint8), rtol=0, atol=1)
+    assert set(traced.read_reconstruction(1, 2, "mean_image")) == {"x"}
