@@ -48,7 +48,9 @@ class Run:
             shutil.copyfile(weights, run._private(WEIGHTS))
         unfinished = run._private(".part-ledger.sqlite")  # SQLite gives its own files beside a ledger the ledger's mode
         Ledger(unfinished, create=True).close()
-        unfinished.replace(folder / "ledger.sqlite")  # complete from the first moment, as another process may wait for it
+        unfinished.replace(
+            folder / "ledger.sqlite"
+        )  # complete from the first moment, as another process may wait for it
         return run
 
     @classmethod

@@ -51,7 +51,9 @@ def lived(state: ClientFolder) -> None:
     state.note("graded", round=1, run=10**15, told=reported, answered=2, precision=0.5, exact={}, refused={})
     state.note("withheld", run=10**15, round=3, cause="its norm is 9, above max_norm 5")
     for _ in range(2):
-        state.note("refused", run=10**15, what="train", reason="this client has already answered in round 2 of this run")
+        state.note(
+            "refused", run=10**15, what="train", reason="this client has already answered in round 2 of this run"
+        )
 
 
 def test_the_report_says_what_was_sent_answered_and_leaked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
