@@ -20,10 +20,10 @@ from torch import Tensor
 
 from fedgauge.client.arrays import npy_header
 from fedgauge.client.deployment.deployed_client import DeployedClient, self_audit
-from fedgauge.client.deployment.grading import batch_to_grade
-from fedgauge.client.deployment.grading import grade as grade_images
 from fedgauge.client.deployment.guard import WITHHELD, UpdatePolicy, guard_memory, inspect_message, withheld
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
+from fedgauge.client.deployment.self_grading import batch_to_grade
+from fedgauge.client.deployment.self_grading import grade as grade_images
 from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch, digest_of
 from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation, federation

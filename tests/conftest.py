@@ -24,7 +24,7 @@ from fedgauge.client.local_data import data_folder
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 

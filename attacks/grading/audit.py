@@ -17,9 +17,9 @@ from fedgauge.attacks.base import (
     Stream,
     Wave,
 )
+from fedgauge.attacks.defense_inference.evidence import Inferred
+from fedgauge.attacks.defense_inference.infer import infer
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, ungraded_rows, wrong_client
-from fedgauge.attacks.inference.evidence import Inferred
-from fedgauge.attacks.inference.infer import infer
 from fedgauge.attacks.learned.auxiliary import check_disjoint
 from fedgauge.attacks.limits import GaussianPrior, bayes_limit
 from fedgauge.attacks.plan import PlannedAttack

@@ -9,7 +9,7 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from fedgauge.server.dashboard.runs import RunCatalog, UnknownRun
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import state_of
 

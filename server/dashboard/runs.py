@@ -8,7 +8,7 @@ from threading import Lock
 from typing import TypeVar
 
 from fedgauge.server.store import predecessor
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import Reading
 

@@ -28,7 +28,7 @@ from fedgauge.server.dashboard import STATIC
 from fedgauge.server.dashboard.events import EventStream
 from fedgauge.server.dashboard.guards import LOOPBACK, Headers, OwnHost, TokenGate, refusal
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.clients import client, clients
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.gallery import Gallery, Query, Sort, through_rounds, trace

@@ -16,7 +16,7 @@ from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, Work
 from fedgauge.server.pool.ray_executor import RayExecutor
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import Lease
+from fedgauge.server.store.ledger_types import Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedgauge.client.transforms import StatefulTransform
 from fedgauge.client.update import Params
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_bytes, write_tensors
@@ -141,7 +141,7 @@ def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int) -> None:
     recorded = {row["round"] for row in ledger.rounds()}
     if missing := sorted(set(range(done)) - recorded):  # a power cut may lose the ledger's last rows
         raise NotResumable(
-            f"{run.folder} cannot be resumed: its ledger lacks round {missing[0]}, its checkpoint is of {done}"
+            f"{run.folder} cannot be resumed: its ledger lacks round {missing[0]}, although its checkpoint is of round {done}"
         )
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.server.store.ledger_jobs import JobQueue
 from fedgauge.server.store.ledger_reads import LedgerReads
-from fedgauge.server.store.ledger_rows import DEPLOYMENT, Participation, sanitised
+from fedgauge.server.store.ledger_types import DEPLOYMENT, Participation, sanitised
+from fedgauge.server.store.ledger_writes import JobQueue
 
 
 class Ledger(JobQueue, LedgerReads):

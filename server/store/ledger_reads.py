@@ -7,8 +7,8 @@ from typing import Literal
 
 from fedgauge.attacks.grading.scores import OBJECTIVE
 from fedgauge.attacks.plan import BASELINES, LIMITS
-from fedgauge.server.store.ledger_file import LedgerFile
-from fedgauge.server.store.ledger_rows import ScoreRow
+from fedgauge.server.store.ledger_connection import LedgerFile
+from fedgauge.server.store.ledger_types import ScoreRow
 
 
 class LedgerReads(LedgerFile):

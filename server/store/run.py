@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgauge.server.store import predecessor
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, read_tensors, sweep, write_bytes, write_tensors
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord, has_images
 from fedgauge.attacks.plan import BASELINES
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import UNGRADED, Ungraded, sanitised
+from fedgauge.server.store.ledger_types import UNGRADED, Ungraded, sanitised
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgauge.client.deployment.secure_sum_mod import WEIGHT, Record, read, to_config_record
-from fedgauge.server.strategy.wrapper import Wrapper
+from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
 SUMMED = 101  # our error codes: the client's update is part of another reply
 NO_SUM = 102  # its group has no sum

@@ -23,7 +23,7 @@ from fedgauge.client.arrays import npy_header
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import seed_of
 from fedgauge.client.update import Params, Update, average
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.strategy.ordered_grid import OrderedGrid
 
 WEIGHT = "num-examples"

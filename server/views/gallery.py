@@ -14,7 +14,7 @@ from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Shards
-from fedgauge.server.store.ledger_rows import UNGRADED
+from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.views import formatting
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.png import SMALL, png, reconstruction

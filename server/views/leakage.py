@@ -8,7 +8,7 @@ import numpy as np
 
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import UNGRADED
+from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
 from fedgauge.server.views.roles import attack_order, is_attack, is_baseline
 from fedgauge.server.views.scores import Scores, capped

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fedgauge.attacks.grading.image_metrics import LPIPS_PIXELS
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger_rows import EMPTY
+from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.views.reading import Reading
 
 Notice = tuple[str, str]  # what is missing, and the command that helps; empty if none does

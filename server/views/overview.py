@@ -83,9 +83,8 @@ def progress(reading: Reading) -> dict[str, Any]:
     expected = p.total + jobs_to_come(reading)
     pace = reading.ledger.pace() if reading.state in ("training", "attacking") else None
     left = expected - p.done - p.failed
-    waited_for = (
-        p.queued + p.leased or reading.state != "training"
-    )  # otherwise rounds are awaited, whose speed is unknown
+    # with an empty queue the next round is awaited, whose speed is unknown
+    waited_for = p.queued + p.leased or reading.state != "training"
     return {
         "queued": p.queued,
         "leased": p.leased,

@@ -13,8 +13,8 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.local_data import may_download
 from fedgauge.server.store import predecessor
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_file import LedgerError
-from fedgauge.server.store.ledger_rows import EMPTY, ScoreRow
+from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_types import EMPTY, ScoreRow
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import Leak, leakage_by_round, leakage_of_all

@@ -14,7 +14,7 @@ from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import UNGRADED, ScoreRow
+from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.roles import is_attack
 

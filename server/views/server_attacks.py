@@ -22,20 +22,20 @@ def server_attack_effects(scenario: Scenario, scores: Scores, ledger: Ledger) ->
     if not scenario.server_attack:
         return {}
     seen = [o for o in ledger.observations() if o["status"] == "accepted" or is_alarm(o["reason"])]
-    members = {(o["round"], o["client"]): _met(scenario, o["round"], o["client"]) for o in seen}
-    met = {key for key, altered in members.items() if altered}
-    rounds = sorted({r for r, _ in met})
+    members = {(o["round"], o["client"]): _altered_clients(scenario, o["round"], o["client"]) for o in seen}
+    altered = {key for key, clients in members.items() if clients}
+    rounds = sorted({r for r, _ in altered})
     sent = f"{_many(sum(map(len, members.values())), 'message')} answered in {_many(len(rounds), 'round')}"
     trouble = ledger.meta().get("server_attack")
     return {
         "sent": "; ".join([f"{'; '.join(map(str, scenario.server_attack))}: {sent}", *([trouble] if trouble else [])]),
-        "recovered": _recovered(_best(scores), met, rounds),
-        "noticed": _noticed(scenario, seen, met),
-        "cost": _cost(scenario, ledger, seen, met, rounds),
+        "recovered": _recovered(_best(scores), altered, rounds),
+        "noticed": _noticed(scenario, seen, altered),
+        "cost": _cost(scenario, ledger, seen, altered, rounds),
     }
 
 
-def _met(scenario: Scenario, round: int, client: int) -> list[int]:
+def _altered_clients(scenario: Scenario, round: int, client: int) -> list[int]:
     """The clients behind one reply (several under a secure sum) that were sent altered weights."""
     members = scenario.protocol.members(client, round) or (client,)
     return [c for c in members if any(aimed.targeting.applies_to(round, c) for aimed in scenario.server_attack)]
@@ -55,11 +55,11 @@ def _best(scores: Scores) -> dict[tuple[int, int, int], float]:
     return best
 
 
-def _recovered(best: Mapping[tuple[int, int, int], float], met: set[Key], rounds: Sequence[int]) -> str:
+def _recovered(best: Mapping[tuple[int, int, int], float], altered: set[Key], rounds: Sequence[int]) -> str:
     if not best:
         return "no image has been graded"
-    theirs = {k: v for k, v in best.items() if k[:2] in met}
-    others = {k: v for k, v in best.items() if k[:2] not in met}
+    theirs = {k: v for k, v in best.items() if k[:2] in altered}
+    others = {k: v for k, v in best.items() if k[:2] not in altered}
     words = f"of the images behind altered weights {_exact(theirs.values())}"
     if first := min((r for (r, _, _), v in theirs.items() if v > PSNR_CAP), default=None):
         words += f", the first after {_many(rounds.index(first) + 1, 'such round')} (round {first})"
@@ -75,23 +75,23 @@ def _exact(values: Iterable[float]) -> str:
     return f"{exact} of {len(psnr)} over {PSNR_CAP:g} dB{nearest}"
 
 
-def _noticed(scenario: Scenario, seen: Sequence[Row], met: set[Key]) -> str:
+def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
     """Alarms among the replies to altered messages and among the others, and the suspicions that clients reported.
 
     A secure sum counts as alarmed if one of its members raised an alarm.
     """
     alarms = {(o["round"], o["client"]) for o in seen if is_alarm(o["reason"])}
-    honest = {(o["round"], o["client"]) for o in seen} - met
+    honest = {(o["round"], o["client"]) for o in seen} - altered
     if scenario.protocol.guard.inspect == "off" and not any(
         "suspicion" in o["reason"] or is_alarm(o["reason"]) for o in seen
     ):
         return "no client's guard reported anything (clients inspect what they are sent only if [guard] inspect is not off)"
     answer = "message" if scenario.protocol.secure_sum is None else "sum"
     words = (
-        f"guards alarmed at {len(alarms & met)} of {_many(len(met), f'altered {answer}')} and {len(alarms & honest)} of "
+        f"guards alarmed at {len(alarms & altered)} of {_many(len(altered), f'altered {answer}')} and {len(alarms & honest)} of "
         f"{len(honest)} honest ones"
     )
-    suspicions = [s for o in seen if (o["round"], o["client"]) in met for s in _suspicions(o["reason"])]
+    suspicions = [s for o in seen if (o["round"], o["client"]) in altered for s in _suspicions(o["reason"])]
     spread = " to ".join(dict.fromkeys(f"{s:.3g}" for s in (min(suspicions), max(suspicions)))) if suspicions else ""
     words += f"; suspicion {spread} at the altered ones (alarm above 1)" if suspicions else ""
     first = first_alarm(seen, scenario.protocol.secure_sum is not None)
@@ -123,13 +123,13 @@ def _suspicions(reason: str) -> list[float]:
     return [float(number) for number in re.findall(r"suspicion (\d{1,9}(?:\.\d{1,9})?(?:e[+-]?\d{1,2})?)\b", reason)]
 
 
-def _cost(scenario: Scenario, ledger: Ledger, seen: Sequence[Row], met: set[Key], rounds: Sequence[int]) -> str:
+def _cost(scenario: Scenario, ledger: Ledger, seen: Sequence[Row], altered: set[Key], rounds: Sequence[int]) -> str:
     """What happened to the updates, and how accuracy changed in rounds with and without altered weights."""
     accuracy = {r["round"]: r["accuracy"] for r in ledger.rounds() if r["accuracy"] is not None}
     steps = {r: 100 * (accuracy[r] - accuracy[r - 1]) for r in accuracy if r - 1 in accuracy}
     kept = [aimed.targeting.aggregate for aimed in scenario.server_attack]
     fate = "averaged as all are" if all(kept) else "averaged in part" if any(kept) else "left out of the average"
-    words = f"answers to altered weights ({_many(len(met), 'update')} of {len(seen)}) were {fate}"
+    words = f"answers to altered weights ({_many(len(altered), 'update')} of {len(seen)}) were {fate}"
     both = (("in those rounds", True), ("in the others", False))
     moved = [(which, [step for r, step in steps.items() if (r in rounds) is own]) for which, own in both]
     parts = [f"{mean(part):+.1f} points a round {which}" for which, part in moved if part]

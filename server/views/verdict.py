@@ -10,7 +10,7 @@ import numpy as np
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.plan import BASELINES
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import UNGRADED
+from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
 from fedgauge.server.views.leakage import best_of, leakage
 from fedgauge.server.views.roles import is_attack, planned_attacks

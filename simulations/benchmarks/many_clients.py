@@ -18,7 +18,7 @@ from fedgauge.client.rng import generator
 from fedgauge.server.app import build_strategy
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
+from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.simulations.benchmarks.memory_growth import MB, MemoryUse, own_memory
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
 from fedgauge.simulations.run.create import new_run

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fedgauge.attacks.grading.scores import ScoreRecord
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedgauge.attacks.plan import describe
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.views.reading import state_of, tables_of
 from fedgauge.server.views.roles import is_attack

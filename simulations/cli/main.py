@@ -10,7 +10,7 @@ from pathlib import Path
 from fedgauge.client import components, registry
 from fedgauge.client.components import SpecError
 from fedgauge.client.local_data import data_folder
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import RunBusy
 from fedgauge.server.store.tape import TapeError
 from fedgauge.simulations.cli import (

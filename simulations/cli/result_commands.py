@@ -6,7 +6,7 @@ import webbrowser
 from pathlib import Path
 
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, port
 from fedgauge.simulations.cli.run_summary import wide_console

@@ -11,13 +11,13 @@ from rich.console import Console
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.scenario import Scenario, apply_setting
 from fedgauge.simulations.cli.finding_runs import find_run
 from fedgauge.simulations.cli.options import FAILED, Commands, add_log, add_settings, numbers
 from fedgauge.simulations.cli.run_summary import is_mismatched, print_summary
 from fedgauge.simulations.live import json_log
-from fedgauge.simulations.live.views import view_of
+from fedgauge.simulations.live.choose_view import view_of
 
 
 def add_to(commands: Commands) -> None:

@@ -5,7 +5,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from fedgauge.client.deployment.grading import NOT_ALLOWED
+from fedgauge.client.deployment.self_grading import NOT_ALLOWED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import RoundLeak, round_table

@@ -19,7 +19,7 @@ from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.registry import OWN
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy.pki import alternative_names, write_authority, write_node_key, write_secret

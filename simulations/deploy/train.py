@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import EMPTY
+from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy.folder import Deployment

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import Progress, ScoreRow
+from fedgauge.server.store.ledger_types import Progress, ScoreRow
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import jobs_of_remaining_rounds
 from fedgauge.server.views.roles import is_attack, is_baseline

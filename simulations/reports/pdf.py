@@ -22,7 +22,7 @@ def find_browser() -> str:
         if path := shutil.which(name):
             return path
     raise SpecError(
-        f"--pdf needs Chromium, but none of {', '.join(BROWSERS)} is on the path; install one, or print"
+        f"Chromium is needed, but none of {', '.join(BROWSERS)} is on the path; install one, or print"
         " report.html from any browser"
     )
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.files import replacing
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.terminal import LiveDisplay

@@ -12,7 +12,7 @@ from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import DEPLOYMENT
+from fedgauge.server.store.ledger_types import DEPLOYMENT
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_bytes

@@ -15,7 +15,7 @@ from fedgauge.client.protocol import Protocol
 from fedgauge.server.app import build_strategy, federate
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
+from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 
 
 class MemoryGrid(Grid):

@@ -29,7 +29,7 @@ from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.top_k import largest, top_k
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run.in_memory import train

@@ -24,7 +24,7 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.checkpoint import Checkpoint
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, TapeError, read_tensors
@@ -79,7 +79,7 @@ def test_a_shape_of_a_billion_in_a_header_is_refused_before_memory_is_taken(door
         words = reason(at, hostile)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    assert words.startswith("bias cannot be decoded: it claims ") and words.endswith("and 64 follow")
+    assert words.startswith("bias cannot be decoded: the header claims ") and words.endswith("but 64 follow")
 
 
 def test_a_large_array_that_is_really_sent_is_refused_by_its_header_alone(

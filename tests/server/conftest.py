@@ -30,7 +30,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.curious import UpdateRecorder
+from fedgauge.server.strategy.curious_strategy import UpdateRecorder
 from fedgauge.server.strategy.validator import AcceptedReply, RoundReplies
 
 Tables = dict[str, Any]

@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg
 from quickstart.task import Net
 
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
+from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.simulations.run.create import create_run
 
 app = ServerApp()

@@ -12,7 +12,7 @@ from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.dashboard.events import EventStream
 from fedgauge.server.dashboard.runs import RunCatalog
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage

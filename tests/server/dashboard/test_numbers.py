@@ -14,7 +14,7 @@ import fedgauge.server.views.gallery
 from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.defenses.accounting import spent
 from fedgauge.server.dashboard.web import make_app
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.clients import clients

@@ -18,7 +18,7 @@ from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_rows import UNGRADED, Participation
+from fedgauge.server.store.ledger_types import UNGRADED, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import LABELS

@@ -21,7 +21,7 @@ from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.service import serve
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import Progress
+from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 

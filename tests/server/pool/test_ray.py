@@ -16,7 +16,7 @@ from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.ray_executor import RayExecutor
 from fedgauge.server.pool.service import ATTEMPTS, serve
 from fedgauge.server.pool.worker import Task
-from fedgauge.server.store.ledger_rows import Progress
+from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied
 from fedgauge.server.pool.service import ATTEMPTS, make_executor, serve
 from fedgauge.server.pool.worker import Task
-from fedgauge.server.store.ledger_rows import Progress
+from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run, RunBusy
 from tests.server.pool.score_rows import score_rows
 

@@ -7,7 +7,7 @@ from fedgauge.attacks.base import Budget
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import Lease, Participation
+from fedgauge.server.store.ledger_types import Lease, Participation
 
 DLG = {"use": "dlg"}
 FEEDBACK = {"use": "feedback_blending"}  # an attack with memory

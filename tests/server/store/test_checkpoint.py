@@ -25,7 +25,7 @@ from fedgauge.server.app import STRATEGY, build_strategy, federate
 from fedgauge.server.store import checkpoint
 from fedgauge.server.store.checkpoint import Checkpoint, ResumedStrategy, restore, starting_point
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
@@ -368,7 +368,7 @@ def test_a_run_without_a_checkpoint_is_never_trained_over(kit: Any, tmp_path: Pa
 def test_a_ledger_that_lost_rows_is_told(half: Run) -> None:
     with half.ledger() as ledger, ledger._transaction() as db:
         db.execute("DELETE FROM rounds WHERE round = 1")
-    with pytest.raises(NotResumable, match="its ledger lacks round 1, its checkpoint is of 2"):
+    with pytest.raises(NotResumable, match="its ledger lacks round 1, although its checkpoint is of round 2"):
         start(half)
 
 

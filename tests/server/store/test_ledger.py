@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import Lease, Participation, Progress
+from fedgauge.server.store.ledger_types import Lease, Participation, Progress
 from tests.server.store.ledgers import accepted, filled, finish, jobs, plan_of, rows_of
 
 

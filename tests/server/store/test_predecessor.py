@@ -9,7 +9,7 @@ import pytest
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import predecessor
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main

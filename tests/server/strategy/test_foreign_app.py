@@ -1,5 +1,6 @@
 """Somebody else's Flower app, weights in and weights out, with three lines of fedgauge's in its server."""
 
+import ast
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -120,17 +122,17 @@ def test_its_clients_digits_are_read_off_their_weights(kit: Any, app: Any, tmp_p
     assert sorted(int(f["y"]) for f in found) == sorted(int(y) for _, y in truth)
 
 
-def test_the_three_lines_of_the_readme_mount_it(app: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (APP.parents[1] / "README.md").read_text()
-    (lines,) = re.findall(r"```py\n(.*?)```", readme, re.DOTALL)
-    assert len(lines.splitlines()) == 3
+def test_the_three_lines_of_the_guide_mount_it(app: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (APP.parents[1] / "docs" / "audit-your-flower-app.md").read_text()
+    block = re.search(r"^( *)```py\n(.*?)^\1```", guide, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    code = textwrap.dedent(block[2])
+    statements = ast.parse(code).body
+    assert len([s for s in statements if not isinstance(s, ast.ImportFrom)]) == 3
     write_audit(tmp_path)
     monkeypatch.chdir(tmp_path)
-    names = {
-        k: getattr(app.server_module, k)
-        for k in ("Scenario", "Path", "create_run", "CuriousStrategy", "UpdateRecorder", "FedAvg")
-    }
-    exec(compile(lines, "README.md", "exec"), names)  # the README's own text
+    names = {"FedAvg": app.server_module.FedAvg}
+    exec(compile(code, "audit-your-flower-app.md", "exec"), names)  # the guide's own text
     assert names["strategy"].replies == "weights" and type(names["strategy"].inner).__name__ == "FedAvg"
     with Run.open(tmp_path / "runs" / "theirs").ledger() as ledger:
         assert ledger.meta()["mode"] == "deployment"

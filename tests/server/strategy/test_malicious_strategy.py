@@ -23,7 +23,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.update import Params, average
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors

@@ -29,7 +29,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
+from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSumStrategy
 from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 from fedgauge.server.views.gallery import Gallery

@@ -23,7 +23,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, read_tensors
-from fedgauge.server.strategy.curious import CuriousStrategy, UpdateRecorder
+from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.node_discovery import TIMES, LateJoiners, discover_nodes
 from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 

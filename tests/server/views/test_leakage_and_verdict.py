@@ -14,7 +14,7 @@ from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import UNGRADED, Participation
+from fedgauge.server.store.ledger_types import UNGRADED, Participation
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, RoundLeak, leakage, round_table
 from fedgauge.server.views.roles import attack_order, is_baseline, role_of

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedgauge.attacks.grading.scores import ScoreRecord
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.reading import state_of

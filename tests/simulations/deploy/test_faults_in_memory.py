@@ -11,7 +11,7 @@ from fedgauge.server.app import federate
 from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
-from fedgauge.server.strategy.curious import UpdateRecorder
+from fedgauge.server.strategy.curious_strategy import UpdateRecorder
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
 

@@ -14,7 +14,7 @@ import pytest
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.simulations.cli import main as cli
 from fedgauge.simulations.deploy.folder import Deployment

@@ -12,7 +12,7 @@ from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.live.progress import RunProgress

@@ -8,11 +8,11 @@ from rich.console import Console
 
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.terminal import LiveDisplay
 from fedgauge.simulations.live.view import Lines, View, progress_line
-from fedgauge.simulations.live.views import view_of
 from tests.simulations.live.conftest import Clock
 
 

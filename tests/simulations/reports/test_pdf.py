@@ -10,7 +10,7 @@ import pytest
 from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
@@ -120,7 +120,7 @@ def test_without_a_browser_it_says_what_to_install(
     assert main(["report", str(run.folder), "--pdf"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert "needs Chromium, and none of chromium, chromium-browser, google-chrome is on the path" in told.err
+    assert "Chromium is needed, but none of chromium, chromium-browser, google-chrome is on the path" in told.err
 
 
 @pytest.mark.parametrize(("user", "sandboxed"), [(0, False), (1000, True)])

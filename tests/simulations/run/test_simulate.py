@@ -12,7 +12,7 @@ from rich.console import Console
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious import UpdateRecorder
+from fedgauge.server.strategy.curious_strategy import UpdateRecorder
 from fedgauge.server.strategy.validator import AcceptedReply, RoundReplies
 from fedgauge.simulations.run import simulate as module
 from fedgauge.simulations.run.create import new_run

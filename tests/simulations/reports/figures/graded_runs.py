@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.federation import Federation
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.reports.figures.data import RunResults

@@ -9,7 +9,13 @@ import torch
 from torch import Generator, Tensor
 from torch.distributions import Binomial
 
-from fedgauge.attacks.inference.evidence import FEW, Inferred, TensorEvidence, UpdateEvidence, live_by_neighbours
+from fedgauge.attacks.defense_inference.evidence import (
+    FEW,
+    Inferred,
+    TensorEvidence,
+    UpdateEvidence,
+    live_by_neighbours,
+)
 from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 

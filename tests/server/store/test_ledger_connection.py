@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.server.store import ledger_file
+from fedgauge.server.store import ledger_connection
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_file import APPLICATION, LedgerError
-from fedgauge.server.store.ledger_rows import Progress
+from fedgauge.server.store.ledger_connection import APPLICATION, LedgerError
+from fedgauge.server.store.ledger_types import Progress
 from tests.server.store.ledgers import filled, jobs, plan_of, rows_of
 
 
@@ -18,7 +18,7 @@ def test_a_new_ledger_is_in_wal_mode_and_says_what_it_is(path: Path) -> None:
     with sqlite3.connect(path) as db:
         assert db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
         assert db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION == int.from_bytes(b"flek", "big")
-        assert db.execute("PRAGMA user_version").fetchone()[0] == len(ledger_file.MIGRATIONS)
+        assert db.execute("PRAGMA user_version").fetchone()[0] == len(ledger_connection.MIGRATIONS)
         assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
     db.close()
 
@@ -82,9 +82,9 @@ MIGRATION = "ALTER TABLE rounds ADD COLUMN epsilon REAL; CREATE INDEX by_epsilon
 def test_an_older_ledger_is_brought_up_to_date_and_keeps_its_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with filled(path, plan_of("a")) as old:
         old.record_round(1, 0.5, 1.0, 2.0, 0.1)
-        versions = len(ledger_file.MIGRATIONS)
+        versions = len(ledger_connection.MIGRATIONS)
         before = [dict(o) for o in old.observations()], jobs(old)
-    monkeypatch.setattr(ledger_file, "MIGRATIONS", (*ledger_file.MIGRATIONS, MIGRATION))
+    monkeypatch.setattr(ledger_connection, "MIGRATIONS", (*ledger_connection.MIGRATIONS, MIGRATION))
     for _ in range(2):  # the second finds nothing to do
         with Ledger(path) as ledger:
             assert ledger._db.execute("PRAGMA user_version").fetchone()[0] == versions + 1
@@ -96,12 +96,12 @@ def test_an_older_ledger_is_brought_up_to_date_and_keeps_its_rows(path: Path, mo
 def test_a_migration_that_fails_leaves_the_old_ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(path, plan_of("a")).close()
     with monkeypatch.context() as patch:
-        broken = (*ledger_file.MIGRATIONS, MIGRATION + "; CREATE TABLE rounds (twice)")
-        patch.setattr(ledger_file, "MIGRATIONS", broken)
+        broken = (*ledger_connection.MIGRATIONS, MIGRATION + "; CREATE TABLE rounds (twice)")
+        patch.setattr(ledger_connection, "MIGRATIONS", broken)
         with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger: table rounds already exists"):
             Ledger(path)
     with Ledger(path) as ledger:
-        assert ledger._db.execute("PRAGMA user_version").fetchone()[0] == len(ledger_file.MIGRATIONS)
+        assert ledger._db.execute("PRAGMA user_version").fetchone()[0] == len(ledger_connection.MIGRATIONS)
         assert "epsilon" not in [row[1] for row in ledger._db.execute("PRAGMA table_info(rounds)")]
         assert ledger.progress().queued == 4
 
@@ -156,7 +156,7 @@ def test_a_reader_cannot_write_and_does_not_wait(path: Path) -> None:
 
 def test_a_reader_leaves_an_older_schema_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(ledger_file, "MIGRATIONS", ledger_file.MIGRATIONS[:2])
+        patch.setattr(ledger_connection, "MIGRATIONS", ledger_connection.MIGRATIONS[:2])
         Ledger(path, create=True).close()
     with pytest.raises(LedgerError, match=f"older fedgauge; bring it up to date with: fedgauge report {path.parent}"):
         Ledger(path, readonly=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator
 
-from fedgauge.attacks.inference.evidence import Inferred, UpdateEvidence
+from fedgauge.attacks.defense_inference.evidence import Inferred, UpdateEvidence
 from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update, UpdateFn
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks.inference.evidence import FEW, SAME_SIZE, Inferred, UpdateEvidence
+from fedgauge.attacks.defense_inference.evidence import FEW, SAME_SIZE, Inferred, UpdateEvidence
 from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 

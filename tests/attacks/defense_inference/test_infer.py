@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgauge.attacks.defense_inference.evidence import Inferred
+from fedgauge.attacks.defense_inference.infer import infer
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
-from fedgauge.attacks.inference.evidence import Inferred
-from fedgauge.attacks.inference.infer import infer
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, mnist5k

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedgauge.client.deployment.grading import MOST_NAMES, batch_to_grade, grade, rounded
 from fedgauge.client.deployment.owner import GradingPolicy, OwnerConfig
+from fedgauge.client.deployment.self_grading import MOST_NAMES, batch_to_grade, grade, rounded
 from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch, digest_of
 from fedgauge.client.deployment.terms import RequestRefused
 from fedgauge.client.pairing import match, mse_of, psnr_of

@@ -9,9 +9,9 @@ import torch
 
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.tape import Tape, TapeError
-from fedgauge.server.strategy.curious import UpdateRecorder
+from fedgauge.server.strategy.curious_strategy import UpdateRecorder
 from fedgauge.server.strategy.validator import AcceptedReply, RoundReplies
 
 PARAMS = {"w": torch.tensor([1.0, 2.0])}

@@ -7,7 +7,7 @@ from functools import partial
 
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_rows import Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.tape import Keep, Tape
 from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 

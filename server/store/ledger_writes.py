@@ -7,8 +7,8 @@ from dataclasses import fields
 
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
-from fedgauge.server.store.ledger_file import LedgerError, LedgerFile
-from fedgauge.server.store.ledger_rows import (
+from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
+from fedgauge.server.store.ledger_types import (
     Lease,
     Progress,
     Ungraded,
@@ -219,7 +219,7 @@ class JobQueue(LedgerFile):
         return Progress(**counts)
 
     def deletable(self) -> dict[int, list[int]]:
-        """By round, the clients whose updates are on the tape although no attack still needs them."""
+        """By round, the clients whose updates are on the tape but not needed by any attack any more."""
         rows = self._db.execute(
             "SELECT round, client FROM observations o WHERE digest IS NOT NULL AND NOT EXISTS (SELECT 1 FROM jobs j"
             " WHERE j.round = o.round AND j.state IN ('queued', 'leased')) ORDER BY round, client"

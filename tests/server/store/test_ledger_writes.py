@@ -10,10 +10,10 @@ import pytest
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
-from fedgauge.server.store import ledger_file
+from fedgauge.server.store import ledger_connection
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_file import LedgerError
-from fedgauge.server.store.ledger_rows import Participation, Progress
+from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_types import Participation, Progress
 from tests.server.store.ledgers import DLG, accepted, filled, finish, jobs, plan_of, rows_of
 
 
@@ -194,7 +194,7 @@ def test_a_job_that_is_done_at_last_has_no_error_left(path: Path) -> None:
 
 def test_a_ledger_of_the_first_version_loses_a_column_and_no_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(ledger_file, "MIGRATIONS", ledger_file.MIGRATIONS[:1])
+        patch.setattr(ledger_connection, "MIGRATIONS", ledger_connection.MIGRATIONS[:1])
         Ledger(path, create=True).close()
     plan = plan_of("a", wave=2)
     old = sqlite3.connect(path)

@@ -13,11 +13,11 @@ from dataclasses import replace
 from torch import nn
 
 from fedgauge.attacks.base import Wave
-from fedgauge.attacks.inference.clip import find_clip
-from fedgauge.attacks.inference.evidence import Inferred, UpdateEvidence
-from fedgauge.attacks.inference.noise import find_noise
-from fedgauge.attacks.inference.sign import find_sign
-from fedgauge.attacks.inference.sparsity import find_sparsity
+from fedgauge.attacks.defense_inference.clip import find_clip
+from fedgauge.attacks.defense_inference.evidence import Inferred, UpdateEvidence
+from fedgauge.attacks.defense_inference.noise import find_noise
+from fedgauge.attacks.defense_inference.sign import find_sign
+from fedgauge.attacks.defense_inference.sparsity import find_sparsity
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Update
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator
 
-from fedgauge.attacks.inference.evidence import Inferred, UpdateEvidence
+from fedgauge.attacks.defense_inference.evidence import Inferred, UpdateEvidence
 from fedgauge.client.transforms import UpdateTransform
 from fedgauge.client.update import Update, norm
 

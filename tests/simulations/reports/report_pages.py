@@ -1,0 +1,158 @@
+"""Runs to report on, and how to read a report's page."""
+
+import base64
+import io
+import json
+import re
+import shutil
+from dataclasses import dataclass, field
+from functools import cached_property
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from fedgauge.attacks.grading.knowledge_card import knowledge_card
+from fedgauge.client.federation import Federation
+from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.reports.report import write_report
+
+HOSTILE = "<script>alert('reason')</script> & <b>bold</b>"
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NOISY = [
+    {"use": "clip", "max_norm": 1.0, "each": True},
+    {"use": "gaussian", "sigma": 0.2},
+    {"use": "local_sgd", "rate": 0.1},
+]
+
+
+def scenario(**changes: Any) -> Scenario:
+    tables: dict[str, Any] = {
+        "seed": 1,
+        "rounds": 2,
+        "clients": 3,
+        "data": {"use": "mnist5k", "batch_size": 2, "auxiliary": 200},
+        "model": {"use": "mlp", "hidden": [32]},
+        "chain": [{"use": "local_sgd", "rate": 0.1}],
+        "attack": [
+            {"use": "inverting_gradients", "iterations": 60},
+            {"use": "analytic"},  # does not apply to two examples an update
+        ],
+        "audit": {"executor": "local"},
+    }
+    return Scenario.from_tables(tables | changes)
+
+
+def taped(folder: Path, chosen: Scenario, rounds: int = 2) -> Run:
+    """A run as training leaves it: real updates on the tape, the last client's replies refused, jobs queued."""
+    run, federation = Run.create(folder, chosen), Federation(chosen.protocol)
+    params, buffers = federation.initial()
+    tape, clients = run.tape(), range(chosen.protocol.clients - 1)
+    with run.ledger() as ledger:
+        ledger.add_attacks(chosen.plan, {p.name: knowledge_card(federation, p) for p in chosen.plan.attacks})
+        ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
+        for r in range(1, rounds + 1):
+            tape.write_round(r, params, buffers)
+            digests = {c: tape.write_update(r, c, federation.client_update(params, buffers, c, r)) for c in clients}
+            seen = [Participation(c, "accepted", "", federation.shards.batch_size, d) for c, d in digests.items()]
+            ledger.record_intake(r, [*seen, Participation(len(clients), "rejected", HOSTILE)], chosen.plan)
+            ledger.record_round(r, 0.1 + 0.1 * r, 2.0, 1.0, 0.01)
+        ledger.set_meta(state="trained")
+    return run
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a browser would find: text outside scripts, links to elsewhere, scripts, table rows, and what is to be drawn."""
+
+    html: str
+    text: str = ""
+    links: list[str] = field(default_factory=list)
+    scripts: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
+    policy: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._open: list[str] = []
+        self.feed(self.html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag not in ("meta", "img", "br", "wbr"):
+            self._open.append(tag)
+        self.links += [v or "" for k, v in attrs if k in ("src", "href", "srcset", "action", "data", "poster")]
+        if tag == "meta" and given.get("http-equiv") == "Content-Security-Policy":
+            self.policy = given["content"] or ""
+        if tag == "script":
+            self.scripts.append("")
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "script" in self._open:
+            self.scripts[-1] += data
+        elif "style" not in self._open:
+            self.text += data
+            if self._open and "td" in self._open:
+                self.rows[-1][-1] += data
+
+    @property
+    def words(self) -> str:
+        return " ".join(self.text.split())
+
+    @cached_property
+    def data(self) -> Any:
+        """What the page's script draws; refuses NaN and Infinity, which are no JSON."""
+
+        def refuse(token: str) -> None:
+            raise AssertionError(f"{token} in the page's data")
+
+        found = re.search(r"^const data = (.*);$", self.scripts[-1], re.MULTILINE)
+        assert found is not None
+        return json.loads(found[1], parse_constant=refuse)
+
+    @property
+    def cards(self) -> list[Any]:
+        """Of the gallery."""
+        cards: list[Any] = self.data["gallery"]["cards"]
+        return cards
+
+    def tiles(self, attack: str) -> list[Any]:
+        """An attack's pictures, in the order of the cards."""
+        return [tile for card in self.cards for tile in card["tiles"] if tile["attack"] == attack]
+
+    def metric(self, name: str) -> dict[str, Any]:
+        """The figure's series of a metric, by name."""
+        (found,) = [m for m in self.data["overview"]["metrics"] if m["name"] == name]
+        return {series["name"]: series for series in found["series"]}
+
+    @property
+    def success(self) -> dict[str, Any]:
+        """The success curves, by name."""
+        return {series["name"]: series for series in self.data["overview"]["success"]}
+
+
+def page_of(run: Run) -> Page:
+    return Page(write_report(run).read_text())
+
+
+def pixels(source: str) -> np.ndarray:
+    kind, data = source.split(",", 1)
+    assert kind == "data:image/png;base64"
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+
+
+def as_bytes(x: torch.Tensor) -> np.ndarray:
+    return (x[0].clamp(0, 1) * 255).round().byte().numpy()

@@ -1,0 +1,126 @@
+"""Limits, certificates and epsilon in the report of a run with noise."""
+
+import csv
+import io
+import re
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+
+from fedgauge.defenses.accounting import spent
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.reports.export import write_csv
+from tests.simulations.reports.report_pages import NOISY, Page, page_of, scenario, taped
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A complete run of a chain whose noise has a known density."""
+    run = taped(tmp_path_factory.mktemp("runs") / "hidden", scenario(chain=NOISY))
+    serve(run, LocalExecutor())
+    return run
+
+
+def exported(run: Run) -> str:
+    out = io.StringIO()
+    write_csv(run, out)
+    return out.getvalue()
+
+
+def page_of_words_without_noise(page: Page) -> str:
+    """All but the certificate's own sentence and curve."""
+    return re.sub(r"Certified \(reconstruction robustness, ReRo\).*?in each\.", "", page.words)
+
+
+def test_a_chain_with_noise_gets_its_limit_beside_the_attacks(hidden: Run) -> None:
+    page = page_of(hidden)
+    with hidden.ledger() as ledger:
+        rows = [r for r in ledger.scores() if r["attack"] == "bayes_limit"]
+        best, _ = ledger.so_far("psnr", 60.0)
+        attacks = [r["value"] for r in ledger.scores("psnr") if r["attack"] == "inverting_gradients"]
+    assert {(r["round"], r["client"], r["metric"]) for r in rows} == {
+        (r, c, m) for r in (1, 2) for c in (0, 1) for m in ("mse", "psnr")
+    }
+    assert best == max(attacks), "a limit is no attack's success"
+    by_round = {r["round"]: r["value"] for r in rows if r["metric"] == "psnr"}
+    drawn = {m["name"]: [s for s in m["series"] if s["kind"] == "limit"] for m in page.data["overview"]["metrics"]}
+    (series,) = drawn["psnr"]
+    assert series["name"] == "Bayes limit, Gaussian prior fitted to the auxiliary images"
+    assert dict(zip(series["x"], series["mean"], strict=True)) == {
+        k: pytest.approx(v, rel=1e-4) for k, v in by_round.items()
+    }
+    assert series["best"] == []
+    assert [m for m, found in drawn.items() if found] == ["psnr", "mse"]
+    assert "Bayes limit under a Gaussian prior fitted to the auxiliary images" in page.words
+    assert "On photographs a learned attack may cross it" in page.words
+    assert "Gaussian prior fitted to 200 auxiliary images (Ledoit-Wolf shrinkage); labels known" in page.words
+    assert "No limit is drawn" not in page.words
+
+
+def test_a_limit_is_neither_judged_nor_shown_as_an_attack(hidden: Run) -> None:
+    page = page_of(hidden)
+    assert page.tiles("bayes_limit") == []
+    assert "bayes_limit" not in page.words.split("Round by round")[0]
+    assert [row[0] for row in page.rows if row and "bayes_limit" in row[0]] == ["bayes_limitlimit"], "one pooled row"
+    assert "bayes_limit" not in page.success
+    cards = page.words.split("What each attacker knew")[1].split("Participation")[0]
+    assert "bayes_limit" not in cards
+    shared = page.words.split("What the attackers knew and spent: ")[1]
+    assert shared.startswith("honest server; labels restored"), "what the attackers share is not the limit's card"
+
+
+def test_noise_over_clipping_is_certified(hidden: Run) -> None:
+    page = page_of(hidden)
+    curves = page.success
+    found = curves["certified (ReRo), one round"]
+    # two examples an update, each moving their mean by 1 / 2: noise 0.2 is 0.4 times that; 8 examples, none ever hit by a guess
+    prior = 1.959964**2 / (8 + 1.959964**2)
+    certified = NormalDist().cdf(NormalDist().inv_cdf(prior) + 1 / 0.4)
+    assert curves["mean_image"]["y"][-1] == 0
+    assert found["y"][-1] == pytest.approx(certified, rel=1e-3)
+    assert found["y"] == sorted(found["y"], reverse=True)
+    assert all(c >= a for c, a in zip(found["y"], curves["inverting_gradients"]["y"], strict=True))
+    assert "normal noise of 0.400 times the largest effect" in page.words
+    assert "ReRo" not in page_of_words_without_noise(page)
+
+
+def test_epsilon_is_told_with_the_figures(hidden: Run) -> None:
+    chosen = hidden.scenario()
+    expected = spent(chosen.federation, {0: 2, 1: 2})
+    assert f"Differential privacy: epsilon {expected.record:.3g} for one record replaced" in page_of(hidden).words
+    rows = list(csv.DictReader(io.StringIO(exported(hidden))))
+    by_round = {int(r["round"]): float(r["epsilon"]) for r in rows}
+    assert by_round[2] == pytest.approx(expected.record)
+    assert by_round[1] == pytest.approx(spent(chosen.federation, {0: 1, 1: 1}).record)
+    assert {float(r["delta"]) for r in rows} == {1e-5}
+
+
+def test_the_replay_of_a_noisy_chain_is_exact(hidden: Run) -> None:
+    with hidden.ledger() as ledger:
+        assert ledger.meta()["replay"] == "ok", "the tape gives names back in the order in which noise was drawn"
+
+
+@pytest.mark.parametrize(("chain", "words"), [
+    (NOISY[::2], "without noise in the chain, rounding is the only limit"),
+    ([NOISY[1], NOISY[2], {"use": "prune", "keep": 0.5}], "not known in closed form"),
+    (NOISY, "has not been computed yet, or does not apply to this network"),
+])  # fmt: skip
+def test_without_a_limit_it_says_why(chain: list[dict[str, Any]], words: str, tmp_path: Path) -> None:
+    page = page_of(taped(tmp_path / "run", scenario(chain=chain, attack=[]), rounds=1))
+    assert words in page.words
+    assert not [s for m in page.data["overview"]["metrics"] for s in m["series"] if s["kind"] == "limit"]
+    assert "Certified" not in page.words
+
+
+@pytest.mark.parametrize(("chain", "planned"), [
+    (NOISY, ["bayes_limit"]),
+    (NOISY[1:], ["bayes_limit"]),
+    (NOISY[::2], []),
+    ([{**NOISY[1], "each": True}, NOISY[2]], []),
+])  # fmt: skip
+def test_the_plan_has_a_limit_where_the_chain_has(chain: list[dict[str, Any]], planned: list[str]) -> None:
+    assert [p.name for p in scenario(chain=chain, attack=[]).plan.attacks] == ["mean_image", "random_image", *planned]

@@ -1,0 +1,150 @@
+"""Reports of runs that are unfinished, failed or damaged."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.store.run import Run
+from fedgauge.server.views import notices
+from tests.simulations.reports.report_pages import page_of, scenario, taped
+
+
+def test_a_run_without_rounds(tmp_path: Path) -> None:
+    page = page_of(Run.create(tmp_path / "empty", scenario()))
+    assert "before its first round" in page.words
+    assert "No round has been recorded yet" in page.words
+    assert "no attack was planned" in page.words
+    assert page.cards == []
+    assert page.data["overview"]["accuracy"] == {"x": [], "y": []}
+    assert page.data["overview"]["metrics"] == []
+
+
+def test_a_run_not_attacked_yet_names_the_command(tmp_path: Path) -> None:
+    run = taped(tmp_path / "waiting", scenario())
+    page = page_of(run)
+    assert f"16 of 16 attacks have not been done yet. Continue with: fedgauge audit {run.folder}" in page.words
+    assert "no attack has been done" in page.words
+    assert page.data["overview"]["accuracy"]["x"] == [0, 1, 2]
+    assert "Not done yet: it runs before the first attack." in page.words
+
+
+def test_an_interrupted_run_shows_what_there_is(tmp_path: Path) -> None:
+    run = taped(tmp_path / "stopped", scenario(rounds=5))
+    with run.ledger() as ledger:
+        ledger.set_meta(state="interrupted")
+    calls = iter(range(100))
+    serve(run, LocalExecutor(), stop=lambda: next(calls) >= 3)
+    with run.ledger() as ledger:
+        progress = ledger.progress()
+        assert 0 < progress.done < progress.total
+    page = page_of(run)
+    assert "The training was interrupted after 2 of 5 rounds" in page.words
+    assert f"{progress.queued} of {progress.total} attacks have not been done yet" in page.words
+    assert [tile for tile in page.tiles("inverting_gradients") if tile["image"]]
+
+
+def test_a_server_that_was_not_curious(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "blind", scenario(audit={"curious": False}))
+    with run.ledger() as ledger:
+        ledger.record_round(0, 0.1, 2.3, 0.0, 0.0)
+        ledger.record_intake(1, [Participation(0, "accepted", "", 2), Participation(1, "missing", "no reply")], None)
+        ledger.record_round(1, 0.2, 2.0, 1.0, 0.0)
+    page = page_of(run)
+    assert "The server was not curious" in page.words
+    assert "fedgauge audit" not in page.words, "there is nothing on the tape to audit"
+    assert "1 updates accepted, 0 rejected, 1 missing" in page.words
+
+
+def test_a_failed_attack_is_told_with_its_error(tmp_path: Path) -> None:
+    run = taped(tmp_path / "damaged", scenario())
+    damaged = sorted((run.folder / "tape").glob("round-00002-client-*"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    serve(run, LocalExecutor())
+    page = page_of(run)
+    with run.ledger() as ledger:
+        assert ledger.progress().failed > 0
+        assert all(" ".join(error.split()) in page.words for error in ledger.errors())
+    assert any(tile["note"] == "failed" for tile in page.tiles("inverting_gradients"))
+
+
+def test_a_reconstruction_that_is_gone_or_damaged_is_said_to_be(copied: Run) -> None:
+    copied.reconstruction(1, 0, "inverting_gradients").unlink()
+    copied.reconstruction(2, 1, "inverting_gradients").write_bytes(b"damaged")
+    notes = [tile["note"] for tile in page_of(copied).tiles("inverting_gradients") if tile["image"] is None]
+    assert len(notes) == 4
+    assert all("file missing" in n and " dB" in n for n in notes[:2])
+    assert all("file damaged" in n and " dB" in n for n in notes[2:])
+
+
+def test_a_failed_replay_check_is_told_at_the_top(copied: Run) -> None:
+    with copied.ledger() as ledger:
+        ledger.set_meta(replay="mismatch", replay_detail="cosine 0.5: the learning rate differs")
+    words = page_of(copied).words
+    assert words.index("the learning rate differs") < words.index("Accuracy and leakage over rounds")
+
+
+def test_a_run_that_was_not_attacked_for_its_replay_says_so(tmp_path: Path) -> None:
+    run = taped(tmp_path / "differs", scenario())
+    with run.ledger() as ledger:
+        ledger.set_meta(replay="mismatch", replay_detail="cosine 0.5: the learning rate differs")
+    words = page_of(run).words
+    assert "16 of 16 attacks wait, because the replay check failed." in words
+    assert "the replay check failed, so no attack was run" in words
+
+
+def test_what_attacks_said_of_themselves_stands_under_the_results(attacked: Run) -> None:
+    page = page_of(attacked)
+    with attacked.ledger() as ledger:
+        (told,) = ledger.reasons()
+    assert [row for row in page.rows if row[0] == "analytic" and len(row) == 3] == [["analytic", "4", told["reason"]]]
+    start = page.words.index("Reasons that attacks gave")
+    assert page.words.index("All rounds together") < start < page.words.index("Private images and their reconstruc")
+
+
+def test_a_budget_is_told_once_and_in_one_form(tmp_path: Path) -> None:
+    attack = {"use": "inverting_gradients", "iterations": 1500, "seconds": 9}
+    page = page_of(taped(tmp_path / "long", scenario(attack=[attack]), rounds=1))
+    (told,) = [a for a in page.html.split("<script>")[0].split("<article") if "<h3>inverting_gradients</h3>" in a]
+    assert told.count("1,500 iterations x 1 restart, at most 9 s a wave") == 1
+    assert "1500 iterations" not in page.words
+    baselines = page.words.split("Baselines, which do not read")[1].split("wrong_client(ATTACK)")[0]
+    assert baselines.count("200 auxiliary images of the same distribution and nothing else") == 2
+    assert "labels" not in baselines and "chain" not in baselines
+
+
+def test_a_chain_without_a_derivative_is_a_warning(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "flat", scenario())
+    with run.ledger() as ledger:
+        ledger.add_attacks(
+            scenario().plan,
+            {p.name: f"a; {NO_DERIVATIVE}" for p in scenario().plan.attacks[:1]}
+            | {p.name: "a" for p in scenario().plan.attacks[1:]},
+        )
+    words = page_of(run).words
+    assert words.index(f"inverting_gradients: {NO_DERIVATIVE}.") < words.index("Accuracy and leakage over rounds")
+
+
+@pytest.mark.parametrize(("pixels", "told"), [((3, 32, 32), True), ((1, 28, 28), False)])
+def test_a_missing_lpips_is_told_where_it_has_a_meaning(pixels: tuple[int, int, int], told: bool) -> None:
+    """Of the two things that the notice depends on."""
+    shards = SimpleNamespace(dataset=SimpleNamespace(shape=pixels))
+    reading = SimpleNamespace(metrics=["psnr"], scenario=SimpleNamespace(federation=SimpleNamespace(shards=shards)))
+    assert [words for words, _ in notices._data(reading)] == ["LPIPS: unavailable (no backbone weights)."] * told  # type: ignore[arg-type]
+    reading.metrics.append("lpips_alex")
+    assert list(notices._data(reading)) == []  # type: ignore[arg-type]
+
+
+def test_given_labels_are_not_shown_as_restored(tmp_path: Path) -> None:
+    attack = {"use": "inverting_gradients", "iterations": 2, "labels": "given"}
+    run = taped(tmp_path / "given", scenario(attack=[attack]), rounds=1)
+    serve(run, LocalExecutor())
+    page = page_of(run)
+    labels = [tile["label"] for tile in page.tiles("inverting_gradients")]
+    assert len(labels) == 4
+    assert all("given" in label and "✓" not in label for label in labels)
+    assert "labels are restored" not in page.words
