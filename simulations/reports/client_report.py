@@ -139,11 +139,13 @@ def show(report: ClientReport, console: Console) -> None:
     if report.worst is not None:
         value, attack, at = report.worst
         reported = (
-            f"the server was told {at.reported[attack]:g}" if attack in at.reported else "the server was not told"
+            f"reported to the server as {at.reported[attack]:g}"
+            if attack in at.reported
+            else "not reported to the server"
         )
         say(f"worst leak: {value:.2f} dB PSNR ({attack}, round {at.round}; {reported})")
     elif report.rounds:
-        say("worst leak: not known, as nothing was graded; that is no sign of safety")
+        say("worst leak: unknown, because nothing was graded; that is no sign of safety")
     if report.privacy is not None:
         say(f"differential privacy, by this file's chain: {report.privacy.words}.{_not_covered(report.rounds)}")
 
@@ -170,7 +172,7 @@ def _guard(owner: OwnerConfig) -> str:
 
 def _table(rounds: Sequence[ClientRound]) -> Table:
     table = Table(
-        "run", "round", "update", "answered", "refused", "best attack", "PSNR told (dB)", "exact (dB)", box=None
+        "run", "round", "update", "answered", "refused", "best attack", "PSNR reported (dB)", "exact (dB)", box=None
     )
     numbers: dict[int, int] = defaultdict(lambda: len(numbers) + 1)  # Flower's run numbers are random and long
     for r in rounds:

@@ -68,7 +68,7 @@ def test_the_report_says_what_was_sent_answered_and_leaked(tmp_path: Path, capsy
         ["1", "2", "sent", "0", "0"],
         ["1", "3", "withheld", "0", "0"],
     ]
-    assert "worst leak: 21.18 dB PSNR (dlg, round 1; the server was told 21)" in out, "a baseline's is no leak"
+    assert "worst leak: 21.18 dB PSNR (dlg, round 1; reported to the server as 21)" in out, "a baseline's is no leak"
     assert "guard: holds back entries that are not finite, or a norm above 5" in out
     assert "withheld: its norm is 9, above max_norm 5 (1 x)" in out
     assert "refused: this client has already answered in round 2 of this run (2 x)" in out
@@ -102,7 +102,7 @@ def test_ungraded_rounds_are_no_sign_of_safety(tmp_path: Path, capsys: pytest.Ca
     path, state = write(tmp_path)
     state.note("sent", run=1, round=1, examples=2)
     assert main(["client-report", str(path)]) == 0
-    assert "worst leak: not known, as nothing was graded; that is no sign of safety" in capsys.readouterr().out
+    assert "no sign of safety" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("met", [False, True], ids=["new", "met a server"])
