@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: install demo test test-full test-all lint bench pictures clean
+.PHONY: install demo test test-full test-all lint bench pictures docs clean
 
 install: $(STAMP)
 
@@ -35,6 +35,11 @@ bench: install
 
 pictures: install
 	$(BIN)/python -m fedgauge.simulations.reports.screenshots "$$(ls -d runs/*-quickstart | tail -1)"
+
+# the tables in docs/ that are written from the code and from the kept figures
+docs: install
+	$(BIN)/python -m fedgauge.simulations.cli.list_components --write docs/components.md
+	$(BIN)/python -m fedgauge.simulations.reports.kept_figures docs/papers/*.md
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -26,7 +26,7 @@ Table = Mapping[str, Any]  # what TOML or JSON gives: values of mixed type, chec
 ALLOW_PATH = "FEDGAUGE_ALLOW_PATH"  # folders, besides Python's own path, in which allowed packages are looked for
 _Types = tuple[type, ...]
 # the packages by which components were named before they had short names
-_FORMER = ("client", "defenses", "attacks", "server", "simulations")
+FORMER_PACKAGES = ("client", "defenses", "attacks", "server", "simulations")
 
 
 class SpecError(ValueError):
@@ -287,7 +287,7 @@ def _replaced(name: str, kind: ComponentKind) -> str:
     """The short name of a component by its old, dotted name; empty where there is none."""
     module, _, last = name.partition(":")
     short = f"{last}_text" if ".text." in module and f"{last}_text" in kind.names() else last
-    if module.split(".")[0] not in (*_FORMER, OWN) or short not in kind.names():
+    if module.split(".")[0] not in (*FORMER_PACKAGES, OWN) or short not in kind.names():
         return ""
     return f"components have short names now: use = {short!r} in place of {name!r}"
 

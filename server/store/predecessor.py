@@ -6,16 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedgauge.client.components import FORMER_PACKAGES
 from fedgauge.server.store.ledger_connection import LedgerError
 
 NAME = "fedleak"
-_PACKAGES = (
-    "client",
-    "defenses",
-    "attacks",
-    "server",
-    "simulations",
-)  # components were named by module, in these packages
 _KEYS_OF_DLG = {"fit": "restart_above", "enough": "tolerance"}
 
 
@@ -58,7 +52,7 @@ def _scenario(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     names = list(_names(tables))
-    dotted = all(":" in name for name in names) and any(name.split(".")[0] in _PACKAGES for name in names)
+    dotted = all(":" in name for name in names) and any(name.split(".")[0] in FORMER_PACKAGES for name in names)
     return dotted or bool(replaced(tables))
 
 

@@ -488,7 +488,7 @@ def test_a_report_shows_what_nobody_graded_and_claims_no_rate(
     page = watched.open(write_report(run).resolve().as_uri())
     expect(page.locator(".verdict")).to_contain_text("none graded (the owner does not allow it)")
     cards = page.locator(".gallery .card")
-    expect(cards.first).to_contain_text("the truth stays at the client")
+    expect(cards.first).to_contain_text("the truth stays with the client")
     expect(cards.first).to_contain_text("not graded")
     assert cards.count() > 0 and page.locator(".gallery .pair img").count() >= cards.count()
     expect(page.locator("#success")).to_have_count(0)
