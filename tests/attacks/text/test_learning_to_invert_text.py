@@ -333,7 +333,7 @@ def test_training_ends_where_held_out_sentences_become_no_likelier(said: Text) -
         (lambda k: replace(k, text=None), SMALL, "needs a language model"),
         (lambda k: replace(k, model=mlp((1, 2, 2), 2)), SMALL, "needs a language model"),
         (lambda k: replace(k, auxiliary=None), SMALL, "the attacker has none"),
-        (lambda k: replace(k, batch_size=100), SMALL, "takes at least 400 auxiliary"),
+        (lambda k: replace(k, batch_size=100), SMALL, "at least 400 auxiliary"),
         (lambda k: k, replace(SMALL, buckets=10**9), "buckets must lie in 1.."),
     ],
 )
