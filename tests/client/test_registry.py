@@ -118,7 +118,7 @@ class grey(Attack):
         self.level = level
 
     def reconstruct(self, knowledge, observations):
-        raise NotImplementedError
+        raise NotImplementedError  # a scenario names it, and nothing runs it
 
 
 def few(count: int = 8) -> Dataset:
