@@ -26,7 +26,7 @@ AUDIT = {"executor": "ray", "wave": 2}
 
 
 def descendants() -> dict[int, str]:
-    """Every process below this one, with its command line; Ray writes into it what a worker is doing."""
+    """Every process below this one, with its command line."""
     parents, names = {}, {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -44,10 +44,6 @@ def descendants() -> dict[int, str]:
         if above == os.getpid() != pid:
             found[pid] = names[pid]
     return found
-
-
-def at_work() -> list[int]:
-    return [pid for pid, name in descendants().items() if "ray::Worker.attack" in name]
 
 
 @contextmanager
@@ -78,35 +74,31 @@ def ray_executor() -> Iterator[RayExecutor]:
 
 
 class Murderous:
-    """Ray's worker, killed by SIGKILL while it attacks a certain client, as often as it is told to.
+    """Ray's worker, killed by SIGKILL while it holds a wave with a certain client, as often as it is told to.
 
-    It is the pool's own executor with a machine under it that fails.
+    It is the pool's own executor with a machine under it that fails. The worker is stopped before it is given the wave,
+    so that no wave is done before its worker is dead, however fast or busy the machine is.
     """
 
     def __init__(self, executor: RayExecutor, client: int, times: int) -> None:
         self.executor = executor
         self.client = client
         self.left = times
-        self.tasks: dict[int, Task] = {}
         self.kills: list[int] = []
         self.slots = executor.slots
 
     def submit(self, ticket: int, task: Task) -> None:
-        self.tasks[ticket] = task
+        doomed = self.client in task.clients and "inverting" in task.planned and self.left > 0
+        if doomed:
+            self.left -= 1
+            self.kills.append(self.executor.pids()[0])
+            os.kill(self.kills[-1], signal.SIGSTOP)
         self.executor.submit(ticket, task)
+        if doomed:
+            os.kill(self.kills[-1], signal.SIGKILL)
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
-        doomed = any(self.client in t.clients and "inverting" in t.planned for t in self.tasks.values())
-        # a killed worker stays listed until the kernel has removed it, which takes time on a busy machine
-        if doomed and self.left and (pids := [pid for pid in at_work() if pid not in self.kills]):
-            self.left -= 1
-            self.kills += pids
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-        done = self.executor.next_done(0.05 if doomed and self.left else timeout)
-        if done is not None:
-            del self.tasks[done[0]]
-        return done
+        return self.executor.next_done(timeout)
 
     def close(self) -> None:
         raise AssertionError("the pool does not close what it was given")
@@ -164,7 +156,7 @@ def test_an_attack_with_memory_goes_through_the_rounds_in_order_in_workers_too(
             assert float((here["blend"] - found["blend"]).abs().mean()) < 0.01
 
 
-def test_a_worker_killed_in_the_middle_of_a_wave_costs_an_attempt_and_no_row(
+def test_a_worker_killed_while_it_holds_a_wave_costs_an_attempt_and_no_row(
     kit: Any, tmp_path: Path, run: Run, ray_executor: RayExecutor
 ) -> None:
     whole = kit.make_run(tmp_path / "whole", kit.scenario(attack=[IG], audit=AUDIT))
