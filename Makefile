@@ -39,6 +39,8 @@ pictures: install
 # the tables in docs/ that are written from the code and from the kept figures
 docs: install
 	$(BIN)/python -m fedgauge.simulations.cli.list_components --write docs/components.md
+	$(BIN)/python -m fedgauge.simulations.cli.list_keys --write docs/scenario-keys.md
+	$(BIN)/python -m fedgauge.simulations.cli.list_signatures --write docs/adding-components.md
 	$(BIN)/python -m fedgauge.simulations.reports.kept_figures docs/papers/*.md
 
 clean:

@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
+from fedgauge.attacks.in_loops import in_loops
 from fedgauge.client.chain import Chain
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
@@ -90,6 +91,7 @@ class Knowledge:
         auxiliary: public examples of the same distribution, or None.
         loss: what the clients minimise: a mean over the batch.
         text: None for images.
+        plain: differentiate by plain autograd and in loops, for a model that torch.func or vmap refuses.
     """
 
     model: nn.Module
@@ -103,6 +105,7 @@ class Knowledge:
     auxiliary: Batch | None = None
     loss: Loss = F.cross_entropy
     text: Sentences | None = None
+    plain: bool = False
 
     @cached_property
     def forward(self) -> UpdateFn:
@@ -110,11 +113,14 @@ class Knowledge:
 
         If it is given a generator, it draws what has no noise-free form: some random links, and layers that draw noise.
         """
-        return self.chain.mean(gradient(self.model, self.loss, normalise=self.normalise))
+        return self._chained(gradient(self.model, self.loss, normalise=self.normalise, plain=self.plain))
+
+    def _chained(self, compute: UpdateFn) -> UpdateFn:
+        return (in_loops(self.chain.mean) if self.plain else self.chain.mean)(compute)
 
     def given(self, noise: Mapping[str, Tensor]) -> UpdateFn:
         """`forward` with fixed noise for the model's stochastic layers: by layer name, (steps, examples of a step, numbers)."""
-        bare = gradient(self.model, self.loss, normalise=self.normalise)
+        bare = gradient(self.model, self.loss, normalise=self.normalise, plain=self.plain)
         layers = {name: m for name, m in self.model.named_modules() if name in noise and isinstance(m, StochasticLayer)}
 
         def client(params: Params, batch: Batch, rng: Generator | None) -> Update:
@@ -123,14 +129,14 @@ class Knowledge:
             def step(params: Params, batch: Batch, rng: Generator | None) -> Update:
                 now = next(steps)
                 for name, layer in layers.items():
-                    layer.noise = noise[name][now]
+                    layer.noise = noise[name][now][: len(batch.x)]  # an epoch's last batch may be smaller
                 try:
                     return bare(params, batch, rng)
                 finally:
                     for layer in layers.values():
                         layer.noise = None
 
-            return self.chain.mean(step)(params, batch, rng)
+            return self._chained(step)(params, batch, rng)
 
         return client
 
@@ -162,7 +168,13 @@ class Knowledge:
 
 @dataclass(frozen=True)
 class Budget:
-    """What one attack on one observation may spend: gradient evaluations, restarts, seconds of the whole wave."""
+    """What one attack on one observation may spend.
+
+    Args:
+        iterations: gradient evaluations, at least 1.
+        restarts: independent starts, at least 1; the attack's own objective chooses among them.
+        seconds: of the whole wave, above 0; default: no limit.
+    """
 
     iterations: int = 500
     restarts: int = 1

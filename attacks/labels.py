@@ -61,9 +61,12 @@ def auto(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
         return idlg(update, params, known, dummies)
     _, bias = _gradient(update, known)
     noise = known.chain.update_distribution
-    if bias is None or not _whole(bias) or (noise is not None and noise.signed):
+    signed = known.chain.local.adaptive or (noise is not None and noise.signed)
+    if bias is None or not _whole(bias) or signed:
         return llg(update, params, known, dummies)
-    taken_once = known.chain.local.steps * known.chain.slice_of(known.batch_size) <= known.batch_size
+    taken_once = (
+        known.chain.local.gradients(known.batch_size) * known.chain.slice_of(known.batch_size) <= known.batch_size
+    )
     if taken_once or known.chain.parts > 1:
         return ilrg(update, params, known)
     labels = fedavg(update, params, known)
@@ -154,7 +157,7 @@ def fedavg(update: Update, params: Params, known: Knowledge, dummies: "Dummies |
 
     A single step's gradient is taken before training only, so there it equals iLRG.
     """
-    if known.chain.local.steps == 1:
+    if known.chain.local.one_gradient:
         return ilrg(update, params, known)
     return _restored(update, params, known, lambda before, after: (before + after) / 2)
 
@@ -337,7 +340,7 @@ def _literal(update: Update, params: Params, known: Knowledge) -> bool:
     Tested on the chain itself with a nearly constant gradient. Its norm is B times the mean's, since single examples'
     gradients are larger than their mean and may be clipped one by one.
     """
-    if known.chain.local.steps > 1:
+    if not known.chain.local.one_gradient:
         return False
     size = torch.stack([_exact(t).square().sum() for t in update.values()]).sum().sqrt()
     entries = sum(t.numel() for t in update.values())

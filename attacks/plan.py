@@ -36,7 +36,7 @@ class PlannedAttack:
         defense: known (the attacker inverts the whole chain), unknown (it assumes bare local training) or inferred (it
             inverts the defense that it infers from the updates).
         trace: keep about this many snapshots of each reconstruction in progress; 0: none.
-        auxiliary: which auxiliary images it has (arguments of fedgauge.attacks.learned.auxiliary:Auxiliary); None: all.
+        auxiliary: which auxiliary images it has, the table `[attack.auxiliary]`; default: all.
         lengths: of sentences: hidden, or given by the threat model.
     """
 
@@ -129,11 +129,11 @@ class AttackPlan:
 
     Args:
         attacks: including the baselines, and the limits if there are any.
-        rounds: 1-based rounds to attack; None: every `every`-th, from the first.
-        every: used if rounds is None.
-        clients: which clients to attack; None: all.
-        wave: observations that one worker attacks together.
-        seed: of the attacker's randomness.
+        rounds: which to attack, counted from 1; default: those that `every` says.
+        every: attack every so many rounds, from the first on; not beside rounds.
+        clients: whom to attack, counted from 0 (under a secure sum a group, by its first client); default: all.
+        wave: observations that one worker attacks together, at least 1.
+        seed: of the attacker's randomness; default: the scenario's.
     """
 
     attacks: tuple[PlannedAttack, ...]
@@ -215,11 +215,6 @@ def _check_kind(planned: PlannedAttack, text: bool, where: str) -> None:
         raise SpecError(f"{where}: {use} reconstructs {reconstructed}, and [data] holds {given}")
     if planned.lengths == "given" and not text:
         raise SpecError(f'{where}: lengths = "given" needs sentences, and [data] holds images; leave it out')
-
-
-def attack_names() -> list[str]:
-    """The names of all attacks that a scenario can use."""
-    return ATTACK.names()
 
 
 def describe(value: Any) -> str:

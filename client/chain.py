@@ -1,10 +1,11 @@
 """A chain: the transforms of a client, in the order a gradient travels.
 
-A transform before `local_sgd` acts on the gradient of a local step (inside `per_example` on each example's gradient), one
-after it on the finished update.
+A transform before `local_sgd` (or `local_training`, its general form) acts on the gradient of a local step (inside
+`per_example` on each example's gradient), one after it on the finished update.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Generator
 
@@ -152,8 +153,8 @@ def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rn
 
     # recorded here and not at the gradient, where vmap may pass the examples one by one
     Chain((*chain.links[:first], watched, *chain.links[first:]))(compute)(params, batch, rng)
-    count = len(batch.x) // len(batches[0].x)
-    assert len(batches[0].x) * count == len(batch.x)
+    seen = accumulate(len(some.x) for some in batches)
+    count = next((i for i, total in enumerate(seen, 1) if total >= len(batch.x)), len(batches))
     return concatenate(batches[:count])
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, Union
 
 from fedgauge.client import registry
@@ -70,7 +70,7 @@ class ComponentKind:
             return issubclass(target, self.outside or self.type) and target is not self.type
         if not inspect.isfunction(target):
             return False
-        returned = typing.get_type_hints(target).get("return")
+        returned = _hints(target, "use").get("return")
         if returned is None or returned is Any:
             return not self.annotated
         return inspect.isclass(returned) and issubclass(returned, self.outside or self.type)
@@ -149,12 +149,23 @@ def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> dict[s
     Flower's processes, and whoever opens the run later, read the table from other folders.
     """
     try:
-        target = resolve(table, "", kind)
-        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except (SpecError, NameError):  # `build` reports it
+        paths = path_arguments(table, kind)
+    except SpecError:  # `build` reports it
         return dict(table)
-    paths = {name for name, hint in hints.items() if hint is Path or Path in typing.get_args(hint)}
     return {k: str(base.absolute() / v) if k in paths and isinstance(v, str) else v for k, v in table.items()}
+
+
+def path_arguments(table: Table, kind: ComponentKind) -> set[str]:
+    """The keys of a table that its component reads as paths; SpecError if there is no such component."""
+    hints = _hints(resolve(table, "", kind), "")
+    return {name for name, hint in hints.items() if name in table and _has_path(hint)}
+
+
+def _has_path(hint: Any) -> bool:
+    """Whether a value of this type may be a path, or hold one."""
+    if isinstance(hint, type) and issubclass(hint, PurePath):
+        return True
+    return any(map(_has_path, typing.get_args(hint)))
 
 
 # ------------------------------------------------------------------------------------------------------------- building
@@ -201,7 +212,7 @@ def _users() -> tuple[str, ...]:
     return (*allowed(), *registry.plug_in_packages())
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
     """An exception with its type, and the line of a user's package that raised it."""
     users = _users()
     own = [
@@ -240,14 +251,14 @@ def _registered(name: str, where: str, kind: ComponentKind) -> Callable[..., Any
     if not found:
         # not whether such a plug-in is installed: a server may have asked
         hint = '; of plug-ins, those of packages in the list allow = ["package"]' if registry.restricted() else ""
-        raise SpecError(f"{where}: nothing is called {name!r}; {_meant(name, kind)}{_choices(kind)}{hint}")
+        raise SpecError(f"{where}: nothing is called {name!r}; {_meant(name, kind) or _choices(kind)}{hint}")
     if not own and len(found) > 1:
         packages = " and ".join(sorted(entry.package for entry in found))
         raise SpecError(f"{where}: {name!r} is registered by {packages}: uninstall all but one of them")
     entry = (own or found)[0]
     try:
         target = pkgutil.resolve_name(entry.value)
-    except Exception as error:  # importing a plug-in may raise anything
+    except (Exception, SystemExit) as error:  # importing a plug-in may raise anything
         if entry.own:
             raise
         raise SpecError(f"{where}: {name!r} cannot be imported from {entry.package}: {_raised(error)}") from error
@@ -280,14 +291,14 @@ def _choices(kind: ComponentKind) -> str:
 def _meant(name: str, kind: ComponentKind) -> str:
     """The short name that is nearest to this one."""
     near = get_close_matches(name.rpartition(":")[2], kind.names(), 1, 0.7)
-    return f"did you mean {near[0]!r}? " if near and near[0] != name else ""
+    return f"did you mean {near[0]!r}? (`fedgauge list` prints every name)" if near and near[0] != name else ""
 
 
 def _replaced(name: str, kind: ComponentKind) -> str:
     """The short name of a component by its old, dotted name; empty where there is none."""
     module, _, last = name.partition(":")
     short = f"{last}_text" if ".text." in module and f"{last}_text" in kind.names() else last
-    if module.split(".")[0] not in (*FORMER_PACKAGES, OWN) or short not in kind.names():
+    if module.split(".")[0] not in (*FORMER_PACKAGES, OWN, "flwr") or short not in kind.names():
         return ""
     return f"components have short names now: use = {short!r} in place of {name!r}"
 
@@ -300,7 +311,7 @@ def _forbidden(name: str, kind: ComponentKind) -> str:
             f". To load your own code from there, use --allow {package} on the command line, or set {ALLOW}={package} "
             f'(a client\'s owner: allow = ["{package}"] in the file of the client)'
         )
-    return f"use = {name!r} is not allowed here; {_meant(name, kind)}{_choices(kind)}{permission}"
+    return f"use = {name!r} is not allowed here; {_meant(name, kind) or _choices(kind)}{permission}"
 
 
 def _found(module: str, error: Exception) -> str:
@@ -338,7 +349,7 @@ def check_arguments(
         if name not in allowed:
             choices = ", ".join([*allowed, *(b for b in beside if b not in allowed)]) or "none"
             raise SpecError(f"{where}: {label}() has no argument {name!r} (it has: {choices})")
-    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    hints = _hints(target, where)
     checked: dict[str, Any] = {}
     for name, parameter in parameters.items():
         if name in arguments:
@@ -348,6 +359,14 @@ def check_arguments(
         elif parameter.default is parameter.empty:
             raise SpecError(f"{where}: {label}() needs the argument {name!r}")
     return checked
+
+
+def _hints(target: Callable[..., Any], where: str) -> dict[str, Any]:
+    """A callable's type hints, by argument."""
+    try:
+        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except Exception as error:  # an annotation is a program, and a user's may raise anything
+        raise SpecError(f"{where}: the annotations of {target.__name__}() cannot be read: {_raised(error)}") from error
 
 
 def coerce(value: Any, hint: Any, where: str) -> Any:
@@ -386,17 +405,18 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         and isinstance(value, bool) <= (hint is bool)
     ):
         return value
-    raise SpecError(f"{where} must be {_spell(hint)}, got {value!r}")
+    raise SpecError(f"{where} must be {spell(hint)}, got {value!r}")
 
 
-def _spell(hint: Any) -> str:
+def spell(hint: Any) -> str:
+    """What a type hint wants, in words: a whole number, one of 'a', 'b'."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, inner))
     if origin in (Union, types.UnionType):
-        return " or ".join(_spell(i) for i in inner if i is not type(None))
+        return " or ".join(spell(i) for i in inner if i is not type(None))
     if origin in (tuple, list, Sequence):
-        return f"a list, each {_spell(inner[0])}"
+        return f"a list, each {spell(inner[0])}"
     if origin is Mapping:
         return "a table"
     names = {

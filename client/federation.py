@@ -19,7 +19,7 @@ from fedgauge.client.models.losses import build_loss, is_mean, predicts_tokens, 
 from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient
+from fedgauge.client.training import LOCAL_TRAININGS, gradient
 from fedgauge.client.transforms import (
     BatchTransform,
     GroupMean,
@@ -31,7 +31,7 @@ from fedgauge.client.transforms import (
     noise_free,
     per_example,
 )
-from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn, average, concatenate
+from fedgauge.client.update import Batch, Loss, Params, Transform, Update, UpdateFn, average, concatenate
 
 DATASET = ComponentKind("a dataset", ("fedgauge.datasets",), Dataset, annotated=False)
 TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
@@ -99,6 +99,7 @@ class Federation:
             "shape": data.shape,
             "classes": data.classes,
             "normalise": data.normalise,
+            "examples": self.shards.batch_size,
         }
         for i, table in enumerate(self.protocol.chain, 1):
             where = f"[[chain]] #{i}"
@@ -124,14 +125,15 @@ class Federation:
             links.append(per_example(link) if each else link)
         composed = Chain(tuple(links))
         try:
-            local = composed.local
             composed.check()
         except ValueError as error:
             raise SpecError(f"[[chain]]: {error}") from error
-        if local.batch_size is not None and self.shards.batch_size % local.batch_size:
+        rest = self.shards.batch_size % (composed.local.batch_size or self.shards.batch_size)
+        steps = links[: links.index(composed.local)]
+        if rest and (named := [t["use"] for t, k in zip(self.protocol.chain, steps, strict=False) if _sized(k)]):
             raise SpecError(
-                f"[[chain]]: local_sgd's batch_size {local.batch_size} does not divide [data] batch_size "
-                f"{self.shards.batch_size}"
+                f"[[chain]]: {named[0]} needs batches of one size, and an epoch's last has {rest} instead of "
+                f"{composed.local.batch_size} examples: choose a batch_size that divides [data] batch_size {self.shards.batch_size}"
             )
         self._refuse_batch_statistics(composed)
         self._try_on_examples(composed)
@@ -140,9 +142,10 @@ class Federation:
     def _batch_size_at(self, place: int) -> int:
         """Number of examples at a link (counted from 1): those of a local step, behind local_sgd those of the round."""
         step = next((t.get("batch_size") for t in self.protocol.chain[place:] if _is_local(t)), None)
+        whole = self.shards.batch_size
         return (
-            step if isinstance(step, int) and step > 0 else self.shards.batch_size
-        )  # local_sgd refuses any other value
+            min(step, whole) if isinstance(step, int) and step > 0 else whole
+        )  # a local training refuses other values
 
     def _refuse_batch_statistics(self, composed: Chain) -> None:
         if not any(map(is_per_example, composed.links)):
@@ -195,7 +198,7 @@ class Federation:
         """Whether the noise-free mean of several clients' updates equals one client's update on all their examples."""
         others = [noise_free(link) for link in chain.links if link is not chain.local]
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
-        one_step = chain.local.steps == 1 and chain.local.batch_size in (None, self.shards.batch_size)
+        one_step = chain.local.one_gradient and chain.local.batch_size in (None, self.shards.batch_size)
         means = is_mean(self.loss, self.shards.dataset.classes)
         return one_step and means and not norms and all(map(is_identity, others))
 
@@ -273,5 +276,10 @@ def federation(protocol_json: str) -> Federation:
     return Federation(Protocol.from_json(protocol_json))
 
 
+def _sized(link: Transform) -> bool:
+    """Whether a link was built for one batch size."""
+    return hasattr(link, "batch_size")
+
+
 def _is_local(table: Table) -> bool:
-    return table.get("use") == "local_sgd"
+    return table.get("use") in LOCAL_TRAININGS

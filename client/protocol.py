@@ -13,7 +13,11 @@ from fedgauge.client.rng import generator
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Clients that miss a round: each with this probability, drawn from the seed; their replies never arrive."""
+    """Clients that miss a round, drawn from the seed; their replies never arrive.
+
+    Args:
+        probability: that a client's reply in a round never arrives, at least 0 and below 1.
+    """
 
     probability: float = 0.0
 
@@ -38,7 +42,7 @@ class SecureSumOptions:
     """A simulated, ideal secure sum: the server sees only the mean of each group's updates.
 
     Args:
-        group: clients in a sum; it divides the number of clients.
+        group: clients in a sum, at least 2; it divides the number of clients.
         threshold: the fewest clients in a sum, more than half of the group, as the real protocol needs; default: all.
         drawn: whether the seed draws new groups each round; otherwise groups are consecutive clients, the same in every round.
     """
@@ -61,8 +65,9 @@ class Protocol:
     """The public part of a scenario; clients get this and nothing else.
 
     Args:
-        seed: of all randomness in a simulation.
-        clients, rounds: their numbers.
+        seed: everything that is random in a simulation follows from it; at least 0.
+        rounds: how many rounds of training, at least 1.
+        clients: how many, at least 1.
         data, model, chain: component tables; a chain table may say each = true (per example), the model's table
             weights = "a.safetensors": the initial weights, a path relative to the current folder.
         stragglers: which clients miss rounds.

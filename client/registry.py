@@ -5,6 +5,7 @@ own in the same groups, in pyproject.toml.
 """
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -59,6 +60,12 @@ def _installed(group: str) -> tuple[Entry, ...]:
     # Python's path may show the same package twice: a set keeps one
     found = {Entry(e.name, group, e.value, (e.dist and e.dist.name) or "?") for e in metadata.entry_points(group=group)}
     return tuple(sorted(found, key=lambda e: (not e.own, e.name, e.package)))
+
+
+def unknown_groups(known: Collection[str]) -> list[Entry]:
+    """What packages register in groups that look like ours and are none."""
+    groups = {g for g in metadata.entry_points().groups if g.startswith(f"{OWN}.")} - set(known)
+    return [entry for group in sorted(groups) for entry in entries(group)]
 
 
 def plug_in_packages() -> tuple[str, ...]:

@@ -7,17 +7,21 @@ they are declared here. What stays unavailable: `ops.nms`, `ops.deform_conv2d` a
 """
 
 import importlib.util
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from types import ModuleType
+from typing import Any
 
 _OPERATORS = ("nms", "qnms")
-_library: torch.library.Library | None = None  # the declarations live as long as this reference
+_library: Any = None  # the declarations live as long as this reference
 
 
 def mend_torchvision() -> None:
     """Declare torchvision's missing operators; does nothing where they load, or where torch has CUDA."""
     global _library
+    import torch  # a second, which a command that only prints its help does not pay
+
     spec = importlib.util.find_spec("torchvision")
     if _library is not None or torch.version.cuda is not None or spec is None or spec.origin is None:
         return
@@ -30,3 +34,20 @@ def mend_torchvision() -> None:
     _library = torch.library.Library("torchvision", "FRAGMENT")
     for name in _OPERATORS:
         _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+class _BeforeTorchvision:
+    """Stands before Python's own finders, and mends torchvision when it is first looked for."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        """Leaves the finding to those behind it."""
+        if name == "torchvision" and cls in sys.meta_path:
+            sys.meta_path.remove(cls)
+            mend_torchvision()
+
+
+def mend_when_imported() -> None:
+    """Mend torchvision as soon as anything imports it."""
+    if "torchvision" not in sys.modules and _BeforeTorchvision not in sys.meta_path and _library is None:
+        sys.meta_path.insert(0, _BeforeTorchvision)

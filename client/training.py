@@ -9,9 +9,13 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
+
+LOCAL_TRAININGS = ("local_sgd", "local_training")  # the links that turn gradients into an update, by name
 
 
 class StochasticLayer(nn.Module):
@@ -52,30 +56,34 @@ def gradient(
     loss: Loss = F.cross_entropy,
     normalise: Callable[[Tensor], Tensor] | None = None,
     track: bool = False,
+    plain: bool = False,
 ) -> UpdateFn:
     """The bare client: the loss's gradient by every parameter, summed or averaged over the batch as the loss does.
 
-    Penalties of the model's `StochasticLayer` layers are part of the loss.
+    Penalties of the model's `StochasticLayer` layers are part of the loss. Models that torch.func refuses (custom autograd
+    functions of the old form, some layers) are differentiated by plain autograd.
 
     Args:
         model: the update has the names of its parameters; its buffers are used as they are.
         loss: (logits (B, classes), y) -> scalar.
         normalise: applied to x before the model, so that a batch stays in [0, 1] pixels.
         track: whether BatchNorm in train mode updates its running statistics, as at a client; not at an attacker.
+        plain: plain autograd at once. It does not work under vmap.
     """
 
     def compute(params: Params, batch: Batch, rng: Generator | None) -> Update:
         x = batch.x if normalise is None else normalise(batch.x)
 
         with without_running_stats(model) as tracking, drawing(model, rng) as layers:
+            held = {} if track else _kept(model)
 
             def objective(at: Params) -> Tensor:
-                value = loss(functional_call(model, at, (x,)), batch.y)
+                value = loss(functional_call(model, {**at, **held}, (x,)), batch.y)
                 for layer in layers:
                     value = value if layer.penalty is None else value + layer.penalty
                 return value
 
-            update = dict(grad(objective)(params))
+            update = _plain(objective, params) if plain else _by_func(objective, params)
         if track and tracking:
             with torch.no_grad():
                 functional_call(model, params, (x,))
@@ -84,21 +92,51 @@ def gradient(
     return compute
 
 
+def _kept(model: nn.Module) -> Params:
+    """Copies of the buffers that layers in train mode may move (spectral norm), as an attacker's passes must not."""
+    moving = [m for m in model.modules() if m.training and m._buffers and not isinstance(m, _NormBase)]
+    held = {id(b) for m in moving for b in m.buffers(recurse=False)}
+    return {name: b.clone() for name, b in model.named_buffers() if id(b) in held} if held else {}
+
+
+def _by_func(objective: Callable[[Params], Tensor], params: Params) -> Update:
+    """By torch.func, which works under vmap; by plain autograd where it refuses the model."""
+    try:
+        return dict(grad(objective)(params))
+    except RuntimeError:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise
+        return _plain(objective, params)
+
+
+def _plain(objective: Callable[[Params], Tensor], params: Params) -> Update:
+    at = {k: p if p.requires_grad else p.detach().requires_grad_() for k, p in params.items()}
+    further = torch.is_grad_enabled()
+    with torch.enable_grad():
+        slopes = torch.autograd.grad(objective(at), list(at.values()), create_graph=further, materialize_grads=True)
+    return dict(zip(at, slopes, strict=True))
+
+
 @contextmanager
 def without_running_stats(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
-    """BatchNorm in train mode normalises by the batch without moving its running statistics, which grad and vmap refuse.
+    """Norms in train mode normalise by the batch without moving their running statistics, which grad and vmap refuse.
 
     Yields the layers whose statistics it holds.
     """
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [m for m in model.modules() if isinstance(m, _NormBase)]
     tracking = [m for m in norms if m.training and m.track_running_stats]
+    held = [(m._buffers, m.running_mean, m.running_var) for m in tracking if isinstance(m, _InstanceNorm)]
     for layer in tracking:
         layer.track_running_stats = False
+    for buffers, _, _ in held:  # an instance norm would move them all the same
+        buffers.update(running_mean=None, running_var=None)
     try:
         yield tracking
     finally:
         for layer in tracking:
             layer.track_running_stats = True
+        for buffers, mean, variance in held:
+            buffers.update(running_mean=mean, running_var=variance)
 
 
 @dataclass(frozen=True)
@@ -108,8 +146,8 @@ class local_sgd(Link):
     Args:
         rate: learning rate of the local steps, > 0.
         steps: local steps, >= 1. E epochs over n examples in batches of b are E * n / b steps.
-        batch_size: examples a step; step t takes slice t of the round's batch, in order, then from the start again.
-            Default: the whole batch in every step.
+        batch_size: examples a step; step t takes slice t of the round's batch, in order, then from the start again; the
+            last slice may be smaller. Default: the whole batch in every step.
         proximal_mu: FedProx's proximal weight: mu * (theta - theta_global) is added to each step's gradient.
     """
 
@@ -127,6 +165,25 @@ class local_sgd(Link):
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         if not self.proximal_mu >= 0:
             raise ValueError(f"proximal_mu must not be negative, got {self.proximal_mu}")
+
+    @property
+    def one_gradient(self) -> bool:
+        """Whether the update is one gradient, times -rate."""
+        return self.steps == 1
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether each entry moves by its own size (Adam): the update then does not tell the gradient's magnitudes."""
+        return False
+
+    @property
+    def words(self) -> str:
+        """The training in words."""
+        return f"{self.steps} local step{'s' if self.steps > 1 else ''} of SGD"
+
+    def gradients(self, size: int) -> int:
+        """How many gradients the training on a batch of this size takes."""
+        return self.steps
 
     @property
     def scale(self) -> float:
@@ -160,6 +217,6 @@ class local_sgd(Link):
         size = len(batch.x)
         if self.batch_size is None or self.batch_size >= size:
             return batch
-        slices = size // self.batch_size
+        slices = -(-size // self.batch_size)
         first = (step % slices) * self.batch_size
         return Batch(batch.x[first : first + self.batch_size], batch.y[first : first + self.batch_size])

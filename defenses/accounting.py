@@ -20,7 +20,16 @@ from torch import nn
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
 from fedgauge.client.training import local_sgd
-from fedgauge.client.transforms import BatchTransform, StatefulTransform, UpdateTransform, per_example
+from fedgauge.client.transforms import (
+    BatchTransform,
+    Link,
+    StatefulTransform,
+    UpdateDistribution,
+    UpdateTransform,
+    is_identity,
+    noise_free,
+    per_example,
+)
 from fedgauge.client.update import Transform
 from fedgauge.defenses.ats import ats
 from fedgauge.defenses.clip import clip
@@ -41,6 +50,10 @@ _WHY_NOT: Mapping[type, str] = {
 
 class NoGuarantee(ValueError):
     """No (epsilon, delta) holds, or none is known; the message says why."""
+
+
+class UnknownGuarantee(NoGuarantee):
+    """Whether an (epsilon, delta) holds is not known, as a link does not declare what it does."""
 
 
 # -------------------------------------------------------------------------------------------------- reading of a chain
@@ -83,31 +96,35 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
     _check_buffers(model)
     local, links = chain.local, list(_acting(chain))
     if not any(_width(link) > 0 for link, _ in links):
-        raise NoGuarantee(_no_noise(links))
-    size = min(local.batch_size or batch_size, batch_size)
+        raise _no_noise(links)
+    largest = min(local.batch_size or batch_size, batch_size)
+    size = batch_size % largest or largest  # an epoch's last batch may be smaller, and an example counts for more in it
     record = client = math.inf
-    trained, why = False, ""
+    trained = False
+    why: NoGuarantee | None = None
     for i, (link, each) in enumerate(links):
         if isinstance(link, clip):
             record = min(record, link.max_norm / (size if each else 1))
             client = min(client, link.max_norm)
-        elif link is local and (local.steps == 1 or client == math.inf) and not each:
+        elif link is local and (local.one_gradient or client == math.inf) and not each:
             record, client, trained = record * local.rate, client * local.rate, True
         elif (width := _width(link)) > 0 and client < math.inf and not each:
-            releases = 1 if trained else local.steps
-            uses = 1 if trained else math.ceil(local.steps / (batch_size // size))
+            releases = 1 if trained else local.gradients(batch_size)
+            uses = 1 if trained else math.ceil(releases / math.ceil(batch_size / largest))
             _check_around(links[i + 1 :])
             if _mixed(links):
                 record, uses = client, releases
-            kind: Literal["normal", "laplace"] = "normal" if isinstance(link, gaussian) else "laplace"
+            kind: Literal["normal", "laplace"] = "normal" if _noise(link).sigma else "laplace"
             sampled = not any(isinstance(before, StatefulTransform) for before, _ in links[:i])
             return Mechanism(kind, width / record, width / client, uses, releases, sampled)
         elif not (isinstance(link, identity | BatchTransform) or _width(link) == 0):
-            if client < math.inf or not why:  # the link that lost the bound says more than later noise without a bound
-                why = _obstacle(link, each, client < math.inf)
+            # the link that lost the bound says more than later noise without a bound
+            if client < math.inf or why is None:
+                why = _obstacle(link, each, client < math.inf, [before for before, _ in links[:i]])
             record = client = math.inf
             trained = trained or link is local
-    raise NoGuarantee(why)
+    assert why is not None
+    raise why
 
 
 def _acting(chain: Chain) -> Iterator[tuple[Transform, bool]]:
@@ -129,10 +146,28 @@ def _flat(links: Sequence[Transform], each: bool = False) -> Iterator[tuple[Tran
 
 
 def _width(link: Transform) -> float:
-    """The noise that a link adds; NaN if it adds none."""
-    if isinstance(link, gaussian | laplace):
-        return link.alone.sigma or link.alone.scale
+    """The noise that a link adds and does nothing else; NaN if it adds none, or does not declare any."""
+    noise = _noise(link)
+    if isinstance(link, gaussian | laplace) or (noise.noisy and is_identity(noise_free(link))):
+        return noise.sigma or noise.scale
     return math.nan
+
+
+def _noise(link: Transform) -> UpdateDistribution:
+    declared = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
+    return declared or UpdateDistribution()
+
+
+def _left_open(link: Transform) -> str:
+    """What somebody else's link leaves open of how it changes an update's distribution; empty if nothing."""
+    if type(link).__module__.startswith("fedgauge."):
+        return ""
+    if getattr(type(link), "update_distribution", Link.update_distribution) is Link.update_distribution:
+        return "does not declare whether it bounds the update or adds noise"
+    if _noise(link).noisy and not is_identity(noise_free(link)):
+        return "adds noise and does something else as well, by its declaration"
+    assert isinstance(link, Link)
+    return "" if link.update_distribution(UpdateDistribution()) else "declares that its distribution has no closed form"
 
 
 def _mixed(links: Sequence[tuple[Transform, bool]]) -> bool:
@@ -143,31 +178,49 @@ def _mixed(links: Sequence[tuple[Transform, bool]]) -> bool:
 def _check_around(after: Sequence[tuple[Transform, bool]]) -> None:
     for link, _ in after:
         if not isinstance(link, UpdateTransform | BatchTransform | StatefulTransform | local_sgd):
-            raise NoGuarantee(f"no epsilon is known: {_name(link)}, after the noise, may read the examples again")
+            raise UnknownGuarantee(f"no epsilon is known: {_name(link)}, after the noise, may read the examples again")
 
 
-def _obstacle(link: Transform, each: bool, clipped: bool) -> str:
-    """Why no guarantee is known for noise of, or after, this link; empty if the link is no obstacle."""
+def _obstacle(link: Transform, each: bool, clipped: bool, before: Sequence[Transform]) -> NoGuarantee | None:
+    """Why no guarantee is known for noise of, or after, this link; None if the link is no obstacle."""
     if _width(link) > 0 and each:
-        return f"no epsilon is known: {_name(link)} acts on each example; put it after the links that do, on their mean"
+        return UnknownGuarantee(
+            f"no epsilon is known: {_name(link)} acts on each example; put it after the links that do, on their mean"
+        )
+    if _width(link) > 0 and (silent := next(filter(_left_open, before), None)) is not None:
+        return UnknownGuarantee(
+            f"no epsilon is known: {_name(silent)} {_left_open(silent)}; put clip between it and the noise ({_name(link)})"
+        )
     if _width(link) > 0:
-        return f"noise ({_name(link)}) without a clip before it bounds nothing: one example may move the update by any amount"
+        return NoGuarantee(
+            f"noise ({_name(link)}) without a clip before it bounds nothing: one example may move the update by any amount"
+        )
     if clipped and isinstance(link, local_sgd):
-        return (
-            "no epsilon is known for clipping before several local steps and noise after them: one example changes the later "
-            "steps' gradients of all others; put both on the same side of local_sgd"
+        return UnknownGuarantee(
+            f"no epsilon is known for clipping before {_of_steps(link)} and noise after: put both on the same side of it"
         )
     if clipped:
-        return (
+        return UnknownGuarantee(
             f"no epsilon is known: {_name(link)}, between the clip and the noise, may enlarge the effect of an example"
         )
-    return ""
+    return None
 
 
-def _no_noise(links: Sequence[tuple[Transform, bool]]) -> str:
+def _of_steps(local: local_sgd) -> str:
+    if local.steps > 1:
+        return "several local steps (one example changes the later steps' gradients of all others)"
+    return f"{local.words} (which is no bounded multiple of the gradient)"
+
+
+def _no_noise(links: Sequence[tuple[Transform, bool]]) -> NoGuarantee:
     defenses = [link for link, _ in links if not isinstance(link, local_sgd | identity | gaussian | laplace)]
+    if (silent := next(filter(_left_open, defenses), None)) is not None:
+        return UnknownGuarantee(
+            f"no epsilon is known: {_name(silent)} {_left_open(silent)}; bound the update by clip, and add noise by gaussian or "
+            "laplace, or by a link that declares it (`update_distribution`, with the identity as its `mean`)"
+        )
     reasons = [_WHY_NOT.get(type(link), f"{_name(link)} gives no epsilon: it adds no noise") for link in defenses]
-    return "; ".join(dict.fromkeys(reasons)) or "the chain adds no noise, so it has no epsilon"
+    return NoGuarantee("; ".join(dict.fromkeys(reasons)) or "the chain adds no noise, so it has no epsilon")
 
 
 def _name(link: Transform) -> str:
@@ -298,12 +351,18 @@ def spent(federation: Federation, rounds: Mapping[int, int], delta: float = DELT
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """The privacy budget of a run, for display; None if no epsilon holds, and words say why."""
+    """The privacy budget of a run, for display.
+
+    Args:
+        record, client: None unless an epsilon holds; words: with the reason.
+        state: that one holds, that none does, or that it is not known, as a link does not declare what it does.
+    """
 
     record: float | None
     client: float | None
     delta: float
     words: str
+    state: Literal["holds", "none", "unknown"]
 
 
 def privacy_statement(
@@ -313,10 +372,10 @@ def privacy_statement(
     try:
         found = spent(federation, rounds, delta, secret)
     except NoGuarantee as why:
-        return PrivacyStatement(None, None, delta, str(why))
+        return PrivacyStatement(None, None, delta, str(why), "unknown" if isinstance(why, UnknownGuarantee) else "none")
     most = max(rounds.values(), default=0)
     words = (
         f"epsilon {found.record:.3g} for one record replaced, {found.client:.3g} for all of a client's data (delta {delta:g}; "
         f"{most} round{'s' if most != 1 else ''})"
     )
-    return PrivacyStatement(found.record, found.client, delta, words)
+    return PrivacyStatement(found.record, found.client, delta, words, "holds")

@@ -8,7 +8,7 @@ import importlib.util
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
@@ -153,11 +153,6 @@ class _through(BatchTransform):
             if OPERATIONS[number][0] not in FLAT:
                 x = _with_sign(number, x, plus)
         return Batch(x.clone() if x is batch.x else x, batch.y)
-
-
-def per_draw(link: ats) -> tuple[ats, ...]:
-    """One link for each of a policy's draws, whose attacker's form inverts through that draw."""
-    return tuple(replace(link, invert_through=i) for i in range(len(link.draws)))
 
 
 def apply_operation(number: int, x: Tensor, plus: Tensor) -> Tensor:

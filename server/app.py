@@ -20,11 +20,11 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy, per_example_accuracy
 from fedgauge.server.store import checkpoint
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.store.ledger_types import STARTED, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
-from fedgauge.server.strategy.client_grading import STARTED, Grader
+from fedgauge.server.strategy.client_grading import Grader
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes

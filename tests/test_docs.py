@@ -1,9 +1,10 @@
 """README, SECURITY and docs stay true: their commands, examples and links work, and their figures are the kept ones."""
 
+import importlib
+import itertools
 import json
+import pkgutil
 import re
-import subprocess
-import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, ROOT / "SECURITY.md", *DOCS]
 COMPONENTS = ROOT / "docs/components.md"
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MOST_LINES = 250
 CHAINS = ("none", "sign", "prune", "gauss")
 
@@ -118,9 +120,11 @@ def test_the_readme_is_short_and_so_is_every_page() -> None:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
-def test_every_page_says_first_for_whom_it_is(page: Path) -> None:
-    title, empty, first = page.read_text().splitlines()[:3]
-    assert title.startswith("# ") and not empty and first.startswith("This page is for whoever ")
+def test_every_page_begins_with_a_sentence(page: Path) -> None:
+    title, empty, *rest = page.read_text().splitlines()
+    first = " ".join(itertools.takewhile(bool, rest))
+    assert title.startswith("# ") and not empty
+    assert re.match(r"[A-Z][^|<]{20,}?[.?:]( |$)", first), "say in a sentence of plain English what the page is for"
 
 
 def links(page: Path) -> Iterator[tuple[str, str]]:
@@ -149,10 +153,29 @@ def test_every_folder_file_and_module_that_a_page_names_exists(page: Path) -> No
     text = page.read_text()
     paths = set(re.findall(r"`((?:client|defenses|attacks|server|simulations|tests)/[\w/.-]*)`", text))
     imported = re.findall(r"^ *(?:from|import) fedgauge\.([\w.]+)", text, re.MULTILINE)
-    example = {"defenses/foo.py", "tests/defenses/test_foo.py"}  # of adding-components.md
+    example = {"defenses/foo.py"}  # of adding-components.md
     assert {path for path in paths - example if not (ROOT / path).exists()} == set()
     modules = [ROOT / module.replace(".", "/") for module in imported if module != "defenses.foo"]
     assert [str(path) for path in modules if not path.is_dir() and not path.with_suffix(".py").is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_name_of_fedgauges_python_exists(page: Path) -> None:
+    names = re.findall(r"`(fedgauge(?:\.\w+)+)[`(]", prose(page.read_text()))
+    for name in set(names) - PYPROJECT["entry-points"].keys():
+        pkgutil.resolve_name(name)
+
+
+def test_the_group_of_every_kind_of_component_is_named() -> None:
+    assert PYPROJECT["entry-points"].keys() <= set(
+        re.findall(r"`(fedgauge\.\w+)`", text_of("docs/adding-components.md"))
+    )
+
+
+def test_the_readmes_first_screen_says_what_may_be_brought() -> None:
+    first = text_of("README.md").partition("\n## ")[0]
+    for what in ("Flower app", "torch", "data", "loss", "defense", "attack", "(docs/bring-your-own.md)"):
+        assert what in first
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
@@ -240,9 +263,8 @@ def test_every_toml_is_readable_and_names_components_that_there_are(page: Path) 
 
 
 def test_every_dependency_of_the_card_is_declared_and_every_scenario_is_readable() -> None:
-    project = tomllib.loads(text_of("pyproject.toml"))["project"]
     wanted = ["flwr", "torch", "torchvision", "transformers", "numpy", "lpips", "rouge-score", "ray", "pytest"]
-    declared = " ".join([*project["dependencies"], *sum(project["optional-dependencies"].values(), [])])
+    declared = " ".join([*PYPROJECT["dependencies"], *sum(PYPROJECT["optional-dependencies"].values(), [])])
     for name in wanted:
         assert re.search(rf"(^| ){re.escape(name)}(\[|>)", declared), name
     for path in (ROOT / "simulations").glob("*.toml"):
@@ -252,14 +274,17 @@ def test_every_dependency_of_the_card_is_declared_and_every_scenario_is_readable
 # --------------------------------------------------------------------------------------------------------- components
 
 
-def test_the_tables_of_components_are_those_of_the_code(tmp_path: Path) -> None:
-    page = tmp_path / "components.md"
-    page.write_text(text_of("docs/components.md"))
-    command = [sys.executable, "-m", "fedgauge.simulations.cli.list_components", "--write", str(page)]
-    subprocess.run(command, check=True, cwd=ROOT)
-    assert page.read_text() == text_of("docs/components.md"), (
-        f"write them again: {' '.join(command[1:-1])} docs/components.md"
-    )
+GENERATORS = {"list_components": "components", "list_keys": "scenario-keys", "list_signatures": "adding-components"}
+
+
+@pytest.mark.parametrize(("program", "page"), GENERATORS.items())
+def test_what_is_written_from_the_code_is_what_the_code_says(program: str, page: str, tmp_path: Path) -> None:
+    kept, fresh = ROOT / f"docs/{page}.md", tmp_path / "page.md"
+    fresh.write_text(kept.read_text())
+    command = [f"fedgauge.simulations.cli.{program}", "--write"]
+    importlib.import_module(command[0]).main(["--write", str(fresh)])
+    assert fresh.read_text() == kept.read_text(), f"make docs, or: python -m {' '.join(command)} docs/{page}.md"
+    assert f"{' '.join(command)} docs/{page}.md" in text_of("Makefile")
 
 
 def test_every_server_attack_is_explained_and_no_other() -> None:

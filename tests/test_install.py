@@ -167,7 +167,9 @@ def test_a_foreign_app_has_a_curious_strategy_under_flower(python: Path, folder:
         processes.sweep(mark)
         shutil.rmtree(short, ignore_errors=True)
     with Run.open(record).ledger() as ledger:
-        rows = ledger.observations()
+        rows, meta = ledger.observations(), ledger.meta()
+        assert [row["round"] for row in ledger.rounds()] == [1, 2]
+    assert (meta["state"], meta["rounds"]) == ("trained", "2")
     places = [(round, client, "accepted") for round in (1, 2) for client in (0, 1)]
     assert [(row["round"], row["client"], row["status"]) for row in rows] == places
     assert all(row["digest"] for row in rows)

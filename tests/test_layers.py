@@ -75,7 +75,7 @@ def imports(file: str) -> Iterator[Import]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: a relative import hides its package"
-            names = [node.module or ""]
+            names = [f"fedgauge.{a.name}" for a in node.names] if node.module == "fedgauge" else [node.module or ""]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             names = [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
         else:
@@ -95,7 +95,9 @@ def names_in_strings(file: str) -> Iterator[Import]:
     silent = docstrings(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in silent:
-            for name in re.findall(rf"\b(?:fedgauge\.)?(?:{'|'.join(OURS)})(?:[./][a-z_]+)+", node.value):
+            ours = "|".join(OURS)
+            named = rf"\b(?:fedgauge\.)?(?:{ours})(?:[./][a-z_]+)+|\bfedgauge\.(?:{ours})\b"
+            for name in re.findall(named, node.value):
                 dotted = name.replace("/", ".").removeprefix("fedgauge.")
                 if (ROOT / dotted.replace(".", "/")).is_dir() or (ROOT / (dotted.replace(".", "/") + ".py")).is_file():
                     yield Import(file, node.lineno, dotted, False)
@@ -187,7 +189,7 @@ def test_a_package_mends_torchvision_before_anything_else() -> None:
     """Every process of ours passes through one of these files first."""
     for package in set(OURS) - {"client"}:
         assert "fedgauge.client" in [i.module for i in imports(f"{package}/__init__.py")], package
-    assert "mend_torchvision()" in (ROOT / "client/__init__.py").read_text()
+    assert "mend_when_imported()" in (ROOT / "client/__init__.py").read_text()
 
 
 # ------------------------------------------------------------------------------------------------ the shape of the house
@@ -202,10 +204,14 @@ def siblings() -> dict[str, dict[str, set[str]]]:
     found: dict[str, dict[str, set[str]]] = {}
     for file in sources():
         for node in ast.walk(parse(file)):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("fedgauge."):
+            if isinstance(node, ast.Import):
+                names = [a.name for a in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{a.name}" for a in node.names]
+            else:
                 continue
-            module = str(node.module).removeprefix("fedgauge.")
-            for target in {files.get(f"{module}.{a.name}", files.get(module)) for a in node.names} - {None, file}:
+            modules = [name.removeprefix("fedgauge.") for name in names if name.startswith("fedgauge.")]
+            for target in {files.get(m, files.get(m.rpartition(".")[0])) for m in modules} - {None, file}:
                 mine, other = file.split("/"), str(target).split("/")
                 if "__init__.py" in (mine[-1], other[-1]):
                     continue  # a package's face
@@ -221,6 +227,21 @@ def test_no_circle_ties_the_files_and_folders_of_a_folder(folder: str) -> None:
         for node in free:
             del graph[node]
     assert graph == {}, "these import each other in a circle"
+
+
+def test_the_reader_sees_every_way_of_naming_a_folder_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "server").mkdir()
+    ways = {
+        "way_1.py": "from fedgauge import server",
+        "way_2.py": "import fedgauge.server",
+        "way_3.py": "def f():\n    from fedgauge.server import app",
+        "way_4.py": 'import sys\nsys.modules["fedgauge.server"]',
+        "way_5.py": 'from importlib import import_module as im\nim("fedgauge.server")',
+    }
+    for name, text in ways.items():
+        (tmp_path / name).write_text(text)
+        assert "server" in {i.top for i in [*imports(name), *names_in_strings(name)]}, text
 
 
 def test_the_reader_of_circles_sees_imports_between_folders() -> None:

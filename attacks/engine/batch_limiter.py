@@ -37,7 +37,7 @@ class BatchLimiter:
         try:
             yield
         except (RuntimeError, MemoryError) as error:  # torch reports exhausted host memory as a plain RuntimeError
-            if not _exhausted(error):
+            if not exhausted(error):
                 raise
             if used == 1:
                 raise MemoryError(f"a single problem does not fit into memory: {error}") from error
@@ -57,7 +57,8 @@ class BatchLimiter:
         return results
 
 
-def _exhausted(error: BaseException) -> bool:
+def exhausted(error: BaseException) -> bool:
+    """Whether an error says that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return "can't allocate memory" in str(error)

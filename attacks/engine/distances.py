@@ -75,25 +75,6 @@ class cosine(InnerProductDistance):
 
 
 @dataclass(frozen=True)
-class layer_cosine(InnerProductDistance):
-    """The weighted mean of 1 - cos over the tensors.
-
-    Args:
-        decay: a tensor's weight is decay ** (its position from the input): 1 weighs all alike, below 1 the first ones more
-            (the exponential layer weights of the Bayesian framework's grid).
-    """
-
-    decay: float = 1.0
-    joint: ClassVar[bool] = False
-
-    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
-        terms = torch.stack([_one_minus_cosine(p) for p in products.values()])
-        weights = self.decay ** torch.arange(len(terms), dtype=terms.dtype, device=terms.device)
-        mean: Tensor = torch.tensordot(weights / weights.sum(), terms, 1)
-        return mean
-
-
-@dataclass(frozen=True)
 class squared(InnerProductDistance):
     """|seen - expected|^2 / |seen|^2 (DLG, eq. 4, normalised by the update's scale)."""
 

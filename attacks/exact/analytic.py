@@ -30,6 +30,10 @@ class analytic(Attack):
             return not_applicable(
                 wave, f"the attack needs one example in each update, and this one sums {known.batch_size}"
             )
+        if known.chain.local.adaptive:
+            return not_applicable(
+                wave, f"the attack needs a gradient's magnitudes, and the clients take {known.chain.local.words}"
+            )
         try:
             stack = _first_layers(known.model)
             y = self._labels(wave, known)

@@ -138,8 +138,8 @@ def _unmixed(
         layer = FirstLayer.of(known.model)
     except ValueError as error:
         return not_applicable(wave, str(error))
-    if known.chain.local.steps > 1:
-        reason = f"the attack needs a single gradient, and the clients take {known.chain.local.steps} local steps"
+    if not known.chain.local.one_gradient:
+        reason = f"the attack needs a single gradient, and the clients take {known.chain.local.words}"
         return not_applicable(wave, reason)
     if relu and not layer.relu:
         reason = f"no ReLU follows layer {layer.name!r}, so its error signals have no zeros"

@@ -52,11 +52,6 @@ class Metric:
     unit: str
     compute: Callable[[Tensor, Tensor], Tensor]
 
-    @property
-    def higher_is_better(self) -> bool:
-        """Whether a larger value means a better attack."""
-        return HIGHER_IS_BETTER[self.name]
-
     def __call__(self, truth: Tensor, guess: Tensor) -> Tensor:
         if truth.shape != guess.shape:
             raise ValueError(f"expected a guess of the truth's shape {tuple(truth.shape)}, got {tuple(guess.shape)}")

@@ -12,6 +12,7 @@ from fedgauge.attacks.plan import PlannedAttack, describe
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
+from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
@@ -35,12 +36,13 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
     batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update" + _sum_of(fed)
     if planned.is_limit:
         return "; ".join([f"chain {links}", batch, *_limit_parts(fed)])
-    attack = planned.build()
+    attack, local = planned.build(), fed.chain.local
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
     parts = [
         server,
         f"labels {attack.label_source if planned.labels == 'restored' else planned.labels}",
         f"chain {_known_chain(planned, links)}",
+        *(["the order of each epoch assumed"] if isinstance(local, LocalTraining) and local.shuffle else []),
         *([NO_DERIVATIVE] if attack.needs_derivative and planned.defense == "known" and _is_flat(fed) else []),
         *([] if is_cross_entropy(fed.loss) else [f"loss {describe(fed.protocol.loss)} known"]),
         batch,

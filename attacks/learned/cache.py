@@ -20,14 +20,19 @@ from fedgauge.client.local_data import cache_folder
 BOUND = 8 * 2**30  # bytes; the least recently read files go first
 # digests seed random streams: renamed classes keep the names that they had in them, so that kept figures stay reproducible
 FORMER_NAMES = {
+    "CarriedInputNetwork": "Carried",
     "GeneratorTraining": "Generators",
     "GroupMean": "Summed",
     "LanguageModelTraining": "Training",
+    "OmittedParameters": "Unseen",
+    "ReversibleNetwork": "Reversible",
+    "SeparateNetworks": "Separate",
     "UpdateFeatures": "View",
     "_ResNetBlock": "_Block",
     "_ResNetBottleneck": "_Bottleneck",
     "_TransformerBlock": "_Block",
     "_VariationalBottleneck": "_Bottleneck",
+    "learning_to_invert_text": "learning_to_invert",
 }
 _RENAMED = re.compile(rf"\b({'|'.join(FORMER_NAMES)})\b")
 

@@ -68,8 +68,8 @@ def classifier_only(seen: Observation, model: nn.Module) -> Observation:
 
 def why_not_one_gradient(known: Knowledge) -> str:
     """Why an update is not one gradient of the whole batch; empty where it is."""
-    if known.chain.local.steps > 1:
-        return f"it reads one gradient of the batch, and the clients take {known.chain.local.steps} local steps"
+    if not known.chain.local.one_gradient:
+        return f"it reads one gradient of the batch, and the clients take {known.chain.local.words}"
     if known.chain.slice_of(known.batch_size) < known.batch_size:
         return "it reads one gradient of the batch, and the batch is trained on in parts"
     return ""

@@ -19,8 +19,8 @@ class Targeting:
     """The rounds and clients that a server attack hits.
 
     Args:
-        rounds: 1-based; None: all.
-        clients: None: all, except those of all_but.
+        rounds: in which it attacks, counted from 1; default: all.
+        clients: whom it attacks, counted from 0; default: all, except those of all_but.
         all_but: these get honest weights.
         aggregate: average the updates of attacked clients into the model; else they are left out, and the model learns only
             from the others.

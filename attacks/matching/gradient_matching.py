@@ -113,7 +113,7 @@ class GradientMatching(MatchingSettings, Attack):
         return BatchLimiter(largest_batch(dry, len(units), x.device, held))
 
     def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
-        if not self.compile:
+        if not self.compile or problems.way.route == "loop":  # a recorded loop would keep its branches
             return problems.value_and_slopes
         from fedgauge.attacks.matching.compiled_step import CompiledStep
 
@@ -139,7 +139,7 @@ class GradientMatching(MatchingSettings, Attack):
             x = known.pixels(images[row]).clamp(0, 1).to(problems.dtype)
             done = int(outcome.spent[own].max())
             status: Status = "converged"
-            reason = ""
+            reason = problems.way.note
             if not torch.isfinite(objectives[k, best]) or not torch.isfinite(x).all():
                 status, reason = "diverged", "the objective or the image is not finite"
             elif outcome.interrupted[own].any():
@@ -281,4 +281,11 @@ def _doubled(wave: Wave, known: Knowledge) -> tuple[Wave, Knowledge]:
 
     wave = replace(wave, params=double(wave.params), update=double(wave.update))
     loss = copy.deepcopy(known.loss).double() if isinstance(known.loss, torch.nn.Module) else known.loss
-    return wave, replace(known, model=copy.deepcopy(known.model).double(), loss=loss)
+    try:
+        model = copy.deepcopy(known.model)
+    except Exception as error:  # whatever the model holds may refuse in its own words
+        raise ValueError(
+            f"the model cannot be copied ({type(error).__name__}: {error}), and float64 needs a copy: set double = false, "
+            "or keep what cannot be copied out of the module"
+        ) from error
+    return wave, replace(known, model=model.double(), loss=loss)

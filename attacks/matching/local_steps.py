@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.chain import Chain
+from fedgauge.client.training import local_sgd
 
 Aggregate = Literal["mean", "max"]
 
@@ -19,7 +20,7 @@ def epochs(chain: Chain, batch_size: int) -> int:
     """How often the local steps go through the batch; 1 if every step takes the whole batch.
 
     Raises:
-        ValueError: slices do not divide the batch, or it is a sum of several clients.
+        ValueError: local_sgd's slices do not divide the batch, or it is a sum of several clients.
     """
     local = chain.local
     if chain.slice_of(batch_size) * chain.parts >= batch_size or local.batch_size is None:
@@ -28,12 +29,13 @@ def epochs(chain: Chain, batch_size: int) -> int:
         raise ValueError(
             "epochs of unknown order can be tied for one client's update only, and this one is a sum of several"
         )
-    if batch_size % local.batch_size:
+    slices = -(-batch_size // local.batch_size)
+    if type(local) is local_sgd and batch_size % local.batch_size:
         raise ValueError(
-            f"slices of {local.batch_size} leave out {batch_size % local.batch_size} of {batch_size} examples in every epoch,"
-            " and epochs of unknown order can be tied only if each sees the whole batch"
+            f"slices of {local.batch_size} do not divide {batch_size} examples, and epochs of unknown order can then be tied "
+            "only where local_training describes them"
         )
-    return -(-local.steps * local.batch_size // batch_size)
+    return -(-local.gradients(batch_size) // slices)
 
 
 def aggregate_gap(x: Tensor, count: int, aggregate: Aggregate) -> Tensor:

@@ -1,8 +1,9 @@
-"""Functions of one problem, evaluated and differentiated for many problems by vmap."""
+"""Functions of one problem, evaluated and differentiated for many problems: by vmap, or one after the other."""
 
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -12,15 +13,18 @@ from fedgauge.attacks.engine.strided_conv import without_stride
 from fedgauge.client.update import Update
 
 
-def over_problems(function: Callable[..., Tensor], *arguments: Tensor | Update) -> Tensor:
-    """A function of one problem, mapped over the first axis of every tensor; without vmap for a single problem."""
+def over_problems(function: Callable[..., Tensor], *arguments: Tensor | Update, loop: bool = False) -> Tensor:
+    """A function of one problem, mapped over the first axis of every tensor; without vmap for a single problem or in a loop."""
     first = arguments[0]
     count = len(first if isinstance(first, Tensor) else next(iter(first.values())))
-    if count > 1:
+    if count > 1 and not loop:
         mapped: Tensor = vmap(function)(*arguments)
         return mapped
-    alone = [a[0] if isinstance(a, Tensor) else {k: t[0] for k, t in a.items()} for a in arguments]
-    return function(*alone)[None]
+    return torch.stack([function(*_problem(arguments, i)) for i in range(count)])
+
+
+def _problem(arguments: tuple[Tensor | Update, ...], i: int) -> list[Tensor | Update]:
+    return [a[i] if isinstance(a, Tensor) else {k: t[i] for k, t in a.items()} for a in arguments]
 
 
 def each_with_slopes(
@@ -34,10 +38,26 @@ def each_with_slopes(
         if len(cast(Tensor, arguments[0])) > 1:
             slopes, value = vmap(grad_and_value(function, by), randomness=draws)(*arguments)
         else:
-            alone = [a[0] if isinstance(a, Tensor) else {k: t[0] for k, t in a.items()} for a in arguments]
-            slopes, value = grad_and_value(function, by)(*alone)
+            slopes, value = grad_and_value(function, by)(*_problem(arguments, 0))
             slopes, value = tuple(s[None] for s in slopes), value[None]
     return slopes, value
+
+
+def each_in_turn(
+    function: Callable[..., Tensor], by: tuple[int, ...], *arguments: Tensor | Update
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """`each_with_slopes` by plain autograd, for functions that torch.func or vmap refuse."""
+    values, slopes = [], []
+    for i in range(len(cast(Tensor, arguments[0]))):
+        alone = _problem(arguments, i)
+        leaves = [cast(Tensor, alone[place]).detach().requires_grad_() for place in by]
+        for place, leaf in zip(by, leaves, strict=True):
+            alone[place] = leaf
+        with torch.enable_grad():
+            value = function(*alone)
+            slopes.append(torch.autograd.grad(value, leaves, materialize_grads=True))
+        values.append(value.detach())
+    return tuple(torch.stack(same) for same in zip(*slopes, strict=True)), torch.stack(values)
 
 
 class KnownGradient(Function):

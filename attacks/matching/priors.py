@@ -215,8 +215,3 @@ class generator_prior(Prior):
             return apart + 0.5 * z.square().sum()
 
         return LatentPrior(made.numbers, energy)
-
-
-def deep_inversion(tv: float, magnitude_weight: float, statistics: float) -> tuple[Prior, ...]:
-    """The image prior of DeepInversion (Yin et al., 2020): squared total variation, magnitude, BatchNorm statistics."""
-    return total_variation(tv, power=2), magnitude(magnitude_weight), batch_statistics(statistics)

@@ -1,13 +1,15 @@
 """The problems of a wave: each one's objective (likelihood and priors) as a function of its images, and its gradient."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.distances import (
     InnerProductDistance,
     left_out,
@@ -21,15 +23,18 @@ from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.observed_updates import ObservedUpdates
-from fedgauge.attacks.matching.over_problems import KnownGradient, each_with_slopes, over_problems
+from fedgauge.attacks.matching.over_problems import KnownGradient, each_in_turn, each_with_slopes, over_problems
 from fedgauge.attacks.matching.priors import Energy, LatentPrior
 from fedgauge.attacks.matching.settings import MatchingSettings
+from fedgauge.attacks.matching.ways import Route, way_of
 from fedgauge.attacks.matching.whole_batch import whole_batch_update
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.rng import generator
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Update
+
+Result = TypeVar("Result")
 
 
 class Problems:
@@ -67,7 +72,9 @@ class Problems:
         self.explained = {f"latents {i}": both for i, both in enumerate(explained)}  # by the variable's name
         self.noise: dict[str, LatentNoise] = {} if settings.latent is None else drawn(known)
         generally = settings.surrogate or settings.draws or self.noise or not is_mean(known.loss, known.classes)
-        self.step = None if generally else whole_batch_update(known.chain, known.loss)
+        step = None if generally else whole_batch_update(known.chain, known.loss)
+        self.way = way_of(known, wave.params, step is not None)
+        self.step = step if self.way.route == "one pass" else None
         self.update = wave.update
         self.factors: dict[str, FactoredGradient | None] = {}
         self._chosen: tuple[Tensor, ObservedUpdates, Tensor | None] | None = None
@@ -107,9 +114,14 @@ class Problems:
 
     def value(self, variables: Variables, rows: Tensor) -> Tensor:
         """Objectives (N,) of some problems."""
-        leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
-        with torch.enable_grad():
-            return self._objectives(leaves, *self.chosen(rows), 1.0).detach()
+        seen, labels = self.chosen(rows)
+
+        def evaluate() -> Tensor:
+            leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
+            with torch.enable_grad():
+                return self._objectives(leaves, seen, labels, 1.0).detach()
+
+        return self._by_its_way(evaluate)
 
     def value_and_slopes(
         self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0, nearby: Tensor | None = None
@@ -131,6 +143,30 @@ class Problems:
         nearby: Tensor | None,
     ) -> tuple[Tensor, Variables]:
         """`value_and_slopes` of problems given by their observed updates and labels: tensors in, tensors out."""
+        return self._by_its_way(lambda: self._differentiated(variables, seen, labels, likelihood_weight, nearby))
+
+    def _by_its_way(self, compute: Callable[[], Result]) -> Result:
+        """A result by the model's way; where a layer refuses it for these problems, by the next slower one."""
+        while True:
+            try:
+                with self.way():
+                    return compute()
+            except RuntimeError as error:
+                if exhausted(error) or self.way.route == "loop":
+                    raise
+                self._go("vmap" if self.step is not None else "loop")
+
+    def _go(self, route: Route) -> None:
+        self.way, self.step = replace(self.way, route=route), None
+
+    def _differentiated(
+        self,
+        variables: Variables,
+        seen: ObservedUpdates,
+        labels: Tensor | None,
+        likelihood_weight: Tensor | float,
+        nearby: Tensor | None,
+    ) -> tuple[Tensor, Variables]:
         leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
         with torch.enable_grad():
             if nearby is None:
@@ -162,14 +198,14 @@ class Problems:
         y = variables["y"].softmax(2) if labels is None else labels
         beside = {name: t for name, t in variables.items() if name not in ("x", "y", *self.explained)}
         objectives = likelihood_weight * self._distances(x, y, seen, beside)
+        loop = self.way.route == "loop"
         batches = x.view(-1, self.known.batch_size, *x.shape[2:])
         for weight, energy in self.energies:
-            objectives = objectives + weight * over_problems(energy, batches).view(-1, self.epochs).mean(1)
+            objectives = objectives + weight * over_problems(energy, batches, loop=loop).view(-1, self.epochs).mean(1)
         for name, (weight, explained) in self.explained.items():
             latents = variables[name].view(*batches.shape[:2], -1)
-            objectives = objectives + weight * over_problems(explained.energy, batches, latents).view(
-                -1, self.epochs
-            ).mean(1)
+            energies = over_problems(explained.energy, batches, latents, loop=loop)
+            objectives = objectives + weight * energies.view(-1, self.epochs).mean(1)
         if self.epochs > 1:
             objectives = objectives + settings.tied * local_steps.aggregate_gap(x, self.epochs, settings.aggregate)
         for name in self.noise:
@@ -189,18 +225,23 @@ class Problems:
                 factors = isinstance(self.likelihood, InnerProductDistance)
                 return self._compare(seen, self.step(self.known.model, self.params, x, y, factors))
             except Unsupported:
-                self.step = None  # by vmap from now on
+                self._go("vmap")
         return self._generally(x, y, seen.formed(), beside)
 
     def _generally(self, x: Tensor, y: Tensor, seen: Update, beside: Variables) -> Tensor:
-        """The distances by vmap over whole problems, for any chain and model."""
-        names = tuple(beside)
-        one = partial(self._at_surrogate if self.settings.surrogate else self._one, names)
+        """The distances by vmap over whole problems, or one after the other, for any chain and model."""
+        # for one problem alone, torch.func's derivatives cost twice as much as autograd's
+        names, loop = tuple(beside), self.way.route == "loop" or (self.way.composed and len(x) == 1)
+        known = replace(self.known, plain=True) if loop else self.known
+        one = partial(self._at_surrogate if self.settings.surrogate else self._one, known, names)
         inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(beside.values(), 3))}
         arguments: list[Tensor | Update] = [x.detach(), y.detach(), seen, *(t.detach() for t in beside.values())]
         # grad inside vmap: autograd around a vmap of grad is faster, but wrong for some layers (LayerNorm in torch 2.13)
         draws: Literal["same", "error"] = "same" if self.settings.draws else "error"
-        slopes, value = each_with_slopes(one, tuple(inputs), draws, *arguments)
+        if loop:
+            slopes, value = each_in_turn(one, tuple(inputs), *arguments)
+        else:
+            slopes, value = each_with_slopes(one, tuple(inputs), draws, *arguments)
         return cast(Tensor, KnownGradient.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
 
     def _compare(self, seen: ObservedUpdates, expected: Gradients) -> Tensor:
@@ -219,9 +260,11 @@ class Problems:
         *matrices, square = seen.form("flat", *formed)
         return self.likelihood.between(matrices, flattened(formed), square)
 
-    def _one(self, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, *beside: Tensor) -> Tensor:
+    def _one(
+        self, known: Knowledge, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, *beside: Tensor
+    ) -> Tensor:
         """One problem's distance through the whole chain, averaged over draws if there are any."""
-        known, batch = self.known, Batch(self.known.pixels(x), y)
+        batch = Batch(known.pixels(x), y)
         noise = {self.noise[name].layer: t for name, t in zip(names, beside, strict=True)}
         client = known.given(noise) if noise else known.forward
         # the same draws in every iteration and for all problems: the objective stays one function, packing changes nothing
@@ -229,11 +272,13 @@ class Problems:
         rngs: list[Generator | None] = [generator("draw", j) for j in range(count)] if count else [None]
         return torch.stack([self.likelihood(seen, client(self.params, batch, rng)) for rng in rngs]).mean(0)
 
-    def _at_surrogate(self, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, at: Tensor) -> Tensor:
+    def _at_surrogate(
+        self, known: Knowledge, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, at: Tensor
+    ) -> Tensor:
         """One problem's distance to the gradient at a point between the weights before and after."""
         params = {k: p + at * seen[k] for k, p in self.params.items()}
-        between_ends = gradient(self.known.model, self.known.loss)(params, Batch(x, y), None)
-        return self.likelihood(seen, {k: -self.known.scale * t for k, t in between_ends.items()})
+        between_ends = gradient(known.model, known.loss, plain=known.plain)(params, Batch(x, y), None)
+        return self.likelihood(seen, {k: -known.scale * t for k, t in between_ends.items()})
 
 
 class LatentNoise(NamedTuple):
@@ -250,5 +295,8 @@ def drawn(known: Knowledge) -> dict[str, LatentNoise]:
     if layers and known.batch_size > 1 and any(map(is_per_example, links)):
         raise ValueError("the chain trains on each example separately, so their noise cannot be told apart")
     # in a sum, one client's steps follow the other's
-    shape = (steps.steps * known.chain.parts, known.chain.slice_of(known.batch_size))
+    shape = (
+        steps.gradients(known.batch_size // known.chain.parts) * known.chain.parts,
+        known.chain.slice_of(known.batch_size),
+    )
     return {f"noise of {n}": LatentNoise(n, (*shape, numbers)) for n, numbers in layers.items()}

@@ -26,6 +26,7 @@ from fedgauge.attacks.base import (
 from fedgauge.attacks.engine.distances import Distance, likelihood
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.matching.priors import total_variation
+from fedgauge.attacks.matching.ways import way_of
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update
 
@@ -79,12 +80,15 @@ class several_rounds(StatefulAttack):
         kept = [_remembered(rounds) for rounds in met]
         try:
             parts = [self._agreeing(wave, k, known, rounds) for k, rounds in enumerate(met)]
+            way = way_of(known, wave.params, one_pass=False)
         except ValueError as error:
             return not_applicable(wave, str(error)), kept
-        found = [
-            self._best(rounds, len(met[k]), y, known, _shared(budget, len(wave)), stream)
-            for k, ((rounds, y), stream) in enumerate(zip(parts, streams, strict=True))
-        ]
+        known = replace(known, plain=True) if way.route == "loop" else known
+        with way():
+            found = [
+                self._best(rounds, len(met[k]), y, known, _shared(budget, len(wave)), stream)
+                for k, ((rounds, y), stream) in enumerate(zip(parts, streams, strict=True))
+            ]
         return found, kept
 
     def _agreeing(

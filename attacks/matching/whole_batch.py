@@ -24,7 +24,7 @@ def whole_batch_update(chain: Chain, loss: Loss = F.cross_entropy) -> Step | Non
     Other links may change the finished update, or the only gradient. The loss is the mean of its examples' losses.
     """
     steps, links = chain.local, [noise_free(link) for link in chain.links]
-    if steps.batch_size is not None:
+    if type(steps) is not local_sgd or steps.batch_size is not None:
         return None
     place = next(i for i, link in enumerate(links) if isinstance(link, local_sgd))
     before, after = ([link for link in part if not is_identity(link)] for part in (links[:place], links[place + 1 :]))

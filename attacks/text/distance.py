@@ -154,7 +154,7 @@ class Matcher:
         others = [link for link in chain.links if not isinstance(link, local_sgd)]
         plain = all(is_identity(noise_free(link)) for link in others) and not self.distance.signed
         whole = chain.parts == 1 and chain.slice_of(size) == size
-        if not (plain and whole and chain.local.steps == 1 and is_mean(self.known.loss, self.known.classes)):
+        if not (plain and whole and chain.local.one_gradient and is_mean(self.known.loss, self.known.classes)):
             return "chain"
         return self.distance.way
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from csv import DictReader
 from csv import Error as CsvError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -107,7 +107,10 @@ def csv(
             tables, as deployed clients do, all of them need the same tokenizer: a name or a folder.
     """
     sentences_, written = _columns(path, [text] if task == "next_token" else [text, label])
-    labels, count = _classes(path, label, written, classes) if task == "classification" else ([0] * len(sentences_), 2)
+    labels, count = [0] * len(sentences_), 2
+    names: tuple[str, ...] = ()
+    if task == "classification":
+        labels, count, names = _classes(path, label, written, classes)
     if len(sentences_) < 2 or (task == "classification" and len(set(labels)) < 2):
         few = "of one class only: there is nothing to learn" if len(sentences_) > 1 else "fewer than two"
         raise ValueError(f"{path} has sentences {few}")
@@ -116,7 +119,8 @@ def csv(
         raise ValueError(f"{path}: no class has the two sentences that test = {test:g} needs")
     rows = list(zip(sentences_, labels, strict=True))
     corpus = Corpus(*([row for row, t in zip(rows, tested, strict=True) if t == part] for part in (False, True)))
-    return _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+    found = _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+    return replace(found, names=names)
 
 
 def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
@@ -146,22 +150,24 @@ def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
     return columns if len(names) > 1 else [*columns, []]
 
 
-def _classes(path: Path, column: str, written: Sequence[str], names: Sequence[str] | None) -> tuple[list[int], int]:
-    """The labels as numbers, and the number of classes."""
+def _classes(
+    path: Path, column: str, written: Sequence[str], names: Sequence[str] | None
+) -> tuple[list[int], int, tuple[str, ...]]:
+    """The labels as numbers, the number of classes, and their names if they have names."""
     if names is None and all(v.isascii() and v.isdigit() and len(v) < 10 for v in written):
         numbers = [int(v) for v in written]
         if (most := max(numbers, default=0)) >= MOST_CLASSES:
             raise ValueError(
                 f"{path}: column {column!r} has the label {most}; labels count from 0, to {MOST_CLASSES - 1} at most"
             )
-        return numbers, most + 1
+        return numbers, most + 1, ()
     known = list(names) if names is not None else sorted(set(written))
     if len(set(known)) < len(known):
         raise ValueError("classes has a name twice")
     place = {name: k for k, name in enumerate(known)}
     if strange := [v for v in written if v not in place]:
         raise ValueError(f"{path}: column {column!r} has {strange[0]!r}, which is none of classes ({', '.join(known)})")
-    return [place[v] for v in written], len(known)
+    return [place[v] for v in written], len(known), tuple(known)
 
 
 def held_out(y: Tensor, share: float) -> Tensor:

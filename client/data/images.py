@@ -7,7 +7,7 @@ A dataset has training and test images. The training images are split once by th
 import gzip
 import hashlib
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ Partition = Literal["iid", "dirichlet", "shards"]
 class Dataset:
     """Images x (N, C, H, W) uint8 and labels y (N,) int64, for training and for test, with per-channel mean and std.
 
-    Data of other kinds derive from it, with other x and y, and no mean and std.
+    Data of other kinds derive from it, with other x and y, and no mean and std. names: of the classes, if they have names.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Dataset:
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    names: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,9 +115,12 @@ def split(
     """Split a dataset's training images among clients, with partitioners from flwr-datasets.
 
     Args:
-        partition: iid; dirichlet (label proportions drawn with concentration alpha > 0); shards (sorted by label, each
-            client gets shards_per_client pieces).
-        auxiliary: images set aside as the attacker's knowledge of the distribution, >= 1.
+        partition: iid; dirichlet (label proportions drawn with concentration alpha); shards (sorted by label, each client
+            gets shards_per_client pieces).
+        alpha: of dirichlet, above 0; smaller is more uneven.
+        shards_per_client: of shards, at least 1.
+        batch_size: examples that a client trains on in a round, at least 1; fewer leak more.
+        auxiliary: examples set aside as the attacker's knowledge of the distribution, at least 1; no client holds them.
 
     Raises:
         ValueError: more clients than examples, or a shard that holds less than one batch.
@@ -223,12 +227,14 @@ def mnist() -> Dataset:
 
 def fashion_mnist() -> Dataset:
     """Fashion-MNIST, the same layout as MNIST: local idx files under fashion_mnist/, else downloaded on first use."""
-    return _idx("fashion_mnist", "FashionMNIST", 0.2860, 0.3530)
+    names = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+    return replace(_idx("fashion_mnist", "FashionMNIST", 0.2860, 0.3530), names=names)
 
 
 def cifar10() -> Dataset:
     """CIFAR-10, 32 x 32 in colour: local cifar10-train-*.npz and cifar10-test-*.npz, else downloaded on first use."""
-    return _cifar("cifar10", "CIFAR10", 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    names = ("aeroplane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "lorry")
+    return replace(_cifar("cifar10", "CIFAR10", 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), names=names)
 
 
 def cifar100() -> Dataset:

@@ -6,6 +6,7 @@ becomes the test part, the same for every seed.
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -48,7 +49,8 @@ def image_folder(
     pictures = [(file, k) for k, found in enumerate(files.values()) for file in found]
     x = _stacked([_picture(file, str(file), size, grey) for file, _ in pictures], path)
     y = torch.tensor([k for _, k in pictures], dtype=torch.int64)
-    return _dataset(path, x, y, None, test, len(classes), mean, std)
+    found = _dataset(path, x, y, None, test, len(classes), mean, std)
+    return replace(found, names=tuple(folder.name for folder in classes))
 
 
 def npz(
@@ -132,10 +134,10 @@ def hugging_face(
         return _stacked([_stored(row, f"{path}: row {i}", size, grey) for i, row in enumerate(rows)], path)
 
     used = {name: parts[name] for name in ("train", "test") if name in parts}
-    numbers, classes = _numbered(used, label, f"{path}: column {label!r}")
+    numbers, classes, names = _numbered(used, label, f"{path}: column {label!r}")
     x = pictures(used["train"])
     apart = (pictures(used["test"]), numbers["test"]) if "test" in used else None
-    return _dataset(path, x, numbers["train"], apart, test, classes, mean, std)
+    return replace(_dataset(path, x, numbers["train"], apart, test, classes, mean, std), names=names)
 
 
 def _stored(row: Mapping[str, Any], name: str, size: int | None, grey: bool) -> Tensor:
@@ -149,20 +151,21 @@ def _stored(row: Mapping[str, Any], name: str, size: int | None, grey: bool) -> 
     return _picture(Path(row["path"]), f"{name}, {row['path']}", size, grey)
 
 
-def _numbered(parts: Mapping[str, Any], label: str, where: str) -> tuple[dict[str, Tensor], int]:
-    """The labels of each part as numbers, and the number of classes; names are numbered in alphabetical order."""
+def _numbered(parts: Mapping[str, Any], label: str, where: str) -> tuple[dict[str, Tensor], int, tuple[str, ...]]:
+    """The labels of each part as numbers, the number of classes, and their names; names are numbered in alphabetical order."""
     import datasets
 
     written = {name: list(part[label]) for name, part in parts.items()}
     feature = parts["train"].features[label]
     if all(isinstance(v, str) for values in written.values() for v in values):
-        names = {name: k for k, name in enumerate(sorted(set().union(*written.values())))}
-        written = {part: [names[v] for v in values] for part, values in written.items()}
-        classes = len(names)
+        names = tuple(sorted(set().union(*written.values())))
+        number = {name: k for k, name in enumerate(names)}
+        written = {part: [number[v] for v in values] for part, values in written.items()}
     else:
-        classes = feature.num_classes if isinstance(feature, datasets.ClassLabel) else 0
+        names = tuple(feature.names or ()) if isinstance(feature, datasets.ClassLabel) else ()
     found = {name: _labels(np.asarray(values), where) for name, values in written.items()}
-    return found, max(classes, *(int(y.max()) + 1 for y in found.values()))
+    classes = max(len(names), *(int(y.max()) + 1 for y in found.values()))
+    return found, classes, names if len(names) == classes else ()
 
 
 def image_dataset_error(dataset: Dataset) -> str:

@@ -4,12 +4,10 @@ From the server's protocol it takes the seed, the number of rounds and clients, 
 only what the server assumes.
 """
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,14 +22,14 @@ from fedgauge.client.components import (
     check_arguments,
     coerce,
     is_own,
-    with_absolute_paths,
+    path_arguments,
 )
 from fedgauge.client.data.images import Shards, split
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.terms import NO_FILE, RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_data import may_download
-from fedgauge.client.models.build import MODEL, build_model
+from fedgauge.client.models.build import MODEL, build_model, changes_of
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator
 from fedgauge.client.transforms import TransformState
@@ -87,8 +85,9 @@ class DeployedClient(Federation):
         try:
             mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
             with self.owner.allowing():
-                if with_absolute_paths(table, MODEL, Path(os.sep)) != table:
-                    raise RequestRefused(NO_FILE)
+                for _, named, kind in (("", table, MODEL), *changes_of(table, "[model]")):
+                    if path_arguments(named, kind):
+                        raise RequestRefused(NO_FILE)
                 if is_own(table, MODEL):  # the owner trusts the packages that it allows
                     self._check_size(table, offered)
                 return build_model(table, "[model]", offered, self.protocol.seed, beside=("mode",)).train(

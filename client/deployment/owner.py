@@ -126,8 +126,10 @@ class OwnerConfig:
         """Read and check a file; SpecError names it, the table, the value and what is allowed."""
         try:
             return cls.parse(path.read_text(), path)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise SpecError(f"{path}: there is no such file") from error
+        except IsADirectoryError as error:
+            raise SpecError(f"{path} is a folder: name the file in it, such as {path / 'client.toml'}") from error
         except (OSError, UnicodeDecodeError) as error:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
 

@@ -78,7 +78,7 @@ class InspectionPolicy:
     Args:
         inspect: off: no inspection; log: write down every result; warn: report alarms only; refuse: report alarms and
             withhold the update.
-        architecture: `fingerprint` of the network that was agreed on; None: that of the first round.
+        architecture: `fingerprint` of the network that was agreed on; default: that of the first round.
         examples: whether weights are evaluated on examples; if not, a refusal says nothing about the examples.
     """
 

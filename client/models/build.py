@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, coerce, resolve
 from fedgauge.client.rng import seed_of
@@ -14,6 +15,8 @@ MODEL = ComponentKind("a model", ("fedgauge.models",), nn.Module, annotated=Fals
 MODEL_DEFENSE = ComponentKind("a defense of the model", ("fedgauge.model_defenses",), nn.Module)
 # clients build it as if they had agreed to it
 MALICIOUS = ComponentKind("an architecture of a malicious server", ("fedgauge.architectures",), nn.Module)
+
+_CHANGES = {"defense": MODEL_DEFENSE, "architectures": MALICIOUS}  # a network's table's keys for them
 
 
 def build_model(
@@ -25,17 +28,36 @@ def build_model(
         offered: of the dataset.
         beside: other keys that the same table may have; for messages.
     """
-    changes = {"defense": MODEL_DEFENSE, "architectures": MALICIOUS}
-    own = {k: v for k, v in table.items() if k not in changes}
+    own = {k: v for k, v in table.items() if k not in _CHANGES}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "model"))
         _refuse_other_examples(own, where, offered)
-        model: nn.Module = build(own, where, MODEL, offered, beside=(*beside, *changes))
-        for key, kind in changes.items():
-            for i, change in enumerate(coerce(table.get(key, []), list, f"{where}: {key}"), 1):
-                place = f"{where}: {key} #{i}"
-                model = build(coerce(change, dict, place), place, kind, {**offered, "model": model})
+        model: nn.Module = build(own, where, MODEL, offered, beside=(*beside, *_CHANGES))
+        for place, change, kind in changes_of(table, where):
+            model = build(change, place, kind, {**offered, "model": model})
+    _refuse_lazy_layers(model, where, offered)
     return model
+
+
+def changes_of(table: Table, where: str) -> list[tuple[str, Table, ComponentKind]]:
+    """The changes that a network's table names, in the order in which they are made: place for messages, table, kind."""
+    places = [
+        (f"{where}: {key} #{i}", change, kind)
+        for key, kind in _CHANGES.items()
+        for i, change in enumerate(coerce(table.get(key, []), list, f"{where}: {key}"), 1)
+    ]
+    return [(place, coerce(change, dict, place), kind) for place, change, kind in places]
+
+
+def _refuse_lazy_layers(model: nn.Module, where: str, offered: Mapping[str, Any]) -> None:
+    """Refuse a network whose weights have no shape before its first pass: server and clients must agree on them beforehand."""
+    for name, module in model.named_modules():
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            shape = ", ".join(map(str, offered.get("shape", ())))
+            raise SpecError(
+                f"{where}: layer {name!r} ({type(module).__name__}) has no weights before its first pass: let the factory run one "
+                f"example through the network, model(torch.zeros(1, {shape})), or name the layer's input size"
+            )
 
 
 def _refuse_other_examples(table: Table, where: str, offered: Mapping[str, Any]) -> None:

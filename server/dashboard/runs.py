@@ -11,6 +11,7 @@ from fedgauge.server.store import predecessor
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.verdict import verdict_of
 
 OPEN = 24  # the most runs kept open, because a reading holds all scores of its run
 
@@ -40,6 +41,7 @@ class RunCatalog:
         self._only = path if self.single else None
         self._readings: OrderedDict[str, Reading] = OrderedDict()
         self._lock = Lock()
+        self._words: dict[str, tuple[str, str]] = {}  # the verdict on each run, and the version that it is of
 
     def names(self) -> list[str]:
         """The runs, newest first."""
@@ -75,6 +77,21 @@ class RunCatalog:
         except LedgerError:
             self._drop(name)  # it may be repaired by the time it is opened again
             raise
+
+    def word(self, name: str, version: str, wait: bool) -> str | None:
+        """The verdict on a run in a word; None if it is not known and nobody waits for its scores to be read.
+
+        Raises:
+            UnknownRun: there is no such run.
+            LedgerError: its ledger cannot be read.
+        """
+        known, word = self._words.get(name, ("", ""))
+        if known != version:
+            if not wait:
+                return None
+            word = self.use(name, lambda reading: verdict_of(reading).word)
+            self._words[name] = version, word
+        return word
 
     def compare(self, names: Sequence[str], ask: Callable[[list[Reading]], View]) -> View:
         """The result of `ask` on several runs together."""

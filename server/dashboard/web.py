@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
+from time import monotonic
 from types import FrameType
 from typing import Any, cast
 from urllib.parse import quote
@@ -31,11 +32,13 @@ from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.clients import client, clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.gallery import Gallery, Query, Sort, through_rounds, trace
+from fedgauge.server.views.gallery import Gallery, Query, Sort, through_rounds, trace, worst_cases
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.run_list import run_summary
 
+PATIENCE = 1.0  # seconds that the list of runs waits for verdicts that it does not know yet
+WORST = 3  # cases under the verdict
 THREADS = 4  # that make views; more would not be faster on one core, and each keeps memory of its own
 
 
@@ -174,7 +177,12 @@ async def _ask(request: Request, make: Callable[[Reading], Mapping[str, Any]]) -
 
 
 async def _overview(request: Request) -> Response:
-    return await _ask(request, lambda reading: reading.view("overview", lambda: overview(reading)))
+    return await _ask(request, lambda reading: reading.view("overview", lambda: _overview_of(reading)))
+
+
+def _overview_of(reading: Reading) -> Mapping[str, Any]:
+    gallery = _gallery_of(reading)
+    return {**overview(reading), "worst": worst_cases(gallery, WORST), "kind": gallery.kind}
 
 
 async def _gallery(request: Request) -> Response:
@@ -253,13 +261,23 @@ async def _client(request: Request) -> Response:
 
 async def _runs(request: Request) -> Response:
     catalog: RunCatalog = request.app.state.catalog
-    lines = await run_in_threadpool(lambda: [_line(catalog, name) for name in catalog.names()])
+    lines = await run_in_threadpool(_lines, catalog)
     return JSONResponse({"folder": catalog.root.name, "single": catalog.single, "runs": lines})
 
 
-def _line(catalog: RunCatalog, name: str) -> Mapping[str, Any]:
+def _lines(catalog: RunCatalog) -> list[dict[str, Any]]:
+    """A line for each run; its verdict is None if it was not known in time, and comes with a later question."""
+    lines = [_or_error(name, lambda name: run_summary(catalog.run(name))) for name in catalog.names()]
+    versions = {line["id"]: line["version"] for line in lines if "error" not in line}
+    until = monotonic() + PATIENCE
+    for line in [line for line in lines if line["id"] in versions]:
+        line |= _or_error(line["id"], lambda name: {"verdict": catalog.word(name, versions[name], monotonic() < until)})
+    return lines
+
+
+def _or_error(name: str, ask: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     try:
-        return run_summary(catalog.run(name))
+        return ask(name)
     except (LedgerError, UnknownRun, KeyError) as error:
         return {"id": name, "error": str(error)}
 

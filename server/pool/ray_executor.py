@@ -86,6 +86,8 @@ class RayExecutor:
         except Exception as error:  # the wave failed, not the executor
             result = error
             raised = isinstance(error, self._ray.exceptions.RayTaskError)  # by the attack; the worker is alive
+            if raised and isinstance(cause := getattr(error, "cause", None), Exception):
+                result = cause  # as it was, not in Ray's wrapping
             if isinstance(error, self._ray.exceptions.RayError) and not raised:
                 result = WorkerDied(f"{type(error).__name__}: {last_line(error)}")
                 self._ray.kill(worker)
@@ -100,7 +102,17 @@ class RayExecutor:
     def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
         """Connect to a cluster: a driver must run on one of its nodes, so this machine becomes a node without cores."""
         if address != "auto":
-            command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", address, "--num-cpus", "0"]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+                "--address",
+                address,
+                "--num-cpus",
+                "0",
+            ]
             command += ["--num-gpus", "0", "--disable-usage-stats", "--block"]
             nowhere = subprocess.DEVNULL
             # Ray ends a driver that loses the cluster's head at once, and then nothing else would end the node

@@ -6,11 +6,13 @@ training goes on; if training dies, it finishes what is on the tape.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
+from fedgauge.attacks.grading.training_evidence import training_evidence
+from fedgauge.attacks.plan import BASELINES
 from fedgauge.client.transforms import StatefulTransform
 from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_executor import RayExecutor
@@ -20,10 +22,12 @@ from fedgauge.server.store.ledger_types import Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors
+from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it
 
 NO_REPLAY = (
     "not possible in a deployment: only a client's own data, which stays with the client, can recompute its update"
 )
+NO_REPLAY_OF_AN_APP = "not possible: the app's clients keep their data; they are taken to train as the chain says"
 ATTEMPTS = 3  # for a wave whose worker dies
 
 
@@ -54,7 +58,6 @@ def serve(
         RunBusy: another attack service works on this run.
     """
     scenario = scenario or run.scenario()
-    protocol = scenario.protocol.to_json()
     with run.lock("audit"), run.ledger() as ledger:
         ledger.release()
         flying: dict[int, Lease] = {}
@@ -70,7 +73,7 @@ def serve(
             if scenario.tape.keep == "none" and replayed:  # including what an earlier service did not get to delete
                 _forget(run, ledger)
             while len(flying) < executor.slots and not stop() and (lease := ledger.lease()) is not None:
-                loaded = _load(run, ledger, lease, protocol)
+                loaded = _load(run, ledger, lease, scenario)
                 if loaded is not None:
                     flying[tickets := tickets + 1], task = loaded
                     executor.submit(tickets, task)
@@ -87,7 +90,13 @@ def serve(
 def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) -> bool:
     """Recompute the first update on the tape that can be, and compare, before anything is attacked; True when that is decided."""
     if ledger.deployed:
-        ledger.set_meta(replay="unknown", replay_detail=NO_REPLAY)
+        if not ledger.foreign:
+            ledger.set_meta(replay="unknown", replay_detail=NO_REPLAY)
+            return True
+        taped = [o for o in ledger.observations() if o["status"] == "accepted" and o["digest"]]
+        if not taped and coming:
+            return False
+        _check_training(run, ledger, scenario, taped)
         return True
     first = _replayable(ledger, scenario)
     if first is None:
@@ -109,6 +118,25 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) ->
     except TapeError as error:
         ledger.set_meta(replay="unknown", replay_detail=str(error))
     return True
+
+
+def _check_training(run: Run, ledger: Ledger, scenario: Scenario, taped: Sequence[Any]) -> None:
+    """Say on the cards of an app's attacks whether the first update may come from the local training that they assume."""
+    words = ""
+    if taped:
+        try:
+            seen = run.tape().read(taped[0]["round"], taped[0]["client"], taped[0]["digest"])
+            fitted = as_the_model_has_it(seen, scenario.federation)
+            words = training_evidence(scenario.federation, fitted).words
+        except (TapeError, UploadMismatch) as error:
+            words = f"whether the update fits this is not known: {error}"
+    before = ledger.meta().get("training", "")
+    cards = {
+        a["name"]: a["knowledge"].replace(f"; {before}", "") if before else a["knowledge"] for a in ledger.attacks()
+    }
+    ledger.set_cards({k: f"{card}; {words}" if words and k not in BASELINES else card for k, card in cards.items()})
+    detail = f"{NO_REPLAY_OF_AN_APP}; {words}" if words else NO_REPLAY_OF_AN_APP
+    ledger.set_meta(replay="unknown", replay_detail=detail, training=words)
 
 
 def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | None:
@@ -136,9 +164,13 @@ def _is_stateful(scenario: Scenario) -> bool:
     return any(isinstance(link, StatefulTransform) for link in scenario.federation.chain.links)
 
 
-def _load(run: Run, ledger: Ledger, lease: Lease, protocol: str) -> tuple[Lease, Task] | None:
-    """A lease and its task, read from the run's files; jobs with a damaged file fail at once, by its name, and leave the lease."""
+def _load(run: Run, ledger: Ledger, lease: Lease, scenario: Scenario) -> tuple[Lease, Task] | None:
+    """A lease and its task, read from the run's files.
+
+    Jobs with a damaged file, or with an upload that is not the model's, fail at once, say so, and leave the lease.
+    """
     seen: list[Observation] = []
+    foreign = ledger.foreign
     memories: dict[int, dict[str, Any]] = {}
     for client, digest in zip(lease.clients, lease.digests, strict=True):
         try:
@@ -146,14 +178,14 @@ def _load(run: Run, ledger: Ledger, lease: Lease, protocol: str) -> tuple[Lease,
             if client in lease.memories:
                 left, written = lease.memories[client]
                 memories[client] = as_arrays(run.read_memory(left, client, lease.attack.name, written))
-            seen.append(observation)
-        except TapeError as error:
+            seen.append(as_the_model_has_it(observation, scenario.federation) if foreign else observation)
+        except (TapeError, UploadMismatch) as error:
             ledger.fail(lease.of([client]), str(error))
     if not seen:
         return None
     lease = lease.of([o.client for o in seen])
     return lease, Task(
-        protocol=protocol,
+        protocol=scenario.protocol.to_json(),
         planned=lease.attack.to_json(),
         seed=lease.seed,
         round=lease.round,

@@ -1,10 +1,11 @@
 """The ledger: one SQLite file per run, with rounds, observations, jobs and scores; every write is one transaction."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store.ledger_reads import LedgerReads
-from fedgauge.server.store.ledger_types import DEPLOYMENT, Participation, sanitised
+from fedgauge.server.store.ledger_types import DEPLOYMENT, STARTED, Participation, sanitised
 from fedgauge.server.store.ledger_writes import JobQueue
 
 
@@ -25,12 +26,34 @@ class Ledger(JobQueue, LedgerReads):
         """Whether the run is a deployment, whose training data is not on this machine."""
         return self.meta().get("mode") == DEPLOYMENT
 
-    def record_round(self, round: int, accuracy: float, loss: float, seconds: float, intercept_seconds: float) -> None:
-        """Record test accuracy and loss after a round (0: before training), the seconds of the round and of its interception."""
+    @property
+    def foreign(self) -> bool:
+        """Whether a user's own app trains the run, so that no client of ours can grade."""
+        meta = self.meta()
+        return meta.get("mode") == DEPLOYMENT and not any(key.startswith(STARTED) for key in meta)
+
+    def nodes(self) -> dict[int, str]:
+        """Flower's node ids by client, of a user's own app."""
+        return {int(client): str(node) for client, node in json.loads(self.meta().get("nodes", "{}")).items()}
+
+    def record_round(
+        self,
+        round: int,
+        accuracy: float | None,
+        loss: float | None,
+        seconds: float,
+        intercept_seconds: float,
+        metrics: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
+        """Record test accuracy and loss after a round (0: before training), the seconds of the round and of its interception.
+
+        Args:
+            metrics: of a user's own app, which may return anything, by who computed them.
+        """
         with self._transaction() as db:
             db.execute(
-                "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?)",
-                (round, accuracy, loss, seconds, intercept_seconds),
+                "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?, ?)",
+                (round, accuracy, loss, seconds, intercept_seconds, json.dumps(metrics) if metrics else None),
             )
 
     def record_intake(self, round: int, seen: Sequence[Participation], plan: AttackPlan | None = None) -> None:

@@ -54,6 +54,7 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX jobs_by_memory ON jobs (attack_id, client, round) WHERE memory IS NOT NULL
     """,
     "ALTER TABLE jobs ADD COLUMN graded TEXT",  # in a deployment: who graded it and to which precision, or why nobody did
+    "ALTER TABLE rounds ADD COLUMN metrics TEXT",  # of a user's own app: what its clients and its evaluation returned, as JSON
 )
 
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from fedgauge.attacks.grading.scores import OBJECTIVE
+from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH
 from fedgauge.attacks.plan import BASELINES, LIMITS
 from fedgauge.server.store.ledger_connection import LedgerFile
-from fedgauge.server.store.ledger_types import ScoreRow
+from fedgauge.server.store.ledger_types import DEPLOYMENT, UNGRADED, ScoreRow
 
 
 class LedgerReads(LedgerFile):
@@ -24,6 +24,14 @@ class LedgerReads(LedgerFile):
             "SELECT a.name attack, j.error reason, count(*) jobs FROM jobs j JOIN attacks a ON a.id = j.attack_id"
             " WHERE j.state = ? AND j.error IS NOT NULL GROUP BY a.id, j.error ORDER BY count(*) DESC, a.id, j.error",
             (state,),
+        ).fetchall()
+
+    def outcomes(self) -> list[sqlite3.Row]:
+        """How the jobs of each attack ended: attack, status (an attack's own, or "failed"), number of jobs."""
+        return self._db.execute(
+            "SELECT a.name attack, coalesce((SELECT min(s.status) FROM scores s WHERE s.job_id = j.id AND s.attack = a.name),"
+            " j.state) status, count(*) jobs FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            " WHERE j.state IN ('done', 'failed') GROUP BY a.id, 2 ORDER BY a.id, 2"
         ).fetchall()
 
     def rounds(self) -> list[sqlite3.Row]:
@@ -83,14 +91,28 @@ class LedgerReads(LedgerFile):
         return last or 0
 
     def scores_since(self, finished: int) -> Iterator[ScoreRow]:
-        """Score rows of the jobs that ended or were graded after `finished` gave this number; no objectives."""
+        """Score rows of the jobs that ended or were graded after `finished` gave this number; no objectives.
+
+        A reconstruction that nobody has graded, though it could be, has one row of status UNGRADED.
+        """
+        blind = f"EXISTS (SELECT 1 FROM meta WHERE key = 'mode' AND value = '{DEPLOYMENT}')"
         query = (
             "SELECT s.round, s.client, s.attack, s.example, s.metric, s.status, s.value"
-            " FROM jobs j JOIN scores s ON s.job_id = j.id WHERE j.finished > ? AND s.metric != ?"
+            " FROM jobs j JOIN scores s ON s.job_id = j.id WHERE j.finished > ?1 AND s.metric != ?2"
+            f" UNION ALL SELECT s.round, s.client, s.attack, {WHOLE_BATCH}, 'psnr', '{UNGRADED}', NULL"
+            f" FROM jobs j JOIN scores s ON s.job_id = j.id WHERE {blind} AND j.finished > ?1 AND s.metric = ?2"
+            " AND j.graded IS NULL AND NOT EXISTS (SELECT 1 FROM scores g WHERE g.job_id = j.id AND g.metric != s.metric)"
         )
         rows = self._db.cursor()
         rows.row_factory = None  # plain tuples: a large run has many
         yield from rows.execute(query, (finished, OBJECTIVE))
+
+    def objectives(self) -> list[sqlite3.Row]:
+        """What attacks without truth minimised, at their end: round, client, attack, value, status; ordered by these."""
+        query = (
+            "SELECT round, client, attack, value, status FROM scores WHERE metric = ? ORDER BY round, client, attack"
+        )
+        return self._db.execute(query, (OBJECTIVE,)).fetchall()
 
     def rounds_since(self, round: int) -> list[sqlite3.Row]:
         """Every round recorded from one on: round, accuracy, loss, seconds, intercept_seconds."""

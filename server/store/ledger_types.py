@@ -7,8 +7,11 @@ from typing import Literal
 from fedgauge.attacks.plan import PlannedAttack
 
 DEPLOYMENT = "deployment"  # the run's mode, if it is not a simulation
+STARTED = (
+    "flower_run_from_round_"  # prefix in the meta table: Flower's number for a deployment's training from that round on
+)
 EMPTY = "empty"  # key in the meta table: why a run that has all its rounds has failed, as no client gave any update
-UNGRADED = "not_graded"  # status of a row that a deployment's clients were asked to grade, and did not
+UNGRADED = "not_graded"  # status of a row that stands for a reconstruction which nobody has graded
 _MOST_LETTERS = 300  # of a client's message
 
 ScoreRow = tuple[int, int, str, int, str, str, float | None]  # round, client, attack, example, metric, status, value

@@ -2,7 +2,7 @@
 
 import hashlib
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, ScoreRecord
@@ -23,6 +23,8 @@ _READY = (
 )
 # finished numbers the ended jobs in their order, so that a reader can ask for what is new; ended: seconds since 1970
 _END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs), ended = (julianday('now') - 2440587.5) * 86400"
+# whoever has read rows that are deleted now reads all rows again
+_REREAD = "INSERT INTO meta VALUES ('retried', '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
 
 
 def _sent(digest: str) -> str:
@@ -173,20 +175,57 @@ class JobQueue(LedgerFile):
                 row = ScoreRecord(lease.round, client, lease.attack.name, WHOLE_BATCH, "psnr", None, "failed", 0.0)
                 self._write_scores(db, job, [row])
 
-    def ungraded(self) -> list[Ungraded]:
-        """Finished jobs without grades (in a deployment the clients grade), ordered by round, client and attack."""
+    def retry_ended(self, statuses: Collection[str], wave: int) -> tuple[int, int]:
+        """Return ended jobs to the queue as if they had never been tried; returns how many, and how many have no update any more.
+
+        Args:
+            statuses: how they ended: failed, not_applicable.
+            wave: jobs that were split from their wave are put into waves of so many again.
+        """
+        own = "SELECT 1 FROM scores s JOIN attacks a ON a.id = jobs.attack_id WHERE s.job_id = jobs.id AND s.attack = a.name"
+        marks = ", ".join("?" * len(statuses))
+        taped = "EXISTS (SELECT 1 FROM observations o WHERE o.round = jobs.round AND o.client = jobs.client AND o.digest NOTNULL)"
+        # failed jobs have a row with the status "failed", too
+        ended = f"state IN ('done', 'failed') AND EXISTS ({own} AND s.status IN ({marks}))"
+        rank = "(SELECT count(*) FROM jobs b WHERE b.attack_id = jobs.attack_id AND b.round = jobs.round AND b.id < jobs.id)"
+        with self._transaction() as db:
+            (gone,) = db.execute(f"SELECT count(*) FROM jobs WHERE {ended} AND NOT {taped}", tuple(statuses)).fetchone()
+            ids = [row["id"] for row in db.execute(f"SELECT id FROM jobs WHERE {ended} AND {taped}", tuple(statuses))]
+            # `finished` stays: it must never shrink, as readers ask for what ended since
+            db.executemany("DELETE FROM scores WHERE job_id = ?", [(i,) for i in ids])
+            db.executemany(
+                "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL,"
+                f" wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
+                [(wave, i) for i in ids],
+            )
+            if ids:
+                db.execute(_REREAD)
+        return len(ids), gone
+
+    def ungraded(self, again: bool = False) -> list[Ungraded]:
+        """Finished jobs without grades (in a deployment the clients grade), ordered by round, client and attack.
+
+        Args:
+            again: also those that were graded, or that nobody could grade.
+        """
         rows = self._db.execute(
             "SELECT j.id, a.name attack, j.round, j.client, j.other, s.status, s.seconds, EXISTS (SELECT 1 FROM jobs w"
             " WHERE w.round = j.round AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
-            " JOIN scores s ON s.job_id = j.id AND s.metric = ? WHERE j.state = 'done' AND j.graded IS NULL"
+            " JOIN scores s ON s.job_id = j.id AND s.metric = ? WHERE j.state = 'done' AND (j.graded IS NULL OR ?)"
             " ORDER BY j.round, j.client, a.id",
-            (OBJECTIVE,),
+            (OBJECTIVE, again),
         )
         return [Ungraded(**dict(row)) for row in rows]
 
-    def grade(self, job: int, rows: Sequence[ScoreRecord], note: str) -> None:
-        """Write the scores of a finished job, with a note on who graded it, or why nobody did."""
+    def grade(self, job: int, rows: Sequence[ScoreRecord], note: str, afresh: bool = False) -> None:
+        """Write the scores of a finished job, with a note on who graded it, or why nobody did.
+
+        Args:
+            afresh: they replace all earlier ones; whoever has read those reads all rows again.
+        """
         with self._transaction() as db:
+            if afresh and db.execute("DELETE FROM scores WHERE job_id = ? AND metric != ?", (job, OBJECTIVE)).rowcount:
+                db.execute(_REREAD)
             self._write_scores(db, job, rows)
             # readers ask for the jobs that ended since, so new scores make this one the latest
             newer = "(SELECT max(finished) + 1 FROM jobs)" if rows else "finished"

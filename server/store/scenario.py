@@ -25,6 +25,7 @@ from fedgauge.client.inspection.policy import fingerprint
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import Protocol
+from fedgauge.client.training import LOCAL_TRAININGS
 from fedgauge.defenses.accounting import DELTA, Accountant, NoGuarantee
 from fedgauge.server.store import predecessor
 from fedgauge.server.store.tape import Keep
@@ -42,9 +43,9 @@ class AuditOptions:
     """How the plan of attack is carried out.
 
     Args:
-        curious: False trains without keeping or attacking updates.
+        curious: whether updates are kept and attacked; false only trains.
         executor: ray (worker processes) or local (in the attack service's own process, one wave at a time).
-        workers: attack workers; each uses one core.
+        workers: attack workers, at least 1; each uses one core.
     """
 
     curious: bool = True
@@ -61,8 +62,8 @@ class TapeOptions:
     """Which updates stay on disk.
 
     Args:
-        keep: all accepted updates; attacked: those that the plan attacks; none: they are deleted once they were attacked.
-        retention_days: after this many days `fedgauge prune` deletes updates and reconstructions; None: never.
+        keep: all: every accepted update; attacked: those that the plan attacks; none: they are deleted once they were attacked.
+        retention_days: after this many days `fedgauge prune` deletes updates and reconstructions; default: never.
     """
 
     keep: Keep = "all"
@@ -75,7 +76,12 @@ class TapeOptions:
 
 @dataclass(frozen=True)
 class SimulationOptions:
-    """How many clients train at the same time, on one core each, and how many seconds a round may take."""
+    """How much of the machine a simulation's clients get.
+
+    Args:
+        parallel_clients: how many train at the same time, on one core each; at least 1.
+        round_timeout: seconds that a round may take, above 0.
+    """
 
     parallel_clients: int = 2
     round_timeout: float = 600.0
@@ -89,7 +95,11 @@ class SimulationOptions:
 
 @dataclass(frozen=True)
 class PrivacyOptions:
-    """The delta at which epsilons are reported. With a [privacy] table, a chain without a guarantee is refused."""
+    """How epsilons are reported. With a [privacy] table, a chain without a guarantee is refused.
+
+    Args:
+        delta: at which epsilons are given, above 0 and below 1.
+    """
 
     delta: float = DELTA
 
@@ -131,8 +141,11 @@ class Scenario:
                 apply_setting(tables, setting)
             left_out = _shorten(tables, rounds) if rounds is not None else ()
             return replace(cls.from_tables(tables), left_out=left_out)
-        except FileNotFoundError as error:
-            raise SpecError(f"{path}: there is no such file") from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise SpecError(f"{path}: there is no such file; fedgauge init writes one to start from") from error
+        except IsADirectoryError as error:
+            is_run = "; a run is attacked again with fedgauge audit" if (path / "ledger.sqlite").exists() else ""
+            raise SpecError(f"{path} is a folder: name a scenario, a TOML file{is_run}") from error
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
         except SpecError as error:
@@ -298,16 +311,16 @@ def _check_guarantee(federation: Federation) -> None:
 
 
 def _with_proximal_term(chain: Any, strategy: Table) -> Any:
-    """Clients compute FedProx's proximal term, so its weight becomes part of the protocol's local_sgd."""
+    """Clients compute FedProx's proximal term, so its weight becomes part of the protocol's local training."""
     if "proximal_mu" not in strategy or not isinstance(chain, list):
         return chain
     mu = coerce(strategy["proximal_mu"], float, "[strategy]: proximal_mu")
     completed = []
     for table in chain:
-        if isinstance(table, Mapping) and table.get("use") == "local_sgd":
+        if isinstance(table, Mapping) and table.get("use") in LOCAL_TRAININGS:
             if table.get("proximal_mu", mu) != mu:
                 raise SpecError(
-                    f"[strategy] proximal_mu {mu} and local_sgd's proximal_mu {table['proximal_mu']} differ"
+                    f"[strategy] proximal_mu {mu} and {table['use']}'s proximal_mu {table['proximal_mu']} differ"
                 )
             table = {**table, "proximal_mu": mu}
         completed.append(table)

@@ -19,11 +19,10 @@ from torch import Tensor
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord, has_images
 from fedgauge.attacks.plan import BASELINES
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import UNGRADED, Ungraded, sanitised
+from fedgauge.server.store.ledger_types import STARTED, UNGRADED, Ungraded, sanitised
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 
-STARTED = "flower_run_from_round_"  # prefix in the ledger's meta: Flower's number for the training from that round on
 GRACE = 75.0  # seconds that an attack service may be away while it restarts: joining Ray may take a minute
 ANSWERING = 60.0  # seconds that training waits for answers; a silent client is asked again only at the end
 NOTHING = "nothing to grade: the attack left no images"

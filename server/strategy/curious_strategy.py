@@ -1,15 +1,29 @@
 """The curious strategy: any Flower strategy behind the validator, with every accepted update kept on the tape for attack."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from logging import WARNING
+from typing import Any
 
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedgauge.attacks.base import Observation
 from fedgauge.attacks.plan import AttackPlan
+from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.tape import Keep, Tape
+from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it
+from fedgauge.server.strategy.app_rounds import AppRounds, Evaluate
 from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
+
+STEPS = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate", "summary")
 
 
 @dataclass
@@ -20,12 +34,14 @@ class UpdateRecorder:
         plan: what to attack; None records who answered and keeps nothing (curiosity off).
         keep: all accepted updates; attacked: only those that the plan attacks; none: like attacked, and the attack service
             deletes them afterwards.
+        federation: of a user's own app, as the scenario describes it: the run records at once if the uploads do not fit it.
     """
 
     ledger: Ledger
     tape: Tape
     plan: AttackPlan | None
     keep: Keep = "all"
+    federation: Federation | None = None
     seconds: dict[int, float] = field(default_factory=dict)  # what recording cost, by round
 
     def __call__(self, intake: RoundReplies) -> None:
@@ -37,6 +53,7 @@ class UpdateRecorder:
         taped = list(self._taped(intake))
         if not any(digest for digest, _ in taped):
             self.tape.forget(intake.round, ())
+        self._compare(intake)
         self.seconds[intake.round] = time.perf_counter() - started
         accepted = zip(intake.accepted, taped, strict=True)
         seen = [
@@ -44,6 +61,19 @@ class UpdateRecorder:
             for a, (digest, reason) in accepted
         ]
         return [*intake.refused, *seen]
+
+    def _compare(self, intake: RoundReplies) -> None:
+        """Once, say whether a user's uploads fit the model that the scenario names."""
+        federation = self.federation
+        if federation is None or not intake.accepted:
+            return
+        self.federation, first = None, intake.accepted[0]
+        seen = Observation(intake.round, first.client, intake.params, first.update, intake.buffers)
+        try:
+            as_the_model_has_it(seen, federation)
+        except UploadMismatch as error:
+            self.ledger.set_meta(uploads=str(error))
+            log(WARNING, "fedgauge: no update of this run can be attacked: %s", error)
 
     def enter(self, round: int, seen: Sequence[Participation]) -> None:
         """Write a round's observations and jobs to the ledger."""
@@ -86,6 +116,70 @@ def _attempt(write: Callable[[], str]) -> tuple[str | None, str]:
         return None, f"not recorded: {error.strerror or error}"
 
 
-CuriousStrategy = (
-    UpdateValidator  # a validator that records with an UpdateRecorder; users mount it in their Flower app by this name
-)
+class CuriousStrategy(UpdateValidator):
+    """A validator that records with an UpdateRecorder; users mount it in their Flower app by this name.
+
+    In a user's app, where it is started itself, it also records the app's rounds, and whether the training ended.
+    """
+
+    _rounds: AppRounds | None = None
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Evaluate | None = None,
+        **more: Any,
+    ) -> Result:
+        """Train as the wrapped strategy does, in its own loop if it has one.
+
+        Args:
+            more: what such a loop takes besides.
+        """
+        rounds = self._rounds = self._app_rounds(evaluate_fn is not None)
+        evaluate = rounds.noting(evaluate_fn) if rounds is not None and evaluate_fn is not None else evaluate_fn
+        loop = super().start if type(self.inner).start is Strategy.start else self._with_these_steps().start
+        with rounds.training(num_rounds) if rounds is not None else nullcontext():
+            return loop(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate, **more)
+
+    def _with_these_steps(self) -> Strategy:
+        """The wrapped strategy itself, whose loop takes these steps instead of its own."""
+        theirs = type(self.inner)
+        steps = {name: staticmethod(getattr(self, name)) for name in STEPS}
+        driver: Strategy = object.__new__(type(theirs.__name__, (theirs,), steps))
+        driver.__dict__ = self.inner.__dict__  # one state, whoever changes it
+        return driver
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The validator's."""
+        if self._rounds is None:  # another strategy around this one was started
+            self._rounds = self._app_rounds(evaluates=False)
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def _app_rounds(self, evaluates: bool) -> AppRounds | None:
+        """Who records the rounds; None in a scenario's own app, which records more of them."""
+        if not isinstance(self.record, UpdateRecorder):
+            return None
+        return AppRounds(self.record.ledger, self.record.seconds, evaluates)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The validator's."""
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        if self._rounds is not None:
+            self._rounds.trained(server_round, metrics, self.clients)
+        return arrays, metrics
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """The validator's."""
+        metrics = super().aggregate_evaluate(server_round, replies)
+        if self._rounds is not None:
+            self._rounds.evaluated(server_round, metrics)
+        return metrics

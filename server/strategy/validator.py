@@ -120,7 +120,8 @@ class UpdateValidator(Strategy):
         )
         buffers = ArrayRecord(self.buffers)
         for message in messages:
-            message.content.config_records["config"]["server-round"] = server_round
+            if "config" in message.content.config_records:  # a user's strategy may have another name for it
+                message.content.config_records["config"]["server-round"] = server_round
             if buffers:
                 message.content["buffers"] = buffers
         self._asked = {message.metadata.dst_node_id for message in messages}
@@ -149,8 +150,8 @@ class UpdateValidator(Strategy):
             except ReplyRejected as reason:
                 rejected[client] = Participation(client, "rejected", str(reason))
                 continue
-            # replaces the raw reply, so that memory does not hold all replies twice
-            message.content = RecordDict({"arrays": ArrayRecord(weights), "metrics": _metrics(message)})
+            if weights is not None:  # replaces the raw reply, so that memory does not hold all replies twice
+                message.content = RecordDict({"arrays": ArrayRecord(weights), "metrics": _metrics(message)})
             passed.append((reply, message))
         passed.sort(key=lambda pair: pair[0].client)
         sent = self._sent
@@ -163,7 +164,7 @@ class UpdateValidator(Strategy):
         self.record(RoundReplies(server_round, self._params, dict(self.buffers), accepted, refused, sent))
         metrics = _shared([_metrics(message) for _, message in passed])
         for (_, message), record in zip(passed, metrics, strict=True):
-            message.content["metrics"] = record
+            message.content[next(iter(message.content.metric_records))] = record
         self._average_buffers([a for a in accepted if self.counts(server_round, a.client)])
         arrays, aggregated = self.inner.aggregate_train(server_round, [m for _, m in passed])
         return self._as_sent(arrays), aggregated
@@ -192,28 +193,34 @@ class UpdateValidator(Strategy):
             self.clients[node] = max(self.clients.values(), default=-1) + 1
         return self.clients[node]
 
-    def _check(self, client: int, message: Message) -> tuple[AcceptedReply, Params]:
-        """The reply's update, and the weights that the wrapped strategy expects; ReplyRejected says what is wrong."""
+    def _check(self, client: int, message: Message) -> tuple[AcceptedReply, Params | None]:
+        """The reply's update, and the weights that the wrapped strategy expects (None: the reply's own).
+
+        Raises:
+            ReplyRejected: it says what is wrong.
+        """
         if message.metadata.src_node_id not in self._asked:
             raise ReplyRejected("the client was not asked in this round")
         records = dict(message.content.array_records)
         buffers = records.pop("buffers", None)
         if len(records) != 1:
             raise ReplyRejected(f"expected one ArrayRecord of weights, got {sorted(records) or 'none'}")
-        tensors = _tensors(next(iter(records.values())), self._params)
+        tensors = _tensors(next(iter(records.values())), self._params, loose=self.replies == "weights")
         sent = self._sent.get(client)
+        weights: Params | None = None  # as they came: theta + (weights - theta) would add rounding errors
         if self.replies == "updates":
-            update, weights = tensors, {k: t + self._params[k] for k, t in tensors.items()}
+            update = tensors
         else:
-            update = {k: t - (sent or self._params)[k] for k, t in tensors.items()}
-            # weights are passed on unchanged: theta + (weights - theta) would add rounding errors
-            weights = tensors if sent is None else {k: t + self._params[k] for k, t in update.items()}
+            update = {k: _difference(t, (sent or self._params)[k]) for k, t in tensors.items()}
+        if self.replies == "updates" or sent is not None:
+            weights = {k: t + self._params[k] for k, t in update.items()}
         for name in tensors:
-            if not (torch.isfinite(update[name]).all() and torch.isfinite(weights[name]).all()):
+            if not (torch.isfinite(update[name]).all() and torch.isfinite((weights or tensors)[name]).all()):
                 raise ReplyRejected(f"{name} overflows the weights")
-        examples = _metrics(message).get(WEIGHT)
+        key = WEIGHT if self.replies == "updates" else getattr(self.inner, "weighted_by_key", WEIGHT)
+        examples = _metrics(message).get(key)
         if not isinstance(examples, int | float) or not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
-            raise ReplyRejected(f"{WEIGHT} must be a whole number from 1 to {MOST_EXAMPLES}, got {examples!r}")
+            raise ReplyRejected(f"{key} must be a whole number from 1 to {MOST_EXAMPLES}, got {examples!r}")
         returned = _tensors(buffers, self.buffers) if buffers is not None else {}
         finding = message.content.config_records.get("guard", ConfigRecord()).get("found")
         return AcceptedReply(
@@ -224,7 +231,7 @@ class UpdateValidator(Strategy):
         """By client, the weights of messages that carry other weights than the federation's."""
         altered = {}
         for message in messages:
-            record = message.content.array_records.get("arrays", arrays)
+            record = message.content.array_records.get(getattr(self.inner, "arrayrecord_key", "arrays"), arrays)
             # strategies pass on the same record object, so only a different one needs comparing
             if record is arrays or record.keys() != arrays.keys():
                 continue
@@ -301,11 +308,25 @@ class UpdateValidator(Strategy):
         if arrays is None:
             return None
         aggregated = arrays.to_torch_state_dict()
-        return ArrayRecord({k: aggregated[k].to(t.dtype) for k, t in self._params.items()})
+        return ArrayRecord({k: aggregated[k].to(t.dtype) for k, t in self._params.items() if k in aggregated})
 
 
-def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A reply's arrays as tensors in the reference's order; ReplyRejected if names, shapes or dtypes differ from it."""
+def _difference(weights: Tensor, sent: Tensor) -> Tensor:
+    """What training added to an array; in half precision a difference of two would be rounded once more."""
+    if weights.is_floating_point():
+        wide = torch.promote_types(torch.promote_types(weights.dtype, sent.dtype), torch.float32)
+        return weights.to(wide) - sent.to(wide)
+    return weights ^ sent if weights.dtype == torch.bool else weights - sent
+
+
+def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor], loose: bool = False) -> dict[str, Tensor]:
+    """A reply's arrays as tensors in the reference's order; ReplyRejected if names, shapes or dtypes differ from it.
+
+    Args:
+        loose: a user's own app may send back some of the arrays alone, and floating-point ones in another precision.
+    """
+    if loose:
+        reference = {name: t for name, t in reference.items() if name in record} or reference
     if missing := sorted(reference.keys() - record.keys()):
         raise ReplyRejected(f"missing tensors: {', '.join(missing)}")
     if extra := sorted(record.keys() - reference.keys()):
@@ -315,13 +336,14 @@ def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, 
         expected = like.numpy()
         try:
             shape, dtype, *_ = npy_header(record[name].data)
-            if (shape, dtype) == (expected.shape, expected.dtype):
+            alike = dtype == expected.dtype or (loose and dtype.kind == expected.dtype.kind == "f")
+            if shape == expected.shape and alike:
                 array = record[name].numpy()
         except Exception as error:  # hostile bytes can raise anything: ValueError, MemoryError, RecursionError
             raise ReplyRejected(f"{name} cannot be decoded: {error}") from error
         if shape != expected.shape:
             raise ReplyRejected(f"{name} has shape {shape}, expected {expected.shape}")
-        if dtype != expected.dtype:
+        if not alike:
             raise ReplyRejected(f"{name} has dtype {dtype}, expected {expected.dtype}")
         if not np.isfinite(array).all():
             raise ReplyRejected(f"{name} has entries that are not finite")

@@ -11,8 +11,9 @@ from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Floats
 from fedgauge.server.views.png import reconstruction
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.roles import is_attack, planned_attacks
+from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks
 from fedgauge.server.views.scores import Scores, capped
+from fedgauge.server.views.verdict import class_shares, restored_labels
 
 
 def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]:
@@ -37,8 +38,28 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
             for row in _worst(rows, ids, rounds, metric).tolist()
         ],
         "lower_is_worse": not HIGHER_IS_BETTER[metric],
+        "floor": _floor(reading, metric, ids),
+        "ceiling": formatting.ceiling(metric),
         "table": sorted(_table(reading, metric, attack, ids), key=lambda row: _by_leak(row, metric)),
     }
+
+
+def _floor(reading: Reading, metric: str, ids: list[int]) -> dict[str, Any] | None:
+    """The baseline that leaks most by luck: its worst case in a round of a client, on average; None if none is graded."""
+    if metric == "label_accuracy":
+        labels = restored_labels(reading.scores, reading.ledger, class_shares(reading))
+        guess = "by how common the classes are"
+        return {"value": formatting.rounded(labels.guess), "name": guess} if labels else None
+    found: list[tuple[float, str]] = []
+    for name in filter(is_baseline, reading.order):
+        rows = _graded(reading.scores, metric, name)
+        if len(rows):
+            worst = capped(metric, _worst(rows, ids, np.unique(rows.round).tolist(), metric))
+            found.append((float(np.nanmean(worst)), name))
+    if not found:
+        return None
+    value, name = max(found) if HIGHER_IS_BETTER[metric] else min(found)
+    return {"value": formatting.rounded(value), "name": name}
 
 
 def _graded(scores: Scores, metric: str, attack: str | None) -> Scores:
@@ -122,6 +143,7 @@ def client(gallery: Gallery, client: int) -> dict[str, Any]:
     return {
         "client": client,
         "classes": list(range(classes)),
+        "class_names": gallery.class_names,
         "true": true,
         "restored": [
             restored for a, own in rounds.items() if (restored := _restored(gallery, client, a, own, classes))

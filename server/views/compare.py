@@ -17,7 +17,8 @@ Settings = dict[str, Any]
 def compare(readings: Sequence[Reading], metric: str) -> dict[str, Any]:
     """The runs' leakage under every attack, over all rounds, with the accuracy that each reached."""
     named = list(zip(distinct(r.run.name for r in readings), readings, strict=True))
-    points = _with_pareto([point for name, r in named for point in _points(name, r, metric)], metric)
+    data = {name: _data(r.tables["data"]) for name, r in named}
+    points = _with_pareto([point for name, r in named for point in _points(name, r, metric)], data, metric)
     chains = {name: formatting.chain(r.tables) for name, r in named}
     differing, same = differences([reading.tables for reading in readings])
     metrics = [m for m in HIGHER_IS_BETTER if any(m in reading.metrics for reading in readings)]
@@ -26,6 +27,7 @@ def compare(readings: Sequence[Reading], metric: str) -> dict[str, Any]:
         "label": formatting.LABELS.get(metric, metric),
         "metrics": [{"name": m, "label": formatting.LABELS.get(m, m)} for m in metrics],
         "lower_is_worse": not HIGHER_IS_BETTER[metric],
+        "ceiling": formatting.ceiling(metric),
         "runs": [_run(name, r, metric) for name, r in named],
         "points": points,
         "matrix": _matrix(dict(named), metric),
@@ -83,8 +85,20 @@ def _points(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]
         }
 
 
-def _with_pareto(points: Sequence[Mapping[str, Any]], metric: str) -> list[dict[str, Any]]:
-    """Mark each run's strongest attack, and whether its run is on the Pareto front of accuracy and leakage."""
+# a run's share of the data, not the data: runs that differ in these alone are compared
+OF_THE_SPLIT = ("partition", "alpha", "shards_per_client", "batch_size", "auxiliary")
+
+
+def _data(table: Mapping[str, Any]) -> str:
+    """The data set of a run, without how it is split among clients."""
+    return formatting.component({key: value for key, value in table.items() if key not in OF_THE_SPLIT})
+
+
+def _with_pareto(points: Sequence[Mapping[str, Any]], data: Mapping[str, str], metric: str) -> list[dict[str, Any]]:
+    """Mark each run's strongest attack, and whether no run on the same data beats its accuracy and leakage.
+
+    Neither an accuracy nor a leakage compares across data sets, so each has a Pareto front of its own.
+    """
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
     strongest: dict[str, Mapping[str, Any]] = {}
     for point in points:
@@ -93,9 +107,12 @@ def _with_pareto(points: Sequence[Mapping[str, Any]], metric: str) -> list[dict[
         best = strongest.get(point["run"])
         if best is None or sign * point["mean"] > sign * best["mean"]:
             strongest[point["run"]] = point
-    front = {run for run, p in strongest.items() if not any(_better(q, p, sign) for q in strongest.values())}
+    rivals = {run: [q for other, q in strongest.items() if data[other] == data[run]] for run in strongest}
+    front = {run for run, p in strongest.items() if not any(_better(q, p, sign) for q in rivals[run])}
     marked = [(p, strongest.get(p["run"]) is p) for p in points]
-    return [{**p, "strongest": best, "pareto": best and p["run"] in front} for p, best in marked]
+    return [
+        {**p, "data": data[p["run"]], "strongest": best, "pareto": best and p["run"] in front} for p, best in marked
+    ]
 
 
 def _better(one: Mapping[str, Any], other: Mapping[str, Any], sign: int) -> bool:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedgauge.attacks.grading.image_metrics import PSNR_CAP
+from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER, PSNR_CAP
 from fedgauge.attacks.plan import describe
 from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.roles import is_limit
@@ -62,6 +62,18 @@ def plotted_value(metric: str, value: float | None) -> float | None:
 def is_exact(value: float | None) -> bool:
     """Whether a PSNR belongs to an exact hit."""
     return value is not None and math.isinf(value)
+
+
+CLEAR = 40.0  # dB: beyond it the eye sees no difference
+
+
+def ceiling(metric: str) -> float:
+    """The value from which on more leakage is not seen: the end of a colour scale that is the same for all runs."""
+    if metric.startswith("psnr"):
+        return CLEAR
+    if not HIGHER_IS_BETTER[metric]:
+        return 0.0
+    return 100.0 if "%" in LABELS.get(metric, "") else 1.0
 
 
 def component(table: Mapping[str, Any]) -> str:

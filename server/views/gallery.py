@@ -91,6 +91,7 @@ class Card:
 
     Args:
         image: its number among the training images; image, truth and label are None if the data is not on this machine.
+        label_name: the label in words; empty if there is none.
         why: why it is shown, if not all are.
         truth_words: of text, its tokens, instead of truth.
         absent: why there is no truth; empty if there is one.
@@ -106,6 +107,7 @@ class Card:
     tiles: tuple[Tile, ...]
     truth_words: tuple[str, ...] | None = None
     absent: str = ""
+    label_name: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,15 +137,31 @@ class Gallery:
         except SpecError:
             return None
 
+    @cached_property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes; empty if they have none, or the data set is not on this machine."""
+        try:
+            return self.reading.scenario.federation.shards.dataset.names
+        except SpecError:
+            return ()
+
+    def label_name(self, label: int) -> str:
+        """A label as text: its class's name, or its number."""
+        return self.class_names[label] if label < len(self.class_names) else f"label {label}"
+
     @property
     def kind(self) -> Literal["image", "text"]:
         """What was attacked."""
-        return "text" if self.reading.scores.measure == OF_TEXT else "image"
+        ungraded_text = self.reading.ledger.deployed and self.text is not None
+        return "text" if self.reading.scores.measure == OF_TEXT or ungraded_text else "image"
 
     @cached_property
     def text(self) -> Text | None:
-        """The private data, if they are sentences and on this machine."""
-        dataset = self.shards.dataset if self.shards else None
+        """Sentences like the private ones, if these are sentences: the data itself, or in a deployment the public data."""
+        try:
+            dataset = self.reading.scenario.federation.shards.dataset
+        except SpecError:
+            return None
         return dataset if isinstance(dataset, Text) else None
 
     @cached_property
@@ -178,7 +196,7 @@ class Gallery:
         rows = self.psnr if attack is None else self.psnr.of_attack(attack)
         whole = rows.example == WHOLE_BATCH
         lost = rows.where(whole)  # stands for each example of its batch
-        sizes = [self.reading.sizes.get(key, 1) for key in zip(lost.round.tolist(), lost.client.tolist(), strict=True)]
+        sizes = [self._batch(key) for key in zip(lost.round.tolist(), lost.client.tolist(), strict=True)]
         places = np.concatenate([np.arange(size) for size in sizes]) if sizes else lost.example
         columns = [
             np.concatenate([rows.round[~whole], np.repeat(lost.round, sizes)]),
@@ -192,6 +210,12 @@ class Gallery:
         rounds, clients, examples = keys
         return AttackedExamples(rounds, clients, examples, strength)
 
+    def _batch(self, key: tuple[int, int]) -> int:
+        """How many examples a client's update stands for; in a user's own app as many as the attacker takes it for."""
+        if self.reading.ledger.foreign:
+            return int(self.reading.tables["data"].get("batch_size", 1))
+        return self.reading.sizes.get(key, 1)
+
     def page(self, query: Query) -> dict[str, Any]:
         """The cards that a query asks for, and the values that its filters may have."""
         everything = self.reading.view(("attacked", query.attack), lambda: self.attacked(query.attack))
@@ -204,6 +228,7 @@ class Gallery:
             "clients": np.unique(everything.client).tolist(),
             "attacks": self.attacks,
             "labels": list(range(self.shards.dataset.classes)) if self.shards and self._labelled else [],
+            "class_names": self.class_names,
             "round": "all" if query.round is None else query.round,
             "total": len(chosen),
             "offset": query.offset,
@@ -267,14 +292,20 @@ class Gallery:
             why=why,
             truth=None if truth is None or self.text else png(truth[0], SMALL),
             label=None if truth is None else truth[1],
+            label_name=self.label_name(truth[1]) if truth and truth[1] is not None else "",
             tiles=tuple(self._tile(a, round, client, example) for a in attacks if (round, a) in self.cells),
             truth_words=tuple(token_strings(truth[0], self.text)) if truth and self.text else None,
             absent="" if truth is not None else NO_TRUTH if self.reading.ledger.deployed else NOT_HERE,
         )
 
     def _truth(self, round: int, client: int, example: int) -> tuple[tuple[Tensor, int | None] | None, int | None]:
+        if self.shards is None:
+            batch = self.reading.tester_truth(round, client)
+            if batch is None or example >= len(batch.y):
+                return None, None
+            return (batch.x[example], int(batch.y[example]) if batch.y.dim() == 1 else None), None
         rows = self.rows_at(round, client)
-        if self.shards is None or example >= len(rows):
+        if example >= len(rows):
             return None, None
         dataset, row = self.shards.dataset, rows[example]
         return (dataset.x[row], int(dataset.y[row]) if self._labelled else None), row
@@ -286,12 +317,13 @@ class Gallery:
         shown, exact, unit = formatting.rounded(value), formatting.is_exact(value), self.reading.scores.measure.unit
         if math.isnan(value) and status != UNGRADED:
             return Tile(attack, None, shown, exact, status)
-        note = NOT_GRADED if math.isnan(value) else f"{formatting.decibel(value)} {unit}"
+        note = self._ungraded(round, client, attack) if math.isnan(value) else f"{formatting.decibel(value)} {unit}"
         tensors = reconstruction(self.reading.run, round, client, attack)
         if isinstance(tensors, str):
             return Tile(attack, None, shown, exact, f"file {tensors}; {note}")
         # the file may hold sentences, which no score row shows here, or fewer images than the client claims to have
-        if status == UNGRADED and not (tensors["x"].dim() == 4 and example < len(tensors["x"])):
+        shape = 2 if self.text is not None else 4
+        if status == UNGRADED and not (tensors["x"].dim() == shape and example < len(tensors["x"])):
             return Tile(attack, None, shown, exact, note)
         label = self._label(tensors.get("y"), round, client, example, attack)
         traced = "trace_x" in tensors
@@ -301,15 +333,19 @@ class Gallery:
         written = marked(tensors["x"][example], truth[0] if truth else None, self.text) if self.text else None
         return Tile(attack, None, shown, exact, note, label, traced, written)
 
+    def _ungraded(self, round: int, client: int, attack: str) -> str:
+        objective = self.reading.objectives.get((round, client, attack))
+        return NOT_GRADED if objective is None else f"{NOT_GRADED}, objective {objective:.3g}"
+
     def _label(self, y: Tensor | None, round: int, client: int, example: int, attack: str) -> str:
-        if y is None or not self._labelled:
+        if y is None or y.dim() != 1 or not (self._labelled or self.reading.ledger.deployed):
             return ""
         guess = int(y[example])
         if attack in self.given:
-            return f"label {guess}, given"
+            return f"{self.label_name(guess)}, given"
         truth, _ = self._truth(round, client, example)
         right = "" if truth is None else " ✓" if truth[1] == guess else " ✗"
-        return f"label {guess}{right}"
+        return f"{self.label_name(guess)}{right}"
 
 
 def token_strings(x: Tensor, text: Text) -> list[str]:
@@ -334,6 +370,23 @@ def marked(guess: Tensor, truth: Tensor | None, text: Text) -> tuple[tuple[str, 
     return tuple(marks)
 
 
+def worst_cases(gallery: Gallery, count: int) -> list[dict[str, Any]]:
+    """The private examples that came back best, each once and as the attack that brought it back best; none without a value."""
+    everything = gallery.reading.view(("attacked", None), gallery.attacked)
+    best = gallery._sorted(everything.where(~np.isnan(everything.strength)), "leak")
+    found: dict[tuple[int, ...], dict[str, Any]] = {}
+    for round, client, example in best:
+        rows = gallery.rows_at(round, client)
+        key = (client, rows[example]) if example < len(rows) else (round, client, example)
+        if key not in found:
+            card = asdict(gallery.card(round, client, example))
+            values = [math.inf if tile["exact"] else tile["psnr"] or -math.inf for tile in card["tiles"]]
+            found[key] = {**card, "tiles": [card["tiles"][int(np.argmax(values))]]}
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
 MOST_OTHERS = 48  # the most of a client's other rounds that are shown, evenly spaced
 
 
@@ -353,6 +406,7 @@ def through_rounds(gallery: Gallery, client: int, image: int) -> dict[str, Any] 
         "client": client,
         "truth": png(dataset.x[image]),
         "label": int(dataset.y[image]),
+        "label_name": gallery.label_name(int(dataset.y[image])),
         "rounds": [asdict(gallery.card(*key)) for key in same],
         "others": [asdict(gallery.card(*key)) for key in shown],
         "total_others": len(others),

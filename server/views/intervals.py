@@ -1,16 +1,18 @@
-"""95 % intervals: of a mean over examples clustered by client, and of a rate (Wilson)."""
+"""95 % intervals of a mean over examples clustered by client and of a rate (Wilson), and what luck alone explains."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy.special import bdtrc, stdtrit
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 NORMAL_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
+LUCK = 0.025  # what is rarer by luck alone is a finding: one side of a 95 % interval
 
 
 def clustered_interval(values: Floats, clients: Ints) -> tuple[float, float] | None:
@@ -53,3 +55,33 @@ class Rate:
         p, z2 = self.count / self.n, NORMAL_95**2 / self.n
         centre, half = p + z2 / 2, NORMAL_95 * sqrt(p * (1 - p) / self.n + z2 / (4 * self.n))
         return max(0.0, (centre - half) / (1 + z2)), min(1.0, (centre + half) / (1 + z2))
+
+
+def guessed_labels(shares: Sequence[float], size: int) -> float:
+    """The share of a batch's labels that the best guess without its update gets right on average, in any order.
+
+    Args:
+        shares: how often each class occurs among all examples, in (0, 1]; they sum to 1.
+        size: examples in the batch.
+    """
+    repeat = np.arange(size)[:, None]
+    right = bdtrc(repeat, size, np.asarray(shares)[None])  # that a class occurs more than `repeat` times
+    return float(np.sort(right, axis=None)[-size:].sum() / size)
+
+
+def luck_bound(rate: float, expected: float, n: float) -> float:
+    """The most probable that n independent trials, each right with `expected` on average, reach a rate (Hoeffding, 1963)."""
+    if rate <= expected:
+        return 1.0
+    missed = (1 - rate) * log((1 - rate) / (1 - expected)) if rate < 1 else 0.0
+    return exp(-n * (rate * log(rate / expected) + missed))
+
+
+def luck_of_hits(alone: int, missed: int, rivals: int) -> float:
+    """How probable it is that one of `rivals` + 1 equally good guesses hits so often where no other does.
+
+    Args:
+        alone: examples that it hits and no rival hits.
+        missed: examples that a rival hits and it does not.
+    """
+    return float(bdtrc(alone - 1, alone + missed, 1 / (rivals + 1))) if alone else 1.0

@@ -51,7 +51,11 @@ def _audit_notices(reading: Reading) -> Iterator[Notice]:
     elif not progress.total and reading.sizes:
         yield "No update is on the tape, so there is nothing to attack.", ""
     if progress.failed:
-        yield f"{progress.failed} of {progress.total} attacks failed: {'; '.join(reading.ledger.errors()[:3])}", ""
+        errors = "; ".join(reading.ledger.errors()[:3])
+        words = f"{progress.failed} of {progress.total} attacks failed: {errors}. When the cause is mended, try them again with:"
+        yield words, f"{again} --retry failed"
+    if "uploads" in meta:
+        yield f"No update can be attacked: {meta['uploads']}", ""
     if meta.get("replay", "ok") != "ok":
         yield f"The replay check did not succeed ({meta['replay']}): {meta.get('replay_detail', '')}", ""
 

@@ -22,7 +22,8 @@ from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, is_limit, planned_attacks, role_of
 from fedgauge.server.views.scores import OF_TEXT
 from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
-from fedgauge.server.views.verdict import ungraded_reason, verdict
+from fedgauge.server.views.ungraded import ungraded_table
+from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 
 REASONS = 40  # the most rows in a table of reasons
 LIMIT = "Bayes limit, Gaussian prior fitted to the auxiliary images"
@@ -41,6 +42,7 @@ def overview(reading: Reading) -> dict[str, Any]:
             {"name": name, "words": sentence} for name, sentence in server_attack_effects(reading).items()
         ],
         "training": training(reading),
+        "app_rounds": app_rounds(reading),
         "progress": progress(reading),
         **figure(reading),
         "success": success(reading),
@@ -60,7 +62,7 @@ def overview(reading: Reading) -> dict[str, Any]:
 
 
 def _verdict(reading: Reading) -> dict[str, str]:
-    judged = verdict(reading.scores, reading.ledger)
+    judged = verdict_of(reading)
     return {"word": judged.word, "sentence": judged.sentence}
 
 
@@ -75,6 +77,18 @@ def training(reading: Reading) -> dict[str, Any]:
         "rounds": reading.tables["rounds"],
         "accuracy": rounded(last["accuracy"]),
     }
+
+
+def app_rounds(reading: Reading) -> list[dict[str, Any]]:
+    """What a user's own app returned in each round; empty for other runs."""
+    rows = []
+    for number in sorted(reading.rounds):
+        returned = json.loads(reading.rounds[number]["metrics"] or "{}")
+        flat = {f"{who}: {name}": value for who, own in returned.items() for name, value in own.items()}
+        rows.append(
+            {"round": number, "metrics": {k: rounded(v) for k, v in flat.items() if isinstance(v, int | float)}}
+        )
+    return rows if any(row["metrics"] for row in rows) else []
 
 
 def progress(reading: Reading) -> dict[str, Any]:
@@ -105,14 +119,19 @@ def jobs_to_come(reading: Reading) -> int:
         scenario = reading.scenario
     except SpecError:
         return 0
-    return jobs_of_remaining_rounds(scenario, reading.newest) if scenario.audit.curious else 0
+    planned = reading.tables["rounds"]
+    return jobs_of_remaining_rounds(scenario, reading.newest, planned) if scenario.audit.curious else 0
 
 
-def jobs_of_remaining_rounds(scenario: Scenario, done: int) -> int:
-    """The jobs that the rounds after `done` will add if every client takes part."""
+def jobs_of_remaining_rounds(scenario: Scenario, done: int, rounds: int | None = None) -> int:
+    """The jobs that the rounds after `done` will add if every client takes part.
+
+    Args:
+        rounds: that the run trains; default: the scenario's.
+    """
     plan, protocol = scenario.plan, scenario.protocol
     seen = range(max(1, int(protocol.clients * scenario.strategy.get("fraction_train", 1.0))))
-    return sum(len(plan.targets(r, seen)) for r in range(done + 1, protocol.rounds + 1)) * len(plan.attacks)
+    return sum(len(plan.targets(r, seen)) for r in range(done + 1, (rounds or protocol.rounds) + 1)) * len(plan.attacks)
 
 
 def server_attack_effects(reading: Reading) -> dict[str, str]:
@@ -171,8 +190,12 @@ def success(reading: Reading) -> list[dict[str, Any]]:
 
 
 def ungraded(reading: Reading) -> dict[str, Any]:
-    """How many reconstructions a deployment's clients did not grade, and why, in their words."""
-    return {"count": count_ungraded(reading.scores), "reason": ungraded_reason(reading.ledger)}
+    """How many reconstructions nobody graded, why, and what there is without a truth."""
+    return {
+        "count": count_ungraded(reading.scores),
+        "reason": ungraded_reason(reading.ledger),
+        "rows": [asdict(row) for row in ungraded_table(reading.scores, reading.ledger)],
+    }
 
 
 def success_series(curve: Mapping[str, Sequence[Rate]]) -> list[dict[str, Any]]:

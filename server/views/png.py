@@ -38,6 +38,22 @@ def reconstruction(run: Run, round: int, client: int, attack: str) -> dict[str, 
     if path.resolve().parent != (run.folder / "reconstructions").resolve():  # somebody else's ledger may name any path
         return "damaged"
     try:
-        return run.read_reconstruction(round, client, attack)
+        return _by_example(run.read_reconstruction(round, client, attack))
     except TapeError:  # the scores remain; the page says why the image is gone
         return "damaged" if path.exists() else "missing"
+
+
+def _by_example(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Reconstructions in the order of the truth that a tester handed in later, to whose examples the file names their places."""
+    if "example" not in tensors:
+        return tensors
+    example = tensors["example"]
+    size, some = int(example.max()) + 1, example >= 0
+    placed = dict(tensors)
+    for name, axis in (("x", 0), ("y", 0), ("trace_x", 1)):
+        if name in tensors:
+            t = tensors[name].movedim(axis, 0)
+            full = t.new_zeros((size, *t.shape[1:]))
+            full[example[some]] = t[some]
+            placed[name] = full.movedim(0, axis)
+    return placed

@@ -11,17 +11,19 @@ import numpy as np
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.local_data import may_download
+from fedgauge.client.update import Batch
 from fedgauge.server.store import predecessor
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import EMPTY, ScoreRow
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.leakage import Leak, leakage_by_round, leakage_of_all
 from fedgauge.server.views.roles import attack_order
 from fedgauge.server.views.scores import Scores, known_metrics
 
-State = Literal["training", "attacking", "complete", "attacks waiting", "interrupted", "failed"]
+State = Literal["training", "attacking", "complete", "attacks waiting", "attacks failed", "interrupted", "failed"]
 View = TypeVar("View")
 SHOWN = ("seed", "rounds", "clients", "data", "model", "chain")  # keys of a scenario that every page shows
 
@@ -37,8 +39,16 @@ def state_of(run: Run, ledger: Ledger) -> State:
         return "failed"
     # once the model is trained the run has not failed, whatever happened to its processes
     if meta.get("state") == "trained" or (rounds and str(rounds[-1]["round"]) == meta.get("rounds")):
-        return "attacks waiting" if progress.queued + progress.leased else "complete"
+        ended: State = "attacks failed" if progress.failed else "complete"
+        return "attacks waiting" if progress.queued + progress.leased else ended
     return "failed" if meta.get("state") == "failed" else "interrupted"
+
+
+def version_of(run: Run, ledger: Ledger) -> str:
+    """A string that changes with the run; it is derived from the ledger alone, so it survives a restart."""
+    p = ledger.progress()
+    counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round())
+    return "-".join(map(str, (*counts, state_of(run, ledger), ledger.meta().get("replay", "")))).replace(" ", "_")
 
 
 def tables_of(run: Run) -> dict[str, Any]:
@@ -74,6 +84,7 @@ class Reading:
         self.missed: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (status, reason): (client, round)
         self.version = ""
         self._finished = 0
+        self._retried: str | None = None
         self._seen = 0  # the last round whose observations were read
         self._leaks: dict[str, dict[int, list[Leak]]] = {}
         self._views: dict[Any, Any] = {}
@@ -107,6 +118,8 @@ class Reading:
 
     def _read(self) -> None:
         self.meta, self.progress = self.ledger.meta(), self.ledger.progress()
+        if "rounds" in self.meta:  # a user's own app decides by itself how many it trains
+            self.tables["rounds"] = int(self.meta["rounds"])
         self.attacks = [dict(row) for row in self.ledger.attacks()]
         for row in self.ledger.rounds_since(max(self.rounds, default=0)):
             self.rounds[row["round"]] = dict(row)
@@ -116,6 +129,9 @@ class Reading:
             self.participation[o["client"], o["status"]] += 1
             if o["status"] != "accepted":
                 self.missed.setdefault((o["status"], o["reason"]), []).append((o["client"], o["round"]))
+        if (retried := self.meta.get("retried")) != self._retried:  # rows that were read are deleted by now
+            self._retried, self._finished, self.scores = retried, 0, Scores.empty()
+            self._leaks.clear()
         if (finished := self.ledger.finished()) > self._finished:
             touched: set[int] = set()
             self.scores = self.scores.extended(_noting(self.ledger.scores_since(self._finished), touched))
@@ -126,10 +142,7 @@ class Reading:
         self._views.clear()
 
     def _version(self) -> str:
-        """A string that changes with the run; it is derived from the ledger alone, so it survives a restart."""
-        p = self.ledger.progress()
-        counts = (self.ledger.finished(), p.queued, p.leased, p.failed, self.ledger.last_round())
-        return "-".join(map(str, (*counts, self.state, self.ledger.meta().get("replay", "")))).replace(" ", "_")
+        return version_of(self.run, self.ledger)
 
     @property
     def state(self) -> State:
@@ -149,6 +162,26 @@ class Reading:
             self._kept[key] = make()
         kept: View = self._kept[key]
         return kept
+
+    @property
+    def objectives(self) -> Mapping[tuple[int, int, str], float | None]:
+        """What attacks without truth minimised, at their end, by round, client and attack."""
+        rows = self.view("objectives", lambda: self.ledger.objectives())
+        return self.view("by objective", lambda: {(r["round"], r["client"], r["attack"]): r["value"] for r in rows})
+
+    def tester_truth(self, round: int, client: int) -> Batch | None:
+        """The truth that a tester has handed in; None if there is none, or this machine no longer has it."""
+        if "truth" not in self.meta:
+            return None
+        source, nodes = TesterTruth.from_json(self.meta["truth"]), self.ledger.nodes()
+
+        def read() -> Batch | None:
+            try:
+                return source.batch(round, client, self.scenario.federation.shards.dataset, nodes)
+            except (SpecError, OSError):
+                return None
+
+        return self.view(("truth", round, client), read)
 
     @property
     def metrics(self) -> list[str]:

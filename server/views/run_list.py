@@ -5,7 +5,7 @@ from typing import Any
 from fedgauge.server.store import predecessor
 from fedgauge.server.store.run import Run
 from fedgauge.server.views import formatting
-from fedgauge.server.views.reading import state_of, tables_of
+from fedgauge.server.views.reading import state_of, tables_of, version_of
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import best_so_far
 
@@ -21,8 +21,9 @@ def run_summary(run: Run) -> dict[str, Any]:
         return {
             "id": run.name,
             "state": state_of(run, ledger),
+            "version": version_of(run, ledger),
             "round": last,
-            "rounds": tables["rounds"],
+            "rounds": int(ledger.meta().get("rounds") or tables["rounds"]),
             "chain": formatting.chain(tables),
             "data": formatting.component(tables["data"]),
             "model": formatting.component(tables["model"]),

@@ -123,9 +123,19 @@ class Scores:
         order = np.lexsort([columns[name] for name in ("metric", "example", "attack", "client", "round")])
         for name in columns:  # one at a time: two copies of all columns of a large run would not fit
             columns[name] = columns[name][order]
-        return Scores(
+        read = Scores(
             **columns, value=values[order], attacks=attack.sorted, metrics=metric.sorted, statuses=status.sorted
         )
+        return read._without_answered()
+
+    def _without_answered(self) -> "Scores":
+        """Without the rows that stood for a reconstruction until somebody graded it."""
+        waiting = self.ungraded & (self.example == WHOLE_BATCH)
+        if not waiting.any():
+            return self
+        attempt = self._pack(self.attack, self.round, self.client)
+        answered = waiting & np.isin(attempt, attempt[~waiting])
+        return self.where(~answered) if answered.any() else self
 
     def __len__(self) -> int:
         return len(self.value)
@@ -172,6 +182,10 @@ class Scores:
     def measure(self) -> MainMetric:
         """The main metric for the kind of examples that were graded."""
         return OF_TEXT if OF_TEXT.metric in self.metrics else OF_IMAGES
+
+    def batch_keys(self) -> Ints:
+        """(N,) one number for each (round, client)."""
+        return self._pack(self.round, self.client)
 
     def example_keys(self) -> Ints:
         """(N,) one number for each (round, client, example)."""

@@ -1,4 +1,4 @@
-"""The verdict on a run: whether the strongest attack beats every baseline by more than chance, in one sentence."""
+"""The verdict on a run, in one sentence: whether an attack beats every baseline, or reads labels, by more than chance."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,13 +8,26 @@ from typing import Literal
 import numpy as np
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
+from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.plan import BASELINES
+from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
-from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
-from fedgauge.server.views.leakage import best_of, leakage
+from fedgauge.server.views.intervals import (
+    LUCK,
+    Floats,
+    Ints,
+    Rate,
+    clustered_interval,
+    guessed_labels,
+    luck_bound,
+    luck_of_hits,
+)
+from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, planned_attacks
-from fedgauge.server.views.scores import Scores, capped
+from fedgauge.server.views.scores import MainMetric, Scores, capped
+
+UNKNOWN = (0.5, 0.5)  # shares of the classes, where they are not known
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,9 @@ class ExcessLeakage:
             baseline's, than to every auxiliary image; None if that is not graded.
         identified_more_often: lower end of the clustered interval of the difference between these two rates; None below two
             clients, or if that is not graded.
+        identified_by_luck: how probable it is that a guess as good as the baselines identifies as many examples that no
+            baseline identifies; 1 if that is not graded.
+        identified_clients: how many clients the identified examples belong to.
         exposed: how many of `n` examples are identified (where that is graded) at a tenth of the squared error of every
             baseline or less; of text, at half of the scale above them. No guess comes so near by luck.
         clusters: how many clients.
@@ -45,14 +61,41 @@ class ExcessLeakage:
     identified: Rate | None
     floor_identified: Rate | None
     identified_more_often: float | None
+    identified_by_luck: float
+    identified_clients: int
     exposed: int
     n: int
     clusters: int
 
     @property
     def leaks(self) -> bool:
-        """Whether the examples come back better than a guess: on average, or more often, or in one case beyond luck."""
-        return any(low is not None and low > 0 for low in (self.low, self.identified_more_often)) or self.exposed > 0
+        """Whether the examples come back better than a guess: on average, or more often, or in some cases beyond luck."""
+        higher = any(low is not None and low > 0 for low in (self.low, self.identified_more_often))
+        return higher or self.identified_by_luck <= LUCK or self.exposed > 0
+
+
+@dataclass(frozen=True)
+class RestoredLabels:
+    """How well the attack that restores labels best did so.
+
+    Args:
+        share: of the labels, the mean over batches.
+        guess: the share that the best guess without the update gets on average.
+        by_luck: the most probable that such a guess gets as many.
+    """
+
+    attack: str
+    share: float
+    guess: float
+    by_luck: float
+
+    @property
+    def leaks(self) -> bool:
+        """Whether labels are read off the updates."""
+        return self.by_luck <= LUCK
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:.0f} % of the labels are restored (a guess without the update: {100 * self.guess:.0f} %)"
 
 
 @dataclass(frozen=True)
@@ -80,6 +123,10 @@ def _excess(psnr: Scores, identified: Scores, attack: str) -> ExcessLeakage | No
     keys = own.example_keys()
     highest = np.fmax.reduce([_lookup(psnr.of_attack(b), keys) for b in _rivals(attack)])  # NaN: none is graded
     hit = _lookup(identified.of_attack(attack), keys)
+    guesses = np.stack([_lookup(identified.of_attack(b), keys) for b in _rivals(attack)])
+    rivals = (~np.isnan(guesses)).sum(0)
+    guessed, graded = (guesses == 1).any(0), (rivals > 0) & ~np.isnan(hit)
+    alone, missed = (hit == 1) & ~guessed & graded, (hit == 0) & guessed & graded
     return ExcessLeakage(
         attack=attack,
         baseline=gain.baseline,
@@ -95,6 +142,10 @@ def _excess(psnr: Scores, identified: Scores, attack: str) -> ExcessLeakage | No
         identified_more_often=identified_more_often.interval[0]
         if identified_more_often and identified_more_often.interval
         else None,
+        identified_by_luck=luck_of_hits(int(alone.sum()), int(missed.sum()), int(rivals[graded].min()))
+        if graded.any()
+        else 1.0,
+        identified_clients=len(np.unique(own.client[hit == 1])),
         exposed=int(((own.value >= highest + psnr.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
@@ -144,37 +195,79 @@ def _lookup(rows: Scores, keys: Ints) -> Floats:
     return np.where(known[place] == keys, rows.value[first][place], np.nan)
 
 
-def verdict(scores: Scores, ledger: Ledger) -> Verdict:
-    """The run's verdict: "leaks" or "not shown to leak", with the strongest attack. It never says that a run is private."""
-    compared = excesses(scores)
+def verdict_of(reading: Reading) -> Verdict:
+    """The verdict on a run as read so far, cached until the run changes."""
+    return reading.view("verdict", lambda: verdict(reading.scores, reading.ledger, class_shares(reading)))
+
+
+def class_shares(reading: Reading) -> tuple[float, ...]:
+    """How often each class occurs in a run's data; if that is unknown two equal classes, of which a guess restores most."""
+
+    def shares() -> tuple[float, ...]:
+        try:
+            dataset = reading.scenario.federation.shards.dataset
+        except SpecError:  # a notice says so
+            return UNKNOWN
+        counts = np.bincount(dataset.labels.numpy())
+        return tuple((counts[counts > 0] / counts.sum()).tolist())
+
+    return reading.keep("shares", shares)
+
+
+def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN) -> Verdict:
+    """The run's verdict: "leaks" or "not shown to leak", with the strongest attack. It never says that a run is private.
+
+    Args:
+        shares: how often each class occurs in the data, for what a guess restores of labels.
+    """
+    compared, labels = excesses(scores), restored_labels(scores, ledger, shares)
+    read_off = f"{_so_far(ledger)} labels leak: {labels}, by {labels.attack}." if labels and labels.leaks else ""
     if not compared:
-        return Verdict("undetermined", _nothing_to_judge(scores, ledger))
+        return _undetermined(read_off, _nothing_to_judge(scores, ledger))
     strongest = max(compared, key=lambda e: (e.leaks, e.mean))
     if not strongest.leaks and (why := _proves_nothing(compared, ledger)):
-        return Verdict(
-            "undetermined", f"Nothing can be said about leakage: {why}, so their failure proves nothing.", strongest
-        )
-    budget = planned_attacks(ledger)[strongest.attack].budget
-    by, private = scores.measure, f"{scores.measure.private}s"
-    numbers = (
-        f"{strongest.psnr:.1f} {by.unit} {by.name} on average, the best baseline ({strongest.baseline}) "
-        f"{strongest.floor:.1f} {by.unit}"
-    )
-    if strongest.identified is not None:
-        numbers += f"; {strongest.identified.count} of {strongest.identified.n} images are identified"
-    if strongest.exposed and not strongest.mean > 0:  # the mean hides them
-        numbers += f", {strongest.exposed} of them {by.beyond}"
-    numbers += _labels(scores, ledger)
+        why = f"Nothing can be said about leakage: {why}, so their failure proves nothing."
+        return _undetermined(read_off, why, strongest)
+    budget, private = planned_attacks(ledger)[strongest.attack].budget, f"{scores.measure.private}s"
+    numbers = _numbers(strongest, compared, scores.measure)
+    if labels and (strongest.leaks or not read_off):
+        numbers += f"; {labels}"
     if strongest.clusters == 1:
         numbers += "; one client gives no interval"
     if strongest.leaks:
         words = f"leak: the strongest attack, {strongest.attack} ({budget}), reaches {numbers}."
         return Verdict("leaks", f"{_so_far(ledger)} {private} {words}", strongest)
-    words = (
-        f"are not shown to leak at this budget (strongest attack {strongest.attack}, {budget}): it reaches {numbers}; "
-        "a stronger attack may still succeed."
-    )
+    words = f"at this budget (strongest attack {strongest.attack}, {budget}): it reaches {numbers}"
+    if read_off:
+        words = f"{read_off} Their {private} come back no better than from a guess {words}; a stronger attack may do better."
+        return Verdict("leaks", words, strongest)
+    words = f"are not shown to leak {words}; a stronger attack may still succeed."
     return Verdict("not shown to leak", f"{_so_far(ledger)} {private} {words}", strongest)
+
+
+def _undetermined(read_off: str, why: str, strongest: ExcessLeakage | None = None) -> Verdict:
+    """Nothing can be said of the examples; labels that are read off are a leak all the same."""
+    if not read_off:
+        return Verdict("undetermined", why, strongest)
+    return Verdict("leaks", f"{read_off} {why.replace('about leakage', 'about more than labels', 1)}", strongest)
+
+
+def _numbers(strongest: ExcessLeakage, compared: Sequence[ExcessLeakage], by: MainMetric) -> str:
+    numbers = (
+        f"{strongest.psnr:.1f} {by.unit} {by.name} on average, the best baseline ({strongest.baseline}) "
+        f"{strongest.floor:.1f} {by.unit}"
+    )
+    if strongest.identified is not None:
+        count = strongest.identified.count
+        numbers += f"; {count} of {strongest.identified.n} images are identified"
+        if count > 1 and strongest.identified_clients == 1 < strongest.clusters:
+            numbers += ", all of one client"
+        most = max(compared, key=lambda e: e.identified.fraction or 0 if e.identified else 0)
+        if most.identified and (most.identified.fraction or 0) > (strongest.identified.fraction or 0):
+            numbers += f" ({most.identified.count} of {most.identified.n} by {most.attack})"
+    if strongest.exposed and not strongest.mean > 0:  # the mean hides them
+        numbers += f", {strongest.exposed} of them {by.beyond}"
+    return numbers
 
 
 def _proves_nothing(compared: Sequence[ExcessLeakage], ledger: Ledger) -> str:
@@ -194,12 +287,29 @@ def _so_far(ledger: Ledger) -> str:
     return f"So far ({progress.done + progress.failed} of {progress.total} attacks done), the clients'"
 
 
-def _labels(scores: Scores, ledger: Ledger) -> str:
-    """How well labels were restored, by attacks that were not given them."""
-    own = {name for name, planned in planned_attacks(ledger).items() if planned.labels == "restored"}
-    pooled = [k for k in leakage(scores, "label_accuracy") if k.round is None and k.attack in own]
-    best = best_of(pooled)
-    return f"; {100 * (best.mean or 0):.0f} % of the labels are restored" if best is not None else ""
+def restored_labels(scores: Scores, ledger: Ledger, shares: Sequence[float]) -> RestoredLabels | None:
+    """The labels of the attack that restored most, of those that were not given them; None if none restored any."""
+    known, found = scores.where(~np.isnan(scores.value)).of_metric("label_accuracy"), []
+    for attack, planned in planned_attacks(ledger).items():
+        rows = known.of_attack(attack)
+        if planned.labels != "restored" or not len(rows):
+            continue
+        sizes = _batch_sizes(scores.of_attack(attack), rows)
+        guesses = {size: guessed_labels(shares, size) for size in set(sizes.tolist())}
+        guess = np.array([guesses[size] for size in sizes.tolist()])
+        rate, expected = (float(np.average(v, weights=sizes)) for v in (rows.value, guess))
+        by_luck = luck_bound(rate, expected, float(sizes.sum()))
+        found.append(RestoredLabels(attack, float(rows.value.mean()), float(guess.mean()), by_luck))
+    return max(found, key=lambda labels: (labels.leaks, labels.share), default=None)
+
+
+def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
+    """How many examples each row's batch has, from the rows of an attack's examples."""
+    each = scores.of_metric(scores.measure.metric)
+    each = each.where(each.example != WHOLE_BATCH)
+    batches, counts = np.unique(each.batch_keys(), return_counts=True)
+    sizes = dict(zip(batches.tolist(), counts.tolist(), strict=True))
+    return np.array([sizes.get(key, 1) for key in rows.batch_keys().tolist()])
 
 
 def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
@@ -228,7 +338,10 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
 
 def ungraded_reason(ledger: Ledger) -> str:
     """Why a deployment's clients graded nothing or not everything, in their words; empty if they graded everything."""
-    return ledger.meta().get("grading", "").partition("not graded")[2].partition(": ")[2]
+    grading = ledger.meta().get("grading")
+    if grading is None and ledger.foreign:
+        return "the app's clients keep their data; who owns it grades with: fedgauge audit RUN --truth FOLDER"
+    return (grading or "").partition("not graded")[2].partition(": ")[2]
 
 
 def _a(noun: str) -> str:

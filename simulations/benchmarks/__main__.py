@@ -16,6 +16,7 @@ from fedgauge.simulations.benchmarks.engine import engine
 from fedgauge.simulations.benchmarks.intercept import intercept
 from fedgauge.simulations.benchmarks.label_restoration import labels
 from fedgauge.simulations.benchmarks.learned_inversion import learning
+from fedgauge.simulations.benchmarks.local_training import training
 from fedgauge.simulations.benchmarks.many_clients import load
 from fedgauge.simulations.benchmarks.memory_growth import memory, memory_of_flower
 from fedgauge.simulations.benchmarks.page_speed import page
@@ -32,6 +33,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "quality": quality,
     "labels": labels,
     "learning": learning,
+    "training": training,
     "text": text,
     "success": success,
     "intercept": intercept,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.terms import RequestRefused
+from fedgauge.simulations.checks.remedies import remedy, sentence
 
 
 @dataclass(frozen=True)
@@ -28,4 +29,5 @@ def attempt(name: str, check: Callable[[], str], needed: bool = True) -> CheckRe
     except (CheckFailed, SpecError, RequestRefused) as error:
         return CheckResult(name, False, needed, str(error))
     except Exception as error:  # the failure is what the user asked to see
-        return CheckResult(name, False, needed, f"{type(error).__name__}: {str(error).strip()}")
+        change = remedy(error, "")
+        return CheckResult(name, False, needed, sentence(error) + (f": {change}" if change else ""))

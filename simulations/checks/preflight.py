@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP, label_accuracy, match, psnr_of
 from fedgauge.attacks.limits import bayes_limit, known_noise
@@ -26,18 +25,26 @@ from fedgauge.client.chain import trained_on
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
-from fedgauge.client.transforms import GroupMean, is_identity
+from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import decibel, percent
+from fedgauge.simulations.checks.network_check import SOFTMAX, ends_in_softmax
+from fedgauge.simulations.checks.stand_ins import StandIns
 
 STAND_INS = 8  # clients, with batches of auxiliary images
 EXACT = 60.0  # dB; above it an image counts as recovered exactly
 STRONG = 8.0  # epsilon of a record, up to which the guarantee means something
 TESTED = 512  # auxiliary images on which the mean image is measured
-Severity = Literal["leaks", "weak", "note", "holds"]
-_STYLES: Mapping[Severity, str] = {"leaks": "bold red", "weak": "yellow", "note": "", "holds": "green"}
+Severity = Literal["leaks", "weak", "unknown", "note", "holds"]
+_STYLES: Mapping[Severity, str] = {
+    "leaks": "bold red",
+    "weak": "yellow",
+    "unknown": "yellow",
+    "note": "",
+    "holds": "green",
+}
 
 
 @dataclass(frozen=True)
@@ -89,25 +96,10 @@ class _Probe:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.fed = scenario, scenario.federation
         self.auditor = Auditor(self.fed, scenario.plan.seed)
-        self.params, self.buffers = self.fed.initial()
-        self.members = len(self.fed.protocol.groups(1)[0])  # of a secure sum
-        self.size = self.members * self.fed.shards.batch_size
-        self.batches = [self._batch(k) for k in range(STAND_INS)]
-        self.wave = Wave.stack([self._observation(k, batch) for k, batch in enumerate(self.batches)])
-        self.fed.load_buffers(self.buffers)
-
-    def _batch(self, k: int) -> Batch:
-        rng = generator(self.fed.protocol.seed, "stand-in", k)
-        chosen = torch.randint(len(self.auditor.auxiliary.x), (self.size,), generator=rng)
-        return Batch(self.auditor.auxiliary.x[chosen], self.auditor.auxiliary.y[chosen])
-
-    def _observation(self, k: int, batch: Batch) -> Observation:
-        bare = self.fed.gradient
-        seen = GroupMean(self.members)(self.fed.chain(bare))
-        return Observation(1, k, self.params, seen(self.params, batch, self._draws(k)), self.buffers)
-
-    def _draws(self, k: int) -> torch.Generator:
-        return generator(self.fed.protocol.seed, "stand-in draws", k)
+        self.stand_ins = StandIns(self.fed, self.auditor.auxiliary, STAND_INS)
+        self.params, _ = self.stand_ins.start
+        self.members, self.size = self.stand_ins.members, self.stand_ins.size
+        self.batches, self.wave = self.stand_ins.batches, self.stand_ins.wave
 
     # ----------------------------------------------------------------------------------------------------- layers
 
@@ -233,7 +225,10 @@ class _Probe:
         if self.members > 1:
             return self.batches
         bare = self.fed.gradient
-        made = [trained_on(self.fed.chain, bare, self.params, b, self._draws(k)) for k, b in enumerate(self.batches)]
+        made = [
+            trained_on(self.fed.chain, bare, self.params, b, self.stand_ins.draws(k))
+            for k, b in enumerate(self.batches)
+        ]
         return [batch if changed is None else changed for batch, changed in zip(self.batches, made, strict=True)]
 
     def _analytic(self) -> PreflightFinding | None:
@@ -275,6 +270,8 @@ class _Probe:
         return PreflightFinding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
 
     def _chain(self) -> Iterator[PreflightFinding]:
+        if ends_in_softmax(self.fed):
+            yield PreflightFinding("note", f"the model: {SOFTMAX}")
         local = self.fed.chain.local
         if local.steps > 1:
             yield PreflightFinding(
@@ -295,7 +292,7 @@ class _Probe:
         if known_noise(self.fed.as_seen(self.fed.chain, self.members)) is None:
             return PreflightFinding(
                 "weak",
-                "no limit: the chain adds no noise of a known density, so only the cost of a search stops an "
+                "no limit: the chain declares no noise of a known density, so only the cost of a search stops an "
                 f"attacker; guessing the mean image gets {decibel(floor)} dB",
                 "noise whose density is known (gaussian, dp_sgd)",
             )
@@ -321,8 +318,8 @@ class _Probe:
     def _epsilon(self) -> PreflightFinding:
         rounds = {client: self.fed.protocol.rounds for client in range(self.fed.protocol.clients)}
         statement = privacy_statement(self.fed, rounds, self.scenario.privacy.delta)
-        if statement.record is None:
-            return PreflightFinding("note", statement.words)
+        if statement.record is None:  # nobody knows: neither a leak nor a guarantee
+            return PreflightFinding("unknown" if statement.state == "unknown" else "note", statement.words)
         strong = statement.record <= STRONG
         change = "" if strong else "more noise, fewer rounds, larger shards"
         return PreflightFinding(

@@ -1,43 +1,55 @@
-"""What is wrong with a scenario, its data, model and loss.
+"""What is wrong with a scenario: its data, model, loss, chain and attacks.
 
-Everything is built twice and compared. Then one client trains one step in memory and its update is recomputed: the replay
-check of a run.
+Everything is built twice and compared. Then one client trains one step in memory and its update is recomputed, the replay
+check of a run; and every planned attack is tried for a few iterations.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import Federation
-from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy, is_mean, takes_probabilities
-from fedgauge.client.rng import generator
-from fedgauge.client.training import StochasticLayer, gradient, without_running_stats
-from fedgauge.client.update import Batch
+from fedgauge.client.training import StochasticLayer, without_running_stats
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.checks.attack_trial import try_attacks
+from fedgauge.simulations.checks.chain_check import check_chain
 from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt
+from fedgauge.simulations.checks.network_check import (
+    SOFTMAX,
+    TRIED,
+    ends_in_softmax,
+    inputs,
+    try_again,
+    try_copy,
+    try_gradient,
+    try_input,
+    try_network,
+)
+from fedgauge.simulations.checks.second_derivative import check_second_derivative
 
-TRIED = 4  # examples on which a network is tried
-STEP = 1e-6  # of the finite difference, in pixels in [0, 1] and float64
-RELATIVE = 0.05  # tolerance: a kink between the two points may add to rounding
-ROUNDING = 1e-5  # tolerance, of the largest: some parameters' gradients are zero except for rounding
 BETWEEN_BUILDS = "draw with torch's generator, which the seed sets, or read it from a file"
 
 
 def check(scenario: Scenario) -> list[CheckResult]:
     """Check a scenario that could be built; the last checks are left out where an earlier one failed."""
-    fed = scenario.federation
-    results = [*_check_data(fed), *_check_model(fed), *_check_loss(fed)]
+    fed, again = scenario.federation, Federation(scenario.protocol)
+    results = [*_check_data(fed, again), *_check_model(fed, again), *_check_loss(fed)]
     if all(r.works or not r.needed for r in results):
-        results += [_tried("second derivative", fed, _second_derivative), _tried("one client's step", fed, _one_step)]
+        results += [
+            attempt("second derivative", partial(check_second_derivative, fed, again)),
+            *check_chain(scenario),
+            _tried("one client's step", fed, _one_step),
+        ]
+    if all(r.works or not r.needed for r in results):
+        results += try_attacks(scenario)
     return results
 
 
@@ -45,7 +57,11 @@ def _tried(name: str, fed: Federation, check: Callable[[Federation], str]) -> Ch
     return attempt(name, partial(check, fed))
 
 
-def _check_data(fed: Federation) -> Iterator[CheckResult]:
+def _noted(name: str, fed: Federation, check: Callable[[Federation], str]) -> CheckResult:
+    return attempt(name, partial(check, fed), needed=False)
+
+
+def _check_data(fed: Federation, again: Federation) -> Iterator[CheckResult]:
     data = fed.shards.dataset
     yield CheckResult("data", True, True, describe_data(data))
     sizes = [len(own) for own in fed.shards.indices]
@@ -61,7 +77,7 @@ def _check_data(fed: Federation) -> Iterator[CheckResult]:
     if data.mean and (abs(centre) > 0.5 or not 0.5 < width < 2):
         message = f"normalised images have mean {centre:.2g} and deviation {width:.2g}, expected about 0 and 1: see mean and std"
         yield CheckResult("normalisation", False, False, message)
-    yield _tried("data, built again", fed, _same_data)
+    yield attempt("data, built again", partial(_same_data, fed, again))
 
 
 def describe_data(data: Dataset) -> str:
@@ -72,8 +88,8 @@ def describe_data(data: Dataset) -> str:
     return f"{len(data.y):,} + {len(data.y_test):,} {what}, {data.classes:,} {of}"
 
 
-def _same_data(fed: Federation) -> str:
-    first, again = fed.shards.dataset, Federation(fed.protocol).shards.dataset
+def _same_data(fed: Federation, other: Federation) -> str:
+    first, again = fed.shards.dataset, other.shards.dataset
     for name in ("x", "y", "x_test", "y_test"):
         if not torch.equal(getattr(first, name), getattr(again, name)):
             raise CheckFailed(
@@ -83,15 +99,17 @@ def _same_data(fed: Federation) -> str:
     return "the same bits"
 
 
-def _check_model(fed: Federation) -> Iterator[CheckResult]:
+def _check_model(fed: Federation, again: Federation) -> Iterator[CheckResult]:
     count = sum(p.numel() for p in fed.model.parameters())
-    built = _tried("model", fed, _logits)
-    yield CheckResult(
-        built.name, built.works, built.needed, f"{built.message}{f', {count:,} parameters' if built.works else ''}"
-    )
-    yield _tried("model, built again", fed, _same_model)
+    built = _tried("model", fed, try_network)
+    yield replace(built, message=f"{built.message}, {count:,} parameters") if built.works else built
+    yield attempt("model, built again", partial(_same_model, fed, again))
     if built.works:
-        yield _tried("model, run again", fed, _deterministic)
+        yield from (r for r in (_noted("model, copied", fed, try_copy), _noted("input", fed, try_input)) if not r.works)
+        yield _tried("model, run again", fed, try_again)
+        yield _tried("gradient", fed, try_gradient)
+        if ends_in_softmax(fed):
+            yield CheckResult("softmax", False, False, SOFTMAX)
     for name, module in fed.model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             message = f"layer {name!r} is dropout, " + (
@@ -107,62 +125,23 @@ def _check_model(fed: Federation) -> Iterator[CheckResult]:
 
 
 def _independent(fed: Federation) -> bool:
-    x = _inputs(fed, 2 * TRIED)
+    x = inputs(fed, 2 * TRIED)
     if len(x) < 2 * TRIED:
         return True
     with without_running_stats(fed.model):
         return examples_are_independent(fed.model, fed.initial()[0], x.view(2, TRIED, *x.shape[1:]))
 
 
-def _inputs(fed: Federation, count: int = TRIED) -> Tensor:
-    """Some training examples, normalised as the model's input."""
-    data = fed.shards.dataset
-    return data.normalise(batch_of(data.x, data.y, torch.arange(min(count, len(data.y)))).x)
-
-
-def _pass(fed: Federation) -> Tensor:
-    with torch.no_grad(), without_running_stats(fed.model):  # a check must not change BatchNorm's statistics
-        logits: Tensor = functional_call(fed.model, fed.initial()[0], (_inputs(fed),))
-    return logits
-
-
-def _logits(fed: Federation) -> str:
-    data, logits = fed.shards.dataset, _pass(fed)
-    expected = (min(TRIED, len(data.x)), *data.y.shape[1:], data.classes)
-    if not isinstance(logits, Tensor) or logits.shape != expected:
-        form = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise CheckFailed(
-            f"it gives {form} for {TRIED} {'images' if data.mean else 'sentences'}, expected logits {expected}: let its "
-            "factory take `shape` and `classes`, which it is offered"
-        )
-    if not logits.isfinite().all():
-        raise CheckFailed("its logits are not finite: check its initial weights, and mean and std of the data")
-    if whole := [name for name, p in fed.model.named_parameters() if not p.is_floating_point()]:
-        raise CheckFailed(f"parameter {whole[0]!r} is not a floating-point number")
-    return f"{type(fed.model).__name__}, logits for {data.classes} classes"
-
-
-def _same_model(fed: Federation) -> str:
-    first, again = fed.model.state_dict(), Federation(fed.protocol).model.state_dict()
+def _same_model(fed: Federation, other: Federation) -> str:
+    first, again = fed.model.state_dict(), other.model.state_dict()
     if first.keys() != again.keys():
         raise CheckFailed("two builds have parameters of different names: build the same network each time")
     for name, tensor in first.items():
-        if not torch.equal(tensor, again[name]):
+        if not torch.equal(tensor.nan_to_num(), again[name].nan_to_num()):  # a NaN equals nothing, itself included
             raise CheckFailed(
                 f"two builds differ in {name!r}, so equal seeds would not give equal runs: {BETWEEN_BUILDS}"
             )
     return "the same weights"
-
-
-def _deterministic(fed: Federation) -> str:
-    if any(isinstance(m, StochasticLayer) for m in fed.model.modules()):
-        return "it draws by design, and attacks know this"
-    if not torch.equal(_pass(fed), _pass(fed)):
-        raise CheckFailed(
-            "two passes over the same images differ: something draws in its forward pass (functional dropout?), which the "
-            "replay check cannot repeat and no attack knows; make it depend on self.training, or leave it out"
-        )
-    return "the same logits"
 
 
 def _check_loss(fed: Federation) -> Iterator[CheckResult]:
@@ -177,44 +156,6 @@ def _check_loss(fed: Federation) -> Iterator[CheckResult]:
     if not takes_probabilities(fed.loss, classes):
         message = "it takes whole labels only: no attack optimises labels (dlg), no link may blend them (mixup)"
         yield CheckResult("loss of probabilities", False, False, message)
-
-
-def _second_derivative(fed: Federation) -> str:
-    """Compare the second derivative, which every matching attack needs, with a finite difference.
-
-    It is the derivative of a client's gradient with respect to the image.
-    """
-    model, loss = copy.deepcopy(fed.model).double(), fed.loss
-    if isinstance(loss, nn.Module):
-        loss = copy.deepcopy(loss).double()
-    params, data = {k: p.double() for k, p in fed.initial()[0].items()}, fed.shards.dataset
-    compute, y = gradient(model, loss, normalise=data.normalise), data.y[:1]
-    rng = generator("doctor", "projection")
-    weights = {k: torch.randn(p.shape, generator=rng, dtype=p.dtype) for k, p in params.items()}
-
-    def projected(x: Tensor) -> Tensor:
-        """One number from each parameter's gradient, (parameters,)."""
-        update = compute(params, Batch(x, y), None)
-        return torch.stack([(t * weights[k]).sum() for k, t in update.items()])
-
-    first = batch_of(data.x, data.y, torch.arange(1)).x
-    x = (model.embed(first).detach() if isinstance(model, LanguageModel) else first.double()).requires_grad_()
-    total = projected(x)
-    if not total.requires_grad:
-        raise CheckFailed("the gradient does not depend on the image: is something detached in the model?")
-    slopes = torch.stack([torch.autograd.grad(part, x, retain_graph=True)[0] for part in total])
-    if not slopes.isfinite().all():
-        raise CheckFailed("it is not finite: a square root, norm or division at zero in the model or loss?")
-    step = STEP * torch.randn(x.shape, generator=rng, dtype=x.dtype)
-    change, expected = (projected(x + step) - projected(x - step)).detach() / 2, (slopes * step).flatten(1).sum(1)
-    tolerance = RELATIVE * torch.maximum(change.abs(), expected.abs()) + ROUNDING * expected.abs().max()
-    if off := [name for name, far in zip(params, (change - expected).abs() > tolerance, strict=True) if far]:
-        raise CheckFailed(
-            f"it differs from the change of the gradient of {off[0]!r}: does the model use an autograd Function that has only "
-            "a first derivative?"
-        )
-    idle = [name for name, t in compute(params, Batch(x.detach(), y), None).items() if not t.any()]
-    return "equal to the finite difference" + (f"; no gradient reaches {', '.join(idle[:3])}" if idle else "")
 
 
 def _one_step(fed: Federation) -> str:

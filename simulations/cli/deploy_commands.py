@@ -10,9 +10,10 @@ from typing import get_args
 
 from rich.console import Console
 
-from fedgauge.simulations.cli.options import FAILED, Command, Commands, positive
+from fedgauge.simulations.cli.options import Command, Commands, positive
 from fedgauge.simulations.cli.run_summary import print_summary
-from fedgauge.simulations.live.view import Log
+from fedgauge.simulations.live.log import Log
+from fedgauge.simulations.run.exit_status import FAILED, exit_status
 
 
 def add_to(commands: Commands) -> None:
@@ -93,6 +94,7 @@ def up(options: argparse.Namespace) -> int:
     with Interrupt().caught() as interrupt:
         try:
             run, ended = start_here(deployment, Console(stderr=True), interrupt, options.log, options.new)
+            ended = ended or exit_status(run)
         except TrainingFailed as error:
             print(f"fedgauge: {error}", file=sys.stderr)
             run = next(iter(deployment.runs()[-1:]), None)

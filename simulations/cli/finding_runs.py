@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+from fedgauge.client.components import SpecError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
+from fedgauge.simulations.cli.options import RUNS
 
 
 def find_run(named: Path, folder: Path) -> Run:
-    """A run by its folder, or by its name in the folder of runs."""
+    """A run by its folder, or by its name in the folder of runs; LedgerError if there is none."""
     below = folder / named
+    if not named.exists() and not below.exists():
+        raise LedgerError(f"there is no run {named}, neither here nor in {folder}: fedgauge runs lists those there are")
     return Run.open(named if named.exists() or not below.exists() else below)
 
 
@@ -17,3 +22,12 @@ def find_runs(named: Path, folder: Path) -> list[Run]:
     if not (place / "sweep.toml").exists():
         return [find_run(named, folder)]
     return [Run.open(path.parent) for path in sorted(place.glob("*/ledger.sqlite"))]
+
+
+def all_runs(folder: Path) -> list[Run]:
+    """Every run in the folder of runs, newest first; SpecError if a folder was named that is none."""
+    if (folder / "ledger.sqlite").exists():
+        raise SpecError(f"{folder} is itself a run: --runs names the folder in which runs are kept")
+    if folder != RUNS and not folder.is_dir():
+        raise SpecError(f"{folder} is not a folder: --runs names the folder in which runs are kept")
+    return [Run(path.parent) for path in sorted(folder.glob("*/ledger.sqlite"), reverse=True)]

@@ -11,14 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from fedgauge.attacks.plan import describe
+from fedgauge.server.store import predecessor
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.views.reading import state_of, tables_of
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import best_so_far
-from fedgauge.simulations.cli.finding_runs import find_run, find_runs
-from fedgauge.simulations.cli.options import FAILED, NO_RUNS, Commands, days
+from fedgauge.simulations.cli.finding_runs import all_runs, find_run, find_runs
+from fedgauge.simulations.cli.options import NO_RUNS, Commands, days
 from fedgauge.simulations.cli.run_summary import next_step, wide_console
+from fedgauge.simulations.run.exit_status import FAILED
 
 
 def add_to(commands: Commands) -> None:
@@ -36,14 +38,14 @@ def add_to(commands: Commands) -> None:
 def runs(options: argparse.Namespace) -> int:
     """fedgauge runs: every run under runs/, newest first."""
     table = Table("run", "state", "rounds", "chain", "attacks", "attacks done", "best", box=None)
-    folders = sorted((p.parent for p in options.runs.glob("*/ledger.sqlite")), reverse=True)
-    for folder in folders:
+    found = all_runs(options.runs)
+    for run in found:
         try:
-            table.add_row(Text(folder.name), *_columns(Run(folder)))
+            table.add_row(Text(run.folder.name), *_columns(run))
         except (LedgerError, OSError) as error:
-            table.add_row(Text(folder.name), "unreadable")
+            table.add_row(Text(run.folder.name), "unreadable")
             print(f"fedgauge: {error}", file=sys.stderr)
-    if folders:
+    if found:
         wide_console().print(table)
     else:
         print(f"fedgauge: no runs in {options.runs}; {NO_RUNS}", file=sys.stderr)
@@ -52,13 +54,14 @@ def runs(options: argparse.Namespace) -> int:
 
 def _columns(run: Run) -> list[str | Text]:
     """State, rounds, chain, attacks by name, how many are done, and the best value that an attack reached."""
-    with run.ledger() as ledger:
+    predecessor.refuse(run.folder)
+    with run.ledger(readonly=True) as ledger:
         progress, rounds = ledger.progress(), ledger.rounds()
         measure, best = best_so_far(ledger)
         trained = f"{rounds[-1]['round'] if rounds else 0}/{ledger.meta().get('rounds', '?')}"
         chain = " > ".join(map(describe, tables_of(run)["chain"]))
         attacks = ", ".join(row["name"] for row in ledger.attacks() if is_attack(row["name"]))
-        done = f"{progress.done}/{progress.total}"
+        done = f"{progress.done}/{progress.total}" + (f", {progress.failed} failed" if progress.failed else "")
         reached = "" if best is None else f"{measure.name} {best:.1f} {measure.unit}"
         return [state_of(run, ledger), trained, Text(chain), attacks, done, reached]
 
@@ -87,7 +90,7 @@ def prune(options: argparse.Namespace) -> int:
     from fedgauge.simulations.run.retention import prune as delete
 
     chosen = [run for named in options.run for run in find_runs(named, options.runs)]
-    for run in chosen or [Run(path.parent) for path in sorted(options.runs.glob("*/ledger.sqlite"))]:
+    for run in chosen or reversed(all_runs(options.runs)):
         age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
         if age is None:
             print(f"{run.name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")

@@ -30,7 +30,7 @@ from fedgauge.client.deployment.deployed_client import SELF_AUDIT
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.losses import LOSS
-from fedgauge.client.registry import Entry
+from fedgauge.client.registry import Entry, unknown_groups
 from fedgauge.server.app import STRATEGY
 
 KINDS: Mapping[str, ComponentKind] = {
@@ -48,7 +48,7 @@ KINDS: Mapping[str, ComponentKind] = {
     "audit": SELF_AUDIT,
 }
 # required parameters with these names are filled in by fedgauge, not by the scenario
-FILLED_IN = ("model", "shape", "classes", "tokenizer", "task", "normalise", "batch_size")
+FILLED_IN = ("model", "shape", "classes", "tokenizer", "task", "normalise", "batch_size", "examples")
 # a strategy's arguments that server.app.build_strategy fixes, and those for which it has other defaults than Flower
 FIXED = ("fraction_evaluate", "min_evaluate_nodes", "arrayrecord_key", "configrecord_key", "weighted_by_key")
 OTHER_DEFAULTS = {"min_train_nodes": "1", "min_available_nodes": "all"}
@@ -88,7 +88,22 @@ def components_of(kind: str | None = None, own_only: bool = False) -> list[Compo
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise SpecError(f"there is no kind {kind!r}: {meant}the kinds are {', '.join(KINDS)}")
     chosen = [kind] if kind is not None else list(KINDS)
-    return [_component(name, entry) for name in chosen for entry in KINDS[name].entries() if entry.own or not own_only]
+    listed = [
+        _component(name, entry) for name in chosen for entry in KINDS[name].entries() if entry.own or not own_only
+    ]
+    return listed if kind is not None or own_only else [*listed, *_without_kind()]
+
+
+def _without_kind() -> list[Component]:
+    """Plug-ins in a group that no kind has, such as fedgauge.defenses: they would be ignored in silence."""
+    groups = [group for kind in KINDS.values() for group in kind.groups] + ["fedgauge.ablations"]
+    listed = []
+    for entry in unknown_groups(groups):
+        near = get_close_matches(entry.group, groups, 1, 0.6)
+        meant = f"did you mean {near[0]}? " if near else ""
+        error = f"there is no group {entry.group}: {meant}the groups are {', '.join(groups)}"
+        listed.append(Component("unknown", entry.name, package=entry.package, error=error))
+    return listed
 
 
 def _component(kind: str, entry: Entry) -> Component:
@@ -130,7 +145,7 @@ def _arguments(target: Callable[..., Any]) -> str:
         filled_in = name in FIXED or (required and name in FILLED_IN)
         if variadic or filled_in or not _is_settable(hints.get(name, Any)):
             continue
-        default = OTHER_DEFAULTS.get(name) or _toml(defaults.get(name, parameter.default))
+        default = OTHER_DEFAULTS.get(name) or toml(defaults.get(name, parameter.default))
         parts.append(name if required else f"{name} = {default}")
     return ", ".join(parts)
 
@@ -152,13 +167,14 @@ def _is_settable(hint: Any) -> bool:
     return all(_is_settable(option) for option in inner if option is not Ellipsis)
 
 
-def _toml(value: object) -> str:
+def toml(value: object) -> str:
+    """A default as it would stand in a scenario; none where it is left out."""
     if value is None:
         return "none"
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{k} = {toml(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml, value)) + "]"
     return json.dumps(value) if isinstance(value, str | bool) else str(value)
 
 
@@ -202,11 +218,11 @@ def fill(page: str) -> str:
 
 
 def _row(component: Component) -> str:
-    arguments = _escaped(f"`{component.arguments}`") if component.arguments else ""
-    return f"| `{component.name}` | {arguments} | {_escaped(component.description)} |\n"
+    arguments = escaped(f"`{component.arguments}`") if component.arguments else ""
+    return f"| `{component.name}` | {arguments} | {escaped(component.description)} |\n"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that Markdown shows as it is, in a cell of a table; what stands between backticks stays code."""
     parts = re.split(r"(`[^`]*`)", text)
     # an underscore within a word marks nothing up

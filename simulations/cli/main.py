@@ -5,28 +5,60 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module, metadata
 from pathlib import Path
 
-from fedgauge.client import components, registry
-from fedgauge.client.components import SpecError
-from fedgauge.client.local_data import data_folder
-from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.run import RunBusy
-from fedgauge.server.store.tape import TapeError
-from fedgauge.simulations.cli import (
-    deploy_commands,
-    experiment_commands,
-    housekeeping_commands,
-    result_commands,
-    run_commands,
-    scenario_commands,
-)
-from fedgauge.simulations.cli.options import MISTAKE, Command, Commands
+from fedgauge.simulations.cli.options import Command, Commands
+
+# Each module with its commands, as help lists them. Only the module of the command that is run is imported: torch and
+# Flower take seconds, which help, --version and a misspelt command need not wait for.
+GROUPS: dict[str, dict[str, str]] = {
+    "run_commands": {
+        "run": "train a federation and attack it, or continue a run that was interrupted.",
+        "audit": "attack the updates on the tape, by the run's plan or another attack; continues where it stopped.",
+    },
+    "result_commands": {
+        "watch": "show runs in the browser, while they work and afterwards; Ctrl-C ends it.",
+        "report": "write the HTML report of each run, and compare several; figures and a PDF if asked for.",
+        "export": "every score as CSV or parquet, or curves and images for TensorBoard.",
+        "client-report": "what a client of a deployment sent, answered and leaked, from its own log.",
+    },
+    "experiment_commands": {
+        "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",
+        "reproduce": "attack what a paper attacked, and print its figures beside ours.",
+        "bench": "measure speed and quality, and keep the figures in simulations/benchmarks/results.",
+    },
+    "deploy_commands": {
+        "deploy": "a federation of real processes, each client its own, here or in containers.",
+    },
+    "housekeeping_commands": {
+        "runs": "every run under runs/, newest first.",
+        "stop": "end its training, finish the attacks in flight, keep everything for `fedgauge audit`.",
+        "prune": "delete what can be inverted, of runs older than --days or their retention_days; scores stay.",
+    },
+    "scenario_commands": {
+        "init": "write a commented scenario to start from.",
+        "list": "every component by kind, with those of installed plug-ins.",
+        "preflight": "what would leak, in seconds and before any training, and what to change.",
+        "doctor": "what works on this machine and what is missing; what is wrong with a scenario or a client's file.",
+    },
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; a user's mistake is printed as one sentence, with status 2."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if not given:
+        _parser().print_help()
+        return 0
+    options = _parser(given[0]).parse_args(given)
+    from fedgauge.client.components import SpecError
+    from fedgauge.client.local_data import data_folder
+    from fedgauge.server.store.ledger_connection import LedgerError
+    from fedgauge.server.store.run import RunBusy
+    from fedgauge.server.store.tape import TapeError
+    from fedgauge.simulations.run.exit_status import MISTAKE
+
     command: Command = options.command
     try:
         data_folder()  # a FEDGAUGE_DATA that does not exist is refused before anything starts
@@ -42,12 +74,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"fedgauge: {error}", file=sys.stderr)
+        print(f"fedgauge: {_of_a_file(error)}", file=sys.stderr)
         return MISTAKE
+
+
+def _of_a_file(error: OSError) -> str:
+    """What the system says of a file, and what to do; another error's own words."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}: name another place, or change what is there"
 
 
 def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
     """Allow the user's own packages, which lie in FEDGAUGE_ALLOW_PATH, beside the scenario, or in the current folder."""
+    from fedgauge.client import components, registry
+
     names = [*registry.allowed(), *options.allow, *getattr(options, "allow_too", [])]
     if not names:
         return nullcontext()
@@ -57,20 +98,19 @@ def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
     return components.allowing(names, [*further, *beside, Path.cwd()])
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str = "") -> argparse.ArgumentParser:
+    """A parser that knows the options of one command, and the names of all."""
     parser = argparse.ArgumentParser(
         prog="fedgauge", description="Run a real federation whose server is curious, and see what it can reconstruct."
     )
+    parser.add_argument("--version", action="version", version=f"fedgauge {metadata.version('fedgauge')}")
     commands = Commands(parser)
-    for group in (
-        run_commands,
-        result_commands,
-        experiment_commands,
-        deploy_commands,
-        housekeeping_commands,
-        scenario_commands,
-    ):
-        group.add_to(commands)
+    for module, summaries in GROUPS.items():
+        if command in summaries:
+            import_module(f"fedgauge.simulations.cli.{module}").add_to(commands)
+        else:
+            for name, summary in summaries.items():
+                commands.mention(name, summary)
     return parser
 
 

@@ -5,12 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from fedgauge.simulations.live import json_log
-from fedgauge.simulations.live.view import Log
+from fedgauge.simulations.live.log import Log, with_errors
 
 RUNS = Path("runs")
 NO_RUNS = "start one with: fedgauge init, then fedgauge run scenario.toml"
-FAILED, MISTAKE = 1, 2  # exit statuses
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -19,6 +17,10 @@ class Commands:
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def mention(self, name: str, summary: str) -> None:
+        """List a command in the help without its options."""
+        self.commands.add_parser(name, help=summary)
 
     def add(self, command: Command, with_run: bool = True, name: str = "") -> argparse.ArgumentParser:
         """Register a command; its help is what its docstring says after the colon.
@@ -45,7 +47,7 @@ def add_log(command: argparse.ArgumentParser) -> None:
     """Give a command --log."""
     text = "auto: a live display in a terminal, else lines; quiet: errors and results only; json: one event per line"
     command.add_argument("--log", choices=get_args(Log), default="auto", help=text)
-    command.set_defaults(command=json_log.with_errors(command.get_default("command")))
+    command.set_defaults(command=with_errors(command.get_default("command")))
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:

@@ -12,12 +12,15 @@ from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, apply_setting
+from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.simulations.cli.finding_runs import find_run
-from fedgauge.simulations.cli.options import FAILED, Commands, add_log, add_settings, numbers
-from fedgauge.simulations.cli.run_summary import is_mismatched, print_summary
-from fedgauge.simulations.live import json_log
+from fedgauge.simulations.cli.options import Commands, add_log, add_settings, numbers
+from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.choose_view import view_of
+from fedgauge.simulations.live.log import emit
+from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_status
 
 
 def add_to(commands: Commands) -> None:
@@ -27,6 +30,8 @@ def add_to(commands: Commands) -> None:
     start.add_argument(
         "--resume", type=Path, metavar="RUN", help="continue a run that was interrupted, failed or was killed"
     )
+    text = "train in one process, without Flower's servers: the same messages, the same bits, and no minute of waiting"
+    start.add_argument("--in-memory", action="store_true", help=text)
     start.add_argument("--rounds", type=int, metavar="N", help="instead of the scenario's")
     add_log(start)
     add_settings(start)
@@ -37,6 +42,19 @@ def add_to(commands: Commands) -> None:
     )
     again.add_argument("--rounds", type=numbers, metavar="1,2,3", help="with --attack: which rounds")
     again.add_argument("--clients", type=numbers, metavar="0,1", help="with --attack: which clients")
+    again.add_argument(
+        "--retry",
+        action="append",
+        choices=("failed", "not-applicable"),
+        default=[],
+        help="try these again, after their cause is mended (repeatable)",
+    )
+    again.add_argument(
+        "--truth",
+        metavar="FOLDER|'NAME KEY=VALUE ...'",
+        help="grade what came back by the clients' own examples: files of them, or a dataset with --truth-rows",
+    )
+    again.add_argument("--truth-rows", type=Path, metavar="FILE.json", help="which rows of the dataset each client has")
     again.add_argument("--executor", choices=("ray", "local"), help="instead of the scenario's")
     again.add_argument("--workers", type=int, metavar="N", help="instead of the scenario's")
     again.add_argument("--force", action="store_true", help="attack although the replay check fails")
@@ -46,9 +64,10 @@ def add_to(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """fedgauge run SCENARIO.toml: train a federation and attack it, or continue a run that was interrupted."""
     from fedgauge.server.app import build_strategy  # imports Flower: seconds, which only this command pays
+    from fedgauge.simulations.checks.before_training import warnings_before
     from fedgauge.simulations.run.create import new_run, resume
     from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
-    from fedgauge.simulations.run.simulate import INTERRUPTED, Interrupt, simulate
+    from fedgauge.simulations.run.simulate import Interrupt, simulate
 
     if (options.scenario is None) == (options.resume is None):
         raise SpecError("fedgauge run needs either a SCENARIO.toml to start, or --resume RUN to continue a run")
@@ -61,11 +80,15 @@ def run(options: argparse.Namespace) -> int:
         build_strategy(scenario.strategy, scenario.protocol.clients)
     except SpecError as error:
         raise SpecError(f"{options.scenario or options.resume}: {error}") from error
-    folder = before or new_run(scenario, options.scenario.stem, options.runs)
     console = Console(stderr=True)
+    if before is None:
+        for words in warnings_before(scenario):
+            console.print(f"warning: {words}", highlight=False, markup=False, soft_wrap=True)
+    folder = before or new_run(scenario, options.scenario.stem, options.runs)
     if options.log == "auto":
+        where = ", in memory" if options.in_memory else ""
         console.print(
-            f"run {folder.name}: {scenario.protocol.clients} clients, {scenario.protocol.rounds} rounds",
+            f"run {folder.name}: {scenario.protocol.clients} clients, {scenario.protocol.rounds} rounds{where}",
             highlight=False,
         )
         if scenario.left_out:
@@ -74,27 +97,29 @@ def run(options: argparse.Namespace) -> int:
     status = 0
     with Interrupt().caught() as interrupt:
         try:
-            simulate(folder, scenario, console, interrupt, options.log)
-            status = INTERRUPTED if interrupt.asked else FAILED if is_mismatched(folder) else 0
+            simulate(folder, scenario, console, interrupt, options.log, options.in_memory)
+            status = INTERRUPTED if interrupt.asked else exit_status(folder)
         except (TrainingFailed, AuditFailed) as error:
             print(f"fedgauge: {error}", file=sys.stderr)
             if options.log == "json":
-                json_log.emit("error", words=str(error))
+                emit("error", words=str(error))
             status = FAILED
     if status and not folder.model.exists():
-        print(f"fedgauge: continue the training with: fedgauge run --resume {folder.folder}", file=sys.stderr)
+        also = " --in-memory" if options.in_memory else ""
+        print(f"fedgauge: continue the training with: fedgauge run --resume {folder.folder}{also}", file=sys.stderr)
     print_summary(folder, options.log)
     return status
 
 
 def audit(options: argparse.Namespace) -> int:
     """fedgauge audit RUN: attack the updates on the tape, by the run's plan or another attack; continues where it stopped."""
-    from fedgauge.server.pool.service import make_executor, serve
+    from fedgauge.server.pool.tester_grading import grade
     from fedgauge.simulations.run.create import cards
-    from fedgauge.simulations.run.simulate import INTERRUPTED, Interrupt
 
     if options.follow and options.attack:
         raise SpecError("--follow carries out the plan that the run started with: leave out --attack")
+    if options.follow and options.retry:
+        raise SpecError("--follow attacks what the training adds: leave out --retry, or wait for the training's end")
     if not options.attack and (options.rounds or options.clients):
         raise SpecError("--rounds and --clients choose what --attack attacks: add an --attack, or leave them out")
     run = find_run(options.run, options.runs)
@@ -102,29 +127,68 @@ def audit(options: argparse.Namespace) -> int:
     scenario = run.scenario([f"audit.{key}={value}" for key, value in changes.items() if value is not None])
     console = Console(stderr=True)
     with run.ledger() as ledger:
+        truth = _truth(options, run, ledger)
         if not options.follow:
-            if not any(o["digest"] for o in ledger.observations()):
+            if truth is None and not any(o["digest"] for o in ledger.observations()):
                 raise LedgerError(f"{run.folder} has no updates on its tape: {_why_empty(ledger, scenario)}")
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
             ledger.add_attacks(plan, cards(scenario, plan, ledger.meta().get("mode", "simulation")))
             ledger.enqueue(plan)
-        following = view_of(run, ledger, scenario, console, options.log, training=options.follow)
-        # before our own signal handlers: Ray sets a SIGTERM handler when it starts
-        executor = make_executor(scenario.audit.executor, scenario.audit.workers)
-        with Interrupt().caught() as interrupt, closing(executor), following.shown() as view:
-            serve(
-                run,
-                executor,
-                scenario,
-                follow=lambda: options.follow and run.holder("training") is not None,
-                stop=lambda: interrupt.asked,
-                tick=view.update,
-                force=options.force,
-            )
+            if options.retry:
+                _retry(run, ledger, scenario, options.retry, console)
+        waiting = ledger.progress().queued + ledger.progress().leased
+        interrupted = _attack(options, run, ledger, scenario, console) if truth is None or waiting else False
+        if truth is not None and not interrupted:
+            grade(run, ledger, scenario, truth)
     if options.follow:  # the driver of the training prints the summary
-        return INTERRUPTED if interrupt.asked else 0
+        return INTERRUPTED if interrupted else 0
     print_summary(run, options.log)
-    return INTERRUPTED if interrupt.asked else FAILED if is_mismatched(run) and not options.force else 0
+    judged = [planned.name for planned in plan.attacks] if options.attack else None
+    return INTERRUPTED if interrupted else exit_status(run, judged, options.force)
+
+
+def _attack(options: argparse.Namespace, run: Run, ledger: Ledger, scenario: Scenario, console: Console) -> bool:
+    """Attack what waits; returns whether somebody interrupted it."""
+    from fedgauge.server.pool.service import make_executor, serve
+    from fedgauge.simulations.run.simulate import Interrupt
+
+    following = view_of(run, ledger, scenario, console, options.log, training=options.follow)
+    # before our own signal handlers: Ray sets a SIGTERM handler when it starts
+    executor = make_executor(scenario.audit.executor, scenario.audit.workers)
+    with Interrupt().caught() as interrupt, closing(executor), following.shown() as view:
+        serve(
+            run,
+            executor,
+            scenario,
+            follow=lambda: options.follow and run.holder("training") is not None,
+            stop=lambda: interrupt.asked,
+            tick=view.update,
+            force=options.force,
+        )
+    return interrupt.asked
+
+
+def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth | None:
+    """The truth that --truth names; SpecError if the run has one of its own."""
+    if options.truth is None:
+        if options.truth_rows is not None:
+            raise SpecError("--truth-rows chooses rows of the dataset that --truth names: add --truth")
+        return None
+    if options.follow:
+        raise SpecError("--follow attacks while the training continues: leave out --truth, and grade afterwards")
+    if not ledger.deployed:
+        raise SpecError(f"{run.folder} is a simulation, whose own data grades it: --truth is for apps that keep theirs")
+    return TesterTruth.named(options.truth, options.truth_rows)
+
+
+def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], console: Console) -> None:
+    """Put ended jobs back into the queue, and say how many."""
+    with run.lock("audit"):  # no service may be at work on them
+        again, gone = ledger.retry_ended([kind.replace("-", "_") for kind in kinds], scenario.plan.wave)
+    words = f"{again} attacks ({' or '.join(kinds)}) are tried again" if again else f"no attack is {' or '.join(kinds)}"
+    if gone:
+        words += f"; {gone} cannot be: their updates are no longer on the tape"
+    console.print(f"fedgauge: {words}", highlight=False)
 
 
 def _why_empty(ledger: Ledger, scenario: Scenario) -> str:

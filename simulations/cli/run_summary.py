@@ -8,15 +8,16 @@ from rich.table import Table
 from fedgauge.client.deployment.self_grading import NOT_ALLOWED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.leakage import RoundLeak, round_table
+from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
+from fedgauge.server.views.outcomes import MOST_REASONS, failure, inapplicable, none_accepted
 from fedgauge.server.views.reading import state_of, tables_of
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.server_attacks import server_attack_effects
+from fedgauge.server.views.ungraded import ungraded_table
+from fedgauge.server.views.verdict import ungraded_reason, verdict
 from fedgauge.simulations.live import json_log
+from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.participation import guarded, participation
-from fedgauge.simulations.live.view import Log
-
-MOST_REASONS = 10  # reasons printed at the end of a run: some contain a number, and so differ from job to job
 
 
 def print_summary(run: Run, log: Log) -> None:
@@ -37,12 +38,6 @@ def print_summary(run: Run, log: Log) -> None:
     print(run.folder)
 
 
-def is_mismatched(run: Run) -> bool:
-    """Whether the replay check failed."""
-    with run.ledger() as ledger:
-        return ledger.meta().get("replay") == "mismatch"
-
-
 def next_step(run: Run, ledger: Ledger) -> str:
     """What is left to do on a run that is at rest, and the command for it; empty if nothing is."""
     from fedgauge.simulations.run.create import restart_command
@@ -61,6 +56,9 @@ def next_step(run: Run, ledger: Ledger) -> str:
     if not ledger.observations():
         command = restart_command(run, ledger)
         return f"it ended before its first round: there is nothing to attack; begin again with: {command}"
+    if progress.failed:
+        again = f"fedgauge audit {run.folder} --retry failed"
+        return f"when the cause is mended, try what failed again with: {again}"
     return ""
 
 
@@ -72,12 +70,10 @@ def wide_console() -> Console:
 def _print_errors(run: Run) -> None:
     """Print on standard error why some attacks were not carried out."""
     with run.ledger() as ledger:
-        meta, progress = ledger.meta(), ledger.progress()
+        meta = ledger.meta()
         if meta.get("replay") == "mismatch":
             print(f"fedgauge: replay check: {meta['replay_detail']}", file=sys.stderr)
-        if progress.failed:
-            print(f"fedgauge: {progress.failed} attacks failed: {'; '.join(ledger.errors())}", file=sys.stderr)
-        for text in filter(None, (_clients(ledger), next_step(run, ledger))):
+        for text in filter(None, (*_nothing_came_back(ledger), _clients(ledger), next_step(run, ledger))):
             print(f"fedgauge: {text}", file=sys.stderr)
 
 
@@ -90,10 +86,12 @@ def _print_results(run: Run) -> None:
         values = [f"{which} {of}" for which in ("mean", "best", "baseline")]
         table = Table("round", "accuracy", "attack", *values, "label accuracy", box=None)
         for line in round_table(scores, ledger):
-            table.add_row(*_cells(line))
+            if line.psnr.n or line.psnr.failed:
+                table.add_row(*_cells(line))
         if table.row_count:
             console.print(table)
-        meta, progress = ledger.meta(), ledger.progress()
+        _print_ungraded(console, ledger, bool(table.row_count))
+        meta = ledger.meta()
         if "replay_detail" in meta:
             style = "yellow" if meta["replay"] != "ok" else None
             console.print(f"replay check: {meta['replay_detail']}", style=style, markup=False, highlight=False)
@@ -102,21 +100,41 @@ def _print_results(run: Run) -> None:
             _print_line(console, f"malicious server, {name}: {effect}")
         for text in filter(None, (_clients(ledger), _grading(ledger))):
             _print_line(console, text)
-        if progress.failed:
-            console.print(
-                f"{progress.failed} attacks failed: {'; '.join(ledger.errors())}", style="yellow", markup=False
-            )
         reasons = ledger.reasons()
         for row in reasons[:MOST_REASONS]:
             _print_line(console, f"{row['attack']} ({row['jobs']} x): {row['reason']}")
         if len(reasons) > MOST_REASONS:
             _print_line(console, f"and {len(reasons) - MOST_REASONS} more reasons of attacks")
+        for text in _nothing_came_back(ledger):
+            _print_line(console, text, "yellow")
         if text := next_step(run, ledger):
             _print_line(console, text, "yellow" if meta.get("replay") == "mismatch" else None)
 
 
+def _print_ungraded(console: Console, ledger: Ledger, some: bool) -> None:
+    """Print what came back without a truth; or, if nothing else was printed, why there is no table."""
+    scores = Scores.read(ledger)
+    rows = ungraded_table(scores, ledger)
+    table = Table("round", "accuracy", "attack", "came back", "median objective", "ended", box=None)
+    for row in rows:
+        accuracy = "" if row.accuracy is None else f"{row.accuracy:.1%}"
+        objective = "" if row.objective is None else f"{row.objective:.3g}"
+        table.add_row(str(row.round), accuracy, row.attack, str(row.reconstructions), objective, row.statuses)
+    if rows:
+        console.print(table)
+    if rows and (reason := ungraded_reason(ledger)):
+        _print_line(console, f"nobody graded these reconstructions, which the report shows: {reason}")
+    elif not rows and not some:
+        _print_line(console, f"no table: {verdict(scores, ledger).sentence}")
+
+
 def _print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _nothing_came_back(ledger: Ledger) -> list[str]:
+    """What failed, and why; that no attack applies; that there was no update to attack."""
+    return [text for text in (none_accepted(ledger), failure(ledger), inapplicable(ledger)) if text]
 
 
 def _clients(ledger: Ledger) -> str:
@@ -125,17 +143,24 @@ def _clients(ledger: Ledger) -> str:
     if not ledger.deployed:
         return guarded(observations)
     absent = participation(observations)
-    return absent and f"{absent} (in full: fedgauge client-report CLIENT.toml, at the client)"
+    in_full = "" if ledger.foreign else " (in full: fedgauge client-report CLIENT.toml, at the client)"
+    return absent and f"{absent}{in_full}"
 
 
 def _grading(ledger: Ledger) -> str:
     """What a deployment's clients reported of the attacks' success, and how their owners can allow more."""
     grading = ledger.meta().get("grading")
-    if grading is None:
-        return ""
+    if grading is None or "truth" in ledger.meta():
+        return grading or ""
     allow = 'an owner may allow it: mode = "scores" under [grading] in client.toml (all: fedgauge deploy init --grading scores)'
     parts = [f"grading: {grading}", *([allow] if NOT_ALLOWED in grading else []), "labels are graded by no client"]
     return "; ".join(parts)
+
+
+def _without_value(leak: Leak) -> str:
+    """What gave no value, by status: "4 x failed"; in brackets beside a value."""
+    words = ", ".join(f"{n} x {status.replace('_', ' ')}" for status, n in leak.failed.items())
+    return f"({words})" if words and leak.n else words
 
 
 def _cells(line: RoundLeak) -> list[str]:
@@ -146,7 +171,7 @@ def _cells(line: RoundLeak) -> list[str]:
         str(line.round),
         number(line.accuracy, ".1%"),
         line.attack,
-        number(line.psnr.mean, ".1f"),
+        " ".join(filter(None, [number(line.psnr.mean, ".1f"), _without_value(line.psnr)])),
         number(line.psnr.best, ".1f"),
         number(line.baseline.mean if line.baseline else None, ".1f"),
         number(line.labels, ".0%"),

@@ -13,7 +13,8 @@ from rich.text import Text
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.cli.options import FAILED, MISTAKE, Commands, add_settings
+from fedgauge.simulations.cli.options import Commands, add_settings
+from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 
 def add_to(commands: Commands) -> None:
@@ -58,10 +59,13 @@ def list_components(options: argparse.Namespace) -> int:
 
 def preflight(options: argparse.Namespace) -> int:
     """fedgauge preflight SCENARIO.toml: what would leak, in seconds and before any training, and what to change."""
+    from fedgauge.simulations.checks.before_training import refuse_misfit
     from fedgauge.simulations.checks.preflight import preflight as examine
     from fedgauge.simulations.checks.preflight import show
 
-    result = examine(Scenario.load(options.scenario, options.set))
+    scenario = Scenario.load(options.scenario, options.set)
+    refuse_misfit(scenario.federation)
+    result = examine(scenario)
     if options.json:
         print(result.to_json())
     else:
@@ -71,7 +75,9 @@ def preflight(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """fedgauge doctor [FILE]: what works on this machine and what is missing; what is wrong with a scenario or a client's file."""
+    from fedgauge.simulations.checks.check_result import CheckResult
     from fedgauge.simulations.checks.machine import examine, former_variables
+    from fedgauge.simulations.cli.list_components import components_of
 
     file: Path | None = options.scenario
     if file is None:
@@ -88,7 +94,12 @@ def doctor(options: argparse.Namespace) -> int:
         results = check(Scenario.load(file, options.set))
     missing, optional = ("missing", "optional") if file is None else ("wrong", "note")
     table = Table(box=None, show_header=False)
-    for result in [*former_variables(os.environ), *results]:
+    plug_ins = [
+        CheckResult(f"{c.kind} {c.name}", False, False, f"of the package {c.package} cannot be used: {c.error}")
+        for c in components_of()
+        if c.error
+    ]
+    for result in [*former_variables(os.environ), *plug_ins, *results]:
         lacks = Text(missing, "red") if result.needed else Text(optional, "yellow")
         mark = Text("not checked", "dim") if result.works is None else Text("ok", "green") if result.works else lacks
         table.add_row(mark, result.name, Text(result.message))

@@ -16,12 +16,14 @@ from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.simulations.deploy.folder import Deployment, state_of_training
 from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
 from fedgauge.simulations.live.choose_view import view_of
+from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.participation import ObservationRow, absences
-from fedgauge.simulations.live.view import Log, View
+from fedgauge.simulations.live.view import View
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.create import resume
+from fedgauge.simulations.run.exit_status import INTERRUPTED
 from fedgauge.simulations.run.launch import TrainingFailed
-from fedgauge.simulations.run.simulate import INTERRUPTED, POLL, Interrupt
+from fedgauge.simulations.run.simulate import POLL, Interrupt
 
 
 def up(

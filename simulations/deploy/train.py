@@ -17,8 +17,9 @@ from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.live.participation import participation
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.create import resume
+from fedgauge.simulations.run.exit_status import INTERRUPTED
 from fedgauge.simulations.run.launch import TrainingFailed
-from fedgauge.simulations.run.simulate import INTERRUPTED, POLL, Interrupt
+from fedgauge.simulations.run.simulate import POLL, Interrupt
 
 REGISTERED = "already in use"  # Flower's message for a key that is already registered
 WITHOUT_AUDIT = 60.0  # seconds that `start` waits for an attack service that is not running

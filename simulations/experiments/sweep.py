@@ -19,12 +19,14 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_bytes
+from fedgauge.server.views.outcomes import failure
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 from fedgauge.simulations.experiments.sweep_rows import SweepRow, is_done, matrix, rows, write_rows
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.create import create_run
+from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, INTERRUPTED, exit_status
 from fedgauge.simulations.run.launch import blame, child_environment
-from fedgauge.simulations.run.simulate import INTERRUPTED, Interrupt
+from fedgauge.simulations.run.simulate import Interrupt
 
 POLL = 0.2  # seconds between checks of the running cells
 
@@ -36,7 +38,13 @@ class _CellProcess:
         self.cell, self.run = cell, run
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
-        command = [sys.executable, "-m", "fedgauge.simulations.experiments.sweep_worker", str(run.folder.resolve())]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "fedgauge.simulations.experiments.sweep_worker",
+            str(run.folder.resolve()),
+        ]
         self.child: subprocess.Popen[bytes] = processes.start(
             command, run.log("cell.log"), child_environment(self.scratch, self.mark)
         )
@@ -147,4 +155,18 @@ def run_sweep(path: Path, folder: Path, parallel: int) -> int:
     if interrupt.asked:
         console.print(f"stopped; continue with the same command ({len(ended)} of {len(sweep.cells)} cells are done)")
         return INTERRUPTED
-    return int(len(ended) < len(sweep.cells))
+    return FAILED if len(ended) < len(sweep.cells) else _status(ended)
+
+
+def _status(ended: list[Run]) -> int:
+    """The worst status of the cells; what failed is told with the command that tries it again."""
+    statuses = [exit_status(run) for run in ended]
+    for run in [run for run, status in zip(ended, statuses, strict=True) if status == FAILED]:
+        with run.ledger() as ledger:
+            again = f"; when the cause is mended: fedgauge audit {run.folder} --retry failed, then this sweep again"
+            if text := failure(ledger):  # the rows say why others have no number
+                print(f"fedgauge: {run.name}: {text}{again}", file=sys.stderr)
+    if all(status == INAPPLICABLE for status in statuses):
+        print("fedgauge: no attack applies under any defense, so nothing is known of what leaks", file=sys.stderr)
+        return INAPPLICABLE
+    return FAILED if FAILED in statuses else 0

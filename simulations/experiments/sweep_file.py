@@ -46,7 +46,7 @@ class Sweep:
         try:
             text = path.read_text()
             return cls(path.stem, text, tuple(_cells(tomllib.loads(text))))
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise SpecError(f"{path}: there is no such file") from error
         except IsADirectoryError as error:
             raise SpecError(f"{path} is a folder; name a sweep file, like simulations/defenses.toml") from error

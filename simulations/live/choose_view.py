@@ -6,9 +6,10 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.live.json_log import Events
+from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.terminal import LiveDisplay
-from fedgauge.simulations.live.view import Lines, Log, View
+from fedgauge.simulations.live.view import Lines, View
 
 
 def view_of(

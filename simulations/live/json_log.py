@@ -3,47 +3,19 @@
 A number that is not finite is null; `exact` says of a PSNR that it is null because it is infinite.
 """
 
-import json
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import UTC, datetime
-from functools import wraps
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from math import isfinite
 from pathlib import Path
 
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.leakage import Leak, leakage
+from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import attack_order, role_of
-from fedgauge.server.views.scores import Scores
-from fedgauge.server.views.verdict import verdict
+from fedgauge.server.views.verdict import verdict_of
+from fedgauge.simulations.live.log import emit
 from fedgauge.simulations.live.progress import AttackProgress, RunProgress
 from fedgauge.simulations.live.view import View
-
-Command = Callable[[Namespace], int]
-
-
-def emit(event: str, **facts: object) -> None:
-    """Print an event and flush; BrokenPipeError if the reader has gone."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    print(json.dumps({"event": event, "time": now, **facts}, allow_nan=False), flush=True)
-
-
-def with_errors(command: Command) -> Command:
-    """Wrap a command so that, with --log json, an error that ends it is an event first."""
-
-    @wraps(command)
-    def run(options: Namespace) -> int:
-        try:
-            return command(options)
-        except BrokenPipeError:  # there is no reader
-            raise
-        except (Exception, KeyboardInterrupt) as error:
-            if options.log == "json":
-                emit("error", words=str(error) or "stopped")
-            raise
-
-    return run
 
 
 class Events(View):
@@ -95,10 +67,9 @@ class Events(View):
 
 def finish(run: Run, state: str, report: Path) -> None:
     """Emit how a run ended, with its verdict and scores."""
-    with run.ledger() as ledger:
-        scores = Scores.read(ledger)
-        result = verdict(scores, ledger)
-        pooled = {leak.attack: leak for leak in leakage(scores, scores.measure.metric) if leak.round is None}
+    with closing(Reading(run)) as reading, reading.now():
+        result, ledger = verdict_of(reading), reading.ledger
+        pooled = reading.pooled(reading.scores.measure.metric)
         emit(
             "finished",
             run=run.name,

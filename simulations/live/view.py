@@ -4,12 +4,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 from fedgauge.server.views.roles import is_attack
 from fedgauge.simulations.live.progress import Clock, RunProgress
-
-Log = Literal["auto", "quiet", "json"]  # how a command reports what it does
 
 PLAIN_EVERY = 5.0  # seconds between plain lines
 

@@ -25,7 +25,7 @@ from fedgauge.server.views.notices import notices
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import OF_IMAGES, OF_TEXT
 from fedgauge.server.views.success import THRESHOLDS, success_curve
-from fedgauge.server.views.verdict import verdict
+from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
@@ -90,17 +90,19 @@ def _content(reading: Reading) -> dict[str, Any]:
     gallery, reasons = Gallery(reading), ledger.reasons()
     curve = success_curve(scores, ledger) if len(scores) else {}
     certificate, shown = _certificate(reading, curve), sample_examples(gallery)
-    known = overview.knowledge(reading)
+    known, lines, rounds = overview.knowledge(reading), round_table(scores, ledger), overview.app_rounds(reading)
     return {
         "name": reading.run.name,
         "facts": scenario_line(reading.tables),
-        "verdict": verdict(scores, ledger),
+        "verdict": verdict_of(reading),
         "notices": notices(reading),
         "misdeeds": overview.server_attack_effects(reading),
         "limit": overview.limit(reading),
         "privacy": overview.privacy(reading),
         "certificate": certificate,
-        "lines": _by_round(round_table(scores, ledger)),
+        "lines": _by_round(lines),
+        "graded": any(line.psnr.n or line.psnr.failed for line in lines),
+        "app_metrics": sorted({name for row in rounds for name in row["metrics"]}),
         "reasons": reasons[: overview.REASONS],
         "more_reasons": max(0, len(reasons) - overview.REASONS),
         "summary": overview.summary(reading),
@@ -113,6 +115,8 @@ def _content(reading: Reading) -> dict[str, Any]:
         "participation": overview.participation(reading),
         "progress": reading.progress,
         "errors": ledger.errors(),
+        "without_truth": overview.ungraded(reading),
+        "app_rounds": rounds,
         "replay": reading.meta.get("replay"),
         "replay_detail": reading.meta.get("replay_detail", ""),
         "scenario": (reading.run.folder / "scenario.toml").read_text(),
@@ -141,6 +145,7 @@ def _data(
             "clients": sorted({card.client for card in cards}),
             "attacks": gallery.attacks,
             "labels": sorted({card.label for card in cards if card.label is not None}),
+            "class_names": gallery.class_names,
             "cards": [asdict(card) for card in cards],
         },
         "clients": clients(reading, reading.scores.measure.metric, None),

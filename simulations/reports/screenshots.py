@@ -33,7 +33,7 @@ COLUMNS, LINES = 150, 32  # of the terminal
 @contextmanager
 def watching(path: Path) -> Iterator[tuple[str, int]]:
     """Run `fedgauge watch` on a free port; yields its address and process id."""
-    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "watch", str(path), "--port", "0"]
+    command = [sys.executable, "-P", "-m", "fedgauge.simulations.cli.main", "watch", str(path), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None

@@ -129,5 +129,5 @@ def cards(scenario: Scenario, plan: AttackPlan, mode: str = "simulation") -> dic
     }
     if mode != DEPLOYMENT:
         return texts
-    assumed = "; assumed of the clients, each of whom does what its own file says"
+    assumed = "; assumed of the clients, who may do otherwise"
     return {p.name: texts[p.name] + assumed + ("" if p.is_limit else "; not graded") for p in plan.attacks}

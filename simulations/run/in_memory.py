@@ -1,6 +1,7 @@
 """A federation in one process: Flower's own messages between the real server app and the real client app, no transport."""
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,3 +113,7 @@ def flower() -> Iterator[None]:
     finally:
         log.setLevel(level)
         TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = before
+
+
+if __name__ == "__main__":
+    train(Run.open(Path(sys.argv[1])))

@@ -132,32 +132,20 @@ class TrainingProcess:
         return blame(self.run, f"the federation failed: {what}", "flower.log", "superlink.log")
 
 
-class AuditService:
-    """The attack service that runs during training: `fedgauge audit RUN --follow` in its own process."""
+class _OwnProcess:
+    """One process of ours beside the driver, with everything that it starts."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, log: str, *arguments: str) -> None:
         self.run = run
+        self.log = log
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
-        command = [
-            sys.executable,
-            "-m",
-            "fedgauge.simulations.cli.main",
-            "audit",
-            str(run.folder.resolve()),
-            "--follow",
-        ]
         env = child_environment(self.scratch, self.mark)
-        self._child = processes.start(command, run.log("audit.log"), env)
+        self._child = processes.start([sys.executable, "-P", "-m", *arguments], run.log(log), env)
 
     def status(self) -> int | None:
         """Its exit status, or None while it works."""
         return self._child.poll()
-
-    def park(self) -> None:
-        """Ask it to finish what is in flight and take nothing more."""
-        if self._child.poll() is None:
-            self._child.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
         """End it with everything it started, and remove its scratch folder."""
@@ -167,9 +155,47 @@ class AuditService:
             processes.sweep(self.mark)
             shutil.rmtree(self.scratch, ignore_errors=True)
 
+    def _blame(self, what: str) -> str:
+        return blame(self.run, f"{what} (exit status {self.status()})", self.log)
+
+
+class AuditService(_OwnProcess):
+    """The attack service that runs during training: `fedgauge audit RUN --follow` in its own process."""
+
+    def __init__(self, run: Run) -> None:
+        command = ("fedgauge.simulations.cli.main", "audit", str(run.folder.resolve()), "--follow")
+        super().__init__(run, "audit.log", *command)
+
+    def park(self) -> None:
+        """Ask it to finish what is in flight and take nothing more."""
+        if self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
+
     def blame(self) -> str:
         """A message that it died, with the end of its log."""
-        return blame(self.run, f"the attack service died (exit status {self.status()})", "audit.log")
+        return self._blame("the attack service died")
+
+
+class InMemoryTraining(_OwnProcess):
+    """A federation in training in one process: Flower's messages without its transport; ends on exit."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, "training.log", "fedgauge.simulations.run.in_memory", str(run.folder.resolve()))
+
+    def __enter__(self) -> "InMemoryTraining":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def finished(self) -> bool:
+        """Whether the federation has ended, successfully or not."""
+        return self.status() is not None
+
+    def verify(self) -> None:
+        """Raise TrainingFailed if it ended in a failure."""
+        if self.status() != 0:
+            raise TrainingFailed(self._blame("the federation failed: its process died"))
 
 
 def write_app(scratch: Path, run: Run, scenario: Scenario) -> None:

@@ -2,8 +2,9 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from types import FrameType
 
 from rich.console import Console
@@ -12,12 +13,14 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.live.choose_view import view_of
-from fedgauge.simulations.live.view import Log, View
-from fedgauge.simulations.run.launch import AuditFailed, AuditService, TrainingFailed, TrainingProcess
+from fedgauge.simulations.live.log import Log
+from fedgauge.simulations.live.view import View
+from fedgauge.simulations.run.exit_status import INTERRUPTED
+from fedgauge.simulations.run.launch import AuditFailed, AuditService, InMemoryTraining, TrainingFailed, TrainingProcess
 
 POLL = 0.3  # seconds between two readings of the run
-INTERRUPTED = 130  # the exit status of a command that was asked to stop, by the shells' convention
 RESTARTS = 2  # of an attack service that dies
+Start = Callable[[], TrainingProcess | InMemoryTraining]
 
 
 class Interrupt:
@@ -42,8 +45,18 @@ class Interrupt:
         self.asked = True
 
 
-def simulate(run: Run, scenario: Scenario, console: Console, interrupt: Interrupt, log: Log = "auto") -> None:
+def simulate(
+    run: Run,
+    scenario: Scenario,
+    console: Console,
+    interrupt: Interrupt,
+    log: Log = "auto",
+    in_memory: bool = False,
+) -> None:
     """Train and attack. After an interrupt the run is incomplete, and what is left to attack is on the tape.
+
+    Args:
+        in_memory: train in one process, without Flower's SuperLink and simulation engine; every bit is the same.
 
     Raises:
         TrainingFailed: the federation failed; the updates that it had sent are still attacked.
@@ -59,7 +72,14 @@ def simulate(run: Run, scenario: Scenario, console: Console, interrupt: Interrup
             with run.lock("training"):  # the service follows while this lock is held
                 if scenario.audit.curious:
                     supervisor.start()
-                _train(run, ledger, scenario, supervisor, interrupt)
+                waits_for = (
+                    "the training to load"
+                    if in_memory
+                    else "Flower to load its server, its simulation engine and the clients"
+                )
+                supervisor.view.note = f"waiting for {waits_for}"
+                start = partial(InMemoryTraining, run) if in_memory else partial(TrainingProcess, run, scenario)
+                _train(run, ledger, start, supervisor, interrupt)
         except TrainingFailed:
             supervisor.drain()
             raise
@@ -67,12 +87,11 @@ def simulate(run: Run, scenario: Scenario, console: Console, interrupt: Interrup
         supervisor.verify()
 
 
-def _train(run: Run, ledger: Ledger, scenario: Scenario, supervisor: "AuditSupervisor", interrupt: Interrupt) -> None:
-    supervisor.view.note = "waiting for Flower to load its server, its simulation engine and the clients"
+def _train(run: Run, ledger: Ledger, start: Start, supervisor: "AuditSupervisor", interrupt: Interrupt) -> None:
     ledger.set_meta(state="training")
     state = "failed"
     try:
-        with TrainingProcess(run, scenario) as training:
+        with start() as training:
             while not training.finished() and not interrupt.asked:
                 supervisor.poll()
                 time.sleep(POLL)

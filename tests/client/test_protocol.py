@@ -54,8 +54,7 @@ BATCHNORM = {"use": "convnet", "width": 2}
         ({"chain": [SGD, {"use": "gaussian", "sigma": -1}]}, "[[chain]] #2", "sigma must not be negativ"),
         ({"chain": [{**SGD, "rate": -0.1}]}, "[[chain]] #1", "rate must be above 0, got -0.1"),
         ({"chain": [{**SGD, "steps": 2.0}]}, "[[chain]] #1: steps", "must be a whole number, got 2.0"),
-        ({"data": {"batch_size": 4}, "chain": [{**SGD, "batch_size": 3}]}, "[[chain]]", "batch_size 3 does not divide"),
-        ({"data": {"batch_size": 4}, "chain": [{**SGD, "batch_size": 8}]}, "[[chain]]", "batch_size 8 does not divide"),
+        ({"chain": [{**SGD, "use": "local_training", "epochs": 0}]}, "[[chain]] #1", "epochs must be at least 1, got 0"),
         ({"chain": [{**SGD, "momentum": 0.9}]}, "[[chain]] #1", "has no argument 'momentum' (it has: rate, steps, bat"),
         (
             {"model": {**BATCHNORM, "mode": "train"}, "chain": [{**CLIP, "each": True}, SGD]},

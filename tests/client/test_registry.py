@@ -199,7 +199,7 @@ print(attempt("grye", ATTACK))
 print(attempt("grey", ATTACK, levle=1.0))
 """)
     assert printed[:3] == ["scaled(by=2.0) mnist5k", "0.25", "True True True"]
-    assert printed[3].startswith("[x]: nothing is called 'grye'; did you mean 'grey'? an attack is one of ")
+    assert printed[3].startswith("[x]: nothing is called 'grye'; did you mean 'grey'? ")
     assert printed[4] == "[x]: grey() has no argument 'levle' (it has: level)"
 
 

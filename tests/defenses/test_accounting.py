@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import dp_accounting
@@ -16,15 +17,17 @@ from torch import Generator
 
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.federation import Federation
+from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.training import gradient, local_sgd
-from fedgauge.client.transforms import Link, StatefulTransform, UpdateTransform, per_example
+from fedgauge.client.transforms import Link, StatefulTransform, UpdateDistribution, UpdateTransform, per_example
 from fedgauge.client.update import Batch, Params, Update, UpdateFn, norm
 from fedgauge.defenses.accounting import (
     Accountant,
     Mechanism,
     NoGuarantee,
     PrivacySpent,
+    UnknownGuarantee,
     mechanism,
     privacy_statement,
     spent,
@@ -37,6 +40,7 @@ from fedgauge.defenses.mixup import mixup
 from fedgauge.defenses.noise import gaussian, identity, laplace
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
+from fedgauge.defenses.top_k import top_k
 
 DELTA = 1e-5
 EACH, SGD = per_example(clip(2.0)), local_sgd(0.1)
@@ -298,7 +302,7 @@ class stretch(UpdateTransform):
     (chain(SGD, sign()), "sign compression gives no epsilon: it is deterministic"),
     (chain(SGD, prune(0.1), sign()), "pruning gives no epsilon: the kept entries are sent without noise; sign compression gives"),
     (chain(SGD, mask(0.1)), "masking gives no epsilon: the kept entries are sent without noise"),
-    (chain(SGD, feedback()), "feedback gives no epsilon: it adds no noise"),
+    (chain(SGD, top_k(0.5)), "top_k gives no epsilon: it adds no noise"),
     (chain(gaussian(0.5), SGD), "noise (gaussian) without a clip before it bounds nothing"),
     (chain(SGD, laplace(0.5)), "noise (laplace) without a clip before it bounds nothing"),
     (chain(gaussian(0.5), EACH, SGD), "gaussian acts on each example; put it after the links that do"),
@@ -307,7 +311,8 @@ class stretch(UpdateTransform):
     (chain(EACH, gaussian(0.5), per_example(prune(0.5)), SGD), "gaussian acts on each example; put it after the links"),
     (chain(EACH, prune(0.5), gaussian(0.5), SGD), "prune, between the clip and the noise, may enlarge"),
     (chain(SGD, clip(1.0), stretch(), gaussian(0.5)), "stretch, between the clip and the noise, may enlarge"),
-    (chain(EACH, local_sgd(0.1, 2), gaussian(0.5)), "clipping before several local steps and noise after them"),
+    (chain(EACH, local_sgd(0.1, 2), gaussian(0.5)), "clipping before several local steps (one example changes the later"),
+    (chain(EACH, LocalTraining(0.1, optimizer="adam"), gaussian(0.5)), "clipping before 1 local step of Adam"),
     (chain(SGD, clip(1.0), gaussian(0.5), again()), "again, after the noise, may read the examples again"),
 ])  # fmt: skip
 def test_no_epsilon_is_claimed(links: Chain, why: str) -> None:
@@ -316,7 +321,72 @@ def test_no_epsilon_is_claimed(links: Chain, why: str) -> None:
     assert why in str(told.value)
 
 
-@given(st.integers(1, 12), st.sampled_from([(8, 1), (8, 2), (8, 4), (8, 8), (6, 3)]))
+@dataclass(frozen=True)
+class quiet_noise(UpdateTransform):
+    """Somebody's noise, of which the link says nothing."""
+
+    sigma: float = 1.0
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        return {k: t + self.sigma * torch.randn(t.shape, generator=rng) for k, t in update.items()}
+
+
+class declared_noise(quiet_noise):
+    """The same noise, declared."""
+
+    @property
+    def mean(self) -> Link:
+        return identity()
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        return gaussian(self.sigma).update_distribution(before)
+
+
+class both_at_once(declared_noise):
+    """Clipping and noise in one link, which declares the noise and leaves the clipping to its noise-free form."""
+
+    @property
+    def mean(self) -> Link:
+        return clip(1.0)
+
+
+class closed(quiet_noise):
+    """A link that says that it adds nothing."""
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        return before
+
+
+@pytest.mark.parametrize(("links", "why"), [
+    (chain(SGD, quiet_noise()), "quiet_noise does not declare whether it bounds the update or adds noise"),
+    (chain(SGD, feedback()), "feedback does not declare"),
+    (chain(SGD, clip(1.0), quiet_noise()), "quiet_noise does not declare"),
+    (chain(SGD, both_at_once()), "both_at_once adds noise and does something else as well"),
+    (chain(SGD, stretch(), gaussian(1.0)), "stretch does not declare whether it bounds the update or adds noise; put clip"),
+    (chain(SGD, clip(1.0), stretch(), gaussian(0.5)), "stretch, between the clip and the noise, may enlarge"),
+])  # fmt: skip
+def test_what_a_link_does_not_declare_is_unknown_and_not_absent(links: Chain, why: str) -> None:
+    with pytest.raises(UnknownGuarantee) as told:
+        mechanism(links, 8)
+    assert why in str(told.value) and "adds no noise" not in str(told.value)
+
+
+def test_what_is_declared_counts() -> None:
+    links = chain(SGD, clip(1.0), declared_noise(0.5))
+    assert mechanism(links, 8) == mechanism(chain(SGD, clip(1.0), gaussian(0.5)), 8)
+    with pytest.raises(NoGuarantee, match="closed gives no epsilon: it adds no noise") as told:
+        mechanism(chain(SGD, closed()), 8)
+    assert not isinstance(told.value, UnknownGuarantee)
+
+
+def test_a_smaller_last_batch_and_accumulated_batches_count() -> None:
+    """By hand: batches of 3 of 8 examples are 3, 3 and 2, so an example weighs up to a half; two epochs take six gradients."""
+    local = LocalTraining(0.1, 4, 3, accumulate=2, examples=8)
+    found = mechanism(chain(per_example(clip(1.0)), gaussian(0.5), local), 8)
+    assert (found.record, found.uses, found.releases) == (0.5 / (1.0 / 2), 2, 6)
+
+
+@given(st.integers(1, 12), st.sampled_from([(8, 1), (8, 2), (8, 4), (8, 8), (6, 3), (8, 3), (7, 5)]))
 def test_no_example_is_used_oftener_than_is_counted(steps: int, sizes: tuple[int, int]) -> None:
     batch_size, size = sizes
     links = chain(per_example(clip(1.0)), gaussian(1.0), local_sgd(0.1, steps, size))
@@ -411,4 +481,5 @@ def test_it_is_told_in_words(make_federation: Make, links: Sequence[dict[str, An
     fed = make_federation(data={"batch_size": 8}, model=MLP, chain=list(links))
     found = privacy_statement(fed, {0: 2, 1: 1})
     assert (found.record is None) == (found.client is None) == (len(links) == 1)
+    assert found.state == ("none" if len(links) == 1 else "holds")
     assert found.words.startswith(words.format(record=found.record, client=found.client) if found.record else words)

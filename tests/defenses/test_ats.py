@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from fedgauge.client.federation import TRANSFORM, Federation
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch
-from fedgauge.defenses.ats import OPERATIONS, apply_operation, ats, crop_and_flip, magnitude, per_draw
+from fedgauge.defenses.ats import OPERATIONS, apply_operation, ats, crop_and_flip, magnitude
 
 SHAPE = (3, 32, 32)
 Make = Callable[..., Federation]
@@ -287,7 +288,7 @@ def test_the_attackers_form_leaves_the_images_or_inverts_through_one_draw() -> N
         return {}
 
     x = pictures()
-    for form in (link, *per_draw(link)):
+    for form in (link, *(replace(link, invert_through=i) for i in range(len(link.draws)))):
         form.mean(watched)({}, Batch(x, torch.arange(2)), None)
     assert len(images) == 1 + len(link.draws) == 10
     assert torch.equal(images[0], x)

@@ -11,7 +11,6 @@ with warnings.catch_warnings():  # typer asks click for names that Click 9 will 
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ class MemoryGrid(flwr.serverapp.Grid):
         replies = [self._answer(message) for message in sent]
         self.rng.shuffle(replies)
         if sent and sent[0].metadata.message_type == "train":
-            round = sent[0].content.config_records["config"]["server-round"]
+            round = next(iter(sent[0].content.config_records.values()))["server-round"]
             assert isinstance(round, int)
             replies = self.tamper(round, replies)
         return replies
@@ -187,12 +186,6 @@ class Kit:
 @pytest.fixture(scope="session")
 def kit() -> Kit:
     return Kit()
-
-
-@pytest.fixture
-def retape() -> Callable[[Scenario, str], Scenario]:
-    """A scenario with another [tape] keep."""
-    return lambda scenario, keep: replace(scenario, tape=replace(scenario.tape, keep=keep))
 
 
 FORMER_SCENARIO = """

@@ -134,9 +134,11 @@ class _ChannelSums(Function):
 class GradientRecorder(CallRecorder):
     """Records what the gradient of each use of a parameter needs."""
 
-    def __init__(self, params: Params, moves: Gradients, examples: Examples, copies: bool) -> None:
+    def __init__(
+        self, params: Params, moves: Gradients, examples: Examples, copies: bool, contiguous: bool = False
+    ) -> None:
         super().__init__({id(t): name for name, t in params.items()}, _LAYERS)
-        self.moves, self.examples, self.copies = moves, examples, copies
+        self.moves, self.examples, self.copies, self.contiguous = moves, examples, copies, contiguous
         self.calls: list[LayerCall] = []
 
     def __torch_function__(
@@ -149,7 +151,8 @@ class GradientRecorder(CallRecorder):
 
     def keep(self, call: LayerCall) -> Tensor:
         self.calls.append(call)
-        return call.out.clone() if self.copies else call.out
+        out = call.out.contiguous() if self.contiguous else call.out
+        return out.clone() if self.copies and out is call.out else out
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = F.linear(input, weight, bias)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.engine.gradients.factored import Gradients, formed, is_large, plus
 from fedgauge.attacks.engine.gradients.layers import Examples, GradientRecorder, LayerCall
 from fedgauge.client.models.losses import is_cross_entropy
-from fedgauge.client.training import StochasticLayer, local_sgd
+from fedgauge.client.training import StochasticLayer, local_sgd, without_running_stats
 from fedgauge.client.update import Loss, Params
 
 
@@ -94,14 +94,26 @@ def _summed(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y, reduction="sum") if is_cross_entropy(loss) else loss(logits, y) * len(logits)
 
 
-_overwriting: WeakSet[nn.Module] = WeakSet()  # models that change a layer's output in place, as their first run showed
+# models that change a layer's output in place, or read its strides (`view`), as their first run showed
+_overwriting: WeakSet[nn.Module] = WeakSet()
+_reading_strides: WeakSet[nn.Module] = WeakSet()
 
 
 def _run(model: nn.Module, params: Params, moves: Gradients, examples: Examples) -> tuple[Tensor, list["LayerCall"]]:
-    """Logits, and every use of a parameter; runs again on copies if the model overwrites a layer's output."""
-    recorder = GradientRecorder(params, moves, examples, copies=model in _overwriting)
-    with recorder:
-        logits: Tensor = functional_call(model, params, (examples.x,))
+    """Logits, and every use of a parameter; runs again on copies if the model overwrites a layer's output or reads its strides.
+
+    Some layers' outputs are laid out with channels last here, and not in training: `x.view(-1, n)` then fails.
+    """
+    strict = model in _reading_strides
+    recorder = GradientRecorder(params, moves, examples, copies=model in _overwriting, contiguous=strict)
+    try:
+        with recorder, without_running_stats(model):
+            logits: Tensor = functional_call(model, params, (examples.x,))
+    except RuntimeError:
+        if strict or all(call.out.is_contiguous() for call in recorder.calls):
+            raise
+        _reading_strides.add(model)
+        return _run(model, params, moves, examples)
     if any(call.out._version != call.version for call in recorder.calls):
         _overwriting.add(model)
         return _run(model, params, moves, examples)
@@ -112,7 +124,7 @@ def examples_are_independent(model: nn.Module, params: Params, x: Tensor) -> boo
     """Whether the first problem of x (P, B, ...) gets the same logits alone as with the others, and no layer draws noise."""
     if any(isinstance(m, StochasticLayer) for m in model.modules()):  # its term of the loss is no cross-entropy either
         return False
-    with torch.no_grad():
+    with torch.no_grad(), without_running_stats(model):
         together = functional_call(model, params, (x.flatten(0, 1),))[: x.shape[1]]
         alone = functional_call(model, params, (x[0],))
     size = float(alone.abs().max())

@@ -12,12 +12,13 @@ function sideBySide(compare, state, change, named) {
   ];
 }
 
-/** Mean leakage of each attack on each run; the tint goes from the baseline to the highest cell. */
-function matrix({ matrix: m, metric, label, lower_is_worse, runs }, named) {
-  const flat = m.mean.flat().concat(m.baseline).filter(v => v !== null);
-  const low = Math.min(...flat), high = Math.max(...flat);
-  const tint = v => Math.round(100 * (lower_is_worse ? high - v : v - low) / (high - low || 1));
-  const cell = v => v === null ? el("td", NONE) : el("td.tint", { vars: { "--tint": `${tint(v)}%` } }, inMetric(metric, v));
+/** Mean leakage of each attack on each run; the tint goes from the run's best baseline to what leaks as much as can be seen. */
+function matrix({ matrix: m, metric, label, lower_is_worse, runs, ceiling }, named) {
+  const from = floor => floor ?? (lower_is_worse ? Math.max(...m.mean.flat().filter(v => v !== null)) : 0);
+  const part = (v, floor) => ceiling === floor ? 1 : (v - floor) / (ceiling - floor);
+  const tint = (v, floor) => Math.round(100 * Math.min(1, Math.max(0, part(v, from(floor)))));
+  const cell = (v, floor) => v === null ? el("td", NONE)
+    : el("td.tint", { vars: { "--tint": `${tint(v, floor)}%` } }, inMetric(metric, v));
   const head = words => el("th", { scope: "col" }, breakable(words));
   const price = r => [
     el("td", r.limit === null ? NONE : inMetric(metric, r.limit)), el("td", r.accuracy === null ? NONE : percent(r.accuracy)),
@@ -26,24 +27,28 @@ function matrix({ matrix: m, metric, label, lower_is_worse, runs }, named) {
   const prices = ["best baseline", "limit", "test accuracy", "epsilon"].map(head);
   const heads = [el("th.text", { scope: "col" }, "run"), m.columns.map(head), prices];
   const name = run => el("th.text", { scope: "row" }, named(run));
-  const line = (run, i) => el("tr", { "data-key": run }, name(run), m.mean[i].map(cell), cell(m.baseline[i]), price(runs[i]));
-  return grid(`Mean ${label}, run by attack; darker leaks more, – means no value`, heads, m.rows.map(line));
+  const line = (run, i) => el("tr", { "data-key": run }, name(run),
+    m.mean[i].map(v => cell(v, m.baseline[i])), cell(m.baseline[i], m.baseline[i]), price(runs[i]));
+  return grid(`Mean ${label}, run by attack; darker leaks more beyond the run's best baseline, – means no value`, heads, m.rows.map(line));
 }
 
 function compareTable(compare, state, change, named) {
   const { mean, interval, worst } = leakageColumns(compare.metric, compare.lower_is_worse);
   const columns = [
-    { key: "run", head: "run", text: true, value: r => r.run, cell: r => [named(r.run), small(r.chain)] },
-    { key: "attack", head: "attack", text: true, value: r => r.attack, cell: r => r.attack },
+    { key: "run", head: "run", text: true, value: r => r.run, cell: r => [named(r.run), el("span.small.detail", r.chain)] },
+    { key: "attack", head: "attack", text: true, value: r => r.attack, cell: r => breakable(r.attack) },
     { key: "accuracy", head: "test accuracy", value: r => r.accuracy, cell: r => percent(r.accuracy) },
     mean, interval, worst, HITS, LABELS, EXAMPLES,
     {
       key: "epsilon", head: "epsilon", less: true, value: r => r.epsilon,
-      cell: r => [r.epsilon === null ? NONE : r.epsilon.toPrecision(3), small(r.privacy)],
+      cell: r => r.epsilon === null ? NONE : r.epsilon.toPrecision(3),
     },
   ];
   const caption = `Every attack on every run, ${compare.label}`;
-  return table({ id: "compare", caption, columns, rows: compare.table, key: r => `${r.run} ${r.attack}`, state, change });
+  const said = new Map(compare.table.map(r => [r.privacy, new Set()]));
+  compare.table.forEach(r => said.get(r.privacy).add(r.run));
+  const privacy = [...said].map(([words, runs]) => el("p.small", said.size > 1 && `${[...runs].join(", ")}: `, words));
+  return [table({ id: "compare", caption, columns, rows: compare.table, key: r => `${r.run} ${r.attack}`, state, change }), privacy];
 }
 
 function differences({ differences: found, same, runs }) {
@@ -56,13 +61,13 @@ function differences({ differences: found, same, runs }) {
 function utilityFigure(compare) {
   const { runs } = compare, attacks = [...new Set(compare.points.map(p => p.attack))];
   const limits = runs.filter(r => r.limit !== null && r.accuracy !== null), numbers = new Map(runs.map((r, i) => [r.id, i + 1]));
-  const height = 400 + legendHeight(runs.length + attacks.length + 2);
+  const height = 400 + legendHeight(runs.length + attacks.length + 1 + fronts(compare).length);
   const drawing = node => {
     const colours = new Map(runs.map((r, i) => [r.id, colour(r.colour_index ?? i)]));
     const symbols = new Map(attacks.map((a, i) => [a, SYMBOLS[i % SYMBOLS.length]]));
     const key = { x: [null], y: [null], mode: "markers", hoverinfo: "skip" };
     const traces = [
-      frontTrace(compare),
+      ...fronts(compare).filter((set, i, sets) => sets.length === 1 || set.points.length > 1).map(frontTrace),
       ...(limits.length ? [limitTrace(limits, compare.metric)] : []),
       ...compare.points.map(p => pointTrace(p, compare, colours.get(p.run), symbols.get(p.attack), numbers.get(p.run))),
       ...runs.map(r => ({ ...key, name: `${numbers.get(r.id)}  ${plain(r.id)}`, marker: { color: colours.get(r.id), symbol: "square", size: 12 } })),
@@ -74,18 +79,21 @@ function utilityFigure(compare) {
       uirevision: compare.metric, title: { text: `${plain(compare.label)}, mean`, standoff: 6 },
       ...(compare.lower_is_worse ? { autorange: "reversed" } : {}),
     };
-    draw(node, traces, layout(x, { title: { text: "test accuracy" }, tickformat: ".0%" }, height, { hovermode: "closest" }));
+    const y = { title: { text: "test accuracy" }, tickformat: ".0%", autorangeoptions: { clipmin: -.02, clipmax: 1.03 } };
+    draw(node, traces, layout(x, y, height, { hovermode: "closest" }));
   };
   return figure("Test accuracy against leakage", utilityMeaning(compare), drawing, height);
 }
 
-/** The points of the Pareto front in the order of leakage: of each run its strongest attack's. */
-const front = compare => compare.points.filter(p => p.pareto).sort((a, b) => a.mean - b.mean);
+/** The points of each data set's Pareto front in the order of leakage: of each run its strongest attack's. */
+function fronts(compare) {
+  const best = compare.points.filter(p => p.pareto).sort((a, b) => a.mean - b.mean), sets = [...new Set(best.map(p => p.data))];
+  return sets.map(data => ({ name: sets.length > 1 ? `Pareto front, ${data}` : "Pareto front", points: best.filter(p => p.data === data) }));
+}
 
-function frontTrace(compare) {
-  const points = front(compare);
+function frontTrace({ name, points }) {
   return {
-    x: points.map(p => p.mean), y: points.map(p => p.accuracy), mode: "lines", name: "Pareto front",
+    x: points.map(p => p.mean), y: points.map(p => p.accuracy), mode: "lines", name: folded(name),
     line: { color: cssVariable("--muted"), dash: "dash", width: 1.5 }, hoverinfo: "skip",
   };
 }
@@ -116,10 +124,13 @@ function pointTrace(p, compare, color, symbol, number) {
 }
 
 function utilityMeaning(compare) {
-  const names = front(compare).map(p => p.run);
-  if (!names.length) return "No run has both a test accuracy and a score yet.";
+  const sets = fronts(compare);
+  if (!sets.length) return "No run has both a test accuracy and a score yet.";
   const better = "The top left is best: accurate, and little leaks. Each run's number is at its strongest attack.";
-  return `${better} No other run is both more accurate and leaks less than ${names.join(", ")}.`;
+  const apart = sets.length > 1 ? " Only runs on the same data set are set against each other." : "";
+  const of = sets.length > 1 ? "No other run on its data set" : "No other run";
+  const names = sets.flatMap(set => set.points.map(p => p.run));
+  return `${better}${apart} ${of} is both more accurate and leaks less than ${names.join(", ")}.`;
 }
 
 function curvesFigure(compare) {

@@ -123,6 +123,13 @@ function successMeaning(success, thresholds, threshold, ungraded) {
   return `${reached}${guess}. Attempts without an image count as failed.${hidden}`;
 }
 
+/** What the heat map's colours mean, the same in every run: from the best guess (dark) to what leaks as much as can be seen. */
+function heatScale({ floor, ceiling, z, lower_is_worse: lower }) {
+  const values = z.flat().filter(v => v !== null), step = ceiling / 1e6;
+  const from = floor ? floor.value : lower ? Math.max(1e-9, ...values) : 0;
+  return lower ? { zmin: ceiling, zmax: Math.max(from, ceiling + 1e-9) } : { zmin: Math.min(from, ceiling - step), zmax: ceiling };
+}
+
 /** Worst leak by client and round: brighter leaks more, a cross marks a client that was not graded. */
 function heatFigure(clients, open) {
   const height = Math.min(720, 130 + Math.max(4, clients.clients.length) * (clients.clients.length > 20 ? 14 : 26));
@@ -133,7 +140,7 @@ function heatFigure(clients, open) {
     const wide = .8 * node.clientWidth / rounds.length, gap = wide > 12 ? 1 : 0; // the approximate width of a square, in pixels
     const heat = {
       type: "heatmap", x: rounds, y: names, z: clients.z, customdata: hover, hoverongaps: false, xgap: gap, ygap: gap,
-      colorscale: "Cividis", reversescale: clients.lower_is_worse,
+      colorscale: "Cividis", reversescale: clients.lower_is_worse, ...heatScale(clients),
       colorbar: { thickness: 12, outlinewidth: 0, title: { text: plain(clients.label), side: "right" } },
       hovertemplate: "%{y}, round %{x}: %{customdata}<extra></extra>",
     };
@@ -155,11 +162,17 @@ function heatFigure(clients, open) {
   return figure("Worst leak by client and round", heatMeaning(clients), drawing, height);
 }
 
-function heatMeaning({ clients, rounds, z, table: [most], metric, lower_is_worse }) {
+function heatMeaning({ clients, rounds, z, table: [most], metric, lower_is_worse, floor, ceiling }) {
   const row = most ? z[clients.indexOf(most.client)].map((value, j) => ({ value, round: rounds[j] })) : [];
   const worst = strongest(row, cell => cell.value, lower_is_worse);
-  const found = worst ? `Client ${most.client} leaks most, in round ${worst.round}: ${inMetric(metric, raw(most.worst, most.exact))}. ` : "";
-  return `${found}Brighter leaks more; a cross means that nothing was graded there.`;
+  const guess = floor && `The best guess that does not read the update (${floor.name}) reaches ${inMetric(metric, floor.value)} in a cell on average.`;
+  const beyond = !worst || !floor || (lower_is_worse ? worst.value < floor.value : worst.value > floor.value);
+  const found = worst && `Client ${most.client} leaks most, in round ${worst.round}: ${inMetric(metric, raw(most.worst, most.exact))}`;
+  const scale = `Brighter leaks more: darkest is ${guess ? "no more than that guess" : "nothing"}, brightest ${inMetric(metric, ceiling)}`
+    + `${metric.startsWith("psnr") ? " or more" : ""}.`;
+  return [
+    found && `${found}${beyond ? "" : ", no more than a guess"}.`, guess, scale, "A cross means that nothing was graded there.",
+  ].filter(Boolean).join(" ");
 }
 
 /** Counts of a client's labels; attacks: in the plan's order. */
@@ -171,13 +184,13 @@ function labelsFigure(client, attacks) {
   const height = 300 + legendHeight(groups.length), shapes = ["", "/", "\\", "x", "-", "|", "."];
   const drawing = node => {
     const traces = groups.map((g, i) => ({
-      type: "bar", x: client.classes.map(String), y: g.counts, name: plain(g.name), hovertemplate: "%{y}",
+      type: "bar", x: client.classes.map(k => plain(client.class_names[k] || k)), y: g.counts, name: plain(g.name), hovertemplate: "%{y}",
       marker: {
         color: g.place === null ? cssVariable("--muted") : colour(g.place),
         pattern: { shape: shapes[i % shapes.length], fillmode: "overlay", solidity: .25, fgcolor: cssVariable("--page") },
       },
     }));
-    const x = { type: "category", title: { text: "label", standoff: 6 }, unifiedhovertitle: { text: "label %{x}" } };
+    const x = { type: "category", title: { text: "label", standoff: 6 }, unifiedhovertitle: { text: client.class_names.length ? "%{x}" : "label %{x}" } };
     const y = { title: { text: "examples" }, rangemode: "tozero", ...(most < 6 ? { dtick: 1 } : {}) };
     draw(node, traces, layout(x, y, height, { barmode: "group", hovermode: "x unified" }));
   };

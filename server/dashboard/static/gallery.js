@@ -23,15 +23,15 @@ function galleryControls(data, state, change) {
   const step = all ? data.rounds.length - 1 : Math.max(0, data.rounds.map(String).indexOf(round));
   const words = i => all && i === step ? "all rounds" : `round ${data.rounds[i]}`;
   const reset = values => change({ offset: null, ...values });
-  const pick = (label, key, values) => {
-    const options = [["", "all"], ...values.map(value => [value, String(value)])];
+  const pick = (label, key, values, names = []) => {
+    const options = [["", "all"], ...values.map(value => [value, names[value] || String(value)])];
     return choice(label, state.get(key) || "", options, value => reset({ [key]: value }));
   };
   return el("div.controls",
     slider("Round", step, data.rounds.length, words, i => reset({ round: data.rounds[i] })),
     check("all rounds", all, () => reset({ round: all ? null : "all" })),
     choice("Sort", state.get("sort") || "leak", SORTS, value => reset({ sort: value })),
-    pick("Client", "client", data.clients), pick("Attack", "attack", data.attacks), pick("Class", "label", data.labels));
+    pick("Client", "client", data.clients), pick("Attack", "attack", data.attacks), pick("Class", "label", data.labels, data.class_names));
 }
 
 const EACH = {
@@ -65,7 +65,7 @@ function cardOf(card, kind, link) {
 
 /** The truth, then each attack's reconstruction beside its difference from the truth. */
 function tiles(card) {
-  const words = el("figcaption", el("b", "truth"), card.label !== null && ` label ${card.label}`);
+  const words = el("figcaption", el("b", "truth"), card.label !== null && ` ${card.label_name}`);
   const truth = el("figure", picture(card.truth, "the private image", card.absent), words);
   return el("div.tiles", truth, card.tiles.map(tile => pair(card.truth, tile)));
 }
@@ -85,8 +85,8 @@ function difference(truth, image) {
   return el("div.difference", { role: "img", "aria-label": "difference" }, pair);
 }
 
-/** A name that may wrap after its underscores. */
-const breakable = name => name.split(/(?<=_)/).flatMap((part, i) => i ? [el("wbr"), part] : [part]);
+/** A name that may wrap after its underscores and brackets. */
+const breakable = name => name.split(/(?<=[_(])/).flatMap((part, i) => i ? [el("wbr"), part] : [part]);
 
 const TOKENS = [["right", "right"], ["misplaced", "right, but misplaced"], ["wrong", "wrong"]];
 

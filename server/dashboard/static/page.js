@@ -133,6 +133,7 @@ function take(found) {
   restoreScroll();
   showStatus(statusOf(data));
   follow();
+  if (data.runs?.some(run => run.verdict === null)) refresh(); // the server was still reading
 }
 
 /** After a change of address: scroll to where the reader was, or to the top. */
@@ -240,5 +241,6 @@ document.addEventListener("click", event => {
 });
 window.addEventListener("popstate", event => arrive(event.state?.scroll || 0, true));
 document.getElementById("plotly").addEventListener("load", redraw);
+narrow.addEventListener("change", () => data && render());
 history.scrollRestoration = "manual";
 arrive(0, false);

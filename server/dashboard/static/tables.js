@@ -3,9 +3,11 @@
 
 /**
  * A table that sorts when a heading is pressed.
- * columns: {key, head, text (left-aligned), value(row) to sort by, cell(row) to show, less (small numbers first)}
+ * columns: {key, head, text (left-aligned), value(row) to sort by, cell(row) to show, less (small numbers first),
+ * first (on a narrow page before the others, as text is)}
  */
-function table({ id, caption, columns, rows, key, mark = () => "", state, change }) {
+function table({ id, caption, columns: all, rows, key, mark = () => "", state, change }) {
+  const columns = narrow.matches ? [...all].sort((a, b) => Boolean(b.first || b.text) - Boolean(a.first || a.text)) : all;
   const by = state.get(`by.${id}`) || "", down = by.startsWith("-"), sorted = columns.find(c => c.key === by.replace(/^-/, ""));
   const ordered = sorted ? [...rows].sort(comparison(sorted.value, down)) : rows;
   const head = column => {
@@ -47,23 +49,23 @@ function list(caption, heads, rows) {
 const small = text => el("span.small", text);
 const raw = (value, exact) => exact ? Infinity : value;
 const hits = rate => rate ? `${rate.count} of ${rate.n}` : NONE;
-const wilson = rate => rate && rate.low !== undefined && small(`${percent(rate.low)} to ${percent(rate.high)}`);
+const wilson = rate => rate && rate.low !== undefined && el("span.small.detail", `${percent(rate.low)} to ${percent(rate.high)}`);
 // columns that several tables have
 const HITS = {
-  key: "identified", head: "identified", value: r => r.identified && r.identified.count / r.identified.n,
+  key: "identified", head: "identified", first: true, value: r => r.identified && r.identified.count / r.identified.n,
   cell: r => [hits(r.identified), wilson(r.identified)],
 };
-const LABELS = { key: "labels", head: "labels", value: r => r.labels, cell: r => percent(r.labels) };
+const LABELS = { key: "labels", head: "labels", first: true, value: r => r.labels, cell: r => percent(r.labels) };
 const EXAMPLES = { key: "n", head: "examples", value: r => r.n, cell: r => r.kind === "limit" ? NONE : String(r.n) };
 
 function leakageColumns(metric, less, unit) {
   const sign = PERCENTAGES.test(metric) ? "%" : "dB";
   const shown = value => inMetric(metric, value, unit), head = words => unit === "" ? `${words} (${sign})` : words;
   return {
-    mean: { key: "mean", head: head("mean"), less, value: r => r.mean, cell: r => shown(r.mean) },
+    mean: { key: "mean", head: head("mean"), less, first: true, value: r => r.mean, cell: r => shown(r.mean) },
     interval: { key: "low", head: "95 % interval", less, value: r => r.low, cell: r => interval(r, metric) || NONE },
     worst: {
-      key: "worst", head: head("worst case"), less, value: r => raw(r.worst, r.exact),
+      key: "worst", head: head("worst case"), less, first: true, value: r => raw(r.worst, r.exact),
       cell: r => r.exact ? "∞" : shown(r.worst),
     },
   };
@@ -71,8 +73,8 @@ function leakageColumns(metric, less, unit) {
 
 function summaryTable(rows, state, change, measure) {
   const { metric, name: called, unit, private: noun } = measure, without = `without ${noun === "image" ? "an image" : `a ${noun}`}`;
-  const name = r => [r.attack, r.kind !== "attack" && small(r.kind), r.failed && small(`${without}: ${r.failed}`),
-    r.ungraded && small(`${many(r.ungraded, "reconstruction")} not graded`)];
+  const name = r => [breakable(r.attack), r.kind !== "attack" && small(r.kind), r.failed && small(`${without}: ${r.failed}`),
+    r.ungraded > 0 && small(`${many(r.ungraded, "reconstruction")} not graded`)];
   const { mean, interval, worst } = leakageColumns(metric, false, "");
   const columns = [
     { key: "attack", head: "attack", text: true, value: r => r.attack, cell: name },

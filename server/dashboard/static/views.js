@@ -6,11 +6,34 @@
 const empty = (...words) => el("p.empty", words);
 const link = (href, words) => el("a", { href }, words);
 
-function runsView(folder) {
+function runsView(folder, { state }) {
   const start = el("code", "fedgauge run simulations/quickstart.toml");
   const none = empty("There is no run in this folder yet. Start one with ", start, "; it appears here.");
   const one = run => el("li.run", { "data-key": run.id }, run.error ? brokenRun(run) : runLine(run));
-  return [el("h1", `Runs in ${folder.folder}`), folder.runs.length ? el("ul.runs", folder.runs.map(one)) : none];
+  const shown = folder.runs.filter(run => matches(run, state));
+  const count = el("p.small", { role: "status" }, `${shown.length} of ${many(folder.runs.length, "run")}.`);
+  const all = [runFilter(folder.runs, state), count, el("ul.runs", shown.map(one))];
+  return [el("h1", `Runs in ${folder.folder}`), folder.runs.length ? all : none];
+}
+
+const trouble = run => run.error || run.progress.failed > 0 || ["failed", "interrupted"].includes(run.state);
+
+/** Whether a run passes the filter: by words of its name, data, network, chain, attacks or state; by verdict; by trouble. */
+function matches(run, state) {
+  const words = [run.id, run.state, run.data, run.model, run.chain, ...(run.attacks || []), run.error].join(" ").toLowerCase();
+  const sought = (state.get("find") || "").toLowerCase().split(/\s+/);
+  const verdict = state.get("verdict");
+  return sought.every(word => words.includes(word)) && (!verdict || run.verdict === verdict) && (!state.has("trouble") || trouble(run));
+}
+
+function runFilter(runs, state) {
+  const found = [...new Set(runs.map(run => run.verdict).filter(Boolean))].sort();
+  const seek = event => change({ find: event.target.value });
+  const field = el("input", { type: "search", "aria-label": "Find", oninput: seek, value: state.get("find") || "" });
+  return el("div.controls",
+    el("label.choice", "Find", field),
+    choice("Verdict", state.get("verdict") || "", [["", "all"], ...found.map(word => [word, word])], value => change({ verdict: value })),
+    check("failed only", state.has("trouble"), () => change({ trouble: state.has("trouble") ? null : "1" })));
 }
 
 const brokenRun = run => [el("h2", run.id), el("p.notice", run.error)];
@@ -18,7 +41,8 @@ const brokenRun = run => [el("h2", run.id), el("p.notice", run.error)];
 function runLine(run) {
   const fact = (name, value) => el("div", el("dt", name), el("dd", value));
   const views = ["gallery", "clients"].map(view => link(address(run.id, `/${view}`), view));
-  const badges = [badge(run.state, LIVE.has(run.state) ? "live" : "")];
+  const { failed } = run.progress, told = run.verdict ? badge(run.verdict, VERDICTS[run.verdict]) : badge("verdict being read");
+  const badges = [told, badge(run.state, LIVE.has(run.state) ? "live" : ""), failed > 0 && badge(`${many(failed, "attack")} failed`, "leaks")];
   return [
     el("div.head", el("h2", link(address(run.id), run.id)), badges, views),
     el("p.small", `${run.data}; ${run.model}; ${run.chain}`),
@@ -39,15 +63,18 @@ const opening = (title, text) => el("details", el("summary", title), el("pre", {
 function overviewView(o, { state }) {
   const notice = ({ words, command }) => el("li", words, command && [" ", el("code", command)]);
   const replay = o.replay.verdict && [el("strong", o.replay.verdict), `: ${o.replay.words}`];
-  const numbers = o.summary.length > 0 && summaryTable(o.summary, state, change, o.measure);
+  const numbers = o.summary.some(row => row.n || row.failed) && summaryTable(o.summary, state, change, o.measure);
   return [
     el("h1", o.name), el("p.facts", o.facts),
     el("p", { class: `verdict ${VERDICTS[o.verdict.word] || ""}` }, o.verdict.sentence),
+    worstCases(o),
     el("ul.notices", o.notices.map(notice)),
     progressStrip(o),
     o.server_attacks.length > 0 && section("The malicious server", serverAttacks(o.server_attacks)),
     section("Leakage and accuracy over rounds", overRounds(o, state, change), el("p.small", lines(o)), el("p.small", o.privacy.words)),
-    section("Numbers", numbers || empty("No attack has given a score yet; they appear here by themselves.")),
+    o.ungraded.rows.length > 0 && section("Reconstructions without a truth", withoutTruth(o)),
+    o.app_rounds.length > 0 && section("What the app returned", appRounds(o.app_rounds)),
+    (numbers || !o.ungraded.rows.length) && section("Numbers", numbers || empty("No attack has given a score yet; they appear here by themselves.")),
     section("Success over thresholds", o.success.length ? successFigure(o) : empty(noScore(o.ungraded))),
     section("What each attacker knew", knowledge(o.knowledge)),
     section("Participation", participation(o.participation)),
@@ -55,6 +82,32 @@ function overviewView(o, { state }) {
     section("Scenario and environment",
       opening("Scenario", o.scenario), o.environment && opening("Environment", JSON.stringify(o.environment, null, 2))),
   ];
+}
+
+/** What came back though nobody can grade it. */
+function withoutTruth({ name, ungraded }) {
+  const rows = ungraded.rows.map(r => [String(r.round), percent(r.accuracy), r.attack, String(r.reconstructions), decimal(r.objective), decimal(r.lowest), r.statuses]);
+  const words = " A lower objective fits the update better; it compares updates under one attack, never two attacks.";
+  return [
+    el("p", noScore(ungraded), " What came back is in the ", link(address(name, "/gallery"), "gallery"), ".", words),
+    list("Attacks without a truth", ["round", "accuracy", "attack", "came back", "median objective", "lowest", "ended"], rows),
+  ];
+}
+
+function appRounds(rows) {
+  const names = [...new Set(rows.flatMap(row => Object.keys(row.metrics)))];
+  const cells = row => [String(row.round), ...names.map(name => decimal(row.metrics[name] ?? null))];
+  return list("What clients and server returned in each round", ["round", ...names], rows.map(cells));
+}
+
+/** The private examples that came back best. */
+function worstCases({ worst, kind, name }) {
+  if (!worst.length) return null;
+  const few = { class: "worst", "data-key": "worst" }, title = el("h2.hidden", "Worst cases");
+  const words = `The ${many(worst.length, `private ${kind === "text" ? "sentence" : "image"}`)} that came back best: `
+    + `truth, reconstruction${kind === "text" ? "" : ", difference (black: none)"}. `;
+  const all = link(address(name, "/gallery?round=all"), "All in the gallery");
+  return el("div", few, title, cards(worst, kind, kind === "image" ? imageAddress(name) : null), el("p.small", words, all));
 }
 
 const serverAttacks = all => el("dl", all.map(({ name, words }) => [el("dt", name), el("dd", words)]));
@@ -120,7 +173,7 @@ function imageView(found, { id, state }) {
   const elsewhere = others.length > 0 && [cards(others, "image", imageAddress(id)), part];
   return [
     el("h1", `Image ${image} of client ${client}`),
-    el("p.facts", id, label !== null && `; label ${label}`, `; trained on in ${many(rounds.length, "attacked round")}. `, all),
+    el("p.facts", id, label !== null && `; ${found.label_name}`, `; trained on in ${many(rounds.length, "attacked round")}. `, all),
     section("Through all rounds",
       el("p.meaning", "The same private image each time it was trained on, in time order. PSNR below each: higher leaks more."),
       attacks.map(attack => imageStrip(found, attack, state))),

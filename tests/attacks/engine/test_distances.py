@@ -21,7 +21,6 @@ from fedgauge.attacks.engine.distances import (
     cosine,
     gaussian_likelihood,
     laplace_likelihood,
-    layer_cosine,
     likelihood,
     signs,
     squared,
@@ -99,7 +98,6 @@ def test_a_zero_update_has_a_finite_distance_and_derivative(distance: Distance, 
 
 DISTANCES: dict[str, Distance] = {
     "cosine": cosine(),
-    "layer_cosine": layer_cosine(0.7),
     "squared": squared(),
     "gaussian_likelihood": gaussian_likelihood(0.3),
     "absolute": absolute(),

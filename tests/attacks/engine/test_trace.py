@@ -193,7 +193,7 @@ def test_a_wave_that_is_tried_again_in_halves_has_one_trace_each(monkeypatch: py
         return done
 
     monkeypatch.setattr(GradientMatching, "_advance", narrow)
-    assert batch_limiter._exhausted(MemoryError())
+    assert batch_limiter.exhausted(MemoryError())
     halved = inverting_gradients().traced(3).reconstruct(wave, known, Budget(6), streams(0, 1))
     for one, other in zip(whole, halved, strict=True):
         assert trace_of(one).iteration.tolist() == trace_of(other).iteration.tolist() == [0, 3, 6]

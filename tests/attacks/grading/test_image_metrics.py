@@ -14,6 +14,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
 from fedgauge.attacks.grading.image_metrics import (
+    HIGHER_IS_BETTER,
     PSNR_CAP,
     identified,
     image_metrics,
@@ -164,7 +165,7 @@ def test_metrics_stand_where_they_have_a_meaning(no_local_data: Path) -> None:
     assert [m.name for m in image_metrics((1, 28, 28), None)] == ["mse", "psnr", "ssim"]
     assert [m.name for m in image_metrics((1, 28, 28), gallery[:0])] == ["mse", "psnr", "ssim"]
     assert [m.name for m in image_metrics((3, 10, 32), None)] == ["mse", "psnr"]
-    higher = {m.name: m.higher_is_better for m in image_metrics((1, 28, 28), gallery)}
+    higher = {m.name: HIGHER_IS_BETTER[m.name] for m in image_metrics((1, 28, 28), gallery)}
     assert higher == {"mse": False, "psnr": True, "ssim": True, "identified": True}
 
 
@@ -182,5 +183,5 @@ def test_lpips_is_zero_for_the_same_grows_with_noise_and_is_symmetric(
     assert all((later > earlier).all() for earlier, later in itertools.pairwise(values))
     other = smooth(5, 2, channels, 32, 32)
     torch.testing.assert_close(metric(truth, other), metric(other, truth))
-    assert metric.higher_is_better is False
+    assert HIGHER_IS_BETTER[metric.name] is False
     assert metric.name in [m.name for m in image_metrics((channels, 32, 32), None)]

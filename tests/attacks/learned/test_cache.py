@@ -9,6 +9,7 @@ from torch import nn
 
 from fedgauge.attacks.learned.cache import TensorCache, digest
 from fedgauge.attacks.learned.shadow_updates import UpdateFeatures
+from fedgauge.attacks.text.learning_to_invert_text import learning_to_invert_text
 from fedgauge.client.chain import Chain
 from fedgauge.client.models.vision import resnet20
 from fedgauge.client.training import local_sgd
@@ -48,4 +49,5 @@ def test_renamed_classes_keep_their_digests() -> None:
     """Digests seed random streams: these are of the classes' first names."""
     assert digest(UpdateFeatures(True, 5), (1, 2)) == "33bd5cb9d5a28386ec54c00a396bf9b5"
     assert digest(Chain((local_sgd(0.1), GroupMean(2)))) == "e3e781235d18f168281bda75bbe5a3a1"
+    assert digest(learning_to_invert_text()) == "f7f2753675f9df048247af932056301e"
     assert digest(str(resnet20((3, 8, 8), 4))) == "085f66909da19d6c523a59e4e77d7a5e"

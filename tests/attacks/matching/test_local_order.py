@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import federated_averaging, surrogate
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import LocalTraining, local_training
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
@@ -101,6 +103,9 @@ def quality(found: list[Reconstruction], truth: list[Batch]) -> Tensor:
         (local_sgd(0.1, 2, batch_size=2), 4, 1),
         (local_sgd(0.1, 5), 4, 1),
         (local_sgd(0.1, 5, batch_size=4), 4, 1),
+        (local_training(0.1, 7, epochs=3, batch_size=3, accumulate=2, momentum=0.5), 7, 3),
+        (local_training(0.1, 7, steps=4, batch_size=3, accumulate=2, momentum=0.5), 7, 2),
+        (local_training(0.1, 7, "adam", epochs=2), 7, 1),
     ],
 )
 def test_epochs_are_counted(local: local_sgd, batch_size: int, expected: int) -> None:
@@ -181,6 +186,29 @@ def test_the_copies_in_the_clients_order_are_the_client() -> None:
     torch.testing.assert_close(copies.joined(x, only), x[:, :4], rtol=0, atol=1e-15)
 
 
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("beside", [{"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1, "max_norm": 0.5}])
+def test_copies_of_a_shuffled_training_with_a_ragged_last_batch(beside: dict[str, Any]) -> None:
+    """The client draws its orders, which the attacker does not know; had it guessed them, nothing would be left over."""
+    link = local_training(0.3, 5, epochs=2, batch_size=2, shuffle=True, **beside)
+    assert isinstance(link, LocalTraining)
+    posed = scene(chain(replace(link, shuffle=False)), [((0, 1, 2, 3, 4),)], 5)
+    (batch,), model, known = posed.truth, posed.known.model, posed.known
+    client = link(gradient(model, normalise=normalise))
+    update = client(posed.wave.params, batch, generator("client"))
+    wave = replace(posed.wave, update={k: t[None] for k, t in update.items()})
+    drawn = link.order(5, generator("client"))
+    flat = torch.cat([torch.cat(next(drawn)) for _ in range(6)])
+    attack = GradientMatching(squared(), tied=1.0)
+    copies = Problems(attack, wave, replace(known, chain=chain(link)), batch.y[flat][None], 1, torch.float64, epochs=2)
+    value, slopes = copies.value_and_slopes({"x": normalise(batch.x[flat])[None]}, torch.arange(1))
+    assert abs(float(value)) < 1e-20
+    assert float(slopes["x"].abs().max()) < 1e-9
+    torch.testing.assert_close(
+        copies.joined(normalise(batch.x[flat])[None], torch.arange(1))[0], normalise(batch.x[flat[:5]])
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------- what it gains
 
 
@@ -203,12 +231,12 @@ def test_where_the_order_is_unknown_tied_copies_find_more_than_the_order_assumed
 # ----------------------------------------------------------------------------------------------------------- the recipe
 
 
-def test_slices_that_leave_examples_out_are_not_applicable() -> None:
+def test_local_sgds_slices_that_do_not_divide_the_batch_are_not_applicable() -> None:
     links = chain(local_sgd(0.1, 4, batch_size=2))
     posed = scene(links, [((0, 1, 2),)], 3)
     (found,) = federated_averaging().reconstruct(posed.wave, posed.known, Budget(1), streams(1))
     assert found.status == "not_applicable"
-    assert found.reason.startswith("slices of 2 leave out 1 of 3 examples in every epoch")
+    assert found.reason.startswith("slices of 2 do not divide 3 examples")
 
 
 def test_where_every_step_takes_the_whole_batch_there_is_nothing_to_tie() -> None:

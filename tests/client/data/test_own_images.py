@@ -272,6 +272,7 @@ def test_names_of_classes_count_in_alphabetical_order_and_known_classes_all_coun
     label = datasets.ClassLabel(names=["a", "b", "c", "d", "e"])
     told = hugging_face(saved(tmp_path / "b", {"train": (images, [0, 1, 0, 1, 0, 1])}, label=label))
     assert told.classes == 5
+    assert (named.names, told.names) == (("ant", "bee", "cat"), ("a", "b", "c", "d", "e"))
 
 
 def test_its_columns_and_sizes_are_checked_by_name(tmp_path: Path) -> None:

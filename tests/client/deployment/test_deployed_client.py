@@ -88,6 +88,9 @@ def small(shape, classes: int, width: int = 3) -> nn.Module:
 def stored(shape, classes: int, source: Path) -> nn.Module:
     raise AssertionError(f"read {source}")
 
+def beside(model: nn.Module, source: Path | list[list[Path]]) -> nn.Module:
+    raise AssertionError(f"read {source}")
+
 def fetched(shape, classes: int) -> nn.Module:
     from fedgauge.client.local_data import may_download
     raise ValueError(f"may download: {may_download.get()}")
@@ -110,13 +113,23 @@ def test_a_server_makes_a_client_fetch_nothing(write: Write, tmp_path: Path) -> 
     assert may_download.get(), "the owner's own data may"
 
 
-def test_a_server_gives_no_path_even_to_a_package_that_the_owner_allows(write: Write, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"use": "ownersfiles:stored", "source": "passwords"},
+        {"use": "ownersfiles:stored", "source": "/etc/hostname"},
+        {"use": "encoder", "folder": "/etc"},
+        {"use": "mlp", "defense": [{"use": "ownersfiles:beside", "source": "/etc/hostname"}]},
+        {"use": "mlp", "defense": [{"use": "ownersfiles:beside", "source": [["/etc/hostname"]]}]},
+    ],
+    ids=["relative", "absolute", "own", "nested", "in lists"],
+)
+def test_a_server_gives_no_path_even_to_a_package_that_the_owner_allows(
+    write: Write, tmp_path: Path, model: dict[str, object]
+) -> None:
     (tmp_path / "ownersfiles.py").write_text(NETS)
     with pytest.raises(RequestRefused, match="must not make a client read a file"):
-        DeployedClient.of(
-            OwnerConfig.load(write(allow=["ownersfiles"])),
-            terms(model={"use": "ownersfiles:stored", "source": "passwords"}),
-        )
+        DeployedClient.of(OwnerConfig.load(write(allow=["ownersfiles"])), terms(model=model))
 
 
 @pytest.mark.parametrize(

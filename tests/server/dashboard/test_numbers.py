@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+import fedgauge.server.dashboard.web
 import fedgauge.server.views.gallery
 from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.defenses.accounting import spent
@@ -19,11 +21,13 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare, differences
+from fedgauge.server.views.intervals import guessed_labels
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.overview import progress
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.roles import is_baseline
 from fedgauge.server.views.scores import Scores
-from fedgauge.server.views.verdict import verdict
+from fedgauge.server.views.verdict import verdict_of
 from tests.server.dashboard.pages import Get, Http, pixels, score_all
 
 
@@ -32,7 +36,8 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
     with attacked_run.ledger() as ledger:
         scores = Scores.read(ledger)
         told = {m: leakage(scores, m) for m in ("psnr", "ssim", "identified")}
-        assert page["verdict"]["sentence"] == verdict(scores, ledger).sentence
+    with closing(Reading(attacked_run)) as reading, reading.now():
+        assert page["verdict"]["sentence"] == verdict_of(reading).sentence
     shown = {m["name"]: {s["name"]: s for s in m["series"]} for m in page["metrics"]}
     for metric, leaks in told.items():
         for leak in leaks:
@@ -43,6 +48,56 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
     assert page["progress"] | {"done": 16} == page["progress"], "two rounds, two clients, two attacks, two baselines"
     assert page["participation"]["rejected"] == 2
     assert {row["attack"]: row["n"] for row in page["summary"]}["inverting_gradients"] == 8
+
+
+def test_the_worst_cases_are_the_best_reconstructions_of_different_images(get: Get) -> None:
+    worst = get("/api/runs/complete/overview")["worst"]
+    best: dict[int, float] = {}
+    for card in get("/api/runs/complete/gallery?round=all")["cards"]:
+        strength = max(t["psnr"] for t in card["tiles"] if t["psnr"] is not None)
+        best[card["image"]] = max(strength, best.get(card["image"], strength))
+    assert [card["tiles"][0]["psnr"] for card in worst] == sorted(best.values(), reverse=True)[:3]
+    assert len({card["image"] for card in worst}) == 3
+    assert all(len(card["tiles"]) == 1 and card["truth"] and card["tiles"][0]["image"] for card in worst)
+
+
+def test_the_list_has_each_runs_verdict_and_waits_for_none(
+    get: Get, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as hurried:
+        hurried.setattr(fedgauge.server.dashboard.web, "PATIENCE", -1.0)
+        assert [run["verdict"] for run in get("/api/runs")["runs"]] == [None], "scores are read when there is time"
+    (line,) = get("/api/runs")["runs"]
+    assert line["verdict"] == get("/api/runs/complete/overview")["verdict"]["word"]
+    assert line["progress"]["failed"] == 0
+    monkeypatch.setattr(fedgauge.server.dashboard.web, "PATIENCE", -1.0)
+    assert get("/api/runs")["runs"][0]["verdict"] == line["verdict"], "what is known is told at once"
+    with Run(folder / "complete").ledger() as ledger:
+        ledger.record_round(3, 0.4, 2.0, 1.0, 0.01)
+    assert get("/api/runs")["runs"][0]["verdict"] is None, "and no longer once the run has changed"
+
+
+def test_classes_are_called_by_their_names(
+    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("ant", "bee<b>"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for i in range(12):
+            pixels_of_one = rng.integers(0, 256, (8, 8, 3), np.uint8)
+            Image.fromarray(pixels_of_one).save(tmp_path / "pictures" / name / f"{i}.png")
+    data = {"use": "image_folder", "path": str(tmp_path / "pictures"), "size": 8, "batch_size": 2, "auxiliary": 4}
+    run = make_taped(tmp_path / "named", make_scenario(data=data))
+    score_all(run)
+    names = ["ant", "bee<b>"]
+    with Http(make_app(run.folder), base_url="http://localhost") as http:
+        page = http.get("/api/runs/named/gallery?round=all").json()
+        assert (page["class_names"], page["labels"]) == (names, [0, 1])
+        assert all(card["label_name"] == names[card["label"]] for card in page["cards"]) and page["cards"]
+        assert http.get("/api/runs/named/clients/0").json()["class_names"] == names
+        card = page["cards"][0]
+        found = http.get(f"/api/runs/named/image/{card['image']}?client={card['client']}").json()
+        assert found["label_name"] == names[found["label"]]
 
 
 def test_a_run_of_the_predecessor_is_listed_with_the_reason_and_hides_no_other(
@@ -142,14 +197,30 @@ def test_the_heat_map_holds_the_worst_case_of_each_cell(get: Get, attacked_run: 
         page = get(f"/api/runs/complete/clients?metric={metric}")
         with attacked_run.ledger() as ledger:
             rows = [r for r in ledger.scores(metric) if r["attack"] == "inverting_gradients" and r["value"] is not None]
+            luck = [r for r in ledger.scores(metric) if is_baseline(r["attack"]) and r["value"] is not None]
         assert page["clients"] == [0, 1, 2]
         for i, client in enumerate(page["clients"]):
             for j, round in enumerate(page["rounds"]):
                 values = [r["value"] for r in rows if (r["client"], r["round"]) == (client, round)]
                 assert page["z"][i][j] == (pytest.approx(worst(values), rel=1e-4) if values else None)
+        cells: dict[str, dict[tuple[int, int], float]] = {}
+        for r in luck:
+            own, cell = cells.setdefault(r["attack"], {}), (r["round"], r["client"])
+            own[cell] = worst(r["value"], own.get(cell, r["value"]))
+        by_luck = {name: float(np.mean(list(own.values()))) for name, own in cells.items()}
+        name = worst(by_luck, key=lambda attack: by_luck[attack])
+        assert page["floor"] == {"name": name, "value": pytest.approx(by_luck[name], rel=1e-4)}
+        assert page["ceiling"] == {"psnr": 40.0, "mse": 0.0}[metric], "the same scale, whatever this run leaks"
         leaks = [row["worst"] for row in page["table"] if row["worst"] is not None]
         assert leaks == sorted(leaks, reverse=metric == "psnr")
         assert page["table"][-1]["client"] == 2, "of whom nothing is known, last"
+
+
+def test_the_map_of_labels_begins_at_what_a_guess_gets_right(get: Get, attacked_run: Run) -> None:
+    y = attacked_run.scenario().federation.shards.dataset.y
+    page = get("/api/runs/complete/clients?metric=label_accuracy")
+    guess = guessed_labels((torch.bincount(y) / len(y)).tolist(), 2)
+    assert page["floor"] == {"name": "by how common the classes are", "value": pytest.approx(guess, rel=1e-3)}
 
 
 def test_runs_are_compared_with_the_front_that_none_beats(
@@ -164,6 +235,11 @@ def test_runs_are_compared_with_the_front_that_none_beats(
     assert len(front) == 2, "each run stands with its strongest attack"
     assert [(p["run"], p["mean"]) for p in page["points"] if p["strongest"]] == [("a", 20.5), ("b", 25.5), ("c", 10.5)]
     assert page["differences"] == [{"key": "rounds", "values": ["2", "2", "1"]}]
+    shutil.copytree(folder / "b", folder / "d")
+    elsewhere = folder / "d" / "scenario.toml"
+    elsewhere.write_text(elsewhere.read_text().replace("mnist5k", "other"))
+    apart = {(p["run"], p["data"]) for p in get("/api/compare?runs=a,b,c,d")["points"] if p["pareto"]}
+    assert apart == {("a", "mnist5k"), ("d", "other"), ("c", "mnist5k")}, "no run on other data beats it"
     assert page["matrix"]["columns"] == ["inverting_gradients", "analytic"]
     assert page["matrix"]["mean"][0] == [20.5, 20.5]
     assert page["matrix"]["baseline"] == [20.5, 25.5, 10.5]

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import LABELS
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.png import png
+from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
-from fedgauge.server.views.verdict import verdict
+from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.reports.report import write_comparison, write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
@@ -143,7 +144,13 @@ def test_a_finished_run_opens_with_its_numbers(watched: Watched, address: str, f
     with Run(folder / "first").ledger() as ledger:
         scores = Scores.read(ledger)
         (leak,) = [k for k in leakage(scores, "psnr") if k.round is None and k.attack == "inverting_gradients"]
-        expect(page.locator(".verdict")).to_have_text(verdict(scores, ledger).sentence)
+    with closing(Reading(Run(folder / "first"))) as reading, reading.now():
+        expect(page.locator(".verdict")).to_have_text(verdict_of(reading).sentence)
+    expect(page.locator(".verdict + .worst .card img").first).to_be_visible()
+    expect(page.locator(".worst .card")).to_have_count(3)
+    attacks = page.get_by_role("region", name="All rounds together").locator("tbody td:first-child")
+    first, *others = [name.split("\n")[-1] for name in attacks.all_inner_texts()]
+    assert (first, set(others)) == ("inverting_gradients", {"baseline"}), "a count of nothing is not shown as 0"
     row = page.get_by_role("region", name="All rounds together").locator("tbody tr").first
     assert leak.mean is not None and leak.best is not None
     expect(row.locator("td").nth(2)).to_have_text(f"{leak.mean:.1f}")
@@ -164,6 +171,19 @@ def test_no_view_is_wider_than_its_window(watched: Watched, address: str) -> Non
         assert over <= 0, path
         levels = [int(tag[1]) for tag in page.locator("h1, h2, h3").evaluate_all("all => all.map(h => h.tagName)")]
         assert levels[0] == 1 and all(b <= a + 1 for a, b in zip(levels, levels[1:], strict=False)), path
+
+
+@pytest.mark.parametrize("watched", [390], indirect=True, ids=["narrow"])
+def test_a_phone_shows_the_key_columns_first(watched: Watched, address: str) -> None:
+    page = watched.open(f"{address}/run/first")
+    heads = page.get_by_role("region", name="All rounds together").locator("th")
+    assert [words.split("\n")[0].split(" ")[0] for words in heads.all_inner_texts()][:4] == [
+        "attack",
+        "mean",
+        "worst",
+        "identified",
+    ]
+    assert heads.nth(3).bounding_box()["x"] < 330, "the fourth begins on the screen"
 
 
 def test_a_switch_hides_a_curve_and_keeps_its_place_in_the_legend(watched: Watched, address: str) -> None:
@@ -241,6 +261,9 @@ def test_a_card_opens_the_image_and_the_attacks_way_to_it(watched: Watched, addr
 
 def test_the_clients_table_sorts_and_opens_a_client(watched: Watched, address: str) -> None:
     page = watched.open(f"{address}/run/first/clients")
+    expect(page.get_by_text("The best guess that does not read the update")).to_contain_text(
+        "brightest 40.0 dB or more"
+    )
     assert column(page, "Clients, PSNR (dB)", 1)[-1] == "client 2", "who was never attacked comes last"
     head = page.get_by_role("button", name="mean")
     head.focus()
@@ -263,6 +286,11 @@ def test_runs_are_compared_and_chosen(watched: Watched, address: str) -> None:
     expect(rows).to_have_count(2)
     expect(page.get_by_role("region", name="Run by attack").locator("tbody tr")).to_have_count(2)
     expect(page.get_by_role("region", name="Settings that differ")).to_contain_text("max_norm")
+    cells = page.get_by_role("region", name="Every attack on every run").locator("tbody td:last-child")
+    assert cells.all_inner_texts() == ["–"] * cells.count(), (
+        "no epsilon; what is said of privacy stands below, once for each"
+    )
+    expect(page.get_by_text("Differential privacy")).to_have_count(2)
     page.get_by_role("button", name="mean").click()
     means = [float(text.removesuffix(" dB")) for text in column(page, "Every attack on every run", 4)]
     assert means == sorted(means, reverse=True)
@@ -286,6 +314,15 @@ def test_links_lead_somewhere_and_back(watched: Watched, address: str) -> None:
     expect(page.locator("h1")).to_have_text("Who leaks most")
     page.get_by_role("link", name="fedgauge").click()
     expect(page.locator(".run")).to_have_count(2)
+    expect(page.locator(".run .badge").first).to_have_text(re.compile("leak|undetermined"))
+    page.get_by_role("searchbox", name="Find").press_sequentially("CLIP sec")
+    expect(page.locator(".run")).to_have_count(1)
+    expect(page.get_by_role("searchbox", name="Find")).to_be_focused()
+    page.get_by_label("failed only").check()
+    expect(page.locator(".run")).to_have_count(0)
+    page.reload()
+    expect(page.get_by_role("searchbox", name="Find")).to_have_value("CLIP sec")
+    page.get_by_label("failed only").uncheck()
     page.get_by_role("link", name="second").click()
     expect(page.locator("h1")).to_have_text("second")
 

@@ -413,3 +413,57 @@ def test_a_round_that_was_trained_again_is_no_dead_end(path: Path) -> None:
         following = ledger.lease()
         assert following is not None
         assert (following.round, following.memories) == (2, {0: (1, "1.0")})
+
+
+def failed_once(ledger: Ledger) -> None:
+    """The first wave failed as a whole, the second was split and one of its jobs failed."""
+    lease = ledger.lease()
+    assert lease is not None
+    ledger.fail(lease, "faulty")
+    lease = ledger.lease()
+    assert lease is not None
+    ledger.split(lease, "faulty")
+    one = ledger.lease()
+    assert one is not None
+    ledger.fail(one, "faulty")
+    finish(ledger, ledger.lease())
+
+
+def test_failed_jobs_return_to_the_queue_as_if_they_had_never_been_tried(path: Path) -> None:
+    with filled(path, plan_of("a", wave=2)) as ledger:
+        untried = jobs(ledger)
+        failed_once(ledger)
+        scores = [tuple(r) for r in ledger.scores() if r["status"] != "failed"]
+        finished = ledger.finished()
+        assert ledger.retry_ended(["failed"], 2) == (3, 0)
+        assert ledger.progress() == Progress(queued=3, done=1)
+        assert [tuple(r) for r in ledger.scores()] == scores and ledger.finished() == finished
+        tried = jobs(ledger)
+        for before, after in zip(untried, tried, strict=True):
+            assert after["state"] == "done" or after | {"finished": None} == before
+        assert ledger.meta()["retried"] == "1"
+        while (lease := ledger.lease()) is not None:
+            assert lease.attempt == 1
+            finish(ledger, lease)
+        assert ledger.progress() == Progress(done=4)
+        assert ledger.retry_ended(["failed"], 2) == (0, 0) and ledger.meta()["retried"] == "1"
+
+
+def test_jobs_whose_update_is_deleted_are_not_tried_again(path: Path) -> None:
+    with filled(path, plan_of("a", wave=2)) as ledger:
+        failed_once(ledger)
+        ledger.mark_deleted(1)
+        before = jobs(ledger), list(map(tuple, ledger.scores()))
+        assert ledger.retry_ended(["failed"], 2) == (0, 3)
+        assert (jobs(ledger), list(map(tuple, ledger.scores()))) == before
+
+
+def test_a_retry_that_is_cut_off_changes_nothing(path: Path) -> None:
+    with filled(path, plan_of("a", wave=2)) as ledger:
+        failed_once(ledger)
+        before = jobs(ledger), list(map(tuple, ledger.scores())), ledger.meta()
+        stop = "CREATE TRIGGER cut BEFORE UPDATE ON jobs WHEN OLD.id = 4 BEGIN SELECT raise(ABORT, 'cut off'); END"
+        ledger._db.execute(stop)
+        with pytest.raises(sqlite3.IntegrityError, match="cut off"):
+            ledger.retry_ended(["failed"], 2)
+        assert (jobs(ledger), list(map(tuple, ledger.scores())), ledger.meta()) == before

@@ -345,11 +345,13 @@ def test_what_nobody_graded_is_shown_and_scored_by_nothing(tmp_path: Path) -> No
         seen, cards = overview(reading), [Gallery(reading).card(1, c, e) for c in range(3) for e in range(2)]
     for card in cards:
         shown = {tile.attack: tile for tile in card.tiles}
-        assert shown["inverting_gradients"].note == NOT_GRADED and card.absent == NO_TRUTH
+        assert shown["inverting_gradients"].note.startswith(f"{NOT_GRADED}, objective ") and card.absent == NO_TRUTH
         picture = shown["inverting_gradients"].image
         x = run.read_reconstruction(1, card.client, "inverting_gradients")["x"][card.example]
         assert picture is not None and (pixels(picture) == (x.clamp(0, 1) * 255).round().byte()[0].numpy()).all()
         assert shown["analytic"].image is None and shown["analytic"].note == "not_applicable"
+    came_back = {row["attack"]: row["reconstructions"] for row in seen["ungraded"].pop("rows")}
+    assert came_back == {"inverting_gradients": 3, "analytic": 0}
     assert seen["ungraded"] == {"count": 3, "reason": "the owner does not allow it"}
     assert seen["success"] == [], "what came back nobody graded: that the rest failed is no rate"
     row = next(r for r in seen["summary"] if r["attack"] == "inverting_gradients")

@@ -6,7 +6,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.server.views.intervals import Rate, clustered_interval
+from fedgauge.server.views.intervals import Rate, clustered_interval, guessed_labels, luck_bound, luck_of_hits
 
 
 @pytest.mark.parametrize("clients", [2, 3, 40])
@@ -52,3 +52,24 @@ def test_rates_of_nothing_and_impossible_rates() -> None:
     assert (Rate(0, 0).fraction, Rate(0, 0).interval) == (None, (0.0, 1.0))
     with pytest.raises(ValueError, match="3 of 2"):
         Rate(3, 2)
+
+
+def test_what_a_guess_restores_of_labels_stands_on_paper() -> None:
+    assert guessed_labels([0.1] * 10, 1) == pytest.approx(0.1)
+    assert guessed_labels([0.1] * 10, 4) == pytest.approx(1 - 0.9**4), "four different classes, each there or not"
+    assert guessed_labels([0.5, 0.5], 4) == pytest.approx((1 * 4 + 2 * 11) / 16 * 2 / 4), "two of each"
+    assert guessed_labels([0.9, 0.1], 2) == pytest.approx(0.9), "twice the common one"
+    assert guessed_labels([1.0], 3) == 1.0
+
+
+@given(st.integers(1, 30), st.floats(0.01, 0.99), st.data())
+def test_luck_is_never_less_probable_than_its_bound(n: int, expected: float, data: st.DataObject) -> None:
+    reached = data.draw(st.integers(0, n))
+    exact = scipy.stats.binom.sf(reached - 1, n, expected)
+    assert luck_bound(reached / n, expected, n) >= exact * (1 - 1e-9)
+
+
+def test_hits_that_no_other_guess_has_are_luck_as_on_paper() -> None:
+    assert luck_of_hits(3, 0, 3) == pytest.approx(1 / 64)
+    assert luck_of_hits(1, 1, 1) == pytest.approx(3 / 4)
+    assert luck_of_hits(0, 3, 3) == 1.0

@@ -364,18 +364,66 @@ def test_more_identified_than_by_any_baseline_is_a_leak(tmp_path: Path) -> None:
     assert verdict.strongest.exposed == 0
 
 
-def test_what_one_client_shows_often_is_no_evidence_of_the_others(tmp_path: Path) -> None:
-    """Twenty of 48 images are nearer than chance allows, by a rate that ignores whose they are; they are one client's."""
+def test_images_that_only_the_attack_identifies_are_a_leak_even_if_they_are_one_clients(tmp_path: Path) -> None:
+    """The interval over clients says nothing of the others, and the images are read off all the same."""
     cells = drawn(0, gain=-3.0, clients=3, examples=20, chance=0.0)
     cells[1, 0, "matching"] = {"psnr": [9.0] * 20, "identified": [1.0] * 20}
     verdict = judged(tmp_path, cells)
     assert verdict.strongest is not None
-    assert verdict.strongest.identified == Rate(20, 60)
-    assert verdict.strongest.identified.interval[0] > Rate(0, 60).interval[1]
-    assert verdict.word == "not shown to leak"
-    for client in (1, 2):
-        cells[1, client, "matching"] = {"psnr": [9.0] * 20, "identified": [1.0] * 16 + [0.0] * 4}
-    assert judged(tmp_path, cells).word == "leaks"
+    assert verdict.strongest.identified_more_often is not None and verdict.strongest.identified_more_often < 0
+    assert verdict.word == "leaks"
+    assert "20 of 60 images are identified, all of one client" in verdict.sentence
+    alone = drawn(0, gain=-3.0, clients=1, chance=0.0)
+    alone[1, 0, "matching"] = {"psnr": [9.0] * 4, "identified": [1.0] * 4}
+    assert judged(tmp_path, alone).word == "leaks"
+    for guess in (
+        "mean_image",
+        "wrong_client(matching)",
+    ):  # who identifies them without the update proves that luck does
+        shown = dict(alone) | {(1, 0, guess): {"psnr": [12.0] * 4, "identified": [1.0] * 4}}
+        assert judged(tmp_path, shown).word == "not shown to leak"
+
+
+def labelled(clients: int, accuracy: Sequence[float]) -> dict[Cell, Values | None]:
+    """Images no better than a guess, beside a label accuracy for each client's batch."""
+    cells = drawn(0, gain=-3.0, clients=clients, chance=0.0)
+    for client, value in zip(range(clients), accuracy, strict=True):
+        cells[1, client, "matching"] = {**(cells[1, client, "matching"] or {}), "label_accuracy": [value]}
+    return cells
+
+
+def test_labels_that_are_read_off_are_a_leak_whatever_the_images(tmp_path: Path) -> None:
+    found = judged(tmp_path, labelled(12, [1.0] * 12))
+    assert found.word == "leaks"
+    words = (
+        "The clients' labels leak: 100 % of the labels are restored (a guess without the update: 81 %), by matching."
+    )
+    assert found.sentence.startswith(f"{words} Their images come back no better than from a guess at this budget")
+    assert "not shown" not in found.sentence
+    lucky = judged(tmp_path, labelled(12, [0.75, 0.75, 1.0] * 4))  # two classes, four examples: 81 % without the update
+    assert lucky.word == "not shown to leak"
+    assert "83 % of the labels are restored (a guess without the update: 81 %)" in lucky.sentence
+
+
+def test_how_well_labels_are_guessed_depends_on_how_common_the_classes_are(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
+        ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
+        score(ledger, labelled(12, [0.75] * 12), examples=4)
+        scores = Scores.read(ledger)
+        assert verdict(scores, ledger).word == "not shown to leak"
+        assert verdict(scores, ledger, [0.1] * 10).word == "leaks"
+        assert verdict(scores, ledger, [0.9, 0.1]).word == "not shown to leak"
+
+
+def test_labels_leak_even_where_nothing_can_be_said_of_the_images(tmp_path: Path) -> None:
+    cells: dict[Cell, Values | None] = {
+        (1, c, "matching"): {"psnr": [None] * 4, "label_accuracy": [1.0]} for c in range(12)
+    }
+    found = judged(tmp_path, cells)
+    assert found.word == "leaks"
+    assert "by matching. Nothing can be said about more than labels: no attack gave an image" in found.sentence
+    flat = labelled(12, [1.0] * 12)
+    assert judged(tmp_path, flat, replay="mismatch").word == "leaks"
 
 
 def test_one_client_gives_no_interval_and_the_sentence_says_so(tmp_path: Path) -> None:

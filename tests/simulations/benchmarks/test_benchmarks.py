@@ -352,6 +352,7 @@ def test_the_kept_results_are_what_their_readme_shows() -> None:
         "page",
         "load",
         "learning",
+        "training",
         "text",
     }
     assert (RESULTS / "README.md").read_text() == readme(stored)

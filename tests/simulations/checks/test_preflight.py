@@ -145,7 +145,7 @@ def test_the_command_prints_both_ways_and_refuses_mistakes(tmp_path: Any, capsys
     assert main(["preflight", str(path), "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert {layer["name"] for layer in read["layers"]} == {"1", "3"}
-    assert {f["severity"] for f in read["findings"]} <= {"leaks", "weak", "note", "holds"}
+    assert {f["severity"] for f in read["findings"]} <= {"leaks", "weak", "unknown", "note", "holds"}
     assert main(["preflight", str(tmp_path / "no.toml")]) == 2
     assert "there is no such file" in capsys.readouterr().err
 

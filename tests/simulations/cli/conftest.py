@@ -1,6 +1,8 @@
 """Runs for the tests of the command line."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -28,8 +30,18 @@ TABLES = {
 @pytest.fixture
 def taped(tmp_path: Path) -> Run:
     """A run as training leaves it: two rounds on the tape, nothing attacked yet."""
-    scenario = Scenario.from_tables(TABLES)
-    run = new_run(scenario, "small", tmp_path / "runs")
+    return taped_run(tmp_path / "runs", TABLES)
+
+
+@pytest.fixture
+def attacked(taped: Run) -> Run:
+    serve(taped, LocalExecutor())
+    return taped
+
+
+def taped_run(runs: Path, tables: Mapping[str, Any]) -> Run:
+    scenario = Scenario.from_tables(tables)
+    run = new_run(scenario, "small", runs)
     federation = Federation(scenario.protocol)
     params, buffers = federation.initial()
     tape = run.tape()
@@ -42,12 +54,6 @@ def taped(tmp_path: Path) -> Run:
             ledger.record_round(r, 0.1 * r, 2.0, 1.0, 0.01)
         ledger.set_meta(state="trained")
     return run
-
-
-@pytest.fixture
-def attacked(taped: Run) -> Run:
-    serve(taped, LocalExecutor())
-    return taped
 
 
 def scenario_file(folder: Path, **changes: object) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedgauge.client import registry
-from fedgauge.simulations.cli.list_components import KINDS, _escaped, components_of, fill
+from fedgauge.simulations.cli.list_components import KINDS, components_of, escaped, fill
 from fedgauge.simulations.cli.list_components import main as write
 from fedgauge.simulations.cli.main import main
 
@@ -39,6 +39,8 @@ gone = loudlinks:gone
 wrong = loudlinks:wrong
 broken = brokenlinks:anything
 clip = loudlinks:loud
+[fedgauge.defenses]
+quiet = loudlinks:loud
 """
 
 
@@ -139,4 +141,18 @@ def test_a_page_gets_the_tables_of_fedgauges_own_components(tmp_path: Path) -> N
 
 
 def test_a_cell_shows_a_description_as_it_is() -> None:
-    assert _escaped("a|b *c* <d> _e_ f_g `h|i*` [j]") == r"a\|b \*c\* \<d> \_e\_ f_g `h\|i*` \[j]"
+    assert escaped("a|b *c* <d> _e_ f_g `h|i*` [j]") == r"a\|b \*c\* \<d> \_e\_ f_g `h\|i*` \[j]"
+
+
+@pytest.mark.usefixtures("plug_in")
+def test_doctor_and_list_name_every_plug_in_that_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario = tmp_path / "small.toml"
+    assert main(["init", str(scenario)]) == 0
+    assert main(["doctor", str(scenario)]) == 0, "what the scenario does not use does not stop it"
+    said = " ".join(capsys.readouterr().out.split())
+    for name in ("gone", "wrong", "broken", "clip", "quiet"):
+        assert f"{name} of the package loud-links cannot be used" in said
+    assert "there is no group fedgauge.defenses" in said and "fedgauge.links" in said
+    assert ("unknown", "quiet") in {(c.kind, c.name) for c in components_of()}

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.cli.main import GROUPS, _parser, main
 from tests.simulations.cli.conftest import TABLES, scenario_file
 
 
@@ -123,3 +124,35 @@ def test_commands_work_beside_a_users_own_files_of_the_same_names(tmp_path: Path
     for arguments in (["init"], ["doctor", "scenario.toml"], ["list"], ["runs"]):
         done = subprocess.run([*program, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
+
+
+HEAVY = ("torch", "flwr", "ray", "numpy", "rich")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ([], 0, "usage: fedgauge"),
+        (["--help"], 0, "usage: fedgauge"),
+        (["--version"], 0, f"fedgauge {metadata.version('fedgauge')}"),
+        (["rnu"], 2, "invalid choice: 'rnu' (choose from "),
+        (["--verison"], 2, "usage: fedgauge"),
+    ],
+)
+def test_help_and_misspelt_commands_wait_for_no_torch(arguments: list[str], status: int, words: str) -> None:
+    program = (
+        "import sys\nfrom fedgauge.simulations.cli.main import main\n"
+        f"try:\n    status = main({arguments})\nexcept SystemExit as ended:\n    status = ended.code\n"
+        f"loaded = [name for name in {HEAVY} if name in sys.modules]\n"
+        "sys.exit(f'{loaded} is imported' if loaded else status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stderr
+    assert words in (done.stderr if status else done.stdout) and "is imported" not in done.stderr
+
+
+def test_help_says_of_each_command_what_its_own_help_says() -> None:
+    for module, summaries in GROUPS.items():
+        own = _parser(next(iter(summaries)))._subparsers._group_actions[0]._choices_actions  # type: ignore[union-attr,attr-defined]
+        said = {action.dest: action.help for action in own if action.dest in summaries}
+        assert said == summaries, module

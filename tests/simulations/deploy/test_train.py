@@ -51,7 +51,9 @@ def foreign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Depl
         == 0
     )
     told = capsys.readouterr().out
-    before = cli._parser().parse_args(["deploy", "--allow", "one", "up", str(folder), "--local", "--allow", "two"])
+    before = cli._parser("deploy").parse_args(
+        ["deploy", "--allow", "one", "up", str(folder), "--local", "--allow", "two"]
+    )
     assert [*before.allow, *before.allow_too] == ["one", "two"], "before the action and after it"
     assert f'allow = ["mynets"] in {folder}/clients/*/client.toml, and mynets beside that file' in told
     yield Deployment.open(folder)

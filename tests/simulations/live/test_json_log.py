@@ -117,12 +117,13 @@ def test_errors_are_events_as_well_as_words(taped: Run, tmp_path: Path, capsys: 
 def test_what_fails_is_told_in_every_mode(taped: Run, capsys: pytest.CaptureFixture[str], log: str) -> None:
     damaged = sorted((taped.folder / "tape").glob("round-00002-client-*"))[0]
     damaged.write_bytes(damaged.read_bytes()[:100])
-    assert main(["audit", str(taped.folder), "--log", log]) == 0
+    assert main(["audit", str(taped.folder), "--log", log]) == 1
     told = capsys.readouterr()
     if log == "quiet":
-        assert told.err.startswith("fedgauge: 3 attacks failed: ") and damaged.name in told.err
+        assert told.err.startswith("fedgauge: 3 of 12 attacks failed: ") and damaged.name in told.err
     else:
         finished = events_of(told.out)[-1]
+        assert finished["state"] == "attacks failed"
         assert len(finished["errors"]) == 1 and damaged.name in finished["errors"][0]
         assert [a["failed"] for a in finished["attacks"] if a["attack"] == "analytic"] == [1]
 

@@ -58,6 +58,22 @@ def test_the_app_that_flower_hands_to_every_client_holds_no_code(training: Train
     assert components == {"serverapp": "fedgauge.server.app:app", "clientapp": "fedgauge.client.app:app"}
 
 
+def test_a_process_of_a_run_loads_no_folder_of_the_user_as_fedgauge(
+    training: TrainingProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a checkout in the folder where the command is given."""
+    (tmp_path / "fedgauge" / "simulations").mkdir(parents=True)
+    (tmp_path / "fedgauge" / "simulations" / "__init__.py").write_text("raise RuntimeError('the folder of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    beside = launch._OwnProcess(training.run, "beside.log", "fedgauge.simulations.cli.main", "runs")
+    try:
+        beside._child.wait(timeout=300)
+        assert "the folder of the user" not in training.run.log("beside.log").read_text()
+        assert beside.status() == 0
+    finally:
+        beside.close()
+
+
 @linux
 def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(training: TrainingProcess) -> None:
     children = [deaf_child(training) for _ in range(2)]

@@ -21,6 +21,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import create_run
+from fedgauge.simulations.run.launch import InMemoryTraining, TrainingFailed
 from fedgauge.simulations.run.processes import MARK
 
 OURS = uuid.uuid4().hex
@@ -122,20 +123,6 @@ def test_a_real_federation_is_trained_attacked_and_reported(finished: Run, capsy
     assert (finished.folder.stat().st_mode & 0o777) == 0o700
     assert main(["export", str(finished.folder)]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert list(rows[0]) == [
-        "run",
-        "round",
-        "client",
-        "attack",
-        "example",
-        "metric",
-        "value",
-        "status",
-        "seconds",
-        "knowledge",
-        "epsilon",
-        "delta",
-    ]
     assert {r["attack"] for r in rows} >= {"analytic", "inverting_gradients", "mean_image", "wrong_client(analytic)"}
     assert main(["runs", "--runs", str(finished.folder.parent)]) == 0
     assert capsys.readouterr().out.count("complete") == 1
@@ -178,13 +165,75 @@ def test_the_trained_model_is_the_same_with_curiosity_off_in_flower(finished: Ru
 
 
 @pytest.mark.slow
-def test_a_federation_in_memory_is_the_same_federation(finished: Run, tmp_path: Path) -> None:
-    """What a sweep trains without Flower's transport is what Flower trains, bit for bit."""
-    run = create_run(finished.scenario(), tmp_path / "run")
-    in_memory.train(run)
-    assert (run.folder / "model.safetensors").read_bytes() == (finished.folder / "model.safetensors").read_bytes()
+def test_a_run_in_memory_is_the_same_run(finished: Run, tmp_path: Path) -> None:
+    """What is trained without Flower's transport is what Flower trains, and what is attacked is the same, bit for bit."""
+    (tmp_path / "small.toml").write_text(SCENARIO)
+    command = ("run", "--in-memory", str(tmp_path / "small.toml"), "--set", "audit.executor=local", "--log", "json")
+    done = fedgauge(*command, "--runs", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [e["round"] for e in events if e["event"] == "round"] == [0, 1, 2, 3, 4]
+    assert (events[-1]["event"], events[-1]["state"]) == ("finished", "complete")
+    run = Run.open(Path(events[-1]["folder"]))
+    assert not (run.folder / "logs" / "superlink.log").exists(), "no Flower was started"
+    assert (run.folder / "report.html").stat().st_size > 100_000
+    assert run.model.read_bytes() == finished.model.read_bytes()
     tapes = [{p.name: p.read_bytes() for p in (r.folder / "tape").glob("*.safetensors")} for r in (run, finished)]
     assert len(tapes[0]) > 4 and tapes[0] == tapes[1]
+    with run.ledger() as mine, finished.ledger() as theirs:
+        ledgers = [
+            (
+                [(r["round"], r["accuracy"], r["loss"]) for r in ledger.rounds()],
+                [tuple(o) for o in ledger.observations()],
+                [tuple(r)[:7] for r in ledger.scores()],
+            )
+            for ledger in (mine, theirs)
+        ]
+        assert ledgers[0] == ledgers[1]
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(finished: Run, tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SCENARIO)
+    whole = create_run(Scenario.load(tmp_path / "small.toml", [], 60), tmp_path / "whole")
+    in_memory.train(whole)
+    command = [
+        sys.executable,
+        "-m",
+        "fedgauge.simulations.cli.main",
+        "run",
+        "--in-memory",
+        str(tmp_path / "small.toml"),
+    ]
+    command += ["--runs", str(tmp_path / "runs"), "--set", "audit.executor=local", "--rounds", "60"]
+    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        ledger_file = wait_for(lambda: next(iter(tmp_path.glob("runs/*/ledger.sqlite")), None))
+        wait_for(lambda: len(rounds_of(ledger_file)) > 3 or None)
+    finally:
+        driver.send_signal(signal.SIGINT)
+        _, told = driver.communicate(timeout=300)
+    run = Run(ledger_file.parent)
+    assert driver.returncode == 130 and f"fedgauge run --resume {run.folder}" in told
+    assert marked_processes() == [] and not run.model.exists()
+    done = fedgauge("run", "--in-memory", "--resume", str(run.folder), "--log", "quiet")
+    assert done.returncode == 0, done.stderr
+    assert run.model.read_bytes() == whole.model.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_training_in_memory_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SCENARIO)
+    run = create_run(Scenario.load(tmp_path / "small.toml"), tmp_path / "run")
+    (run.folder / "scenario.toml").write_text("rounds = = 1")
+    with InMemoryTraining(run) as training:
+        wait_for(lambda: training.finished() or None)
+        with pytest.raises(
+            TrainingFailed, match="(?s)the federation failed: its process died .*not a readable TOML file"
+        ):
+            training.verify()
+    assert not training.scratch.exists()
 
 
 @pytest.mark.full  # `make test` kills all processes and resumes (test_resume.py)

@@ -1,0 +1,240 @@
+"""Local training as clients of torch do it: optimizers, schedules, epochs with shuffling, accumulation, clipping."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor
+
+from fedgauge.client.training import local_sgd
+from fedgauge.client.transforms import Link, UpdateDistribution
+from fedgauge.client.update import Batch, Params, Update, UpdateFn, norm
+
+OptimizerName = Literal["sgd", "adam", "adamw"]
+Schedule = Literal["constant", "step", "cosine"]
+
+
+@dataclass(frozen=True)
+class LocalTraining(local_sgd):
+    """The steps of one of torch's optimizers, new in each round; `local_training` builds it and explains its fields.
+
+    Attributes:
+        examples: of an epoch; None: the whole batch. An attacker's batch of several times as many has a copy for each epoch.
+        smoothing: added to Adam's denominator, in means of it over each tensor: the attacker's form of a step that is nearly
+            a sign.
+    """
+
+    optimizer: OptimizerName = "sgd"
+    momentum: float = 0.0
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: Schedule = "constant"
+    step_size: int = 1
+    gamma: float = 0.1
+    shuffle: bool = False
+    accumulate: int = 1
+    max_norm: float | None = None
+    examples: int | None = None
+    smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = {"eps": self.eps, "weight_decay": self.weight_decay, "momentum": self.momentum}
+        if bad := [f"{name} must not be negative, got {value}" for name, value in least.items() if not value >= 0]:
+            raise ValueError(bad[0])
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be in [0, 1), got {self.betas}")
+        if self.optimizer != "sgd" and (self.momentum or self.nesterov):
+            raise ValueError(f"momentum and nesterov belong to sgd; {self.optimizer} has betas")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        if self.accumulate < 1 or self.step_size < 1:
+            raise ValueError(f"accumulate and step_size must be at least 1, got {self.accumulate} and {self.step_size}")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, got {self.max_norm}")
+
+    @property
+    def one_gradient(self) -> bool:
+        return False  # `local_training` returns local_sgd where it is
+
+    @property
+    def adaptive(self) -> bool:
+        return self.optimizer != "sgd"
+
+    @property
+    def words(self) -> str:
+        names = {"momentum": self.momentum, "weight decay": self.weight_decay, "clipping to": self.max_norm}
+        names_of = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+        beside = "".join(f", {name} {value:g}" for name, value in names.items() if value)
+        return f"{self.steps} local step{'s' if self.steps > 1 else ''} of {names_of[self.optimizer]}{beside}"
+
+    @property
+    def mean(self) -> Link:
+        """Adam's first step has almost no derivative: an attacker uses g / (|g| + mean |g|) of each tensor instead."""
+        return replace(self, smoothing=1.0) if self.adaptive else self
+
+    @property
+    def scale(self) -> float:
+        bare = replace(self, batch_size=None, examples=None, accumulate=1, max_norm=None, weight_decay=0.0)
+        one = Batch(torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+        moved = bare(lambda *_: {"": torch.ones((), dtype=torch.float64)})({"": torch.zeros(()).double()}, one, None)
+        return -float(moved[""])
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        """Adam's first step shows little more than signs; what later steps make of noise has no closed form."""
+        alone = Link.update_distribution(self, before)
+        return replace(alone, signed=True) if alone is not None and self.adaptive and self.steps == 1 else alone
+
+    def gradients(self, size: int) -> int:
+        return sum(map(len, islice(self.order(size, None), self.steps)))
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            change: Update = {}
+            first: Update = {}
+            second: Update = {}
+            for step, parts in enumerate(islice(self.order(len(batch.x), rng), self.steps)):
+                here = {k: p + change[k] for k, p in params.items()} if change else params
+                found = [compute(here, Batch(batch.x[rows], batch.y[rows]), rng) for rows in parts]
+                g = {k: sum((other[k] for other in found[1:]), t) / self.accumulate for k, t in found[0].items()}
+                if self.proximal_mu and change:
+                    pull = self.proximal_mu * len(parts) / self.accumulate
+                    g = {k: t + pull * change[k] for k, t in g.items()}
+                g = self._clipped(g)
+                if self.weight_decay and self.optimizer != "adamw":
+                    g = {k: t + self.weight_decay * here[k] for k, t in g.items()}
+                if self.adaptive:
+                    first, second = self._moments(g, first, second)
+                    move = self._adam(first, second, step + 1)
+                else:
+                    first = {k: self.momentum * first[k] + t for k, t in g.items()} if first else g
+                    move = {k: t + self.momentum * first[k] for k, t in g.items()} if self.nesterov else first
+                if self.weight_decay and self.optimizer == "adamw":
+                    move = {k: t + self.weight_decay * here[k] for k, t in move.items()}
+                rate = self._rate(step)
+                change = {k: change[k] - rate * t if change else -rate * t for k, t in move.items()}
+            return change
+
+        return train
+
+    def order(self, size: int, rng: Generator | None) -> Iterator[tuple[Tensor, ...]]:
+        """The rows of each gradient of each step, without end; rng None: each epoch in the order given."""
+        length = self.examples if self.examples and size % self.examples == 0 else size
+        for epoch in count():
+            drawn = self.shuffle and rng is not None
+            order = torch.randperm(length, generator=rng) if drawn else torch.arange(length)
+            parts = (order + epoch % (size // length) * length).split(self.batch_size or length)
+            for i in range(0, len(parts), self.accumulate):
+                yield parts[i : i + self.accumulate]
+
+    def _rate(self, step: int) -> float:
+        if self.schedule == "cosine":
+            return self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
+        if self.schedule == "step":
+            return self.rate * float(self.gamma ** (step // self.step_size))
+        return self.rate
+
+    def _clipped(self, g: Update) -> Update:
+        if self.max_norm is None:
+            return g
+        factor = (self.max_norm / (norm(g) + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ rounds
+        return {k: t * factor for k, t in g.items()}
+
+    def _moments(self, g: Update, first: Update, second: Update) -> tuple[Update, Update]:
+        a, b = self.betas
+        first = {k: a * first[k] + (1 - a) * t if first else (1 - a) * t for k, t in g.items()}
+        second = {k: b * second[k] + (1 - b) * t.square() if second else (1 - b) * t.square() for k, t in g.items()}
+        return first, second
+
+    def _adam(self, first: Update, second: Update, step: int) -> Update:
+        a, b = (1 - beta**step for beta in self.betas)
+        sizes = {k: _root(v / b) for k, v in second.items()}
+        return {k: m / a / (sizes[k] + self.eps + self.smoothing * sizes[k].mean()) for k, m in first.items()}
+
+
+def _root(t: Tensor) -> Tensor:
+    """The square root, with derivative 0 at zero: entries without a gradient are common."""
+    return torch.where(t > 0, torch.where(t > 0, t, 1.0).sqrt(), 0.0)
+
+
+def local_training(
+    rate: float,
+    examples: int,
+    optimizer: OptimizerName = "sgd",
+    steps: int | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    schedule: Schedule = "constant",
+    step_size: int = 1,
+    gamma: float = 0.1,
+    accumulate: int = 1,
+    max_norm: float | None = None,
+    proximal_mu: float = 0.0,
+) -> local_sgd:
+    """Local training by torch's SGD, Adam or AdamW, in epochs or steps; a new optimizer in each round.
+
+    Equal to torch.optim on the same batches. Where that is plain SGD over the batch in order, the result is `local_sgd`.
+
+    Args:
+        rate: learning rate, > 0.
+        examples: of a round.
+        optimizer: sgd, adam or adamw.
+        steps: of the optimizer; default: what the epochs need.
+        epochs: passes over the round's examples; default: one. Only one of steps and epochs is given.
+        batch_size: examples of a batch, the last of an epoch may be smaller; default: all of them.
+        shuffle: draw a new order for each epoch. An attacker does not know it.
+        momentum, nesterov: of sgd.
+        betas, eps: of adam and adamw.
+        weight_decay: torch's: added to the gradient, or by adamw to the step.
+        schedule: of the rate over the round's steps: constant, step (times gamma every step_size steps) or cosine (to zero).
+        step_size, gamma: of the schedule step.
+        accumulate: batches whose gradients are averaged for one step; what is left at an epoch's end makes one, too.
+        max_norm: clips each step's gradient, as torch.nn.utils.clip_grad_norm_ does.
+        proximal_mu: FedProx's proximal weight.
+    """
+    if steps is not None and epochs is not None:
+        raise ValueError("steps and epochs both say how long to train: remove one of them")
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {epochs}")
+    if batch_size is not None and batch_size >= examples:
+        batch_size = None
+    found = LocalTraining(
+        rate,
+        1 if steps is None else steps,
+        batch_size,
+        proximal_mu,
+        optimizer=optimizer,
+        momentum=momentum,
+        nesterov=nesterov,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        schedule=schedule,
+        step_size=step_size,
+        gamma=gamma,
+        shuffle=shuffle and batch_size is not None,
+        accumulate=accumulate,
+        max_norm=max_norm,
+        examples=examples,
+    )
+    if steps is None:
+        batches = -(-examples // (batch_size or examples))
+        found = replace(found, steps=(epochs or 1) * -(-batches // accumulate))
+    first = replace(found, momentum=0.0, nesterov=False, schedule="constant", step_size=1, gamma=0.1)
+    if found.steps == 1 and not found.adaptive:  # momentum and schedule only change later steps
+        found = replace(first, rate=rate * (1 + momentum if nesterov else 1))
+    divides = batch_size is None or examples % batch_size == 0
+    plain = LocalTraining(found.rate, found.steps, batch_size, proximal_mu, examples=examples)
+    same = replace(found, betas=plain.betas, eps=plain.eps, step_size=plain.step_size, gamma=plain.gamma) == plain
+    return local_sgd(found.rate, found.steps, batch_size, proximal_mu) if same and divides else found

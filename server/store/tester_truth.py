@@ -1,0 +1,189 @@
+"""The truth that a tester hands in: the examples that a foreign app's clients trained on, by client and round."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedgauge.client.components import SpecError, Table, build, with_absolute_paths
+from fedgauge.client.data.images import Dataset, batch_of
+from fedgauge.client.federation import DATASET
+from fedgauge.client.update import Batch
+from fedgauge.server.store.scenario import apply_setting
+from fedgauge.server.store.tape import read_tensors
+
+_NAME = re.compile(r"(client|node)-(-?\d+)(?:-round-(\d+))?\.(npz|safetensors)")
+LAYOUT = "client-0-round-1.npz (or client-0.npz for all rounds, node-ID by Flower's node id, .safetensors), each with x and y"
+
+
+class TruthError(SpecError):
+    """The truth cannot be read, or is not of the audit's examples; the message names it."""
+
+
+@dataclass(frozen=True)
+class TesterTruth:
+    """Where the truth is.
+
+    Args:
+        folder: of files, one for each client and round; None: the truth are rows of a dataset.
+        dataset: a component's table, as [data] names it.
+        rows: a JSON file, {"client": [rows]} or {"client": {"round": [rows]}}; clients are numbers, or Flower's node ids.
+    """
+
+    folder: Path | None = None
+    dataset: Table = field(default_factory=dict)
+    rows: Path | None = None
+
+    @classmethod
+    def named(cls, text: str, rows: Path | None) -> "TesterTruth":
+        """From the command line: a folder, or a dataset as 'NAME KEY=VALUE ...'.
+
+        Raises:
+            SpecError: nothing can be read there.
+        """
+        if (folder := Path(text)).is_dir():
+            if rows is not None:
+                raise TruthError(f"--truth-rows chooses rows of a dataset, and {folder} is a folder: leave it out")
+            return cls(folder.absolute()).check()
+        name, *settings = text.split() or [""]
+        if not settings and "/" in name:
+            raise TruthError(f"--truth: there is no folder {text}")
+        table: dict[str, Any] = {"use": name}
+        for setting in settings:
+            apply_setting(table, setting)
+        located = with_absolute_paths(table, DATASET, Path.cwd())
+        return cls(None, located, rows.absolute() if rows is not None else None).check()
+
+    def to_json(self) -> str:
+        """For the run's ledger."""
+        return json.dumps({"folder": _text(self.folder), "dataset": dict(self.dataset), "rows": _text(self.rows)})
+
+    @classmethod
+    def from_json(cls, text: str) -> "TesterTruth":
+        """The inverse of `to_json`."""
+        read = json.loads(text)
+        paths = {key: None if read[key] is None else Path(read[key]) for key in ("folder", "rows")}
+        return cls(paths["folder"], read["dataset"], paths["rows"])
+
+    def __str__(self) -> str:
+        return str(self.folder) if self.folder is not None else f"{self.dataset['use']}, rows of {self.rows}"
+
+    def check(self) -> "TesterTruth":
+        """Raise TruthError if nothing can be read from it."""
+        if self.folder is not None:
+            if not _files(self.folder):
+                raise TruthError(f"{self.folder} has no file of the truth; expected {LAYOUT}")
+        else:
+            _ = _rows(self.rows), _dataset(json.dumps(dict(self.dataset)))
+        return self
+
+    def batch(self, round: int, client: int, like: Dataset, nodes: Mapping[int, str]) -> Batch | None:
+        """The examples of a client in a round, pixels in [0, 1]; None if there are none.
+
+        Args:
+            like: the audit's dataset, whose shape the examples must have.
+            nodes: Flower's node ids by client.
+
+        Raises:
+            TruthError: a file is damaged, or holds other examples.
+        """
+        if self.folder is None:
+            rows, data = _of(_rows(self.rows), round, client, nodes), _dataset(json.dumps(dict(self.dataset)))
+            if rows is None:
+                return None
+            if bad := [row for row in rows if not 0 <= row < len(data.y)]:
+                raise TruthError(
+                    f"{self.rows}: row {bad[0]} is not one of the {len(data.y)} training examples of {data.name}"
+                )
+            found = batch_of(data.x, data.y, torch.tensor(rows, dtype=torch.int64))
+            return Batch(_shaped(found.x, like.shape, str(self)), found.y)
+        path = _file(_files(self.folder), round, client, nodes)
+        return None if path is None else _read(path, path.stat().st_mtime_ns, like.shape)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _files(folder: Path) -> dict[tuple[str, int, int | None], Path]:
+    """The files by (client or node, its number, round)."""
+    found = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    return {(m[1], int(m[2]), int(m[3]) if m[3] else None): path for path, m in found if m is not None}
+
+
+def _file(
+    files: Mapping[tuple[str, int, int | None], Path], round: int, client: int, nodes: Mapping[int, str]
+) -> Path | None:
+    names = [("client", client), *([("node", int(nodes[client]))] if client in nodes else [])]
+    return next((files[who, n, r] for r in (round, None) for who, n in names if (who, n, r) in files), None)
+
+
+@lru_cache(maxsize=256)
+def _read(path: Path, changed: int, shape: tuple[int, ...]) -> Batch:
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = {key: torch.from_numpy(stored[key]) for key in stored.files}
+        else:
+            arrays = read_tensors(path)
+    except Exception as error:  # a damaged archive raises BadZipFile, zlib.error, ValueError, TapeError and more
+        raise TruthError(f"{path} cannot be read as the truth: {error}") from error
+    if missing := [key for key in ("x", "y") if key not in arrays]:
+        raise TruthError(f"{path} has no {missing[0]!r} (it has: {', '.join(sorted(arrays)) or 'nothing'})")
+    x, y = _shaped(arrays["x"], shape, str(path)), arrays["y"].long()
+    if len(x) != len(y):
+        raise TruthError(f"{path} has {len(x)} examples x and {len(y)} labels y")
+    return Batch(x, y)
+
+
+def _shaped(x: Tensor, shape: tuple[int, ...], where: str) -> Tensor:
+    """Examples in the audit's layout: images (B, C, H, W) in [0, 1], from (B, H, W) or (B, H, W, C), too."""
+    if len(shape) == 3:
+        x = x[:, None] if x.dim() == 3 else x
+        if tuple(x.shape[1:]) != shape and x.dim() == 4 and (x.shape[3], *x.shape[1:3]) == shape:
+            x = x.permute(0, 3, 1, 2)
+        x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
+        if len(x) and not (float(x.min()) >= 0 and float(x.max()) <= 1):
+            raise TruthError(
+                f"{where}: expected pixels as uint8 or in [0, 1], before any normalisation, got {float(x.min()):.3g} to "
+                f"{float(x.max()):.3g}"
+            )
+    if tuple(x.shape[1:]) != shape:
+        raise TruthError(f"{where} has examples of shape {tuple(x.shape[1:])}; the audit's have {shape}")
+    return x.contiguous()
+
+
+def _rows(path: Path | None) -> Mapping[str, Any]:
+    if path is None:
+        raise TruthError(
+            'a dataset as the truth needs --truth-rows FILE.json: {"client": [rows]} or {"client": {"round": [rows]}}'
+        )
+    try:
+        rows = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise TruthError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(rows, dict) or not rows:
+        raise TruthError(f'{path}: expected {{"client": [rows]}} or {{"client": {{"round": [rows]}}}}')
+    return rows
+
+
+def _of(rows: Mapping[str, Any], round: int, client: int, nodes: Mapping[int, str]) -> Sequence[int] | None:
+    own = rows.get(str(client), rows.get(nodes.get(client, "")))
+    if isinstance(own, dict):
+        own = own.get(str(round))
+    if own is not None and not (isinstance(own, list) and all(isinstance(row, int) for row in own)):
+        raise TruthError(f"the rows of client {client}: expected a list of whole numbers, got {own!r:.60}")
+    return own
+
+
+@lru_cache(maxsize=2)
+def _dataset(table: str) -> Dataset:
+    built: Dataset = build(json.loads(table), "--truth", DATASET)
+    return built

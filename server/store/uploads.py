@@ -1,0 +1,98 @@
+"""Uploads of a user's own app as its model names them: parameters, buffers beside them, layers that were not sent."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Observation
+from fedgauge.client.federation import Federation
+from fedgauge.client.update import Params
+
+WRAPPERS = ("_orig_mod.", "module.")  # what torch.compile and DataParallel put before every name
+
+
+class UploadMismatch(ValueError):
+    """What an app uploads does not fit the [model] that its scenario names; the message says what differs and what to do."""
+
+
+def as_the_model_has_it(seen: Observation, federation: Federation) -> Observation:
+    """An observation with the model's own names and precision.
+
+    Whole numbers (BatchNorm's counters) are left out, as no gradient belongs to them; other buffers go beside the weights.
+    Parameters that the app keeps to itself must be frozen in the chain; they have the values of the scenario's [model].
+
+    Raises:
+        UploadMismatch: the arrays do not fit the model.
+    """
+    model = federation.model
+    names = names_of(seen.update, model)
+    sent = {names[k]: seen.params[k] for k in names}
+    update = {names[k]: seen.update[k] for k in names}
+    own = dict(model.named_parameters())
+    buffers = {k: b for k, b in model.named_buffers() if b.is_floating_point()}
+    _check(update, own, buffers, model)
+    missing = [k for k in own if k not in update]
+    freezing = (getattr(link, "frozen", None) for link in federation.chain.links)  # a method of the defense `freeze`
+    frozen: list[Callable[[str], bool]] = [says for says in freezing if says is not None]
+    if unsaid := [k for k in missing if not any(says(k) for says in frozen)]:
+        raise UploadMismatch(
+            f"the app does not upload {_some(unsaid)}: if it keeps them frozen, say so in the scenario with "
+            f'[[chain]] use = "freeze", layers = {[*unsaid[:3]]}{" ..." if len(unsaid) > 3 else ""} before local_sgd, and name '
+            "their values by [model] weights"
+        )
+    initial: Params = federation.initial()[0] if missing else {}
+    return replace(
+        seen,
+        params={k: (sent[k] if k in sent else initial[k]).to(p.dtype) for k, p in own.items()},
+        update={k: update[k].to(p.dtype) if k in update else torch.zeros_like(p) for k, p in own.items()},
+        buffers={**seen.buffers, **{k: sent[k].to(b.dtype) for k, b in buffers.items() if k in sent}},
+    )
+
+
+def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
+    """The model's name of each array; positions ("0", "1", ...) stand for a state_dict or for the parameters, in order."""
+    if arrays and all(name.isdecimal() for name in arrays):
+        own = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
+        fits = [names for names in own if len(names) == len(arrays)]
+        if not fits:
+            raise UploadMismatch(
+                f"the app uploads {len(arrays)} arrays without names, and [model] has {len(own[0])} in its state_dict, "
+                f"{len(own[1])} of them parameters: name the network that the app trains"
+            )
+        return dict(zip(sorted(arrays, key=int), fits[0], strict=True))
+    names = {name: name for name in arrays}
+    for wrapper in WRAPPERS:
+        if all(name.startswith(wrapper) for name in names.values()):
+            names = {k: name.removeprefix(wrapper) for k, name in names.items()}
+    return names
+
+
+def _check(
+    update: Mapping[str, Tensor], own: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: nn.Module
+) -> None:
+    # a tied parameter has several names, of which named_parameters() lists the first
+    known = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    if unknown := [k for k in update if k not in known]:
+        raise UploadMismatch(
+            f"the app uploads {_some(unknown)}, which [model] does not have (it has {_some(list(known))}): name the network "
+            "that the app trains"
+        )
+    for name, t in update.items():
+        if name not in own and name not in buffers:
+            continue
+        if t.shape != known[name].shape:
+            raise UploadMismatch(
+                f"the app's {name} has shape {tuple(t.shape)}, that of [model] {tuple(known[name].shape)}: name the network "
+                "that the app trains, with its sizes"
+            )
+        if not t.is_floating_point():
+            raise UploadMismatch(
+                f"the app's {name} holds whole numbers ({str(t.dtype).removeprefix('torch.')}), so how they stand for weights "
+                "is unknown: let the app send floating-point arrays (bfloat16 as float32)"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

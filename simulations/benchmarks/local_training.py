@@ -1,0 +1,80 @@
+"""What clients' own optimizers leave for Inverting Gradients: Flower's quickstart network beside LeNet, one image an update."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import mean
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.grading.image_metrics import psnr
+from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.client.chain import chain
+from fedgauge.client.data.images import batch_of, cifar10
+from fedgauge.client.local_training import local_training
+from fedgauge.client.models.vision import detached_params, lenet
+from fedgauge.client.rng import generator
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
+
+SEED = 0
+TV = 0.1
+TRAININGS: Mapping[str, tuple[local_sgd, local_sgd]] = {  # the clients', and what the attacker assumes
+    "one step of SGD, momentum .9": (local_training(0.1, 1, momentum=0.9, steps=1),) * 2,
+    "one epoch of Adam": (local_training(1e-3, 1, "adam", epochs=1),) * 2,
+    "one epoch of Adam, taken for SGD": (local_training(1e-3, 1, "adam", epochs=1), local_sgd(1e-3)),
+}
+
+
+class Quickstart(nn.Module):
+    """The network of Flower's PyTorch quickstart, for images (3, 32, 32)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)
+        self.pool = nn.MaxPool2d(2, 2)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(16 * 5 * 5, 120), nn.Linear(120, 84), nn.Linear(84, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (B, 10)."""
+        x = self.pool(F.relu(self.conv1(x)))
+        x = self.pool(F.relu(self.conv2(x)))
+        x = x.view(-1, 16 * 5 * 5)
+        out: Tensor = self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
+        return out
+
+
+def training(progress: Progress, images: int = 16, iterations: int = 1000) -> BenchmarkReport:
+    """PSNR of Inverting Gradients by network and local training, beside the mean of the other images."""
+    data = cifar10()
+    nets: Mapping[str, Callable[[], nn.Module]] = {"quickstart": Quickstart, "lenet": partial(lenet, data.shape, 10)}
+    truth = [batch_of(data.x, data.y, torch.tensor([k])) for k in range(images)]
+    others = batch_of(data.x, data.y, torch.arange(images, images + 1000)).x.mean(0, keepdim=True)
+    floor = [float(psnr(batch.x, others)) for batch in truth]
+    figures = [Figure("the mean of 1,000 other images: mean PSNR", mean(floor), "dB", note=f"n = {images}")]
+    with one_thread():
+        for net, make in nets.items():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(SEED)
+                model = make().eval()
+            params = detached_params(model)
+            for name, (own, assumed) in TRAININGS.items():
+                client = own(gradient(model, normalise=data.normalise))
+                seen = [Observation(1, k, params, client(params, batch, None)) for k, batch in enumerate(truth)]
+                known = Knowledge(model, chain(assumed), data.shape, 10, 1, data.mean, data.std)
+                streams = [partial(generator, SEED, "training", k) for k in range(images)]
+                found = inverting_gradients(TV).reconstruct(Wave.stack(seen), known, Budget(iterations), streams)
+                values = [float(psnr(batch.x, r.x)) for batch, r in zip(truth, found, strict=True) if r.x is not None]
+                note = (
+                    f"n = {len(values)}, best {max(values):.1f}, worst {min(values):.1f}" if values else found[0].reason
+                )
+                figures.append(Figure(f"{net}, {name}: mean PSNR", mean(values) if values else None, "dB", note=note))
+                progress(len(figures) - 1, len(nets) * len(TRAININGS))
+    settings = dict(
+        dataset=f"{data.name}, first training images", networks="untrained, torch's initialisation", seed=SEED, tv=TV,
+        images=images, iterations=iterations, batch_size=1, rates="SGD 0.1, Adam 0.001",
+        knowledge="honest server, labels restored, normalisation known, and the local training unless said otherwise",
+    )  # fmt: skip
+    return BenchmarkReport(tuple(figures), settings)

@@ -1,0 +1,67 @@
+"""Before training: what would fail after a minute of Flower's start is tried first, in seconds, and said in one sentence."""
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.federation import Federation
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.checks.attack_trial import Trial, real, untried
+from fedgauge.simulations.checks.chain_check import check_links
+from fedgauge.simulations.checks.check_result import CheckResult, attempt
+from fedgauge.simulations.checks.network_check import (
+    SOFTMAX,
+    ends_in_softmax,
+    try_copy,
+    try_gradient,
+    try_input,
+    try_network,
+)
+
+PATIENCE = 10.0  # seconds, after which no further attack is tried: the doctor tries them all
+
+
+def refuse_misfit(fed: Federation) -> None:
+    """Refuse a network that cannot take these examples, return their logits or be differentiated; SpecError names the layer."""
+    for check in (try_network, try_gradient):
+        found = attempt("[model]", partial(check, fed))
+        if not found.works:
+            raise SpecError(f"[model]: {found.message}")
+
+
+def warnings_before(scenario: Scenario) -> Iterator[str]:
+    """Try a scenario once; yields what will not work as it should.
+
+    Raises:
+        SpecError: clients cannot train, no update could be computed again, or none of the planned attacks works.
+    """
+    fed = scenario.federation
+    refuse_misfit(fed)
+    for check in (try_input, try_copy):
+        if not (found := attempt("[model]", partial(check, fed))).works:
+            yield f"[model]: {found.message}"
+    if ends_in_softmax(fed):
+        yield f"[model]: {SOFTMAX}"
+    causes: list[CheckResult] = []
+    for usable, found in check_links(scenario):
+        if not usable:
+            raise SpecError(f"[[chain]]: {found.name}: {found.message}")
+        if not found.works:
+            causes.append(found)
+            yield f"[[chain]]: {found.name}: {found.message}"
+    if not scenario.audit.curious:
+        return
+    trial, began = Trial.of(scenario), time.perf_counter()
+    tried = [p for p in real(scenario) if not untried(p)]
+    failed: list[CheckResult] = []
+    for planned in tried:
+        if time.perf_counter() - began > PATIENCE:
+            return
+        found = trial.result(planned, partial(trial.once, planned))
+        if found.needed and not found.works:
+            failed.append(found)
+            yield f"{found.name}: {found.message}"
+    if failed and len(failed) == len(real(scenario)):
+        cause = (causes or failed)[0]
+        raise SpecError(f"none of the planned attacks works: {cause.name}: {cause.message}")

@@ -1,0 +1,147 @@
+"""Lists every key of a scenario, with its type, default and meaning, as the tables of docs/scenario-keys.md.
+
+python -m fedgauge.simulations.cli.list_keys --write docs/scenario-keys.md
+"""
+
+import argparse
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fedgauge.attacks.base import Budget
+from fedgauge.attacks.learned.auxiliary import Auxiliary
+from fedgauge.attacks.malicious.targeting import Targeting
+from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.client.components import spell
+from fedgauge.client.data.images import split
+from fedgauge.client.inspection.policy import InspectionPolicy
+from fedgauge.client.protocol import Protocol, SecureSumOptions, Stragglers
+from fedgauge.server.store.scenario import AuditOptions, PrivacyOptions, SimulationOptions, TapeOptions
+from fedgauge.simulations.cli.list_components import escaped, toml
+
+HEADER = "| key | value | default | meaning |\n|---|---|---|---|\n"
+NEEDED = "needed"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: what its value must be, its default (both as a page shows them), and what it decides."""
+
+    name: str
+    value: str
+    default: str
+    meaning: str
+
+
+def _of(target: Callable[..., Any], leave_out: Sequence[str] = (), **defaults: str) -> list[Key]:
+    """The arguments of a dataclass or function that a table of the scenario sets.
+
+    Args:
+        defaults: of arguments that the scenario's reader fills in.
+    """
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    meanings = meanings_of(inspect.getdoc(target) or "")
+    keys = []
+    for name, parameter in inspect.signature(target).parameters.items():
+        if name not in leave_out:
+            keys.append(Key(name, _words(hints[name]), defaults.get(name, _default(parameter)), meanings[name]))
+    return keys
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    if parameter.default is parameter.empty:
+        return NEEDED
+    return "none" if parameter.default is None else f"`{toml(parameter.default)}`"
+
+
+def meanings_of(docstring: str) -> dict[str, str]:
+    """By argument, what the docstring's Args say of it, on one line."""
+    listed = re.search(r"^Args:\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE)
+    found = re.findall(r"^    ([\w, ]+): (.*(?:\n     .*)*)", listed[1], re.MULTILINE) if listed else []
+    return {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
+
+
+def _words(hint: Any) -> str:
+    return spell(hint).replace("'", '"')
+
+
+def _use(what: str, default: str = NEEDED) -> Key:
+    return Key("use", "a text", default, f"{what}; its own arguments stand beside it")
+
+
+def _top() -> list[Key]:
+    protocol = {key.name: key for key in _of(Protocol, ("data", "model", "chain", *_PARTS), seed="`0`")}
+    server = Key(
+        "server",
+        _words(Literal["honest", "malicious"]),
+        '`"honest"`',
+        "whether it sends the weights that it should; malicious: what `[[server_attack]]` says",
+    )
+    return [*protocol.values(), server]
+
+
+_PARTS = ("stragglers", "secure_sum", "loss", "guard")
+_SPLIT = ("dataset", "clients", "seed")  # of split: given by other parts of the scenario
+_WEIGHTS = "a safetensors checkpoint to start from, BatchNorm's statistics included; default: drawn from the seed"
+_DEFENSES = "defenses of the model, each a table `[[model.defense]]` with `use`"
+_EACH = "act on each example's gradient by itself; before local training only"
+TABLES: Mapping[str, Callable[[], list[Key]]] = {
+    "top": _top,
+    "data": lambda: [_use("the dataset"), *_of(split, _SPLIT)],
+    "model": lambda: [
+        _use("the network"),
+        Key("mode", _words(Literal["train", "eval"]), '`"eval"`', "of its layers while clients train"),
+        Key("weights", _words(str), "none", _WEIGHTS),
+        Key("defense", _words(list), "`[]`", _DEFENSES),
+    ],
+    "loss": lambda: [_use("what clients minimise", '`"cross_entropy"`')],
+    "chain": lambda: [_use("the link"), Key("each", _words(bool), "`false`", _EACH)],
+    "secure_sum": lambda: _of(SecureSumOptions, threshold="all of it"),
+    "stragglers": lambda: _of(Stragglers),
+    "guard": lambda: _of(InspectionPolicy),
+    "strategy": lambda: [_use("the Flower strategy", '`"FedAvg"`')],
+    "attack": lambda: [
+        _use("the attack"),
+        *_of(PlannedAttack, ("table", "budget"), name="that of `use`"),
+        *_of(Budget),
+    ],
+    "attack.auxiliary": lambda: _of(Auxiliary),
+    "audit": lambda: [*_of(AttackPlan, ("attacks",), seed="that of the scenario"), *_of(AuditOptions)],
+    "server_attack": lambda: [_use("the server attack"), *_of(Targeting)],
+    "tape": lambda: _of(TapeOptions),
+    "simulation": lambda: _of(SimulationOptions),
+    "privacy": lambda: _of(PrivacyOptions),
+}
+
+
+def fill(page: str) -> str:
+    """A page with a table's keys between `<!-- generated: keys TABLE -->` and `<!-- end -->`."""
+
+    def block(found: re.Match[str]) -> str:
+        rows = "".join(map(_row, TABLES[found["table"]]()))
+        return f"{found['head']}\n{HEADER}{rows}<!-- end -->"
+
+    head = r"(?P<head><!-- generated: keys (?P<table>[\w.]+) -->)"
+    return re.sub(rf"{head}\n.*?<!-- end -->", block, page, flags=re.DOTALL)
+
+
+def _row(key: Key) -> str:
+    return f"| `{key.name}` | {escaped(key.value)} | {key.default} | {escaped(key.meaning.rstrip('.'))} |\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the tables of a page again."""
+    parser = argparse.ArgumentParser(prog="list_keys", description="List every key of a scenario.")
+    parser.add_argument("--write", type=Path, metavar="PAGE", required=True, help="fill the marked blocks of this page")
+    page: Path = parser.parse_args(arguments).write
+    page.write_text(fill(page.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

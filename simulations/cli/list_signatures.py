@@ -1,0 +1,108 @@
+"""Lists what a component writes and what it is handed, with types and meanings, as the code of docs/adding-components.md.
+
+python -m fedgauge.simulations.cli.list_signatures --write docs/adding-components.md
+"""
+
+import argparse
+import ast
+import inspect
+import pkgutil
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from fedgauge.simulations.cli.list_keys import meanings_of
+
+# by kind: methods that a component writes, and classes whose values it is handed or returns
+TARGETS = {
+    "dataset": ("client.data.images:Dataset",),
+    "loss": ("client.models.losses:Criterion.__call__",),
+    "link": (
+        "client.transforms:UpdateTransform.apply",
+        "client.transforms:BatchTransform.transform",
+        "client.transforms:StatefulTransform.initial",
+        "client.transforms:StatefulTransform.advance",
+        "client.transforms:Link.mean",
+        "client.transforms:Link.update_distribution",
+        "client.transforms:UpdateDistribution",
+        "client.update:Batch",
+    ),
+    "attack": (
+        "attacks.base:Attack.reconstruct",
+        "attacks.base:Wave",
+        "attacks.base:Wave.alone",
+        "attacks.base:Knowledge",
+        "attacks.base:Knowledge.forward",
+        "attacks.base:Budget",
+        "attacks.base:Reconstruction",
+        "attacks.base:StatefulAttack.initial",
+        "attacks.base:StatefulAttack.advance",
+    ),
+    "other": (
+        "attacks.matching.priors:Prior.bind",
+        "attacks.malicious.server_attack:ServerAttack.craft",
+        "attacks.grading.image_metrics:Metric",
+        "client.deployment.deployed_client:SelfAudit.leak",
+    ),
+}
+
+
+def code_of(kind: str) -> str:
+    """The signatures of a kind as Python, under the modules that they are imported from."""
+    lines, module = [], ""
+    for path in TARGETS[kind]:
+        if path.partition(":")[0] != module:
+            module = path.partition(":")[0]
+            lines.append(f"# from fedgauge.{module}")
+        lines += _written(f"fedgauge.{path}")
+    return "\n".join(lines) + "\n"
+
+
+def _written(path: str) -> list[str]:
+    target = pkgutil.resolve_name(path)
+    value = isinstance(target, property | cached_property)
+    if value:
+        target = target.func if isinstance(target, cached_property) else target.fget
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(target))).body
+    docstring = inspect.getdoc(target) or ""
+    if isinstance(node, ast.ClassDef):
+        meanings = meanings_of(docstring)
+        fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+        rows = [(ast.unparse(field), meanings.get(ast.unparse(field.target), "")) for field in fields]
+        return [
+            f"class {node.name}:  # {_first(docstring)}",
+            *(f"    {field}" + (f"  # {meaning.rstrip('.')}" if meaning else "") for field, meaning in rows),
+        ]
+    assert isinstance(node, ast.FunctionDef) and node.returns is not None
+    arguments = ":" if value else f"({ast.unparse(node.args)}) ->"
+    return [f"{path.partition(':')[2]}{arguments} {ast.unparse(node.returns)}", f"    # {_first(docstring)}"]
+
+
+def _first(docstring: str) -> str:
+    return " ".join(docstring.partition("\n\n")[0].split()).rstrip(".")
+
+
+def fill(page: str) -> str:
+    """A page with signatures between `<!-- generated: signatures KIND -->` and `<!-- end -->`."""
+
+    def block(found: re.Match[str]) -> str:
+        return f"{found['head']}\n```py\n{code_of(found['kind'])}```\n<!-- end -->"
+
+    head = r"(?P<head><!-- generated: signatures (?P<kind>\w+) -->)"
+    return re.sub(rf"{head}\n.*?<!-- end -->", block, page, flags=re.DOTALL)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the signatures of a page again."""
+    parser = argparse.ArgumentParser(prog="list_signatures", description="List what components write.")
+    parser.add_argument("--write", type=Path, metavar="PAGE", required=True, help="fill the marked blocks of this page")
+    page: Path = parser.parse_args(arguments).write
+    page.write_text(fill(page.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""How a command reports what it does, and the events of its JSON log; light to import, as every command line reads it."""
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import wraps
+from typing import Literal
+
+Log = Literal["auto", "quiet", "json"]
+Command = Callable[[Namespace], int]
+
+
+def emit(event: str, **facts: object) -> None:
+    """Print an event and flush; BrokenPipeError if the reader has gone."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    print(json.dumps({"event": event, "time": now, **facts}, allow_nan=False), flush=True)
+
+
+def with_errors(command: Command) -> Command:
+    """Wrap a command so that, with --log json, an error that ends it is an event first."""
+
+    @wraps(command)
+    def run(options: Namespace) -> int:
+        try:
+            return command(options)
+        except BrokenPipeError:  # there is no reader
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if options.log == "json":
+                emit("error", words=str(error) or "stopped")
+            raise
+
+    return run

@@ -1,0 +1,129 @@
+"""What an update says of the local training behind it, where only theta, the update and public examples are known."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fedgauge.attacks.base import Observation
+from fedgauge.attacks.grading.training_evidence import TrainingEvidence, training_evidence
+from fedgauge.client.federation import Federation
+from fedgauge.client.local_training import local_training
+from fedgauge.client.protocol import Protocol
+from fedgauge.client.rng import generator
+
+BATCH = 8
+SGD = {"use": "local_sgd", "rate": 0.05}
+ADAM = {"use": "local_training", "optimizer": "adam", "rate": 1e-3}
+LOOP = {"epochs": 3, "batch_size": 3, "shuffle": True}
+
+
+def federation(assumed: dict[str, Any], model: str = "lenet", **beside: Any) -> Federation:
+    tables = {
+        "rounds": 1,
+        "clients": 2,
+        "data": {"use": "mnist5k", "batch_size": BATCH, "auxiliary": 100},
+        "model": {"use": model},
+        "chain": [assumed],
+    }
+    return Federation(Protocol.from_tables({**tables, **beside}))
+
+
+def evidence(
+    own: dict[str, Any],
+    assumed: dict[str, Any],
+    model: str = "lenet",
+    dtype: torch.dtype = torch.float32,
+    **beside: Any,
+) -> TrainingEvidence:
+    """Of an update by the training `own`, which travels as weights of a dtype; the server assumes another chain."""
+    fed = federation(assumed, model, **beside)
+    params, buffers = fed.initial()
+    client = local_training(examples=BATCH, **{"rate": 0.05, **own})(fed.gradient)
+    update = client(params, fed.shards.batch_at(0, 1), generator("client"))
+    sent = {k: (params[k] + t).to(dtype).float() - params[k] for k, t in update.items()}
+    return training_evidence(fed, Observation(1, 0, params, sent, buffers))
+
+
+@pytest.mark.parametrize("model", ["lenet", pytest.param("mlp", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("own", "kind"),
+    [
+        ({}, "sum of gradients"),
+        ({"momentum": 0.9, **LOOP}, "sum of gradients"),
+        ({"max_norm": 0.5, **LOOP}, "sum of gradients"),
+        ({"weight_decay": 0.01}, "weight decay"),
+        ({"weight_decay": 5e-4, "momentum": 0.9, **LOOP}, "weight decay"),
+        ({"optimizer": "adam", "rate": 1e-3}, "Adam"),
+        ({"optimizer": "adam", "rate": 1e-3, **LOOP}, "Adam"),
+        ({"optimizer": "adamw", "rate": 1e-3, "weight_decay": 0.01}, "Adam"),
+        ({"optimizer": "adamw", "rate": 1e-3, "weight_decay": 0.01, **LOOP}, "Adam"),
+    ],
+)
+def test_the_training_is_told_from_the_update(model: str, own: dict[str, Any], kind: str) -> None:
+    blind = evidence(own, SGD, model)
+    assert blind.kind == kind
+    if kind != "sum of gradients":  # of which one update does not tell all
+        assert blind.fits is False
+        assert blind.words.startswith("WARNING: ")
+    beside = {k: v for k, v in own.items() if k != "optimizer"}
+    described = {"use": "local_training", "rate": 0.05, "optimizer": own.get("optimizer", "sgd"), **beside}
+    told = evidence(own, described, model)
+    assert (told.kind, told.fits) == (kind, True), told.words
+
+
+def test_adam_taken_for_sgd_is_a_warning_that_says_what_to_write() -> None:
+    words = evidence({"optimizer": "adam", "rate": 1e-3}, SGD).words
+    assert words.startswith(
+        "WARNING: the assumed local training does not explain the update, so attacks may show noise"
+    )
+    assert "nearly one size, 0.001, as after Adam's first steps, or a sign" in words
+    assert 'the chain assumes 1 local step of SGD: set use = "local_training" with optimizer = "adam"' in words
+
+
+def test_sgd_taken_for_adam_is_a_warning() -> None:
+    found = evidence({}, ADAM)
+    assert (found.kind, found.fits) == ("sum of gradients", False)
+    assert 'set use = "local_training" with optimizer = "sgd"' in found.words
+
+
+def test_more_steps_than_assumed_show_in_the_rank() -> None:
+    found = evidence({"epochs": 5}, SGD, "mlp")
+    assert (found.kind, found.fits) == ("sum of gradients", False)
+    assert "its rank of" in found.words and "than the 8 that the chain assumes" in found.words
+    assert evidence({"epochs": 5}, {**SGD, "steps": 5}, "mlp").fits is True
+
+
+def test_what_one_update_cannot_tell_is_said() -> None:
+    assert "momentum, rate and number of steps cannot be told" in evidence({}, SGD).words
+    assert "times as large as the assumed training makes those" in evidence({"rate": 5.0}, SGD).words
+
+
+@pytest.mark.parametrize(
+    ("beside", "reason"),
+    [
+        ({"secure_sum": {"group": 2}}, "the server sees only sums of clients"),
+        ({"chain": [SGD, {"use": "gaussian", "sigma": 0.1}]}, "a defense stands in the chain, too"),
+    ],
+)
+def test_what_cannot_be_read_is_undecided(beside: dict[str, Any], reason: str) -> None:
+    found = evidence({"optimizer": "adam"}, SGD, **beside)
+    assert (found.kind, found.fits) == ("undecided", None)
+    assert found.words == f"the clients' local training is assumed and was not checked: {reason}"
+
+
+def test_an_update_lost_in_the_rounding_of_half_precision_is_undecided() -> None:
+    found = evidence({"optimizer": "adam", "rate": 1e-5}, SGD, dtype=torch.float16)
+    assert (found.kind, found.fits) == ("undecided", None)
+    assert "the weights' rounding hides it" in found.words
+    coarse = evidence({"momentum": 0.9, "epochs": 10, "rate": 0.1}, {**SGD, "steps": 10}, dtype=torch.float16)
+    assert (coarse.kind, coarse.fits) == ("sum of gradients", True), coarse.words
+
+
+def test_noise_that_nobody_declared_is_explained_by_no_training() -> None:
+    fed = federation(SGD)
+    params, buffers = fed.initial()
+    update = fed.own_update(params, buffers, 0, 1)
+    noisy = {k: t + 1e-3 * torch.randn(t.shape, generator=generator(k)) * t.abs().max() for k, t in update.items()}
+    found = training_evidence(fed, Observation(1, 0, params, noisy, buffers))
+    assert found.fits is not True, found.words

@@ -1,0 +1,92 @@
+"""Uploads as users' apps send them: what is read as parameters, what beside them, and what is refused with which words."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Observation
+from fedgauge.client.federation import Federation
+from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it
+
+Make = Callable[..., Federation]
+
+
+@pytest.fixture
+def normed(make_federation: Make) -> Federation:
+    """A network with BatchNorm: running statistics, and a counter of whole numbers."""
+    return make_federation(model={"use": "resnet", "mode": "train"}, clients=1)
+
+
+def uploaded(state: Mapping[str, Tensor], step: float = 0.5) -> Observation:
+    """Every array moved by the same step, as a server sees it."""
+    moved = {k: torch.full_like(t, step) if t.is_floating_point() else torch.ones_like(t) for k, t in state.items()}
+    return Observation(1, 0, dict(state), moved)
+
+
+def test_a_whole_state_is_split_into_parameters_and_buffers(normed: Federation) -> None:
+    state = {k: t + 0.25 if t.is_floating_point() else t + 7 for k, t in normed.model.state_dict().items()}
+    assert any(k.endswith("num_batches_tracked") for k in state)
+    seen = as_the_model_has_it(uploaded(state), normed)
+    names = [name for name, _ in normed.model.named_parameters()]
+    assert list(seen.params) == list(seen.update) == names
+    assert all(torch.equal(seen.params[k], state[k]) and (seen.update[k] == 0.5).all() for k in names)
+    statistics = {k for k in state if k.endswith(("running_mean", "running_var"))}
+    assert set(seen.buffers) == statistics
+    assert all(torch.equal(seen.buffers[k], state[k]) for k in statistics)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float64])
+def test_another_precision_becomes_the_models(normed: Federation, kind: torch.dtype) -> None:
+    state = {k: t.to(kind) if t.is_floating_point() else t for k, t in normed.model.state_dict().items()}
+    seen = as_the_model_has_it(uploaded(state), normed)
+    assert {t.dtype for t in (*seen.params.values(), *seen.update.values(), *seen.buffers.values())} == {torch.float32}
+
+
+def test_arrays_without_names_stand_in_the_models_order(normed: Federation) -> None:
+    state, named = normed.model.state_dict(), dict(normed.model.named_parameters())
+    for chosen in (state, {k: t.detach() for k, t in named.items()}):
+        by_place = {str(i): t for i, t in enumerate(chosen.values())}
+        shuffled = dict(sorted(by_place.items()))  # "10" before "2"
+        seen = as_the_model_has_it(uploaded(shuffled), normed)
+        assert all(torch.equal(seen.params[k], chosen[k]) for k in named)
+
+
+def test_a_wrappers_prefix_is_left_out(normed: Federation) -> None:
+    state = {f"_orig_mod.{k}": t for k, t in normed.model.state_dict().items()}
+    assert list(as_the_model_has_it(uploaded(state), normed).params) == [k for k, _ in normed.model.named_parameters()]
+
+
+def test_frozen_layers_need_not_be_uploaded(make_federation: Make) -> None:
+    chain = [{"use": "freeze", "layers": ["hidden"]}, {"use": "local_sgd", "rate": 0.1}]
+    plain = make_federation(model={"use": "mlp", "hidden": [8]})
+    names = [name for name, _ in plain.model.named_parameters()]
+    first = names[0].split(".")[0]
+    chain[0]["layers"] = [first]
+    fed = make_federation(model={"use": "mlp", "hidden": [8]}, chain=chain)
+    kept = {k: t for k, t in fed.model.state_dict().items() if not k.startswith(first + ".")}
+    assert 0 < len(kept) < len(names)
+    seen = as_the_model_has_it(uploaded(kept), fed)
+    initial = fed.initial()[0]
+    assert list(seen.update) == names
+    assert all((seen.update[k] == 0).all() and torch.equal(seen.params[k], initial[k]) for k in names if k not in kept)
+    with pytest.raises(UploadMismatch, match=r'does not upload .*use = "freeze".*before local_sgd'):
+        as_the_model_has_it(uploaded(kept), plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: {**state, "head.weight": torch.zeros(2)}, r"uploads head.weight, which \[model\] does not have"),
+        (lambda state: {k: t.repeat(2, *[1] * (t.dim() - 1)) for k, t in state.items()}, r"has shape \(.*that of \[model\]"),
+        (lambda state: {k: t.to(torch.int16) for k, t in state.items()}, "holds whole numbers .int16.*bfloat16 as float32"),
+        (lambda state: {str(i): t for i, t in enumerate(list(state.values())[:-1])}, "arrays without names, and"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_models_is_refused(
+    make_federation: Make, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], words: str
+) -> None:
+    fed = make_federation(model={"use": "mlp", "hidden": [8]})
+    with pytest.raises(UploadMismatch, match=words):
+        as_the_model_has_it(uploaded(change(dict(fed.model.state_dict()))), fed)

@@ -1,0 +1,368 @@
+"""Three Flower apps as their authors wrote them, each with two lines of fedgauge's: trained, audited, shown and graded."""
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.serverapp.strategy import FedAvg, Result
+from torch.nn import functional as F
+
+from fedgauge.client.components import allowing
+from fedgauge.server.store.run import Run
+from fedgauge.server.strategy.curious_strategy import CuriousStrategy
+from fedgauge.server.views import overview
+from fedgauge.server.views.gallery import Gallery, Query
+from fedgauge.server.views.reading import Reading
+from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.run.foreign_app import curious
+
+APPS = Path(__file__).resolve().parents[2] / "foreign"
+CLIENTS = 3
+
+
+@dataclass(frozen=True)
+class ForeignApp:
+    """An app, its own settings, and what an auditor takes its clients to do."""
+
+    name: str
+    model: str
+    config: dict[str, Any]
+    side: int = 8
+    colours: int = 1
+    mean: float = 0.0
+    std: float = 1.0
+    mode: str = "eval"
+    chain: dict[str, Any] = field(default_factory=lambda: {"use": "local_sgd", "rate": 0.1})
+
+    def pictures(self) -> tuple[np.ndarray, np.ndarray]:
+        """All digits as the app feeds them, (N, C, H, W) uint8."""
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        x = F.interpolate(torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, scale_factor=self.side // 8)
+        x = x.expand(-1, self.colours, -1, -1)
+        return (x * 255).round().byte().numpy(), digits.target
+
+    def write_audit(self, folder: Path) -> Path:
+        x, y = self.pictures()
+        np.savez(folder / "public.npz", x=x[900:], y=y[900:])
+        statistics = {"mean": [self.mean] * self.colours, "std": [self.std] * self.colours, "layout": "NCHW"}
+        public = {"use": "npz", "path": str(folder / "public.npz"), **statistics}
+        tables = {
+            "rounds": 9,  # the app trains fewer: what it does decides
+            "clients": CLIENTS,
+            "data": {**public, "batch_size": self.config["examples"], "auxiliary": 100},
+            "model": {"use": self.model, "mode": self.mode},
+            "chain": [self.chain],
+            "attack": [{"use": "inverting_gradients", "iterations": 3}],
+            "audit": {"executor": "local"},
+        }
+        (folder / "audit.toml").write_text(tomli_w.dumps(tables))
+        return folder / "audit.toml"
+
+    def rows_of(self, partition: int) -> list[int]:
+        """The digits that a partition trains on."""
+        n = self.config["examples"]
+        if self.name == "ragged_adam":
+            return list(range(partition * n, (partition + 1) * n))
+        return list(range(partition, 1797, CLIENTS))[:n]
+
+
+QUICKSTART = ForeignApp(
+    "torch_quickstart",
+    "torch_quickstart.task:Net",
+    {"num-server-rounds": 2, "local-epochs": 2, "learning-rate": 0.05, "batch-size": 2, "examples": 2, "fraction-train": 1.0},
+    side=32, colours=3, mean=0.5, std=0.5, chain={"use": "local_sgd", "rate": 0.05, "steps": 2},
+)  # fmt: skip
+HALF = ForeignApp(
+    "half_batchnorm",
+    "half_batchnorm.task:ConvNet",
+    {"num-server-rounds": 2, "learning-rate": 0.1, "batch-size": 4, "examples": 4},
+    mode="train",
+)
+ADAM = ForeignApp(
+    "ragged_adam",
+    "ragged_adam.task:build_model",
+    {"num-server-rounds": 2, "batch-size": 2, "examples": 5},
+    chain={"use": "local_training", "optimizer": "adam", "rate": 0.001, "epochs": 1, "batch_size": 2},
+)
+
+
+@pytest.fixture(params=[QUICKSTART, HALF, ADAM], ids=lambda app: app.name)
+def app(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForeignApp]:
+    chosen: ForeignApp = request.param
+    monkeypatch.syspath_prepend(str(APPS))
+    monkeypatch.setenv("FEDGAUGE_ALLOW", chosen.name)
+    monkeypatch.chdir(APPS)
+    with allowing([chosen.name], [APPS]):
+        yield chosen
+    for name in [n for n in sys.modules if n.split(".")[0] == chosen.name]:
+        del sys.modules[name]
+
+
+def train(kit: Any, app: ForeignApp, folder: Path, **config: Any) -> tuple[Run, Any]:
+    """The app's own ServerApp and ClientApp over Flower's messages; the run that it left, and the nodes."""
+    parts = {kind: importlib.import_module(f"{app.name}.{kind}_app").app for kind in ("client", "server")}
+    grid = kit.MemoryGrid("", CLIENTS, app=parts["client"])
+    settings = {**app.config, "audit": str(app.write_audit(folder)), "record-to": str(folder / "theirs"), **config}
+    for context in grid.contexts.values():
+        context.run_config = settings
+    torch.manual_seed(0)
+    parts["server"](grid, Context(1, 1, {}, RecordDict(), settings))
+    return Run.open(folder / "theirs"), grid
+
+
+def write_truth(app: ForeignApp, grid: Any, folder: Path) -> Path:
+    """What each client trained on, as a tester writes it down: by Flower's node id."""
+    x, y = app.pictures()
+    folder.mkdir()
+    for node, partition in grid.nodes.items():
+        rows = app.rows_of(partition)
+        np.savez(folder / f"node-{node}.npz", x=x[rows], y=y[rows])
+    return folder
+
+
+def test_at_most_ten_lines_of_an_app_are_fedgauges(app: ForeignApp) -> None:
+    sources = [p.read_text() for p in (APPS / app.name).glob("*.py")]
+    lines = [line for text in sources for line in text.splitlines() if "fedgauge" in line]
+    assert 1 <= len(lines) <= 10
+    assert sum("fedgauge" in text for text in sources) == 1, "its server alone"
+
+
+def test_an_app_is_trained_audited_shown_and_graded(
+    kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, grid = train(kit, app, tmp_path)
+    with run.ledger() as ledger:
+        rounds, seen, meta = ledger.rounds(), ledger.observations(), ledger.meta()
+    assert (meta["state"], meta["rounds"]) == ("trained", "2")
+    assert [row["round"] for row in rounds if row["round"]] == [1, 2], "as many as the app trained"
+    assert all(row["seconds"] > 0 for row in rounds)
+    assert [(o["round"], o["client"], o["status"]) for o in seen] == [
+        (r, c, "accepted") for r in (1, 2) for c in range(3)
+    ]
+    returned = json.loads(rounds[-1]["metrics"])
+    assert {"torch_quickstart": "eval_acc", "half_batchnorm": "loss", "ragged_adam": "test_acc"}[app.name] in {
+        name for own in returned.values() for name in own
+    }
+    assert (rounds[-1]["accuracy"] is None) == (app.name == "half_batchnorm"), "which evaluates nothing"
+
+    assert main(["audit", str(run.folder)]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"2 +[\d.%]* *inverting_gradients +3 +[\d.e+-]+ +3 converged", told), told
+    assert "--truth" in told
+    report = (run.folder / "report.html").read_text()
+    for lie in (
+        "no attack has been done",
+        "before its first round",
+        "Nothing has been reconstructed",
+        "has given a score",
+    ):
+        assert lie not in told + report.partition("<script>")[0]
+    assert "Reconstructions without a truth" in report
+    with closing(Reading(run)) as reading, reading.now():
+        assert reading.state == "complete"
+        shown, page = Gallery(reading).page(Query()), overview.overview(reading)
+    assert page["training"]["rounds"] == page["training"]["round"] == 2
+    assert page["verdict"]["word"] == "undetermined" and "none graded" in page["verdict"]["sentence"]
+    assert shown["total"] == 2 * 3 * app.config["examples"]
+    assert all(tile["image"] and "objective" in tile["note"] for card in shown["cards"] for tile in card["tiles"])
+
+    taped = {p: p.stat().st_mtime_ns for p in (run.folder / "tape").iterdir()}
+    with run.ledger() as ledger:
+        cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}
+    truth = write_truth(app, grid, tmp_path / "truth")
+    assert main(["audit", str(run.folder), "--truth", str(truth)]) == 0
+    told = capsys.readouterr().out
+    assert "graded 18 of 18" in told and "baseline PSNR" in told
+    with run.ledger() as ledger:
+        before, cards = cards, {row["name"]: row["knowledge"] for row in ledger.attacks()}
+    told_of_grading = "; graded against the truth of a tester"
+    assert {name: card.replace(told_of_grading, "") for name, card in cards.items()} == {
+        name: card.replace("; not graded", "") for name, card in before.items()
+    }, "the rest of a card stays"
+    assert all(told_of_grading in card for card in cards.values())
+    assert taped == {p: p.stat().st_mtime_ns for p in (run.folder / "tape").iterdir()}
+    with closing(Reading(run)) as reading, reading.now():
+        graded = {
+            (leak.attack, leak.metric): leak for m in reading.metrics for leak in reading.leaks(m) if leak.round is None
+        }
+        shown = Gallery(reading).page(Query())
+    n = 2 * 3 * app.config["examples"]
+    attacks = ("inverting_gradients", "mean_image", "random_image", "wrong_client(inverting_gradients)")
+    assert {name: graded[name, "psnr"].n for name in attacks} == dict.fromkeys(attacks, n)
+    assert all(card["truth"] and card["label"] is not None for card in shown["cards"]), "the truth beside the attacks"
+
+
+# ---------------------------------------------------------------------------------------------- what apps do besides
+
+
+class SavingFedAvg(FedAvg):
+    """A user's strategy with a loop of its own, which keeps every model."""
+
+    def start(self, grid: Any, initial_arrays: Any, num_rounds: int = 3, *rest: Any, note: str = "") -> Result:
+        self.kept: list[Any] = []
+        result = super().start(grid, initial_arrays, num_rounds, *rest)
+        self.kept.append((note, result.arrays))
+        return result
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        self.kept.append((server_round, arrays))
+        return arrays, metrics
+
+
+def curious_about(app: ForeignApp, strategy: Any, folder: Path) -> tuple[CuriousStrategy, Run]:
+    strategy = curious(strategy, app.write_audit(folder), folder / "theirs")
+    return strategy, Run.open(folder / "theirs")
+
+
+def mounted(kit: Any, app: ForeignApp) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The app's clients in memory, and its first weights."""
+    grid = kit.MemoryGrid("", CLIENTS, app=importlib.import_module(f"{app.name}.client_app").app)
+    for context in grid.contexts.values():
+        context.run_config = app.config
+    torch.manual_seed(0)
+    return grid, importlib.import_module(f"{app.name}.task").ConvNet().state_dict()
+
+
+only_half = pytest.mark.parametrize("app", [HALF], indirect=True, ids=["half_batchnorm"])
+
+
+@only_half
+def test_a_second_training_gets_a_folder_of_its_own(kit: Any, app: ForeignApp, tmp_path: Path) -> None:
+    train(kit, app, tmp_path, **{"num-server-rounds": 1})
+    train(kit, app, tmp_path, **{"num-server-rounds": 1})
+    assert Run.open(tmp_path / "theirs-2").scenario().protocol.clients == CLIENTS
+
+
+@only_half
+def test_a_strategys_own_loop_is_kept(kit: Any, app: ForeignApp, tmp_path: Path) -> None:
+    grid, state = mounted(kit, app)
+    inner = SavingFedAvg(fraction_evaluate=0.0)
+    strategy, run = curious_about(app, inner, tmp_path)
+    result = strategy.start(grid, ArrayRecord(state), 2, note="the last")
+    assert [name for name, _ in inner.kept] == [1, 2, "the last"]
+    assert all(
+        torch.equal(t, inner.kept[-1][1].to_torch_state_dict()[k])
+        for k, t in result.arrays.to_torch_state_dict().items()
+    )
+    with run.ledger() as ledger:
+        assert len(ledger.observations()) == 6 and [row["round"] for row in ledger.rounds()] == [1, 2]
+
+
+@only_half
+@pytest.mark.parametrize(("error", "state"), [(ValueError, "failed"), (KeyboardInterrupt, "interrupted")])
+def test_how_a_training_ended_is_recorded(
+    kit: Any, app: ForeignApp, tmp_path: Path, error: type[BaseException], state: str
+) -> None:
+    grid, weights = mounted(kit, app)
+    strategy, run = curious_about(app, FedAvg(fraction_evaluate=0.0), tmp_path)
+
+    def evaluate(round: int, arrays: ArrayRecord) -> None:
+        if round == 2:
+            raise error
+        assert run.holder("training") is not None
+
+    with pytest.raises(error):
+        strategy.start(grid, ArrayRecord(weights), 3, evaluate_fn=evaluate)
+    with closing(Reading(run)) as reading, reading.now():
+        assert (reading.state, sorted(reading.rounds)) == (state, [0, 1, 2])
+        assert overview.overview(reading)["training"]["rounds"] == 3
+
+
+@only_half
+def test_single_precision_may_be_answered_in_half_and_in_part(kit: Any, app: ForeignApp, tmp_path: Path) -> None:
+    grid, state = mounted(kit, app)
+    single = {k: t.float() if t.is_floating_point() else t for k, t in state.items()}
+
+    def kept(round: int, replies: list[Message]) -> list[Message]:
+        for m in replies:
+            m.content["arrays"] = ArrayRecord(
+                {k: t for k, t in m.content["arrays"].to_torch_state_dict().items() if "features" not in k}
+            )
+        return replies
+
+    grid.tamper = kept
+    strategy, run = curious_about(app, FedAvg(fraction_evaluate=0.0), tmp_path)
+    result = strategy.start(grid, ArrayRecord(single), 1)
+    assert set(result.arrays.keys()) == {"classifier.weight", "classifier.bias"}
+    with run.ledger() as ledger:
+        first, meta = ledger.observations()[0], ledger.meta()
+    assert (first["status"], first["reason"]) == ("accepted", "")
+    seen = run.tape().read(1, first["client"], first["digest"])
+    assert {t.dtype for t in seen.update.values()} == {torch.float32} and len(seen.update) == 2
+    assert "freeze" in meta["uploads"], "the run says at once what its audit will refuse"
+
+
+def test_flowers_older_strategies_are_refused_with_words() -> None:
+    with pytest.raises(TypeError, match="expected a strategy of flwr.serverapp.strategy, got builtins.object"):
+        curious(object(), "audit.toml", "runs/none")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])
+def test_the_truth_may_be_rows_of_a_dataset_and_may_be_mended(
+    kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, grid = train(kit, app, tmp_path, **{"num-server-rounds": 1})
+    assert main(["audit", str(run.folder)]) == 0
+    x, y = app.pictures()
+    np.savez(tmp_path / "all.npz", x=x, y=y, x_test=x[:9], y_test=y[:9])
+    dataset = f"npz path={tmp_path / 'all.npz'}"
+    rows = {str(node): {"1": app.rows_of(p)} for node, p in grid.nodes.items()}
+    few = {str(node): [0, 1, 2] for node in list(grid.nodes)[:1]}  # too few examples, and of one client alone
+    for number, wanted in ((1, few), (2, rows)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(wanted))
+        assert (
+            main(["audit", str(run.folder), "--truth", dataset, "--truth-rows", str(tmp_path / f"{number}.json")]) == 0
+        )
+    told = capsys.readouterr().out
+    assert "graded 3 of 9" in told and "no truth of client" in told and "graded 9 of 9" in told
+    with run.ledger() as ledger:
+        psnr = [row for row in ledger.scores("psnr") if row["attack"] == "mean_image"]
+    assert [row["example"] for row in psnr] == 3 * list(range(5)), "the first grades are replaced"
+    means = {row["client"]: row["value"] for row in psnr if row["example"] == 0}
+    auxiliary = run.scenario().federation.shards.auxiliary_batch().x.mean(0)
+    clients = {client: grid.nodes[int(node)] for client, node in run.ledger().nodes().items()}
+    for client, value in means.items():
+        own = torch.tensor(x[app.rows_of(clients[client])[0]]) / 255
+        assert value == pytest.approx(float(-10 * (own - auxiliary).double().square().mean().log10()), abs=1e-4)
+
+
+@pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])
+def test_a_truth_that_is_none_is_refused(
+    kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, grid = train(kit, app, tmp_path, **{"num-server-rounds": 1})
+    assert main(["audit", str(run.folder)]) == 0
+    folder = tmp_path / "truth"
+    folder.mkdir()
+    asked = {
+        str(tmp_path / "nowhere/at-all"): "there is no folder",
+        str(folder): "has no file of the truth",
+    }
+    for text, words in asked.items():
+        assert main(["audit", str(run.folder), "--truth", text]) == 2
+        assert words in capsys.readouterr().err
+    for arrays, words in (
+        ({"x": np.full((5, 8, 8), 2.5), "y": np.zeros(5)}, "before any normalisation"),
+        ({"x": np.zeros((5, 9, 9)), "y": np.zeros(5)}, "has examples of shape"),
+        ({"x": np.zeros((5, 8, 8))}, "has no 'y'"),
+        ({"x": np.zeros((5, 8, 8)), "y": np.zeros(4)}, "5 examples x and 4 labels"),
+    ):
+        np.savez(folder / "client-0.npz", **arrays)
+        assert main(["audit", str(run.folder), "--truth", str(folder)]) == 2
+        assert words in capsys.readouterr().err
+    with run.ledger() as ledger:
+        assert "truth" not in ledger.meta() and not list(ledger.scores("psnr"))

@@ -1,0 +1,113 @@
+"""A trial of the planned attacks: what fails is named before an audit, and its time and memory are estimated."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedgauge.client.components import allowing
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.checks import attack_trial
+from fedgauge.simulations.checks.attack_trial import Cost, try_attacks
+from fedgauge.simulations.checks.check_result import CheckResult
+
+LOCAL = {"use": "local_sgd", "rate": 0.1}
+ATTACKS = '''
+from dataclasses import dataclass
+from fedgauge.attacks.base import Attack, Reconstruction
+
+@dataclass(frozen=True)
+class broken(Attack):
+    """Fails on everything."""
+    def reconstruct(self, wave, known, budget, streams):
+        return [wave.update["no such parameter"]]
+
+@dataclass(frozen=True)
+class honest(Attack):
+    """Asks for as many iterations as it is given, and for nothing else."""
+    def reconstruct(self, wave, known, budget, streams):
+        assert len(known.auxiliary.x) <= 64 and budget.restarts == 1
+        return [Reconstruction(None, None, 0.0, budget.iterations, 0.0, "diverged" if budget.iterations == 4 else "converged")]
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "own_attacks.py").write_text(ATTACKS)
+    with allowing(["own_attacks"], [tmp_path]):
+        yield
+
+
+def scenario(*attacks: dict[str, Any], **changes: Any) -> Scenario:
+    tables = {
+        "rounds": 4,
+        "clients": 3,
+        "data": {"use": "mnist5k", "batch_size": 2, "auxiliary": 100},
+        "model": {"use": "mlp", "hidden": [16]},
+        "chain": [LOCAL],
+        "attack": list(attacks),
+    }
+    return Scenario.from_tables(tables | changes)
+
+
+def tried(planned: Scenario) -> dict[str, CheckResult]:
+    return {result.name: result for result in try_attacks(planned)}
+
+
+def test_an_attack_that_works_is_timed_and_the_audit_estimated() -> None:
+    found = tried(scenario({"use": "inverting_gradients", "iterations": 50}, audit={"every": 2}))
+    assert list(found) == ["attack inverting_gradients", "audit, estimated"]
+    assert found["attack inverting_gradients"].message.startswith("works; ")
+    assert "an iteration" in found["attack inverting_gradients"].message
+    assert "on 6 updates by 1 worker" in found["audit, estimated"].message, "rounds 1 and 3 of three clients"
+    assert "an estimate" in found["audit, estimated"].message
+
+
+def test_what_fails_is_named_and_what_is_not_applicable_is_a_note(own: None) -> None:
+    found = tried(
+        scenario(
+            {"use": "own_attacks:broken"},
+            {"use": "analytic"},
+            {"use": "learning_to_invert"},
+            {"use": "own_attacks:honest"},
+        )
+    )
+    broken, analytic = found["attack broken"], found["attack analytic"]
+    assert (broken.works, broken.needed) == (False, True)
+    assert "KeyError: 'no such parameter'" in broken.message and "leave the attack out" in broken.message
+    assert (analytic.works, analytic.needed) == (False, False)
+    assert analytic.message.startswith("not applicable: the attack needs one example in each update")
+    assert (found["attack learning_to_invert"].works, found["attack learning_to_invert"].needed) == (None, False)
+    assert "it diverges in its first 4 iterations" in found["attack honest"].message
+
+
+def test_an_attack_that_shares_its_iterations_out_is_not_called_inapplicable() -> None:
+    """leave_layer_out tries each of the fully connected layers, and refuses fewer iterations than there are."""
+    planned = scenario(
+        {"use": "leave_layer_out", "iterations": 20}, model={"use": "mlp", "hidden": [8, 8, 8, 8]}, chain=[LOCAL]
+    )
+    assert tried(planned)["attack leave_layer_out"].works
+
+
+def test_the_estimate_is_the_sum_over_updates_limited_by_the_budgets_seconds() -> None:
+    """By hand: 12 updates of 30 s are 360 s; 4 waves of at most 10 s are 40 s; together, by two workers, 200 s."""
+    planned = scenario(
+        {"use": "dlg", "iterations": 10},
+        {"use": "idlg", "iterations": 10, "seconds": 10.0},
+        {"use": "gi_gip"},
+        audit={"workers": 2},
+    )
+    costs = {"dlg": Cost(30.0, 2**20), "idlg": Cost(30.0, 2**21)}
+    told = attack_trial._estimate(planned, costs)
+    assert told.startswith("about 3 min of attacks on 12 updates by 2 workers, 12 MB"), "3 updates x 2 MB x 2 workers"
+    assert told.endswith("gi_gip not counted")
+
+
+def test_sentences_are_tried_too() -> None:
+    planned = scenario(
+        {"use": "tag", "iterations": 5},
+        data={"use": "phrases", "batch_size": 1},
+        model={"use": "tiny_bert"},
+    )
+    assert tried(planned)["attack tag"].works

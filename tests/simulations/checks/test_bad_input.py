@@ -1,0 +1,143 @@
+"""What somebody brings and cannot be trained or attacked as it is: named before anything is trained, with the remedy."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from fedgauge.client.components import SpecError, allowing
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.checks.before_training import warnings_before
+from fedgauge.simulations.checks.preflight import preflight
+from fedgauge.simulations.checks.scenario_check import check
+from fedgauge.simulations.cli.main import main
+
+LOCAL = {"use": "local_sgd", "rate": 0.1}
+HERE = Path(__file__).parent
+TABLES: dict[str, Any] = {
+    "rounds": 1,
+    "clients": 2,
+    "data": {"use": "mnist5k", "batch_size": 2, "auxiliary": 100},
+    "model": {"use": "brought:Good"},
+    "chain": [LOCAL],
+    "attack": [{"use": "inverting_gradients", "iterations": 20}],
+}
+
+
+def model(name: str) -> dict[str, Any]:
+    return {"model": {"use": f"brought:{name}"}}
+
+
+def defense(name: str, **table: Any) -> dict[str, Any]:
+    return {"chain": [{"use": f"brought:{name}", **table}, LOCAL]}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is brought, what is said, and the remedy
+    "shape": (model("Colour"), "layer 'body.0' (Conv2d) cannot take 4 x 1 x 28 x 28", "[data] gives images of 1 x 28 x 28: build"),
+    "size": (model("Larger"), "layer 'head' (Linear) cannot take 4 x 196", "[data] gives images of 1 x 28 x 28: build"),
+    "logits": (model("Fewer"), "it gives (4, 7) for 4 images, expected logits (4, 10)", "take `shape` and `classes`"),
+    "second argument": (model("Masked"), "its forward needs 'mask' besides the images", "wrap the network in a module"),
+    "lazy": (model("Lazy"), "layer '1' (LazyLinear) has no weights before its first pass", "model(torch.zeros(1, 1, 28, 28))"),
+    "nan": (model("NotANumber"), "'head.weight' is not finite at the start", "check how the network is initialised"),
+    "overflow": (model("Overflowing"), "layer 'conv' (Conv2d) is the first to give such numbers", "mean and std of the data"),
+    "drops": (defense("dropping"), "link #1 (dropping): it changed which parameters", "return every name that came in"),
+    "doubles": (defense("doubled"), "link #1 (doubled): it made 'conv.weight' (4, 1, 3, 3) of torch.float64", "keep shapes and"),
+    "divides": (defense("dividing"), "link #1 (dividing): it made 'conv.weight' not finite", "a division by zero"),
+    "draws": (defense("drawing_by_itself"), "link #1 (drawing_by_itself): it draws without the generator", "generator=rng"),
+    "float each": (defense("scaled_by_a_float", each=True), "link #1 (scaled_by_a_float)", "compute with tensors throughout"),
+    "raises": (defense("failing"), "link #1 (failing): KeyError: 'momentum'", ""),
+}  # fmt: skip
+WARNED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "softmax": (model("Softmax"), "its outputs are probabilities", "without its last softmax"),
+    "lock": (model("Locked"), "copy.deepcopy fails (TypeError: cannot pickle", "keep locks, open files, generators"),
+    "kept graph": (model("Kept"), "copy.deepcopy fails (RuntimeError: Only Tensors created", "and tensors computed from"),
+    "input": (model("Overwriting"), "it changes its input in place", "begin with x = x.clone()"),
+    "float": (defense("scaled_by_a_float"), "link #1 (scaled_by_a_float): attacks cannot differentiate", "compute with tensors"),
+    "branch": (defense("branching"), "link #1 (branching): attacks cannot differentiate", "torch.where, clamp and minimum"),
+    "numpy": (defense("by_numpy"), "link #1 (by_numpy): attacks cannot differentiate through it", "compute with tensors"),
+    "noise": (defense("undeclared_noise"), "link #1 (undeclared_noise): without a generator, as attacks take it", "in `mean`"),
+    "detached": (defense("detached"), "link #1 (detached): its derivative is zero", "give it a `mean`"),
+    "half detached": (defense("half_detached"), "its derivative is not that of its values", "give it a `mean`"),
+    "overwrites": (defense("overwriting"), "link #1 (overwriting): it changes the update that it is given", "return new tensors"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def allowed() -> Iterator[None]:
+    with allowing(["brought"], [HERE]):
+        yield
+
+
+@pytest.mark.parametrize(("changes", "words", "change"), REFUSED.values(), ids=list(REFUSED))
+def test_what_no_client_can_train_with_or_nobody_can_replay_is_refused_in_one_sentence(
+    changes: dict[str, Any], words: str, change: str
+) -> None:
+    with pytest.raises(SpecError) as told:
+        list(warnings_before(Scenario.from_tables(TABLES | changes)))
+    assert words in str(told.value) and change in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(("changes", "words", "change"), WARNED.values(), ids=list(WARNED))
+def test_what_cannot_be_attacked_or_replayed_as_it_is_is_said_before_training(
+    changes: dict[str, Any], words: str, change: str
+) -> None:
+    told: list[str] = []
+    with suppress(SpecError):  # if for this very reason no planned attack works
+        told.extend(warnings_before(Scenario.from_tables(TABLES | changes)))
+    assert any(words in text and change in text for text in told), told
+
+
+@pytest.mark.parametrize("changes", [
+    model("Good"), model("LogSoftmax"), defense("halving"), defense("halving", each=True),
+    {"chain": [{"use": "clip", "max_norm": 1.0, "each": True}, {"use": "gaussian", "sigma": 0.1}, LOCAL]},
+    {"chain": [{"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 0.5}, LOCAL, {"use": "top_k", "keep": 0.3}]},
+    {"chain": [LOCAL, {"use": "sign"}]}, {"chain": [LOCAL, {"use": "quantize", "bits": 4}]},
+    {"chain": [{"use": "mixup", "alpha": 0.4}, LOCAL, {"use": "mask", "keep": 0.5}]},
+    {"chain": [{"use": "ats", "policy": "7-4-15"}, {"use": "soteria", "rate": 0.5}, LOCAL]},
+    {"chain": [LOCAL, {"use": "prune", "keep": 0.3}, {"use": "laplace", "scale": 0.1}, {"use": "freeze", "layers": ["conv"]}]},
+    {"clients": 4, "secure_sum": {"group": 2}}, {"chain": [{**LOCAL, "steps": 2, "batch_size": 1}]},
+])  # fmt: skip
+def test_what_has_nothing_wrong_raises_no_alarm(changes: dict[str, Any]) -> None:
+    assert list(warnings_before(Scenario.from_tables(TABLES | changes))) == []
+
+
+def test_the_doctor_names_the_same_and_all_of_it() -> None:
+    """One pass of the whole doctor over the two faulty defenses and the network that cannot be copied."""
+    for changes, name, needed in (
+        (defense("scaled_by_a_float"), "link #1 (scaled_by_a_float)", True),
+        (defense("drawing_by_itself"), "link #1 (drawing_by_itself)", True),
+        (model("Locked"), "model, copied", False),
+    ):
+        found = {r.name: r for r in check(Scenario.from_tables(TABLES | changes))}
+        assert (found[name].works, found[name].needed) == (False, needed)
+        assert found["second derivative"].works
+
+
+def test_the_preflight_says_unknown_of_what_is_not_declared_and_never_that_there_is_no_noise() -> None:
+    found = preflight(Scenario.from_tables(TABLES | defense("undeclared_noise"))).findings
+    (epsilon,) = [f for f in found if "epsilon" in f.words]
+    assert epsilon.severity == "unknown"
+    assert "undeclared_noise does not declare whether it bounds the update or adds noise" in epsilon.words
+    assert not any("adds no noise" in f.words for f in found)
+    assert any(
+        "its outputs are probabilities" in f.words
+        for f in preflight(Scenario.from_tables(TABLES | model("Softmax"))).findings
+    )
+
+
+@pytest.mark.parametrize("command", ["run", "preflight", "doctor"])
+def test_the_commands_end_with_2_before_flower_is_started(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(tomli_w.dumps(TABLES | model("Colour")))
+    runs = tmp_path / "runs"
+    assert main([command, str(path), "--allow", "brought", "--runs", str(runs)]) == 2
+    told = capsys.readouterr()
+    assert "layer 'body.0' (Conv2d) cannot take 4 x 1 x 28 x 28" in " ".join((told.out + told.err).split())
+    assert "Traceback" not in told.out + told.err
+    assert not runs.exists()

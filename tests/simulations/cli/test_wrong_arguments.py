@@ -1,0 +1,130 @@
+"""Whatever is wrong on the command line: exit status 2 and a sentence that names it, never a traceback."""
+
+import argparse
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedgauge.simulations.cli.main import GROUPS, _parser, main
+from tests.simulations.cli.conftest import TABLES, scenario_file, taped_run
+
+COMMANDS = [name for summaries in GROUPS.values() for name in summaries]
+RUN, FILE = ("newer", "damaged", "lost"), ("folder", "newer")
+# a command, and what its PLACE may be besides ALWAYS
+FORMS: dict[str, tuple[str, ...]] = {
+    "audit PLACE": RUN,
+    "run --resume PLACE": RUN,
+    "report PLACE": RUN,
+    "export PLACE": RUN,
+    "export PLACE --to parquet": RUN,
+    "stop PLACE": ("lost",),
+    "prune PLACE": ("lost",),
+    "run PLACE": FILE,
+    "run --in-memory PLACE": FILE,
+    "preflight PLACE": FILE,
+    "doctor PLACE": FILE,
+    "sweep PLACE": FILE,
+    "client-report PLACE": FILE,
+    "deploy init new --clients 2 --scenario PLACE": FILE,
+    "deploy up PLACE --local": ("folder", "newer"),
+    "deploy status PLACE": ("folder", "newer"),
+    "deploy down PLACE": ("folder", "newer"),
+    "deploy register PLACE --superlink x:1": ("folder", "newer"),
+    "deploy start PLACE --superlink x:1 --name one": ("folder", "newer"),
+    "reproduce PLACE": ("folder",),
+    "bench PLACE": ("folder",),
+    "list PLACE": ("folder",),
+    "runs --runs PLACE": ("newer",),
+    "prune --runs PLACE": ("newer",),
+}
+ALWAYS = ("missing", "text", "binary", "below a file")
+CASES = [(form, place) for form, places in FORMS.items() for place in (*ALWAYS, *places)]
+CASES += [("watch PLACE", place) for place in ("missing", "text", "below a file")]
+CASES += [("init PLACE", place) for place in ("text", "folder", "below a file")]
+CASES += [("export good -o PLACE", place) for place in ("folder", "below a file")]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Everything that a path on the command line may be and should not."""
+    folder = tmp_path_factory.mktemp("wrong")
+    good = taped_run(folder / "runs", TABLES).folder
+    named = {name: folder / name for name in ("missing", "text", "binary", "folder")}
+    named["text"].write_text("hello")
+    named["binary"].write_bytes(bytes(range(256)))
+    named["folder"].mkdir()
+    for name in ("newer", "damaged", "lost"):
+        named[name] = shutil.copytree(good, folder / "runs" / name)
+    with sqlite3.connect(named["newer"] / "ledger.sqlite") as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    (named["damaged"] / "ledger.sqlite").write_bytes(b"no ledger" * 1000)
+    (named["lost"] / "ledger.sqlite").unlink()
+    return {**named, "below a file": named["text"] / "x", "good": good}
+
+
+def ended(arguments: list[str]) -> int | str | None:
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize(("form", "place"), CASES)
+def test_a_place_that_is_not_what_a_command_needs_is_named(
+    places: dict[str, Path],
+    form: str,
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = str(places[place])
+    arguments = [{"PLACE": path, "good": str(places["good"])}.get(word, word) for word in form.split()]
+    assert ended(arguments) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told and "[Errno" not in told
+    named = path if place != "below a file" else str(places["text"])
+    assert named in told, "the sentence names what is wrong"
+    last = told.strip().splitlines()[-1]
+    assert last.startswith(("fedgauge: ", "fedgauge ", "python -m fedgauge.simulations.benchmarks: error: "))
+    assert [p for p in tmp_path.iterdir() if p.name != ".cache"] == [], "nothing was begun"
+
+
+def options_of(command: str) -> Iterator[tuple[list[str], argparse.Action]]:
+    """Every option of a command that begins with two dashes, after the words that lead to it."""
+    ways = [([command], _parser(command)._subparsers._group_actions[0].choices[command])]  # type: ignore[union-attr,index]
+    while ways:
+        words, parser = ways.pop()
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                ways += [([*words, name], inner) for name, inner in action.choices.items()]
+            elif any(text.startswith("--") and text != "--help" for text in action.option_strings):
+                yield words, action
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_misspelt_option_or_a_value_of_another_kind_is_named(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scenario_file(tmp_path)
+    tried = 0
+    for words, action in options_of(command):
+        option = next(text for text in action.option_strings if text.startswith("--"))
+        assert ended([*words, "--x" + option[2:], "1"]) == 2
+        assert "usage: fedgauge" in capsys.readouterr().err
+        wrong = {"choices": "neither", "type": "1.5x"}
+        for kind, value in wrong.items():
+            constraint = getattr(action, kind)
+            if constraint is None or constraint is Path:
+                continue
+            assert ended([*words, option, value]) == 2
+            assert f"argument {'/'.join(action.option_strings)}: " in capsys.readouterr().err
+            tried += 1
+        tried += 1
+    assert tried >= 2, "each command has --runs and --allow"

@@ -1,0 +1,161 @@
+"""`python -m tests.zoo.measure`: the zoo's networks tried, attacked, declined, wrong and unhandled, and what an iteration costs.
+
+The figures are kept with the benchmarks' (simulations/benchmarks/results/zoo.json). Wrong: the engine's objective or slopes
+differ from plain autograd's in float64.
+"""
+
+import fedgauge.client  # isort: skip  # mends torchvision before anything can import it
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Knowledge, Observation, Wave
+from fedgauge.attacks.engine.distances import cosine
+from fedgauge.attacks.engine.optimizers import adam
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.problems import Problems
+from fedgauge.client.chain import chain
+from fedgauge.client.models.vision import detached_params
+from fedgauge.client.training import local_sgd
+from fedgauge.simulations.benchmarks.__main__ import main
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
+from tests.zoo.networks import CLASSES, Network, networks
+
+assert fedgauge.client  # the import is the point
+RATE, EXAMPLES, ITERATIONS, REPETITIONS = 0.1, 1, 4, 3
+TOGETHER = (1, 4)  # problems
+EQUAL = 1e-9
+
+
+def zoo(progress: Progress) -> BenchmarkReport:
+    """Every network of the zoo."""
+    rows: list[Mapping[str, object]] = []
+    with one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chosen = list(networks().values())
+        for done, network in enumerate(chosen):
+            rows.append(_row(network))
+            progress(done + 1, len(chosen))
+    outcomes = Counter(str(row["outcome"]) for row in rows)
+    costs = {(k, str(row["network"])): row[f"cost at {k}"] for row in rows for k in TOGETHER if f"cost at {k}" in row}
+    figures = [
+        Figure("families tried", len({row["family"] for row in rows}), ""),
+        Figure("networks tried", len(rows), ""),
+        Figure("attacked", outcomes["attacked"], ""),
+        Figure("declined with a sentence", outcomes["declined"], ""),
+        Figure("wrong", outcomes["wrong"], "", at_most=0),
+        Figure("unhandled", outcomes["unhandled"], "", at_most=0),
+    ]
+    for k in TOGETHER:
+        own = {name: float(str(cost)) for (many, name), cost in costs.items() if many == k}
+        worst = max(own, key=lambda name: own[name])
+        middle = Figure(f"an iteration / the plain loop's, K = {k}, median", median(own.values()), "x")
+        figures += [middle, Figure(f"the same, K = {k}, worst", own[worst], "x", at_most=1.1, note=worst)]
+    settings = dict(
+        attack="cosine distance, one local step, one example", iterations=ITERATIONS, repetitions=REPETITIONS, threads=1,
+        clock="CPU seconds, medians of interleaved repetitions, float32",
+    )  # fmt: skip
+    return BenchmarkReport(tuple(figures), settings, tuple(rows))
+
+
+def _row(network: Network) -> Mapping[str, object]:
+    row: dict[str, object] = {"network": network.name, "family": network.family}
+    try:
+        with _double():
+            problems, x = _posed(network, 2)
+            same = _agrees(problems, network.build(), x)
+        row |= {
+            "outcome": "attacked" if same else "wrong",
+            "route": problems.way.route,
+            "composed": problems.way.composed,
+        }
+        if network.quick:  # what an iteration of the large ones costs is their kernels'
+            row |= {f"cost at {k}": _cost(network, k) for k in TOGETHER}
+    except ValueError as error:
+        row |= {"outcome": "declined", "reason": str(error)}
+    except Exception as error:  # counted, and shown with its words
+        row |= {"outcome": "unhandled", "reason": f"{type(error).__name__}: {error}"}
+    return row
+
+
+@contextmanager
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _posed(network: Network, k: int) -> tuple[Problems, Tensor]:
+    model = network.build()
+    lazy = any(nn.parameter.is_lazy(p) for p in model.parameters())
+    params = dict(model.named_parameters()) if lazy else detached_params(model)
+    x, y = network.examples(k, EXAMPLES + network.train)  # a batch norm in train mode takes no single example
+    known = Knowledge(model, chain(local_sgd(RATE)), network.shape, CLASSES, x.shape[1], (), (), labels=y)
+    rng = torch.Generator().manual_seed(2)
+    seen = {name: torch.zeros(1) if lazy else torch.randn(p.shape, generator=rng) for name, p in params.items()}
+    wave = Wave.stack([Observation(1, c, params, {n: (c + 1) * t for n, t in seen.items()}) for c in range(k)])
+    return Problems(GradientMatching(cosine(), (), adam(0.1)), wave, known, y, 1, torch.get_default_dtype()), x
+
+
+def _plain(problems: Problems, model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Objectives and slopes, one problem after the other, by plain autograd of the model itself, as the published loops do."""
+    values, slopes = [], []
+    params = dict(model.named_parameters())
+    assert problems.labels is not None
+    with problems.way():
+        for c, y in enumerate(problems.labels):
+            leaf = x[c].clone().requires_grad_()
+            loss = F.cross_entropy(model(leaf.clone()), y)
+            found = torch.autograd.grad(loss, list(params.values()), create_graph=True, materialize_grads=True)
+            pairs = [(-RATE * g, problems.update[name][c]) for name, g in zip(params, found, strict=True)]
+            inner, ours, theirs = (
+                torch.stack([(a * b).sum() for a, b in both]).sum()
+                for both in (pairs, [(a, a) for a, _ in pairs], [(b, b) for _, b in pairs])
+            )
+            value = 1 - inner / (ours * theirs).sqrt()
+            model.zero_grad()
+            value.backward()
+            assert leaf.grad is not None
+            slopes.append(leaf.grad)
+            values.append(value.detach())
+    return torch.stack(values), torch.stack(slopes)
+
+
+def _agrees(problems: Problems, model: nn.Module, x: Tensor) -> bool:
+    value, slopes = problems.value_and_slopes({"x": x}, torch.arange(problems.count))
+    expected, by_x = _plain(problems, model, x)
+    gap = (slopes["x"] - by_x).abs().max() / by_x.abs().max()
+    return bool((value - expected).abs().max() <= EQUAL) and bool(gap <= EQUAL)
+
+
+def _cost(network: Network, k: int) -> float:
+    """CPU seconds of an iteration over the plain loop's."""
+    problems, x = _posed(network, k)
+    model, everyone = network.build(), torch.arange(k)
+    repeated: Callable[[Callable[[], object]], None] = _repeated
+    works: dict[str, Callable[[], object]] = {
+        "engine": partial(repeated, lambda: problems.value_and_slopes({"x": x}, everyone)),
+        "plain": partial(repeated, lambda: _plain(problems, model, x)),
+    }
+    seconds = interleaved(works, REPETITIONS, lambda done, total: None)
+    return median(seconds["engine"]) / median(seconds["plain"])
+
+
+def _repeated(work: Callable[[], object]) -> None:
+    for _ in range(ITERATIONS):
+        work()
+
+
+if __name__ == "__main__":
+    sys.exit(main(["zoo"], {"zoo": zoo}))

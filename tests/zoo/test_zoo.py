@@ -1,0 +1,194 @@
+"""Networks as people bring them: each is attacked with right numbers, or declined with a sentence. Never anything else."""
+
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Stream, Wave
+from fedgauge.attacks.engine.distances import squared
+from fedgauge.attacks.engine.optimizers import adam
+from fedgauge.attacks.matching import recipes
+from fedgauge.attacks.matching.adaptive import leave_layer_out
+from fedgauge.attacks.matching.feedback_blending import feedback_blending
+from fedgauge.attacks.matching.gi_gip import gi_gip
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.several_rounds import several_rounds
+from fedgauge.client.chain import chain
+from fedgauge.client.models.vision import detached_params
+from fedgauge.client.rng import generator
+from fedgauge.client.training import local_sgd
+from fedgauge.client.update import Batch
+from tests.zoo.networks import CLASSES, Network, networks
+
+PROBLEMS, EXAMPLES, RATE = 2, 2, 0.1
+ZOO = networks()
+# libraries warn of their own use of torch, and torch of its kernels
+IGNORED = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:LSTM with projections:UserWarning")
+pytestmark = [pytest.mark.filterwarnings(words) for words in IGNORED]
+
+ATTACKS: Mapping[str, Callable[[], Attack]] = {
+    "inverting_gradients": recipes.inverting_gradients,
+    "idlg": recipes.idlg,
+    "dlg": recipes.dlg,
+    "bayes": recipes.bayes,
+    "grad_inversion": recipes.grad_inversion,
+    "surrogate": recipes.surrogate,
+    "federated_averaging": recipes.federated_averaging,
+    "feedback_blending": partial(feedback_blending, attack={"use": "idlg", "double": False}),
+    "gi_gip": partial(gi_gip, latent=4, width=4, training=2),
+    "several_rounds": several_rounds,
+    "leave_layer_out": leave_layer_out,
+}
+QUICK = ("inverting_gradients", "idlg")
+REASONS = {  # why some of them decline a network that others attack
+    "dlg": ("cannot be copied",),
+    "idlg": ("cannot be copied",),
+    "leave_layer_out": ("no fully connected layer", "layers to try are more than"),
+}
+
+
+def cases(*, everything: bool = False) -> list[object]:
+    """The zoo's networks as parameters of a test, the large ones only in the full suite."""
+    marks = {name: () if network.quick and not everything else (pytest.mark.full,) for name, network in ZOO.items()}
+    return [pytest.param(network, id=name, marks=marks[name]) for name, network in ZOO.items()]
+
+
+def built(network: Network) -> nn.Module:
+    if importlib.util.find_spec(network.package) is None:
+        pytest.skip(f"needs the package {network.package}")
+    return network.build()
+
+
+def knowledge(network: Network, model: nn.Module, y: Tensor | None, steps: int = 1) -> Knowledge:
+    channels = network.shape[0]
+    rng = torch.Generator().manual_seed(3)
+    pictures = Batch(torch.rand(8, *network.shape, generator=rng), torch.arange(8) % CLASSES)
+    return Knowledge(
+        model, chain(local_sgd(RATE, steps)), network.shape, CLASSES, EXAMPLES, (0.4,) * channels, (0.3,) * channels,
+        labels=y, auxiliary=pictures,
+    )  # fmt: skip
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    lazy = any(is_lazy(p) for p in model.parameters())
+    return dict(model.named_parameters()) if lazy else detached_params(model)
+
+
+def objective(model: nn.Module, seen: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """The squared distance of the update, by plain autograd of the model itself."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    loss = F.cross_entropy(model(x.clone()), y)
+    found = torch.autograd.grad(loss, list(params.values()), create_graph=True, materialize_grads=True)
+    gaps = [(seen[name] + RATE * g).square().sum() for name, g in zip(params, found, strict=True)]
+    return torch.stack(gaps).sum() / torch.stack([seen[name].square().sum() for name in params]).sum()
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("network", cases())
+def test_objective_and_slopes_are_plain_autograds_or_there_is_a_sentence(network: Network) -> None:
+    model = built(network)
+    params = parameters(model)
+    x, y = network.examples(PROBLEMS, EXAMPLES)
+    known = knowledge(network, model, y)
+    rng = torch.Generator().manual_seed(2)
+    seen = {k: torch.zeros(1) if is_lazy(p) else RATE * torch.randn(p.shape, generator=rng) for k, p in params.items()}
+    observations = [Observation(1, c, params, {k: (c + 1) * t for k, t in seen.items()}) for c in range(PROBLEMS)]
+    wave = Wave.stack(observations)
+    attack = GradientMatching(squared(), (), adam(0.1))
+    if network.declined:
+        with pytest.raises(ValueError, match=re.escape(network.declined)):
+            Problems(attack, wave, known, y, 1, torch.float64)
+        return
+    before = {k: b.clone() for k, b in model.named_buffers()}
+    problems = Problems(attack, wave, known, y, 1, torch.float64)
+    value, slopes = problems.value_and_slopes({"x": known.normalise(x)}, torch.arange(PROBLEMS))
+    assert all(torch.equal(b, before[k]) for k, b in model.named_buffers()), "an attack must not move a model's buffers"
+    for c in range(PROBLEMS):
+        leaf = known.normalise(x[c]).requires_grad_()
+        # a network of its own for every pass, since some layers keep a state
+        expected = objective(network.build(), observations[c].update, leaf, y[c])
+        (slope,) = torch.autograd.grad(expected, leaf) if not problems.way.composed else (None,)
+        torch.testing.assert_close(value[c], expected.detach(), rtol=1e-9, atol=1e-12)
+        if slope is not None:
+            torch.testing.assert_close(slopes["x"][c], slope, rtol=1e-9, atol=1e-9 * float(slope.abs().max()))
+            continue
+        direction = torch.randn(leaf.shape, generator=rng)  # the original has no second derivative to compare with
+
+        def along(step: float, at: Tensor, c: int = c, direction: Tensor = direction) -> float:
+            return float(objective(network.build(), observations[c].update, at + step * direction, y[c]).detach())
+
+        at = leaf.detach()
+        quotients = [(along(step, at) - along(-step, at)) / (2 * step) for step in (1e-5, 1e-6)]
+        found = float((slopes["x"][c] * direction).sum())
+        assert min(abs(found - q) for q in quotients) <= 1e-5 * float(slopes["x"][c].norm() * direction.norm())
+
+
+def attacked(network: Network, name: str, steps: int = 1) -> None:
+    """Two iterations of an attack end with images, or with a sentence that was expected."""
+    model = built(network)
+    params = parameters(model)
+    x, y = network.examples(PROBLEMS, EXAMPLES)
+    known = knowledge(network, model, y, steps)
+    update = {k: torch.zeros(1) for k in params} if network.declined else {}
+    observations = [
+        Observation(1, c, params, update or known.forward(params, Batch(x[c], y[c]), None)) for c in range(PROBLEMS)
+    ]
+    streams: list[Stream] = [partial(generator, "zoo", c) for c in range(PROBLEMS)]
+    found = ATTACKS[name]().reconstruct(Wave.stack(observations), known, Budget(2), streams)
+    for result in found:
+        if result.status == "not_applicable":
+            expected = (network.declined,) if network.declined else REASONS.get(name, ())
+            assert any(words in result.reason for words in expected), result.reason
+            assert len(result.reason) > 30
+        else:
+            assert not network.declined, "it should have been declined"
+            assert result.status in ("converged", "out_of_budget"), result
+            assert result.x is not None
+            assert result.x.shape == (EXAMPLES, *network.shape) and bool(result.x.isfinite().all())
+
+
+@pytest.mark.parametrize("network", cases())
+def test_the_main_attacks_run_or_give_a_sentence(network: Network) -> None:
+    for name in QUICK:
+        attacked(network, name)
+
+
+@pytest.mark.parametrize("network", cases(everything=True))
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in QUICK])
+def test_every_matching_attack_runs_or_gives_a_sentence(name: str, network: Network) -> None:
+    attacked(network, name)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("name", ATTACKS)
+def test_flowers_quickstart_is_attacked_by_all(name: str, steps: int) -> None:
+    attacked(ZOO["Flower's quickstart"], name, steps)
+
+
+@pytest.mark.parametrize("network", cases(everything=True))
+def test_two_local_steps(network: Network) -> None:
+    attacked(network, "inverting_gradients", 2)
+
+
+@pytest.mark.usefixtures("double")
+def test_flowers_quickstart_takes_one_pass_as_other_networks_do() -> None:
+    network = ZOO["Flower's quickstart"]
+    x, y = network.examples(PROBLEMS, EXAMPLES)
+    model = network.build()
+    known = knowledge(network, model, y)
+    update = known.forward(detached_params(model), Batch(x[0], y[0]), None)
+    wave = Wave.stack([Observation(1, 0, detached_params(model), update)])
+    for network_known in (known, replace(known, chain=chain(local_sgd(RATE, 2)))):
+        assert (
+            Problems(recipes.inverting_gradients(), wave, network_known, y[:1], 1, torch.float64).way.route
+            == "one pass"
+        )
