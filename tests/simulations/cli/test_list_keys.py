@@ -51,7 +51,7 @@ def test_a_wrong_value_is_refused_in_the_words_of_the_reference(tables: Tables, 
     assert f"{key.name} must be {key.value}, got" in str(caught.value).replace("'", '"')
 
 
-@pytest.mark.parametrize("table", TABLES.keys() - REST)
+@pytest.mark.parametrize("table", [table for table in TABLES if table not in REST])
 def test_the_keys_are_those_that_reading_a_scenario_knows(tables: Tables, table: str) -> None:
     with pytest.raises(SpecError, match="nonsense") as caught:
         Scenario.from_tables(scenario(tables, table, nonsense=1))
