@@ -107,11 +107,12 @@ class Chain:
 
     @property
     def local(self) -> "local_sgd":
-        """The chain's one `local_sgd`; ValueError when there is none or more than one."""
+        """The chain's one `local_sgd` or `local_training`; ValueError when there is none or more than one."""
         found = [link for link in self.links if isinstance(link, local_sgd)]
         if len(found) != 1:
             raise ValueError(
-                f"a chain needs exactly one local_sgd, which turns gradients into an update; this one has {len(found)}"
+                "a chain needs exactly one local_sgd or local_training, which turns gradients into an update; "
+                f"this one has {len(found)}"
             )
         return found[0]
 

@@ -199,7 +199,8 @@ def local_training(
         weight_decay: torch's: added to the gradient, or by adamw to the step.
         schedule: of the rate over the round's steps: constant, step (times gamma every step_size steps) or cosine (to zero).
         step_size, gamma: of the schedule step.
-        accumulate: batches whose gradients are averaged for one step; what is left at an epoch's end makes one, too.
+        accumulate: batches whose gradients are averaged for one step; what is left at an epoch's end makes one, too, divided
+            by the same number.
         max_norm: clips each step's gradient, as torch.nn.utils.clip_grad_norm_ does.
         proximal_mu: FedProx's proximal weight.
     """

@@ -36,6 +36,7 @@ MOST = 0.5  # the share of the large entries from which they count as of one siz
 FEW = 0.02  # the share of all entries that must be large; in gradients fewer are
 LEFT = 2e-5  # the part of the classifier's update that may stay unexplained
 COARSE = 0.05  # the part of the update that rounding may be
+MOST_ENTRIES = 2**22  # of a layer whose rank is counted: a second of work
 PROBES = 8  # auxiliary batches that say how large, and how uneven, a gradient is
 
 
@@ -60,20 +61,19 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
     if reason := _unreadable(fed, seen):
         return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
     try:
-        kind, evidence = _read(fed, seen)
-    except RuntimeError as error:  # the attacks will meet it, too, and say more
-        return TrainingEvidence(
-            "undecided", None, f"{assumed} and was not checked: the network has no gradient ({error})"
-        )
-    if kind == "undecided":
-        return TrainingEvidence(kind, None, f"{assumed}, and the update does not tell it: {evidence}")
-    if wrong := _contradiction(fed, seen, kind):
+        probes = _probes(fed, seen)
+        kind, evidence = _read(fed, seen, probes)
+        if kind == "undecided":
+            return TrainingEvidence(kind, None, f"{assumed}, and the update does not tell it: {evidence}")
+        wrong, size = _contradiction(fed, seen, kind), _size(fed, seen, probes)
+    except Exception as error:  # a user's network may raise anything; the attacks will meet it, too, and say more
+        reason = f"the network cannot be run ({type(error).__name__}: {error})"
+        return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
+    if wrong:
         start = "WARNING: the assumed local training does not explain the update, so attacks may show noise"
         return TrainingEvidence(kind, False, f"{start}: {evidence}; {wrong}")
     rest = "" if local.adaptive else "; momentum, rate and number of steps cannot be told from one update"
-    return TrainingEvidence(
-        kind, True, f"the assumed local training ({local.words}) fits: {evidence}{rest}{_size(fed, seen)}"
-    )
+    return TrainingEvidence(kind, True, f"the assumed local training ({local.words}) fits: {evidence}{rest}{size}")
 
 
 def _contradiction(fed: Federation, seen: Observation, kind: Kind) -> str:
@@ -110,8 +110,7 @@ def _unreadable(fed: Federation, seen: Observation) -> str:
     return "" if any(bool(t.any()) for t in seen.update.values()) else "the update is zero"
 
 
-def _read(fed: Federation, seen: Observation) -> tuple[Kind, str]:
-    probes = _probes(fed, seen)
+def _read(fed: Federation, seen: Observation, probes: list[Update]) -> tuple[Kind, str]:
     if not probes:
         return "undecided", "the weights' rounding hides it"
     entries = _without_decay(seen)
@@ -269,8 +268,10 @@ def _rank(fed: Federation, seen: Observation) -> int:
         for hook in hooks:
             hook.remove()
     highest = 0
-    for name in (name for name, single in once.items() if single):
-        update, theta = (part[f"{name}.weight"].double() for part in (seen.update, seen.params))
+    for name in (f"{name}.weight" for name, single in once.items() if single):
+        if name not in seen.update or seen.update[name].numel() > MOST_ENTRIES:
+            continue  # made from other parameters (weight norm), or shared under another name
+        update, theta = (part[name].double() for part in (seen.update, seen.params))
         noise = _rounding(seen) * float(theta.square().mean().sqrt()) * sum(math.sqrt(side) for side in update.shape)
         values = torch.linalg.svdvals(update)
         highest = max(highest, int((values > max(4 * noise, 1e-5 * float(values[0]))).sum()))
@@ -278,19 +279,20 @@ def _rank(fed: Federation, seen: Observation) -> int:
 
 
 def _probe_forward(fed: Federation) -> None:
-    training = fed.model.training
+    modes = [(module, module.training) for module in fed.model.modules()]
     fed.model.eval()
     try:
         with torch.no_grad():
             fed.model(fed.shards.dataset.normalise(torch.rand(2, *fed.shards.dataset.shape)))
     finally:
-        fed.model.train(training)
+        for module, training in modes:
+            module.training = training
 
 
-def _size(fed: Federation, seen: Observation) -> str:
+def _size(fed: Federation, seen: Observation, probes: list[Update]) -> str:
     """How large the update is beside the assumed training's on auxiliary examples, if that is far from it."""
     local = fed.chain.local
-    expected = [local.scale * float(norm(g)) for g in _probes(fed, seen)]
+    expected = [local.scale * float(norm(g)) for g in probes]
     ratio = float(norm(seen.update)) / max(sorted(expected)[len(expected) // 2], 1e-300)
     if local.adaptive or 0.1 <= ratio <= 10:
         return ""

@@ -122,12 +122,13 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) ->
 
 def _check_training(run: Run, ledger: Ledger, scenario: Scenario, taped: Sequence[Any]) -> None:
     """Say on the cards of an app's attacks whether the first update may come from the local training that they assume."""
-    words = ""
+    words, fits = "", None
     if taped:
         try:
             seen = run.tape().read(taped[0]["round"], taped[0]["client"], taped[0]["digest"])
             fitted = as_the_model_has_it(seen, scenario.federation)
-            words = training_evidence(scenario.federation, fitted).words
+            evidence = training_evidence(scenario.federation, fitted)
+            words, fits = evidence.words, evidence.fits
         except (TapeError, UploadMismatch) as error:
             words = f"whether the update fits this is not known: {error}"
     before = ledger.meta().get("training", "")
@@ -136,7 +137,7 @@ def _check_training(run: Run, ledger: Ledger, scenario: Scenario, taped: Sequenc
     }
     ledger.set_cards({k: f"{card}; {words}" if words and k not in BASELINES else card for k, card in cards.items()})
     detail = f"{NO_REPLAY_OF_AN_APP}; {words}" if words else NO_REPLAY_OF_AN_APP
-    ledger.set_meta(replay="unknown", replay_detail=detail, training=words)
+    ledger.set_meta(replay="unknown", replay_detail=detail, training=words, training_fits=str(fits))
 
 
 def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | None:

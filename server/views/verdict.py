@@ -274,6 +274,10 @@ def _proves_nothing(compared: Sequence[ExcessLeakage], ledger: Ledger) -> str:
     """Why the failure of these attacks proves nothing; empty if it does."""
     if ledger.meta().get("replay") == "mismatch":
         return "the replay check failed, so the attacks inverted a different computation from the clients'"
+    if ledger.meta().get("training_fits") == "False":
+        return (
+            "the local training that the audit assumes does not explain the update, so the attacks inverted another one"
+        )
     cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}
     if all(NO_DERIVATIVE in cards[e.attack] for e in compared):
         return f"{NO_DERIVATIVE}. The attacks never moved"

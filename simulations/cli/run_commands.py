@@ -176,8 +176,11 @@ def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth
         return None
     if options.follow:
         raise SpecError("--follow attacks while the training continues: leave out --truth, and grade afterwards")
-    if not ledger.deployed:
-        raise SpecError(f"{run.folder} is a simulation, whose own data grades it: --truth is for apps that keep theirs")
+    if not ledger.foreign:
+        grader = "its clients' owners grade" if ledger.deployed else "its own data grades"
+        raise SpecError(
+            f"{run.folder} is a run that {grader}: --truth is for your own Flower app, whose data is not here"
+        )
     return TesterTruth.named(options.truth, options.truth_rows)
 
 

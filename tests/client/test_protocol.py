@@ -44,7 +44,7 @@ BATCHNORM = {"use": "convnet", "width": 2}
         ({"model": {"mode": "training"}}, "[model]: mode", "must be one of 'train', 'eval', got 'training'"),
         ({"model": {**BATCHNORM, "width": 0}}, "[model]", "width must be at least 1, got 0"),
         # [[chain]]
-        ({"chain": []}, "[[chain]]", "needs exactly one local_sgd, which turns gradients into an update; this one has 0"),
+        ({"chain": []}, "[[chain]]", "exactly one local_sgd or local_training"),
         ({"chain": [CLIP]}, "[[chain]]", "this one has 0"),
         ({"chain": [SGD, SGD]}, "[[chain]]", "this one has 2"),
         ({"chain": [{**SGD, "each": True}]}, "[[chain]] #1", "each = true acts per example, so it belongs before local"),

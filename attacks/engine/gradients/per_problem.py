@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.gradients.factored import Gradients, formed, is_large, plus
 from fedgauge.attacks.engine.gradients.layers import Examples, GradientRecorder, LayerCall
 from fedgauge.client.models.losses import is_cross_entropy
@@ -109,8 +110,8 @@ def _run(model: nn.Module, params: Params, moves: Gradients, examples: Examples)
     try:
         with recorder, without_running_stats(model):
             logits: Tensor = functional_call(model, params, (examples.x,))
-    except RuntimeError:
-        if strict or all(call.out.is_contiguous() for call in recorder.calls):
+    except RuntimeError as error:
+        if strict or exhausted(error) or all(call.out.is_contiguous() for call in recorder.calls):
             raise
         _reading_strides.add(model)
         return _run(model, params, moves, examples)

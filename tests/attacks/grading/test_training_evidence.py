@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.training_evidence import TrainingEvidence, training_evidence
@@ -127,3 +128,19 @@ def test_noise_that_nobody_declared_is_explained_by_no_training() -> None:
     noisy = {k: t + 1e-3 * torch.randn(t.shape, generator=generator(k)) * t.abs().max() for k, t in update.items()}
     found = training_evidence(fed, Observation(1, 0, params, noisy, buffers))
     assert found.fits is not True, found.words
+
+
+def test_a_network_of_made_weights_and_mixed_modes_is_read_and_left_as_it_was() -> None:
+    """Weight norm has no tensor called weight; a frozen BatchNorm stays in eval mode inside a network that trains."""
+    fed = federation(SGD)
+    network = nn.Sequential(
+        nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(784, 8)), nn.BatchNorm1d(8), nn.Linear(8, 10)
+    )
+    network.train()
+    network[2].eval()
+    fed.__dict__["model"] = network
+    params = {k: p.detach().clone() for k, p in network.named_parameters()}
+    buffers = {k: b.clone() for k, b in network.named_buffers()}
+    seen = Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)
+    assert training_evidence(fed, seen).fits is True
+    assert network.training and not network[2].training

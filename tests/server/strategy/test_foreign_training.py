@@ -11,10 +11,10 @@ from tests.server.strategy.test_three_apps import ADAM, ForeignApp, app, train
 
 __all__ = ["app"]  # a fixture
 
-DESCRIBED = {"use": "local_training", "optimizer": "adam", "rate": 0.001, "batch_size": 2, "shuffle": True}
+TAKEN_FOR_SGD = {"use": "local_sgd", "rate": 0.001, "steps": 3}
 
 
-@pytest.mark.parametrize("app", [ADAM, replace(ADAM, chain=DESCRIBED)], indirect=True, ids=["as SGD", "as Adam"])
+@pytest.mark.parametrize("app", [replace(ADAM, chain=TAKEN_FOR_SGD), ADAM], indirect=True, ids=["as SGD", "as Adam"])
 def test_an_adam_taken_for_sgd_is_a_warning_on_the_card_and_the_run(kit: Any, app: ForeignApp, tmp_path: Path) -> None:
     run, _ = train(kit, app, tmp_path, **{"num-server-rounds": 1})
     for _ in range(2):  # an audit that goes on says it once
@@ -23,10 +23,11 @@ def test_an_adam_taken_for_sgd_is_a_warning_on_the_card_and_the_run(kit: Any, ap
             cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}
             words = ledger.meta()["training"]
             assert ledger.meta()["replay_detail"].endswith(words)
+            assert ledger.meta()["training_fits"] == str(app.chain != TAKEN_FOR_SGD)
         warning = "WARNING: the assumed local training does not explain the update, so attacks may show noise"
-        assert words.startswith(warning) is (app.chain != DESCRIBED), words
+        assert words.startswith(warning) is (app.chain == TAKEN_FOR_SGD), words
         assert cards["inverting_gradients"].count(words) == 1
         assert words not in cards["mean_image"]
-    if app.chain == DESCRIBED:
+    if app.chain != TAKEN_FOR_SGD:
         assert "the assumed local training (3 local steps of Adam) fits" in words
         assert "the order of each epoch assumed" in cards["inverting_gradients"]

@@ -95,7 +95,7 @@ ADAM = ForeignApp(
     "ragged_adam",
     "ragged_adam.task:build_model",
     {"num-server-rounds": 2, "batch-size": 2, "examples": 5},
-    chain={"use": "local_training", "optimizer": "adam", "rate": 0.001, "epochs": 1, "batch_size": 2},
+    chain={"use": "local_training", "optimizer": "adam", "rate": 0.001, "batch_size": 2, "shuffle": True},
 )
 
 
