@@ -136,6 +136,7 @@ class Federation:
                 f"{composed.local.batch_size} examples: choose a batch_size that divides [data] batch_size {self.shards.batch_size}"
             )
         self._refuse_batch_statistics(composed)
+        self._refuse_untrained(composed)
         self._try_on_examples(composed)
         return composed
 
@@ -156,6 +157,27 @@ class Federation:
                     f"[[chain]] acts per example, and layer {name!r} (BatchNorm in train mode) mixes examples: "
                     'set [model] mode = "eval" or norm = "group"'
                 )
+
+    def _refuse_untrained(self, composed: Chain) -> None:
+        """Refuse parameters that want no gradient, unless a link keeps them as they are: local training moves all others."""
+        own = {k: p for k, p in self.model.named_parameters() if p.is_floating_point()}
+        before = composed.links[: composed.links.index(composed.local)]
+        freezing = [says for link in before if (says := getattr(link, "frozen", None))]  # the defense `freeze`
+        still = {k for k, p in own.items() if not p.requires_grad and not any(says(k) for says in freezing)}
+        if not still:
+            return
+        if not any(p.requires_grad for p in own.values()):
+            raise SpecError(
+                "[model]: no parameter of the network requires a gradient, so nothing would be trained: let the factory call "
+                "requires_grad_(True) on what clients train"
+            )
+        parts = [k for k, m in self.model.named_modules() if k and _within(m, k, still)]
+        outer = [k for k in parts if not any(k.startswith(f"{other}.") for other in parts)]
+        named = outer + sorted(k for k in still if not any(k.startswith(f"{part}.") for part in outer))
+        raise SpecError(
+            f"[model]: {named[0]!r} has requires_grad = False, and clients would train it all the same: say that it is frozen "
+            f'with [[chain]] use = "freeze", layers = {named} before local_sgd, or let the factory leave requires_grad alone'
+        )
 
     def _try_on_examples(self, composed: Chain) -> None:
         """Refuse a link that cannot transform these examples, or whose labels the loss does not take."""
@@ -274,6 +296,12 @@ class Federation:
 def federation(protocol_json: str) -> Federation:
     """The built federation of a protocol, kept between messages."""
     return Federation(Protocol.from_json(protocol_json))
+
+
+def _within(module: nn.Module, name: str, still: set[str]) -> bool:
+    """Whether all of a module's parameters, of which there are some, are among these."""
+    names = [f"{name}.{k}" for k, _ in module.named_parameters()]
+    return bool(names) and still.issuperset(names)
 
 
 def _sized(link: Transform) -> bool:

@@ -113,10 +113,28 @@ def _by_func(objective: Callable[[Params], Tensor], params: Params) -> Update:
 
 def _plain(objective: Callable[[Params], Tensor], params: Params) -> Update:
     at = {k: p if p.requires_grad else p.detach().requires_grad_() for k, p in params.items()}
-    further = torch.is_grad_enabled()
+    asked = torch.is_grad_enabled()
     with torch.enable_grad():
-        slopes = torch.autograd.grad(objective(at), list(at.values()), create_graph=further, materialize_grads=True)
+        value = objective(at)
+        # as torch.func: differentiable only by what the caller can differentiate by
+        further = asked and bool(_leaves(value) - {p for k, p in at.items() if not params[k].requires_grad})
+        slopes = torch.autograd.grad(value, list(at.values()), create_graph=further, materialize_grads=True)
     return dict(zip(at, slopes, strict=True))
+
+
+def _leaves(value: Tensor) -> set[Tensor]:
+    """The tensors by which a value can be differentiated."""
+    found: set[Tensor] = set()
+    seen, waiting = set(), [value.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(leaf)
+        waiting += [before for before, _ in node.next_functions]
+    return found
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from fedgauge.attacks.engine.optimizers import adam, lbfgs, per_iteration_count
 from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Variables, advance
 from fedgauge.attacks.engine.trace import Tracer, check_snapshots
 from fedgauge.attacks.matching import local_steps
-from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.model_check import check_parameters
+from fedgauge.attacks.matching.problems import ModelFails, Problems
 from fedgauge.attacks.matching.quasi_newton import QuasiNewton
 from fedgauge.attacks.matching.settings import MatchingSettings
 from fedgauge.client.models.losses import takes_probabilities
@@ -55,6 +56,10 @@ class GradientMatching(MatchingSettings, Attack):
     ) -> list[Reconstruction]:
         """`reconstruct` from given images (K, B, C, H, W) in [0, 1] instead of noise; further restarts still draw noise."""
         started = time.perf_counter()
+        try:
+            check_parameters(known.model, wave.params)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         if reason := _refusal(known):
             return not_applicable(wave, reason)
         soft = self.labels == "optimised" and known.labels is None
@@ -78,13 +83,16 @@ class GradientMatching(MatchingSettings, Attack):
         if start is not None:
             variables["x"][:: budget.restarts] = known.normalise(start).repeat(1, epochs, 1, 1, 1).to(variables["x"])
         clock = Deadline(started, budget.seconds)
-        if isinstance(self.optimizer, lbfgs):
-            settings = self.optimizer
-            outcome = QuasiNewton(settings, problems, draw, budget.iterations, limiter, clock, tracer).descend(
-                variables
-            )
-        else:
-            outcome = self._adam(problems, variables, budget, limiter, clock, tracer, step)
+        try:
+            if isinstance(self.optimizer, lbfgs):
+                settings = self.optimizer
+                outcome = QuasiNewton(settings, problems, draw, budget.iterations, limiter, clock, tracer).descend(
+                    variables
+                )
+            else:
+                outcome = self._adam(problems, variables, budget, limiter, clock, tracer, step)
+        except ModelFails as error:
+            return not_applicable(wave, str(error))
         images = problems.joined(variables["x"], rows)
         tracer.keep(rows, outcome.spent, outcome.objectives, images)
         labels = problems.joined_labels(variables, rows)

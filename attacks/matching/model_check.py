@@ -25,6 +25,7 @@ def check_model(known: Knowledge, params: Params, x: Tensor) -> None:
         ValueError: it is lazy, fails, does not return a batch of logits, draws random numbers, or its logits are not finite.
     """
     model = known.model
+    check_parameters(model, params)
     lazy = [
         name for name, m in model.named_modules() if any(map(is_lazy, (*m._parameters.values(), *m._buffers.values())))
     ]
@@ -64,6 +65,47 @@ def check_model(known: Knowledge, params: Params, x: Tensor) -> None:
         )
 
 
+def check_parameters(model: nn.Module, params: Params) -> None:
+    """Refuse what has no real gradient, or takes no weights: ValueError names it and the remedy."""
+    if scripted := [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]:
+        raise ValueError(
+            f"layer {scripted[0]!r} is TorchScript, into which an attack cannot hand weights safely: build the network from the "
+            "modules that were scripted or traced"
+        )
+    if not params:
+        raise ValueError("the model has no parameters, so its update says nothing: name a network that is trained")
+    for name, p in params.items():
+        if p.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is complex, and updates are compared as real numbers: keep its real and imaginary "
+                "parts in a real parameter (torch.view_as_real), and join them in the forward pass"
+            )
+        if not p.is_floating_point():
+            raise ValueError(f"parameter {name!r} holds whole numbers, which are not trained: make it a buffer")
+
+
+def check_lookups(model: nn.Module, params: Params, x: Tensor) -> None:
+    """Refuse a model that computes with a parameter other than the one under its name, as with one kept in a list.
+
+    Raises:
+        ValueError: the gradient of such a parameter is missed wherever weights are handed in; the message names it.
+    """
+    own = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    held = {k: b.clone() for k, b in model.named_buffers()}
+    devices = [x.device] if x.device.type == "cuda" else []
+    with torch.enable_grad(), torch.random.fork_rng(devices=devices), without_running_stats(model):
+        out = functional_call(model, {**{k: p.detach().clone() for k, p in params.items()}, **held}, (x.clone(),))
+        if not out.requires_grad:
+            return
+        # none of them took part, unless the forward pass found it elsewhere
+        slopes = torch.autograd.grad(out.square().sum(), list(own.values()), allow_unused=True)
+    if found := [name for name, slope in zip(own, slopes, strict=True) if slope is not None]:
+        raise ValueError(
+            f"the forward pass takes parameter {found[0]!r} from a list, dict or other object, where weights that are handed "
+            "in do not reach it, so its gradient is missed: let forward read it by its module's attribute (self.layer.weight)"
+        )
+
+
 def layer_without(model: nn.Module, params: Params, x: Tensor, error: Exception) -> str:
     """In words, which layer has no second derivative; the innermost that fails by itself."""
     for name, module, inputs in _calls(model, params, x):
@@ -73,6 +115,11 @@ def layer_without(model: nn.Module, params: Params, x: Tensor, error: Exception)
                 f"layer {name!r} ({type(module).__name__}) cannot be differentiated twice ({_line(error)}): replace it by one "
                 f"that can, {OTHERWISE}"
             )
+    return not_differentiable(error)
+
+
+def not_differentiable(error: Exception) -> str:
+    """In words, that a model refused to be differentiated, without a layer to blame."""
     return f"the model cannot be differentiated twice ({_line(error)}): replace the layer that uses this function, {OTHERWISE}"
 
 

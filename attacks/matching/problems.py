@@ -37,6 +37,10 @@ from fedgauge.client.update import Batch, Update
 Result = TypeVar("Result")
 
 
+class ModelFails(ValueError):
+    """The model, or a link of the chain, raises in the middle of the descent; the message says what."""
+
+
 class Problems:
     """P = K * R problems of one wave: the objective of each as a function of its variables, and its gradients.
 
@@ -151,9 +155,14 @@ class Problems:
             try:
                 with self.way():
                     return compute()
-            except RuntimeError as error:
-                if exhausted(error) or self.way.route == "loop":
+            except Exception as error:  # a user's model may raise anything
+                if exhausted(error):
                     raise
+                if self.way.route == "loop":
+                    raise ModelFails(
+                        f"the model or the chain fails on images of the descent ({type(error).__name__}: {error}): they may be "
+                        "any, also beyond black and white; let it take them, or use an attack that needs no derivative"
+                    ) from error
                 self._go("vmap" if self.step is not None else "loop")
 
     def _go(self, route: Route) -> None:

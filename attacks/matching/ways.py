@@ -19,7 +19,14 @@ from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
 from fedgauge.attacks.engine.second_derivatives import twice_differentiable
-from fedgauge.attacks.matching.model_check import check_model, layer_without
+from fedgauge.attacks.matching.model_check import (
+    check_lookups,
+    check_model,
+    check_parameters,
+    layer_without,
+    not_differentiable,
+)
+from fedgauge.attacks.matching.value_reads import ValueReads
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Params, Update
@@ -97,8 +104,14 @@ def way_of(known: Knowledge, params: Params, one_pass: bool) -> Way:
     Raises:
         ValueError: the model cannot be run or differentiated twice; the message names the layer and the remedy.
     """
+    check_parameters(known.model, params)
     examples = known.chain.slice_of(known.batch_size)
     dtype, device = (getattr(next(iter(params.values())), name) for name in ("dtype", "device"))
+    if dtype not in TOLERANCE:
+        raise ValueError(
+            f"the parameters are {str(dtype).removeprefix('torch.')}, too coarse for the differences that the descent follows: "
+            "set double = true where the attack has it, or build the model in float32 (model.float())"
+        )
     rng = generator("derivatives")
     pixels = torch.rand(PROBLEMS, examples, *known.shape, generator=rng)
     x = known.normalise(pixels).to(dtype=dtype, device=device)
@@ -111,7 +124,13 @@ def way_of(known: Knowledge, params: Params, one_pass: bool) -> Way:
         y = (torch.arange(PROBLEMS * examples, device=device) % known.classes).view(PROBLEMS, examples)
         weights = {k: torch.randn(p.shape, generator=rng).to(dtype=dtype, device=device) for k, p in params.items()}
         local = local_sgd(known.chain.local.rate, steps)
-        found[key] = _choose(_Trial(known, local, x, y, weights), params, one_pass)
+        try:
+            check_lookups(known.model, params, x[0])
+            found[key] = _choose(_Trial(known, local, x, y, weights), params, one_pass)
+        except Exception as error:  # a user's model may raise anything
+            if isinstance(error, ValueError) or exhausted(error):
+                raise
+            raise ValueError(not_differentiable(error)) from error
     return found[key]
 
 
@@ -124,6 +143,8 @@ def _choose(trial: _Trial, params: Params, one_pass: bool) -> Way:
         note = "" if _is_slope(trial, params, expected.slopes) else INCOMPLETE
         for decomposed in (True,) if composed else (False, True):
             for route, differentiate in routes.items():
+                if route == "one pass" and _reads_values(Way("loop", decomposed), trial, params):
+                    continue
                 if _agrees(Way(route, decomposed), differentiate, trial, params, expected):
                     return Way(route, decomposed, note)
     return Way("loop", composed, note)
@@ -185,6 +206,13 @@ def _agrees(way: Way, differentiate: Differentiate, trial: _Trial, params: Param
     tolerance = TOLERANCE[trial.x.dtype]
     slopes = ({"": found.slopes}, {"": expected.slopes})
     return _close(found.updates, expected.updates, tolerance) and _close(*slopes, tolerance)
+
+
+def _reads_values(way: Way, trial: _Trial, params: Params) -> bool:
+    """Whether training reads values of the batch, so that problems in one pass would share what follows from them."""
+    with way(), ValueReads(trial.x, trial.y) as reads:
+        _each_update(trial, params, trial.x[:1])
+    return reads.found
 
 
 def _close(found: Update, expected: Update, tolerance: float) -> bool:

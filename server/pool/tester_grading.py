@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,16 +12,28 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Reconstruction, Status
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.grading.scores import Grader, ScoreRecord, has_images, wrong_client
+from fedgauge.attacks.grading.scores import (
+    OBJECTIVE,
+    Grader,
+    ScoreRecord,
+    has_images,
+    ungraded_rows,
+    wrong_client,
+)
 from fedgauge.attacks.plan import BASELINES, LIMITS
+from fedgauge.client.components import SpecError
 from fedgauge.client.update import Batch
+from fedgauge.server.pool.truth_check import Found, chosen, doubt
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Ungraded
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError
 from fedgauge.server.store.tester_truth import TesterTruth, TruthError
+from fedgauge.server.store.uploads import as_the_model_has_it
 
+CHECKING = 60.0  # seconds after which no further update is checked against its truth
+MOST_DOUBTS = 3  # in one sentence
 EXAMPLE = "example"  # (B,) in a reconstruction's file: the example of the truth that each was paired with; -1: none
 _GRADED = re.compile(r"(; (not )?graded[^;]*)+")  # what a card says of its grading
 
@@ -42,17 +55,61 @@ def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> s
         }
         if jobs and not any(batch is not None for batch in found.values()):
             raise TruthError(_no_truth(truth, jobs, nodes))
-        notes = Counter(_grade(run, ledger, grader, job, found) for job in jobs)
+        notes = Counter(_grade(run, ledger, grader, job, found, _assumed(scenario, job)) for job in jobs)
         graded = notes.pop("", 0)
-        words = f"graded {graded} of {len(jobs)} reconstructions and baselines against the truth of a tester ({truth})"
+        words = _graded(graded, len(jobs), truth)
         if notes:
             words += f"; not graded ({sum(notes.values())} of {len(jobs)}): {', '.join(sorted(notes)[:3])}"
         cards = {
             row["name"]: _GRADED.sub("", row["knowledge"]) for row in ledger.attacks() if row["name"] not in LIMITS
         }
         ledger.set_cards({name: f"{card}; graded against the truth of a tester" for name, card in cards.items()})
-        ledger.set_meta(grading=words, truth=truth.to_json())
+        doubts = _doubts(run, ledger, scenario, found)
+        ledger.set_meta(grading=words, truth=truth.to_json(), truth_doubts=doubts)
     return words
+
+
+def regrade(run: Run, ledger: Ledger, scenario: Scenario) -> None:
+    """Grade what has ended since a tester handed in his truth, by that truth; where it cannot be read any more, say so."""
+    left, meta = ledger.ungraded(), ledger.meta()
+    if not left or "truth" not in meta:
+        return
+    truth = TesterTruth.from_json(meta["truth"])
+    try:
+        grade(run, ledger, scenario, truth.check())
+    except (SpecError, OSError) as error:
+        every = len(ledger.ungraded(again=True))
+        words = _graded(every - len(left), every, truth)
+        why = f"the truth cannot be read any more ({error}): hand it in again with --truth"
+        ledger.set_meta(grading=f"{words}; not graded ({len(left)} of {every}): {why}")
+
+
+def _graded(some: int, every: int, truth: TesterTruth) -> str:
+    return f"graded {some} of {every} reconstructions and baselines against the truth of a tester ({truth})"
+
+
+def _doubts(run: Run, ledger: Ledger, scenario: Scenario, found: Found) -> str:
+    """What speaks against this truth, by the updates that it should give; empty if nothing does."""
+    fits, digests = ledger.meta().get("training_fits") != "False", {}
+    for o in ledger.observations():
+        digests[o["round"], o["client"]] = o["digest"]
+    doubts: list[str] = []
+    began = time.monotonic()
+    try:
+        for key in (key for key in chosen(found) if digests.get(key)):
+            if time.monotonic() - began > CHECKING:
+                break
+            seen = as_the_model_has_it(run.tape().read(*key, digests[key]), scenario.federation)
+            doubts.append(doubt(scenario.federation, seen, found, fits))
+    except Exception as error:  # a user's network may raise anything; the grades stand without this check
+        doubts.append(f"whether the truth gives the updates was not checked: {type(error).__name__}: {error}")
+    doubts = [words for words in doubts if words]
+    more = f"; and {len(doubts) - MOST_DOUBTS} more like it" if len(doubts) > MOST_DOUBTS else ""
+    return "; ".join(doubts[:MOST_DOUBTS]) + more
+
+
+def _assumed(scenario: Scenario, job: Ungraded) -> int:
+    return len(scenario.protocol.members(job.client, job.round)) * scenario.federation.shards.batch_size
 
 
 def _no_truth(truth: TesterTruth, jobs: list[Ungraded], nodes: Mapping[int, str]) -> str:
@@ -62,17 +119,25 @@ def _no_truth(truth: TesterTruth, jobs: list[Ungraded], nodes: Mapping[int, str]
 
 
 def _grade(
-    run: Run, ledger: Ledger, grader: Grader, job: Ungraded, found: Mapping[tuple[int, int], Batch | None]
+    run: Run, ledger: Ledger, grader: Grader, job: Ungraded, found: Mapping[tuple[int, int], Batch | None], assumed: int
 ) -> str:
-    """Write one job's scores; returns why there are none, or nothing."""
+    """Write one job's scores, or take those of an earlier truth back; returns why there are none, or nothing.
+
+    Args:
+        assumed: how many examples the attack took the client to have.
+    """
+    why = ""
     try:
         tensors = run.read_reconstruction(job.round, job.client, job.attack)
     except TapeError:
-        return "the attack left no file"
+        tensors, why = {}, "the attack left no file"
     own = found[job.round, job.client]
-    if own is None or not len(own.y):
-        return f"no truth of client {job.client} in round {job.round}"
     result = Reconstruction(tensors.get("x"), tensors.get("y"), math.nan, 0, job.seconds, _status(job.status))
+    if why or own is None or not len(own.y):
+        against = None if job.attack in BASELINES else job.other
+        rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, against)
+        ledger.ungrade(job.id, [row for row in rows if row.metric != OBJECTIVE])
+        return why or f"no truth of client {job.client} in round {job.round}"
     example, rows = paired(grader, job.attack, job.round, job.client, result, own)
     other = None if job.other is None or job.attack in BASELINES else found[job.round, job.other]
     if other is not None and job.other is not None and len(other.y):

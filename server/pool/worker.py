@@ -48,7 +48,11 @@ class TaskResult:
 
 
 def attack_wave(task: Task) -> TaskResult:
-    """Audit one wave, on one thread, so that equal waves give equal bits."""
+    """Audit one wave, on one thread, so that equal waves give equal bits.
+
+    Raises:
+        RuntimeError: the attack's code asked Python to exit, which must end neither the audit nor the worker.
+    """
     torch.set_num_threads(1)
     keep_freed_memory()
     params, buffers = as_tensors(task.params), as_tensors(task.buffers)
@@ -59,7 +63,10 @@ def attack_wave(task: Task) -> TaskResult:
     planned = PlannedAttack.from_json(task.planned)
     memories = {client: as_tensors(memory) for client, memory in task.memories.items()}
     auditor = _auditor(task.protocol, task.seed, task.blind)
-    audited = auditor.audit(planned, Wave.stack(observations), task.others, memories=memories)
+    try:
+        audited = auditor.audit(planned, Wave.stack(observations), task.others, memories=memories)
+    except SystemExit as error:
+        raise RuntimeError(f"the attack called sys.exit({error.code!r}) instead of returning") from error
     images = {a.client: as_arrays(_tensors(a.reconstruction)) for a in audited}
     reasons = {a.client: a.reconstruction.reason for a in audited if a.reconstruction.reason}
     kept = {a.client: as_arrays(a.memory) for a in audited if a.memory is not None}

@@ -178,6 +178,8 @@ class JobQueue(LedgerFile):
     def retry_ended(self, statuses: Collection[str], wave: int) -> tuple[int, int]:
         """Return ended jobs to the queue as if they had never been tried; returns how many, and how many have no update any more.
 
+        A stateful attack's later rounds of the same client, which were carried out without what these leave, return with them.
+
         Args:
             statuses: how they ended: failed, not_applicable.
             wave: jobs that were split from their wave are put into waves of so many again.
@@ -186,15 +188,22 @@ class JobQueue(LedgerFile):
         marks = ", ".join("?" * len(statuses))
         taped = "EXISTS (SELECT 1 FROM observations o WHERE o.round = jobs.round AND o.client = jobs.client AND o.digest NOTNULL)"
         # failed jobs have a row with the status "failed", too
-        ended = f"state IN ('done', 'failed') AND EXISTS ({own} AND s.status IN ({marks}))"
+        chosen = f"state IN ('done', 'failed') AND EXISTS ({own} AND s.status IN ({marks}))"
+        after = (
+            "state IN ('done', 'failed') AND (SELECT remembers FROM attacks WHERE id = jobs.attack_id) AND EXISTS (SELECT 1"
+            " FROM chosen c WHERE c.attack_id = jobs.attack_id AND c.client = jobs.client AND c.round < jobs.round)"
+        )
+        every = f"WITH chosen AS (SELECT * FROM jobs WHERE {chosen} AND {taped})"
+        ended = f"(({chosen}) OR ({after}))"
         rank = "(SELECT count(*) FROM jobs b WHERE b.attack_id = jobs.attack_id AND b.round = jobs.round AND b.id < jobs.id)"
         with self._transaction() as db:
-            (gone,) = db.execute(f"SELECT count(*) FROM jobs WHERE {ended} AND NOT {taped}", tuple(statuses)).fetchone()
-            ids = [row["id"] for row in db.execute(f"SELECT id FROM jobs WHERE {ended} AND {taped}", tuple(statuses))]
+            wanted = 2 * tuple(statuses)
+            (gone,) = db.execute(f"{every} SELECT count(*) FROM jobs WHERE {ended} AND NOT {taped}", wanted).fetchone()
+            ids = [row["id"] for row in db.execute(f"{every} SELECT id FROM jobs WHERE {ended} AND {taped}", wanted)]
             # `finished` stays: it must never shrink, as readers ask for what ended since
             db.executemany("DELETE FROM scores WHERE job_id = ?", [(i,) for i in ids])
             db.executemany(
-                "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL,"
+                "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL, memory = NULL,"
                 f" wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
                 [(wave, i) for i in ids],
             )
@@ -230,6 +239,19 @@ class JobQueue(LedgerFile):
             # readers ask for the jobs that ended since, so new scores make this one the latest
             newer = "(SELECT max(finished) + 1 FROM jobs)" if rows else "finished"
             db.execute(f"UPDATE jobs SET graded = ?, finished = {newer} WHERE id = ?", (note, job))
+
+    def ungrade(self, job: int, rows: Sequence[ScoreRecord]) -> None:
+        """Take a finished job's grades back, as if nobody had graded it.
+
+        Args:
+            rows: what the attack left without a truth, beside its objective.
+        """
+        with self._transaction() as db:
+            gone = db.execute("DELETE FROM scores WHERE job_id = ? AND metric != ?", (job, OBJECTIVE)).rowcount
+            self._write_scores(db, job, rows)
+            db.execute("UPDATE jobs SET graded = NULL WHERE id = ?", (job,))
+            if gone:
+                db.execute(_REREAD)
 
     def graded(self) -> list[sqlite3.Row]:
         """Who graded the finished jobs, or why nobody did: attack, note (NULL: not yet asked), number of jobs."""

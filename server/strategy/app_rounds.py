@@ -3,16 +3,18 @@
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from logging import INFO
 
 from flwr.app import ArrayRecord, MetricRecord
+from flwr.common.logger import log
 
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import Run
+from fedgauge.server.views.outcomes import none_accepted
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 TRAINING, EVALUATION, SERVER = "training", "evaluation", "server"  # who computed metrics: clients twice, and the server
@@ -50,10 +52,17 @@ class AppRounds:
             finally:
                 if self.open is not None:
                     self.close(self.open)
-                if state == "trained" and (why := nothing_accepted(self.ledger)):
+                if state == "trained" and (why := none_accepted(self.ledger, ended=True)):
                     state = "failed"
                     self.ledger.set_meta(**{EMPTY: why})
                 self.ledger.set_meta(state=state)
+                self._say_what_is_next()
+
+    def _say_what_is_next(self) -> None:
+        """Into Flower's log: how many updates were recorded, and the command that attacks them."""
+        updates = sum(1 for o in self.ledger.observations() if o["digest"])
+        folder = self.ledger.path.parent.absolute()
+        log(INFO, "fedgauge recorded %d updates in %s. Attack them with: fedgauge audit %s", updates, folder, folder)
 
     def trained(self, round: int, metrics: MetricRecord | None, clients: Mapping[int, int]) -> None:
         """The clients' training of a round is over.
@@ -109,14 +118,3 @@ def _named(pattern: re.Pattern[str], metrics: Mapping[str, Mapping[str, object]]
             if pattern.search(name.lower()) and isinstance(value, int | float):
                 return float(value)
     return None
-
-
-def nothing_accepted(ledger: Ledger) -> str:
-    """Why no client gave an update in any round; empty if one did."""
-    seen = ledger.observations()
-    if any(o["status"] == "accepted" for o in seen):
-        return ""
-    reasons = Counter(o["reason"] for o in seen if o["reason"])
-    return "no round got an update: " + (
-        "; ".join(reason for reason, _ in reasons.most_common(3)) or "no client answered"
-    )

@@ -316,14 +316,15 @@ def _difference(weights: Tensor, sent: Tensor) -> Tensor:
     if weights.is_floating_point():
         wide = torch.promote_types(torch.promote_types(weights.dtype, sent.dtype), torch.float32)
         return weights.to(wide) - sent.to(wide)
-    return weights ^ sent if weights.dtype == torch.bool else weights - sent
+    return weights ^ sent if weights.dtype == torch.bool else weights.to(sent.dtype) - sent
 
 
 def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor], loose: bool = False) -> dict[str, Tensor]:
     """A reply's arrays as tensors in the reference's order; ReplyRejected if names, shapes or dtypes differ from it.
 
     Args:
-        loose: a user's own app may send back some of the arrays alone, and floating-point ones in another precision.
+        loose: a user's own app may send back some of the arrays alone, floating-point ones in another precision, and whole
+            numbers (BatchNorm's counters) as any kind of number.
     """
     if loose:
         reference = {name: t for name, t in reference.items() if name in record} or reference
@@ -336,7 +337,9 @@ def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor], loose: bool =
         expected = like.numpy()
         try:
             shape, dtype, *_ = npy_header(record[name].data)
-            alike = dtype == expected.dtype or (loose and dtype.kind == expected.dtype.kind == "f")
+            alike = dtype == expected.dtype or (
+                loose and dtype.kind in {"f": "f", "i": "iuf"}.get(expected.dtype.kind, "")
+            )
             if shape == expected.shape and alike:
                 array = record[name].numpy()
         except Exception as error:  # hostile bytes can raise anything: ValueError, MemoryError, RecursionError

@@ -213,6 +213,8 @@ class Gallery:
     def _batch(self, key: tuple[int, int]) -> int:
         """How many examples a client's update stands for; in a user's own app as many as the attacker takes it for."""
         if self.reading.ledger.foreign:
+            if (truth := self.reading.tester_truth(*key)) is not None:
+                return len(truth.y)
             return int(self.reading.tables["data"].get("batch_size", 1))
         return self.reading.sizes.get(key, 1)
 

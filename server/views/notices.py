@@ -54,9 +54,14 @@ def _audit_notices(reading: Reading) -> Iterator[Notice]:
         errors = "; ".join(reading.ledger.errors()[:3])
         words = f"{progress.failed} of {progress.total} attacks failed: {errors}. When the cause is mended, try them again with:"
         yield words, f"{again} --retry failed"
+    if meta.get("truth_doubts"):
+        yield f"The grades may be against wrong examples: {meta['truth_doubts']}.", ""
     if "uploads" in meta:
         yield f"No update can be attacked: {meta['uploads']}", ""
-    if meta.get("replay", "ok") != "ok":
+    if reading.ledger.foreign and meta.get("training"):
+        if meta.get("training_fits") != "True":
+            yield f"Whether the assumed local training is right: {meta['training']}", ""
+    elif meta.get("replay", "ok") != "ok":
         yield f"The replay check did not succeed ({meta['replay']}): {meta.get('replay_detail', '')}", ""
 
 

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.views.participation import participation
 from fedgauge.server.views.roles import is_attack
 
 MOST_REASONS = 10  # distinct reasons in one sentence: some contain a number, and so differ from job to job
@@ -33,13 +34,16 @@ def inapplicable(ledger: Ledger, attacks: Collection[str] | None = None) -> str:
     return "no attack of this plan applies to these updates, so nothing is known of what they leak"
 
 
-def none_accepted(ledger: Ledger) -> str:
-    """That no client's update was accepted, with the reasons; empty if one was, or before the first round."""
+def none_accepted(ledger: Ledger, ended: bool = False) -> str:
+    """That no client gave an update in any round, and why; empty if one did.
+
+    Args:
+        ended: the training is over: a run without any round had no client, either. Otherwise it has not come to a round yet.
+    """
     observations = ledger.observations()
-    if not observations or any(o["status"] == "accepted" for o in observations):
+    if any(o["status"] == "accepted" for o in observations) or not (observations or ended):
         return ""
-    reasons = list(dict.fromkeys(o["reason"] for o in observations if o["reason"]))
-    return f"no update was accepted: {'; '.join(reasons[:MOST_REASONS])}"
+    return f"no round got an update: {participation(observations) or 'no client answered'}"
 
 
 def _outcomes(ledger: Ledger, attacks: Collection[str] | None) -> list[dict[str, Any]]:

@@ -73,6 +73,13 @@ class ExcessLeakage:
         higher = any(low is not None and low > 0 for low in (self.low, self.identified_more_often))
         return higher or self.identified_by_luck <= LUCK or self.exposed > 0
 
+    @property
+    def looks_identified(self) -> bool:
+        """Whether more examples are identified than by a guess, and nearer on average, where one client gives no interval."""
+        if self.clusters > 1 or self.identified is None or self.mean <= 0:
+            return False
+        return self.identified.count > (self.floor_identified.count if self.floor_identified else 0)
+
 
 @dataclass(frozen=True)
 class RestoredLabels:
@@ -224,12 +231,17 @@ def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN) -
     read_off = f"{_so_far(ledger)} labels leak: {labels}, by {labels.attack}." if labels and labels.leaks else ""
     if not compared:
         return _undetermined(read_off, _nothing_to_judge(scores, ledger))
-    strongest = max(compared, key=lambda e: (e.leaks, e.mean))
+    strongest = max(compared, key=lambda e: (e.leaks, not e.leaks and e.looks_identified, e.mean))
     if not strongest.leaks and (why := _proves_nothing(compared, ledger)):
         why = f"Nothing can be said about leakage: {why}, so their failure proves nothing."
         return _undetermined(read_off, why, strongest)
     budget, private = planned_attacks(ledger)[strongest.attack].budget, f"{scores.measure.private}s"
     numbers = _numbers(strongest, compared, scores.measure)
+    if not strongest.leaks and strongest.looks_identified:
+        few = (
+            f"{strongest.n} {private} of one client are too few to tell a leak from luck. {strongest.attack} ({budget})"
+        )
+        return _undetermined(read_off, f"Nothing can be said about leakage: {few} reaches {numbers}.", strongest)
     if labels and (strongest.leaks or not read_off):
         numbers += f"; {labels}"
     if strongest.clusters == 1:

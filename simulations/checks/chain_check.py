@@ -3,13 +3,15 @@
 A link here wraps a small client, whose update is a real gradient that grows with the brightness of the batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.client.components import is_own
@@ -28,6 +30,7 @@ STEPS = (
     1e-8,
 )  # of the finite difference, in double precision: within the longer a link that drops entries may jump
 APART = 0.01  # relative difference from which a derivative is not that of the values
+CALLS = 64  # after which a link has shown that it counts them
 SMOOTH = "give it a `mean`, the smooth form through which an attacker would differentiate"
 
 
@@ -61,6 +64,9 @@ def check_links(scenario: Scenario) -> Iterator[tuple[bool, CheckResult]]:
             found = attempt(name, trial.preserves)
         if found.works:
             found = attempt(name, trial.is_differentiable, needed=descends)
+        if found.works and not is_own(table, TRANSFORM):
+            found = attempt(name, trial.keeps_its_word)
+            usable = usable and bool(found.works)
         if found.works and not is_own(table, TRANSFORM):
             found = attempt(name, trial.follows_its_derivative, needed=False)
         yield usable, found
@@ -146,6 +152,26 @@ class _Trial:
             )
         return "reproducible, differentiable"
 
+    def keeps_its_word(self) -> str:
+        """Noise that it draws is declared, and it does not remember earlier calls."""
+        first, *others = (self._run(self.link, generator("doctor", seed), self.base) for seed in ("link", "other"))
+        if noise_free(self.link) is self.link and _differ(first, others[0]):
+            raise CheckFailed(f"it draws noise and declares none, so attacks take it for none: {GENERATOR}")
+        for _ in range(CALLS):
+            if _differ(first, self._run(self.link, generator("doctor", "link"), self.base)):
+                raise CheckFailed(
+                    "it makes another update of the same one after some calls, which neither replay nor attacks can know: keep "
+                    "nothing between calls, or let it be a StatefulTransform, whose state is the client's"
+                )
+        with _Draws() as draws:  # type: ignore[no-untyped-call]  # torch annotates no modes
+            self._run(noise_free(self.link), None, self.base)
+        if draws.found:
+            raise CheckFailed(
+                "without its noise, it still draws from a generator of its own: with a fixed seed that is no noise, but "
+                f"numbers that an attacker knows and takes off; {GENERATOR}"
+            )
+        return "reproducible, differentiable"
+
     def follows_its_derivative(self) -> str:
         """Whether the derivative, which attacks follow, is that of the values."""
         along = partial(self._along, noise_free(self.link), torch.float64)
@@ -180,6 +206,16 @@ class _Trial:
 
         update = link(client)(base, self.batch, None)
         return torch.stack([(t * weights[k]).sum() for k, t in update.items()]).sum()
+
+
+class _Draws(TorchDispatchMode):
+    """A context that notes whether random numbers are drawn by torch, from whichever generator."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _copied(update: Update) -> Update:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedgauge.attacks.matching.model_check import check_lookups
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
@@ -60,7 +61,7 @@ def try_network(fed: Federation) -> str:
     if not logits.isfinite().all():
         first = f"; layer {odd[0]} is the first to give such numbers" if odd else ""
         raise CheckFailed(f"its logits are not finite{first}: check its initial weights, and mean and std of the data")
-    return f"{type(model).__name__}, logits for {data.classes} classes"
+    return f"{type(model).__name__}, outputs for {data.classes} classes"
 
 
 def try_input(fed: Federation) -> str:
@@ -81,8 +82,13 @@ def try_gradient(fed: Federation) -> str:
     """Compute a client's gradient of a few examples, as every local step does."""
     data = fed.shards.dataset
     batch = batch_of(data.x, data.y, torch.arange(min(PAIR if fed.shards.batch_size > 1 else 1, len(data.y))))
+    params = fed.initial()[0]
     with _layers_named(fed.model, data):
-        update = fed.gradient(fed.initial()[0], batch, None)
+        update = fed.gradient(params, batch, None)
+    try:
+        check_lookups(fed.model, params, inputs(fed, len(batch.x)))
+    except ValueError as words:
+        raise CheckFailed(str(words)) from words
     if bad := [name for name, t in update.items() if not t.isfinite().all()]:
         raise CheckFailed(f"the gradient of {bad[0]!r} is not finite: a square root, norm or division at zero?")
     if not any(t.any() for t in update.values()):

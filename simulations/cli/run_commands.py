@@ -4,10 +4,13 @@ import argparse
 import logging
 import sys
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
+from fedgauge.attacks.base import Status
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
@@ -45,9 +48,9 @@ def add_to(commands: Commands) -> None:
     again.add_argument(
         "--retry",
         action="append",
-        choices=("failed", "not-applicable"),
+        choices=("failed", "not-applicable", "all"),
         default=[],
-        help="try these again, after their cause is mended (repeatable)",
+        help="try these again, after their cause is mended, or all after the run's scenario.toml was changed (repeatable)",
     )
     again.add_argument(
         "--truth",
@@ -113,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
 
 def audit(options: argparse.Namespace) -> int:
     """fedgauge audit RUN: attack the updates on the tape, by the run's plan or another attack; continues where it stopped."""
-    from fedgauge.server.pool.tester_grading import grade
+    from fedgauge.server.pool.tester_grading import grade, regrade
     from fedgauge.simulations.run.create import cards
 
     if options.follow and options.attack:
@@ -132,14 +135,19 @@ def audit(options: argparse.Namespace) -> int:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
                 raise LedgerError(f"{run.folder} has no updates on its tape: {_why_empty(ledger, scenario)}")
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
-            ledger.add_attacks(plan, cards(scenario, plan, ledger.meta().get("mode", "simulation")))
+            known = cards(scenario, plan, ledger.meta().get("mode", "simulation"))
+            ledger.add_attacks(plan, known)
             ledger.enqueue(plan)
+            if ledger.foreign:
+                _assume(run, ledger, scenario, known, options.retry)
             if options.retry:
                 _retry(run, ledger, scenario, options.retry, console)
         waiting = ledger.progress().queued + ledger.progress().leased
         interrupted = _attack(options, run, ledger, scenario, console) if truth is None or waiting else False
         if truth is not None and not interrupted:
             grade(run, ledger, scenario, truth)
+        elif not (interrupted or options.follow):
+            regrade(run, ledger, scenario)
     if options.follow:  # the driver of the training prints the summary
         return INTERRUPTED if interrupted else 0
     print_summary(run, options.log)
@@ -184,10 +192,25 @@ def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth
     return TesterTruth.named(options.truth, options.truth_rows)
 
 
+def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str], retry: list[str]) -> None:
+    """Note what is assumed of an app; refuse to go on under other assumptions than those of its finished attacks."""
+    assumed = sha256(scenario.protocol.to_json().encode()).hexdigest()
+    before = ledger.meta().get("assumed", assumed)
+    if before != assumed and ledger.progress().done and "all" not in retry:
+        raise SpecError(
+            f"{run.folder / 'scenario.toml'} is not what it was when attacks were made: attack all again with "
+            f"fedgauge audit {run.folder} --retry all, or restore the file"
+        )
+    if before != assumed:
+        ledger.set_cards(known)
+    ledger.set_meta(assumed=assumed)
+
+
 def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], console: Console) -> None:
     """Put ended jobs back into the queue, and say how many."""
     with run.lock("audit"):  # no service may be at work on them
-        again, gone = ledger.retry_ended([kind.replace("-", "_") for kind in kinds], scenario.plan.wave)
+        statuses = {"failed", *get_args(Status)} if "all" in kinds else {kind.replace("-", "_") for kind in kinds}
+        again, gone = ledger.retry_ended(statuses, scenario.plan.wave)
     words = f"{again} attacks ({' or '.join(kinds)}) are tried again" if again else f"no attack is {' or '.join(kinds)}"
     if gone:
         words += f"; {gone} cannot be: their updates are no longer on the tape"
@@ -214,7 +237,9 @@ def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
     """The plan of --attack 'dlg iterations=300 name=longer': components by name, with their settings."""
     tables = []
     for text in options.attack:
-        name, *settings = text.split()
+        name, *settings = text.split() or [""]
+        if not name:
+            raise SpecError("--attack is empty: name an attack, such as --attack 'dlg iterations=300'")
         table: dict[str, object] = {"use": name}
         for setting in settings:
             apply_setting(table, setting)

@@ -10,6 +10,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
 from fedgauge.server.views.outcomes import MOST_REASONS, failure, inapplicable, none_accepted
+from fedgauge.server.views.participation import participation
 from fedgauge.server.views.reading import state_of, tables_of
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.server_attacks import server_attack_effects
@@ -17,7 +18,7 @@ from fedgauge.server.views.ungraded import ungraded_table
 from fedgauge.server.views.verdict import ungraded_reason, verdict
 from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
-from fedgauge.simulations.live.participation import guarded, participation
+from fedgauge.simulations.live.participation import guarded
 
 
 def print_summary(run: Run, log: Log) -> None:
@@ -58,7 +59,9 @@ def next_step(run: Run, ledger: Ledger) -> str:
         return f"it ended before its first round: there is nothing to attack; begin again with: {command}"
     if progress.failed:
         again = f"fedgauge audit {run.folder} --retry failed"
-        return f"when the cause is mended, try what failed again with: {again}"
+        return (
+            f"when the cause is mended ({run.folder / 'scenario.toml'} is what the run reads), try again with: {again}"
+        )
     return ""
 
 
@@ -73,6 +76,8 @@ def _print_errors(run: Run) -> None:
         meta = ledger.meta()
         if meta.get("replay") == "mismatch":
             print(f"fedgauge: replay check: {meta['replay_detail']}", file=sys.stderr)
+        if text := meta.get("truth_doubts"):
+            print(f"fedgauge: WARNING: {text}", file=sys.stderr)
         for text in filter(None, (*_nothing_came_back(ledger), _clients(ledger), next_step(run, ledger))):
             print(f"fedgauge: {text}", file=sys.stderr)
 
@@ -100,6 +105,8 @@ def _print_results(run: Run) -> None:
             _print_line(console, f"malicious server, {name}: {effect}")
         for text in filter(None, (_clients(ledger), _grading(ledger))):
             _print_line(console, text)
+        if text := meta.get("truth_doubts", ""):
+            _print_line(console, f"WARNING: {text}", "yellow")
         reasons = ledger.reasons()
         for row in reasons[:MOST_REASONS]:
             _print_line(console, f"{row['attack']} ({row['jobs']} x): {row['reason']}")
@@ -122,7 +129,7 @@ def _print_ungraded(console: Console, ledger: Ledger, some: bool) -> None:
         table.add_row(str(row.round), accuracy, row.attack, str(row.reconstructions), objective, row.statuses)
     if rows:
         console.print(table)
-    if rows and (reason := ungraded_reason(ledger)):
+    if any(row.reconstructions for row in rows) and (reason := ungraded_reason(ledger)):
         _print_line(console, f"nobody graded these reconstructions, which the report shows: {reason}")
     elif not rows and not some:
         _print_line(console, f"no table: {verdict(scores, ledger).sentence}")

@@ -13,11 +13,12 @@ from rich.console import Console
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
+from fedgauge.server.views.participation import ObservationRow
 from fedgauge.simulations.deploy.folder import Deployment, state_of_training
 from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
 from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.log import Log
-from fedgauge.simulations.live.participation import ObservationRow, absences
+from fedgauge.simulations.live.participation import absences
 from fedgauge.simulations.live.view import View
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.create import resume

@@ -13,8 +13,8 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.live.participation import participation
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.exit_status import INTERRUPTED
@@ -82,7 +82,7 @@ def _train(
                     state = "interrupted"
                 elif (status := submission.status(blame)) != "finished:completed":
                     raise TrainingFailed(blame(status))
-                elif why := why_empty(ledger):
+                elif why := none_accepted(ledger, ended=True):
                     ledger.set_meta(**{EMPTY: why})
                     raise TrainingFailed(why)
                 else:
@@ -91,14 +91,6 @@ def _train(
                 processes.end(submission.process)
     finally:
         ledger.set_meta(state=state)
-
-
-def why_empty(ledger: Ledger) -> str:
-    """Why no client gave an update in any round; empty if one did."""
-    observations = ledger.observations()
-    if any(o["status"] == "accepted" for o in observations):
-        return ""
-    return f"no round got an update: {participation(observations) or 'no client was there'}"
 
 
 def _wait_for_attacks(run: Run, ledger: Ledger, scenario: Scenario, interrupt: Interrupt) -> None:

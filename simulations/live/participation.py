@@ -1,20 +1,10 @@
-"""Sentences on which clients gave an update, which did not, and what their guards reported."""
+"""Sentences on which of a round's clients gave no update, and on what clients' guards reported."""
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 from fedgauge.client.inspection.policy import is_alarm
+from fedgauge.server.views.participation import MOST_CLIENTS, ObservationRow
 from fedgauge.server.views.server_attacks import first_alarm, shortened
-
-MOST_CLIENTS = 5  # named in a sentence
-
-
-class ObservationRow(Protocol):
-    """A row of the ledger's observations."""
-
-    def __getitem__(self, column: str, /) -> Any:
-        """A column's value."""
 
 
 def absences(round: int, observations: Sequence[ObservationRow]) -> str:
@@ -27,19 +17,6 @@ def absences(round: int, observations: Sequence[ObservationRow]) -> str:
     return "; ".join(
         [f"round {round}: {len(observations) - len(absent)} of {len(observations)} clients", *named, *more]
     )
-
-
-def participation(observations: Sequence[ObservationRow]) -> str:
-    """How many of all expected updates came in, and why the others did not, most frequent reason first; empty if all did."""
-    reasons = Counter((o["client"], o["status"], o["reason"]) for o in observations if o["status"] != "accepted")
-    if not reasons:
-        return ""
-    named = [
-        f"client {client} {status} in {times} round{'s' if times > 1 else ''}: {shortened(reason)}"
-        for (client, status, reason), times in reasons.most_common(MOST_CLIENTS)
-    ]
-    more = [f"and {len(reasons) - MOST_CLIENTS} more reasons"] if len(reasons) > MOST_CLIENTS else []
-    return "; ".join([f"{len(observations) - reasons.total()} of {len(observations)} updates came in", *named, *more])
 
 
 def guarded(observations: Sequence[ObservationRow]) -> str:

@@ -303,7 +303,7 @@ def test_an_attack_is_handed_no_truth() -> None:
     fields = {f.name for kind in (Observation, Wave, Knowledge) for f in dataclasses.fields(kind)}
     assert fields == {
         *("round", "client", "clients", "params", "update", "buffers", "model", "chain", "shape", "classes"),
-        *("batch_size", "mean", "std", "labels", "auxiliary", "loss", "text"),
+        *("batch_size", "mean", "std", "labels", "auxiliary", "loss", "text", "plain"),
     }
     for name in ATTACKS:
         asked = inspect.signature(ATTACKS[name]().reconstruct).parameters

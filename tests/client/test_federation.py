@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from fedgauge.client.chain import chain
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.federation import Federation, federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
@@ -209,3 +209,29 @@ def test_published_weights_are_weights(make_federation: Make, local_file: Callab
     with torch.no_grad():  # trained under ImageNet's mean and std, which are close
         logits = fed.model(test.normalise(test.x_test[:300].float() / 255))
     assert (logits.argmax(1) == test.y_test[:300]).float().mean() > 0.88
+
+
+def frozen_model() -> torch.nn.Module:
+    """Its first layer is not trained."""
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(),
+        torch.nn.Sequential(torch.nn.Linear(784, 4), torch.nn.Linear(4, 4)).requires_grad_(False),
+        torch.nn.Linear(4, 10),
+    )
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def test_what_wants_no_gradient_must_be_frozen_in_the_chain(make_federation: Make) -> None:
+    table = {"use": f"{__name__}:frozen_model"}
+    with allowing([__name__]):
+        with pytest.raises(SpecError, match=r"layers = \['1', '2.bias'\] before local_sgd"):
+            _ = make_federation(model=table).chain
+        with pytest.raises(SpecError, match=r"layers = \['2.bias'\]"):
+            _ = make_federation(model=table, chain=[{"use": "freeze", "layers": ["1"]}, SGD]).chain
+        with pytest.raises(SpecError, match="requires_grad = False"):  # behind it, they would train and not be sent
+            _ = make_federation(model=table, chain=[SGD, {"use": "freeze", "layers": ["1", "2.bias"]}]).chain
+        fed = make_federation(model=table, chain=[{"use": "freeze", "layers": ["1", "2.bias"]}, SGD])
+        params, buffers = fed.initial()
+        update = fed.own_update(params, buffers, 0, 1)
+    assert [k for k, t in update.items() if t.any()] == ["2.weight"]

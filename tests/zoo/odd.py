@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo.layers import CLASSES, Lambda, Recurrent, flat, image, sequence
+from tests.zoo.layers import CLASSES, PIXELS, Lambda, Recurrent, flat, image, sequence
 
 
 class Uncopyable(nn.Module):
@@ -96,6 +96,29 @@ class Refusing(torch.autograd.Function):
         raise NotImplementedError("no derivative of this")
 
 
+class Listed(nn.Module):
+    """Keeps its parameters in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(PIXELS, CLASSES)
+        self.kept = [self.last.weight, self.last.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.flatten(1), *self.kept)
+
+
+class Holding(nn.Module):
+    """Has a parameter of its own before those of a network, and does not use it."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__()
+        self.own, self.net = nn.Parameter(parameter, requires_grad=False), flat()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
 def not_finite() -> nn.Module:
     """Divides by zero."""
     return flat(Lambda(lambda x: x / 0.0))
@@ -113,6 +136,12 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     "other input size": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(100, CLASSES)), False, "the model fails on"),
     "not finite": (not_finite, False, "not finite"),
     "lazy": (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES)), False, "no weights before its first batch"),
+    "parameters in a list": (Listed, False, "takes parameter 'last.weight' from a list"),
+    "whole numbers first": (lambda: Holding(torch.ones(3, dtype=torch.int64)), False, "parameter 'own' holds whole numbers"),
+    "no parameters": (lambda: Lambda(lambda x: x.flatten(1)[:, :CLASSES]), False, "no parameters"),
+    "TorchScript": (
+        lambda: nn.Sequential(nn.Flatten(), torch.jit.script(nn.Linear(PIXELS, CLASSES))), False, "is TorchScript",
+    ),
     "dropout": (lambda: flat(nn.Dropout(0.5)), True, "lacks its draws"),
     "dropout in a function": (lambda: flat(Lambda(lambda x: F.dropout(x, 0.5))), True, "lacks its draws"),
     "dropout in attention": (

@@ -1,10 +1,13 @@
 """What an update says of the local training behind it, where only theta, the update and public examples are known."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.training_evidence import TrainingEvidence, training_evidence
@@ -14,7 +17,9 @@ from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 
 BATCH = 8
+HEAD = ("linear.weight", "linear.bias")
 SGD = {"use": "local_sgd", "rate": 0.05}
+TRAINING = {"use": "local_training", "rate": 0.05}
 ADAM = {"use": "local_training", "optimizer": "adam", "rate": 1e-3}
 LOOP = {"epochs": 3, "batch_size": 3, "shuffle": True}
 
@@ -97,7 +102,72 @@ def test_more_steps_than_assumed_show_in_the_rank() -> None:
 
 def test_what_one_update_cannot_tell_is_said() -> None:
     assert "momentum, rate and number of steps cannot be told" in evidence({}, SGD).words
+    assert "times as large" not in evidence({}, SGD).words
     assert "times as large as the assumed training makes those" in evidence({"rate": 5.0}, SGD).words
+    assert "times as large as the assumed training makes those" in evidence({"rate": 1e-3}, {**SGD, "rate": 1.0}).words
+
+
+@pytest.mark.parametrize("own", [{**ADAM, **LOOP}, {**ADAM, **LOOP, "epochs": 10}, {}], ids=["3", "10", "SGD"])
+def test_two_classes_have_opposite_rows_under_any_training(own: dict[str, Any], tmp_path: Path) -> None:
+    digits = federation(SGD).shards.dataset
+    two = digits.y < 2
+    np.savez(tmp_path / "two.npz", x=digits.x[two].numpy(), y=digits.y[two].numpy())
+    data = {"use": "npz", "path": str(tmp_path / "two.npz"), "batch_size": BATCH, "auxiliary": 100}
+    used = {k: v for k, v in own.items() if k != "use"}
+    found = evidence(used, {**SGD, "steps": 10}, data=data)
+    assert found.kind in (("Adam", "undecided") if own else ("undecided",)), found.words
+    decayed = {"weight_decay": 0.5}  # makes the entries of SGD's step as even as Adam's
+    assert evidence(decayed, {**TRAINING, **decayed}, data=data).fits is None
+
+
+def test_many_steps_of_adam_are_undecided_where_they_are_assumed() -> None:
+    own = {"optimizer": "adam", "rate": 1e-3, "epochs": 20, "batch_size": 3}
+    found = evidence(own, {"use": "local_training", **own})
+    assert (found.kind, found.fits) == ("undecided", None)
+    assert "60 local steps of Adam may do this or not" in found.words
+    for_sgd = evidence(own, SGD)
+    assert for_sgd.fits is False
+    assert "many steps of Adam, noise or a defense may" in for_sgd.words
+
+
+@pytest.mark.parametrize(
+    ("own", "assumed", "words"),
+    [
+        ({}, {"weight_decay": 0.1}, "makes this -0.005 times the weights"),
+        ({"weight_decay": 0.01}, {"weight_decay": 0.5}, "makes this -0.025 times the weights"),
+        ({"optimizer": "adam", "rate": 1e-3}, {"optimizer": "adam", "rate": 0.1}, "rate 0.1 is larger than 0.001"),
+        ({"optimizer": "adam", "rate": 1e-3, **LOOP}, {"optimizer": "adam", "rate": 1e-3}, "move no entry by"),
+    ],
+)
+def test_another_size_than_is_assumed_is_a_warning(own: dict[str, Any], assumed: dict[str, Any], words: str) -> None:
+    found = evidence(own, {**TRAINING, **assumed})
+    assert found.fits is False
+    assert words in found.words
+
+
+@pytest.mark.parametrize(
+    ("change", "fits", "words"),
+    [
+        (lambda k, t: -t, False, "it goes up the loss"),
+        (lambda k, t: t if k in HEAD else 0 * t, False, "conv1.weight did not move"),
+        (
+            lambda k, t: t if k in HEAD else torch.randn(t.shape, generator=generator(k)) * t.norm(),
+            None,
+            "is a sum of gradients, but conv1.weight has no more in common with gradients than noise",
+        ),
+        (lambda k, t: t, True, "(1 local step of SGD) fits the classifier's update: it sums to zero"),
+    ],
+    ids=["ascent", "head alone", "noise before the head", "as it is"],
+)
+def test_what_the_classifier_hides_is_looked_at(
+    change: Callable[[str, Tensor], Tensor], fits: bool | None, words: str
+) -> None:
+    fed = federation(SGD)
+    params, buffers = fed.initial()
+    update = {k: change(k, t) for k, t in fed.own_update(params, buffers, 0, 1).items()}
+    found = training_evidence(fed, Observation(1, 0, params, update, buffers))
+    assert found.fits is fits, found.words
+    assert words in found.words
 
 
 @pytest.mark.parametrize(

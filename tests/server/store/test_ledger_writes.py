@@ -449,6 +449,24 @@ def test_failed_jobs_return_to_the_queue_as_if_they_had_never_been_tried(path: P
         assert ledger.retry_ended(["failed"], 2) == (0, 0) and ledger.meta()["retried"] == "1"
 
 
+def test_what_a_stateful_attack_did_after_a_failure_is_tried_again_too(path: Path) -> None:
+    with filled(path, plan_of("m", "a", wave=1), rounds=3, clients=2) as ledger:
+        while (lease := ledger.lease()) is not None:
+            if (lease.round, lease.clients) == (2, (0,)):
+                ledger.fail(lease, "faulty")
+            else:
+                finish(ledger, lease)
+        assert ledger.retry_ended(["failed"], 1) == (3, 0), "both attacks in round 2, and the stateful one in round 3"
+        queued = [(j["round"], j["client"]) for j in jobs(ledger) if j["state"] == "queued"]
+        assert sorted(queued) == [(2, 0), (2, 0), (3, 0)]
+        remembered = {}
+        while (lease := ledger.lease()) is not None:
+            remembered[lease.attack.name, lease.round] = lease.memories
+            finish(ledger, lease)
+        assert remembered == {("m", 2): {0: (1, "1.0")}, ("m", 3): {0: (2, "2.0")}, ("a", 2): {}}
+        assert ledger.retry_ended(["failed"], 1) == (0, 0)
+
+
 def test_jobs_whose_update_is_deleted_are_not_tried_again(path: Path) -> None:
     with filled(path, plan_of("a", wave=2)) as ledger:
         failed_once(ledger)

@@ -1,10 +1,12 @@
 """A foreign app's local training: what is assumed of it is compared with its first update before anything is attacked."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from fedgauge.simulations.cli.main import main
 from tests.server.strategy.test_three_apps import ADAM, ForeignApp, app, train
@@ -31,3 +33,22 @@ def test_an_adam_taken_for_sgd_is_a_warning_on_the_card_and_the_run(kit: Any, ap
     if app.chain != TAKEN_FOR_SGD:
         assert "the assumed local training (3 local steps of Adam) fits" in words
         assert "the order of each epoch assumed" in cards["inverting_gradients"]
+
+
+@pytest.mark.parametrize("app", [replace(ADAM, chain=TAKEN_FOR_SGD)], indirect=True, ids=["as SGD"])
+def test_after_the_scenario_of_an_app_was_corrected_every_attack_is_made_again_or_none(
+    kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, _ = train(kit, app, tmp_path, **{"num-server-rounds": 1})
+    assert f"Attack them with: fedgauge audit {run.folder}" in caplog.text
+    assert main(["audit", str(run.folder)]) == 0
+    path = run.folder / "scenario.toml"
+    tables = tomllib.loads(path.read_text()) | {"chain": [ADAM.chain]}
+    path.write_text(tomli_w.dumps(tables))
+    assert main(["audit", str(run.folder)]) == 2
+    assert "--retry all" in capsys.readouterr().err
+    assert main(["audit", str(run.folder), "--retry", "all"]) == 0
+    with run.ledger() as ledger:
+        cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}
+        assert "optimizer=adam" in cards["inverting_gradients"] and "WARNING" not in cards["inverting_gradients"]
+        assert ledger.progress().total == ledger.progress().done == 9

@@ -474,6 +474,13 @@ def test_a_failed_replay_check_forbids_to_say_that_nothing_leaks(tmp_path: Path)
     assert judged(tmp_path, drawn(0, gain=3.0), replay="mismatch").word == "leaks", "what came back, came back"
 
 
+def test_an_assumed_training_that_does_not_explain_the_update_forbids_it_too(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, drawn(0, gain=-3.0, chance=0.0), training_fits="False")
+    assert verdict.word == "undetermined"
+    assert "the local training that the audit assumes does not explain the update" in verdict.sentence
+    assert judged(tmp_path, drawn(0, gain=3.0), training_fits="False").word == "leaks", "what came back, came back"
+
+
 def test_what_cannot_be_said(tmp_path: Path) -> None:
     with Ledger(tmp_path / "none.sqlite", create=True) as ledger:
         assert verdict_of(ledger).sentence.endswith("no attack was planned.")

@@ -230,3 +230,45 @@ class halving(UpdateTransform):
 
 def _each(update: Update, change: Callable[[Tensor], Tensor]) -> Update:
     return {name: change(t) for name, t in update.items()}
+
+
+@dataclass(frozen=True)
+class undeclared_if_given(UpdateTransform):
+    """Noise from the generator only where there is one."""
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        if rng is None:
+            return {k: t.clone() for k, t in update.items()}
+        return {k: t + 0.01 * torch.randn(t.shape, generator=rng) for k, t in update.items()}
+
+
+@dataclass(frozen=True)
+class seeded_by_itself(UpdateTransform):
+    """Noise from a generator of its own, always the same."""
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        own = Generator().manual_seed(0)
+        return {k: t + 0.01 * torch.randn(t.shape, generator=own) for k, t in update.items()}
+
+
+_calls = [0]
+
+
+@dataclass(frozen=True)
+class counting(UpdateTransform):
+    """Grows with the number of calls."""
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        _calls[0] += 1
+        return {k: t * (1 + _calls[0] // 50) for k, t in update.items()}
+
+
+class Listed(Good):
+    """Keeps its parameters in a list."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.kept = [self.head.weight, self.head.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.sigmoid(self.conv(x)).flatten(1), *self.kept)

@@ -40,6 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is brought, what
     "size": (model("Larger"), "layer 'head' (Linear) cannot take 4 x 196", "[data] gives images of 1 x 28 x 28: build"),
     "logits": (model("Fewer"), "it gives (4, 7) for 4 images, expected logits (4, 10)", "take `shape` and `classes`"),
     "second argument": (model("Masked"), "its forward needs 'mask' besides the images", "wrap the network in a module"),
+    "list": (model("Listed"), "takes parameter 'head.weight' from a list", "self.layer.weight"),
     "lazy": (model("Lazy"), "layer '1' (LazyLinear) has no weights before its first pass", "model(torch.zeros(1, 1, 28, 28))"),
     "nan": (model("NotANumber"), "'head.weight' is not finite at the start", "check how the network is initialised"),
     "overflow": (model("Overflowing"), "layer 'conv' (Conv2d) is the first to give such numbers", "mean and std of the data"),
@@ -48,6 +49,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is brought, what
     "divides": (defense("dividing"), "link #1 (dividing): it made 'conv.weight' not finite", "a division by zero"),
     "draws": (defense("drawing_by_itself"), "link #1 (drawing_by_itself): it draws without the generator", "generator=rng"),
     "float each": (defense("scaled_by_a_float", each=True), "link #1 (scaled_by_a_float)", "compute with tensors throughout"),
+    "noise if given": (defense("undeclared_if_given"), "(undeclared_if_given): it draws noise and declares none", "in `mean`"),
+    "own seed": (defense("seeded_by_itself"), "link #1 (seeded_by_itself): without its noise, it still draws", "in `mean`"),
+    "counts": (defense("counting"), "link #1 (counting): it makes another update of the same one", "StatefulTransform"),
     "raises": (defense("failing"), "link #1 (failing): KeyError: 'momentum'", ""),
 }  # fmt: skip
 WARNED: dict[str, tuple[dict[str, Any], str, str]] = {

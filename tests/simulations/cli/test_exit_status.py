@@ -33,6 +33,8 @@ class Guess(Attack):
         how = Path(__file__).with_name("how").read_text()
         if how == "faulty" or (how == "faulty with client 1" and 1 in wave.clients):
             raise RuntimeError("view size is not compatible")
+        if how == "leaving":
+            raise SystemExit(0)
         if how == "shy":
             return not_applicable(wave, "the layer Odd has no second derivative")
         return [Reconstruction(torch.rand(1, 1, 28, 28, generator=s("guess")), None, 0.5, 1, 0.1, "converged", "")
@@ -82,7 +84,7 @@ def test_attacks_that_all_failed_are_a_failure_that_says_why(
     told = capsys.readouterr().out
     words = " ".join(told.split())
     assert "every attack failed: guess (4 x): RuntimeError: view size is not compatible" in words
-    assert f"try what failed again with: fedgauge audit {run.folder} --retry failed" in words
+    assert f"try again with: fedgauge audit {run.folder} --retry failed" in words
     cells = table(told, "guess")
     assert [row[3:6] for row in cells] == [["2", "x", "failed"]] * 2, "a cell is not left empty"
     assert main(["audit", str(run.folder), "--log", "quiet"]) == 1, "asking again does not make it a success"
@@ -90,6 +92,18 @@ def test_attacks_that_all_failed_are_a_failure_that_says_why(
     assert main(["runs", "--runs", str(run.folder.parent)]) == 0
     listed = capsys.readouterr().out
     assert "attacks failed" in listed and "8/12, 4 failed" in listed and "complete" not in listed
+
+
+def test_an_attack_that_ends_python_fails_and_ends_nothing(
+    tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (mine / "how").write_text("leaving")
+    run = taped_with(tmp_path, USE)
+    assert main(["audit", str(run.folder)]) == 1
+    words = " ".join(capsys.readouterr().out.split())
+    assert "every attack failed: guess (4 x): RuntimeError: the attack called sys.exit(0) instead of returning" in words
+    assert main(["audit", str(run.folder), "--attack", " "]) == 2
+    assert "--attack is empty: name an attack" in capsys.readouterr().err
 
 
 def test_what_failed_is_tried_again_and_ends_as_if_it_had_never_failed(

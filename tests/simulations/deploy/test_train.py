@@ -13,12 +13,12 @@ from fedgauge.client.components import allowing
 from fedgauge.server.app import federate
 from fedgauge.server.strategy.validator import CLIENT_ABSENT
 from fedgauge.server.views.notices import notices
+from fedgauge.server.views.outcomes import none_accepted
+from fedgauge.server.views.participation import participation
 from fedgauge.server.views.reading import Reading, state_of
 from fedgauge.simulations.cli import main as cli
 from fedgauge.simulations.deploy.folder import DEMO, Deployment
 from fedgauge.simulations.deploy.local_start import AbsenceReporter
-from fedgauge.simulations.deploy.train import why_empty
-from fedgauge.simulations.live.participation import participation
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.view import View
 from fedgauge.simulations.run import in_memory
@@ -88,7 +88,7 @@ def test_where_every_client_refuses_the_run_has_failed_and_says_why(foreign: Dep
                 f"round {r}: 0 of 3 clients; client" for r in (1, 2, 3)
             ]
             assert all("'mynets:small' is not allowed here" in words and "client 2: " in words for words in view.said)
-            why = why_empty(ledger)
+            why = none_accepted(ledger, ended=True)
             assert why.startswith("no round got an update: 0 of 9 updates came in; client 0 missing in 3 rounds: ")
             ledger.set_meta(state="failed", empty=why)
             assert state_of(run, ledger) == "failed", "although all its rounds are over"
@@ -105,7 +105,7 @@ def test_an_owner_who_lets_the_code_be_loaded_takes_part_and_the_others_are_told
         run, _ = foreign.begin("one")
         in_memory.train(run, owners(foreign))
         with run.ledger() as ledger:
-            assert why_empty(ledger) == ""
+            assert none_accepted(ledger, ended=True) == ""
             assert participation(ledger.observations()).startswith(
                 "3 of 9 updates came in; client 0 missing in 3 rounds"
             )

@@ -168,6 +168,7 @@ def test_a_run_that_never_began_a_round_begins(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- with real Flower
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc: Linux")
 def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(

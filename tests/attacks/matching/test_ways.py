@@ -1,0 +1,141 @@
+"""The way of differentiation, for models that decide by their input's values or fail on some."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fedgauge.attacks.base import Budget, Observation, Wave
+from fedgauge.attacks.engine.distances import squared
+from fedgauge.attacks.engine.optimizers import adam
+from fedgauge.attacks.matching import recipes
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.model_check import check_parameters
+from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.attacks.matching.value_reads import ValueReads
+from fedgauge.client.models.vision import detached_params
+from tests.attacks.matching.tiny_problems import network, normalise, scene, streams
+
+RATE = 0.1
+
+
+class Deciding(nn.Module):
+    """A network behind something that is decided for the whole batch."""
+
+    def __init__(self, decide: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.decide, self.net = decide, network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.decide(x))
+
+
+def by_numpy(x: Tensor) -> Tensor:
+    return x / 255 if x.detach().numpy().max() > 0.2 else x
+
+
+DECIDING: dict[str, Callable[[Tensor], Tensor]] = {
+    "if": lambda x: x / 255 if x.max() > 0.2 else x,
+    "float": lambda x: x * (2.0 if float(x.detach().mean()) > -0.2 else 1.0),
+    "list": lambda x: x * (2.0 if max(x.detach().flatten().tolist()) > 0.2 else 1.0),
+    "numpy": by_numpy,
+    "equal": lambda x: x if torch.equal(x, x.clamp(max=0.2)) else x / 255,
+}
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("how", DECIDING)
+def test_problems_do_not_share_a_decision(how: str) -> None:
+    model = Deciding(DECIDING[how])
+    wave, known, batches = scene(clients=2, model=model)
+    posed = Problems(GradientMatching(squared(), (), adam(0.1)), wave, known, known.labels, 1, torch.float64)
+    assert posed.way.route == "loop"
+    bright, dark = normalise(batches[0].x), normalise(0.1 * batches[1].x)
+    value, slopes = posed.value_and_slopes({"x": torch.stack([bright, dark])}, torch.arange(2))
+    params = dict(model.named_parameters())
+    for c, x in enumerate((bright, dark)):
+        leaf = x.clone().requires_grad_()
+        loss = F.cross_entropy(model(leaf), batches[c].y)
+        found = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+        gaps = [(wave.update[k][c] + RATE * g).square().sum() for k, g in zip(params, found, strict=True)]
+        expected = torch.stack(gaps).sum() / torch.stack([wave.update[k][c].square().sum() for k in params]).sum()
+        (slope,) = torch.autograd.grad(expected, leaf)
+        torch.testing.assert_close(value[c], expected.detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(slopes["x"][c], slope, rtol=1e-9, atol=1e-12)
+
+
+def test_reading_what_does_not_depend_on_the_batch_leaves_one_pass() -> None:
+    weight = torch.ones(3)
+    model = Deciding(lambda x: x * float(weight.max()) if bool(weight[0] > 0) else x)
+    wave, known, _ = scene(clients=2, model=model)
+    attack = GradientMatching(squared(), (), adam(0.1))
+    assert Problems(attack, wave, known, known.labels, 1, torch.float32).way.route == "one pass"
+
+
+def test_a_value_is_followed_through_views_and_the_backward_pass() -> None:
+    x, beside = torch.rand(2, 3, requires_grad=True), torch.zeros(4, 3)
+    with torch.no_grad(), ValueReads(x) as reads:
+        beside[1:2] = x[:1] * 2
+        assert not reads.found
+        beside.sum().item()
+    assert reads.found
+    with ValueReads(x) as reads:
+        doubled = x * 2
+        doubled.register_hook(lambda g: g * float(g.sum()) if g.shape else g)
+        assert not reads.found
+        (doubled**2).sum().backward()
+    assert reads.found
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_half_precision_is_declined_in_a_sentence(kind: torch.dtype) -> None:
+    model = network()
+    wave, known, _ = scene(model=model)
+    model.to(kind)
+    update = {k: t.to(kind)[0] for k, t in wave.update.items()}
+    wave = Wave.stack([Observation(1, 0, detached_params(model), update)])
+    (found,) = inverting_gradients().reconstruct(wave, known, Budget(2), streams(0))
+    assert found.status == "not_applicable" and "build the model in float32" in found.reason
+
+
+def test_a_model_that_fails_in_the_descent_is_declined_in_a_sentence() -> None:
+    def within(x: Tensor) -> Tensor:
+        assert x.abs().max() < normalise(torch.ones(())) + 0.1, "pixels out of range"
+        return x
+
+    wave, known, _ = scene(model=Deciding(within))
+    (found,) = inverting_gradients().reconstruct(wave, known, Budget(2), streams(0))
+    assert found.status == "not_applicable" and "AssertionError: pixels out of range" in found.reason
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("name", ["idlg", "inverting_gradients"])
+def test_reentrant_checkpointing_is_declined_in_a_sentence(name: str) -> None:
+    wave, known, _ = scene()
+    known = replace(known, model=Recomputed())
+    params = detached_params(known.model)
+    wave = Wave.stack([Observation(1, 0, params, {k: torch.ones_like(p) for k, p in params.items()})])
+    (found,) = getattr(recipes, name)().reconstruct(wave, known, Budget(2), streams(0))
+    assert found.status == "not_applicable" and "cannot be differentiated twice" in found.reason
+
+
+class Recomputed(nn.Module):
+    """Recomputes its activations in the backward pass, in the way that allows `backward()` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = checkpoint(self.net, x, use_reentrant=True)
+        return logits
+
+
+def test_complex_parameters_are_declined_in_a_sentence() -> None:
+    with pytest.raises(ValueError, match="'a' is complex.*view_as_real"):
+        check_parameters(network(), {"a": torch.ones(2, dtype=torch.cfloat), "b": torch.ones(2)})

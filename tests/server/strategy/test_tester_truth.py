@@ -1,0 +1,127 @@
+"""The truth that a tester hands in for an app's run: doubted where it does not give the updates, replaced, and kept for later."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp.strategy import FedAvg
+
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.run.foreign_app import curious
+from tests.server.strategy.test_three_apps import ADAM, HALF, ForeignApp, app, mounted, train, write_truth
+
+__all__ = ["app"]  # a fixture
+
+only_adam = pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])
+
+
+def changed(folder: Path, into: Path, **change: Any) -> Path:
+    """The same files with other examples: x(pixels), or those of the client after it."""
+    into.mkdir()
+    files = sorted(folder.iterdir())
+    others = files[1:] + files[:1] if change.get("swapped") else files
+    for path, other in zip(files, others, strict=True):
+        with np.load(other) as stored:
+            np.savez(into / path.name, x=change.get("x", lambda x: x)(stored["x"]), y=stored["y"])
+    return into
+
+
+def graded(run: Run) -> dict[tuple[str, int, int], float]:
+    with run.ledger() as ledger:
+        return {
+            (r["attack"], r["client"], r["example"]): r["value"] for r in ledger.scores("psnr") if r["example"] >= 0
+        }
+
+
+@only_adam
+def test_a_truth_that_does_not_give_the_updates_is_doubted_and_the_right_one_is_not(
+    kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, grid = train(kit, app, tmp_path, **{"num-server-rounds": 1})
+    assert main(["audit", str(run.folder), "--log", "quiet"]) == 0
+    right = write_truth(app, grid, tmp_path / "right")
+    wrong = {
+        "swapped": ({"swapped": True}, "those of client"),
+        "half": ({"x": lambda x: x // 2}, "these at twice the brightness do"),
+        "inverted": ({"x": lambda x: 255 - x}, "these with black and white exchanged do"),
+        "nothing": ({"x": lambda x: np.random.default_rng(0).integers(0, 255, x.shape, np.uint8)}, "or is the local training"),
+    }  # fmt: skip
+    for name, (change, words) in wrong.items():
+        assert main(["audit", str(run.folder), "--truth", str(changed(right, tmp_path / name, **change))]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert "graded 9 of 9" in told and "WARNING: the truth of client" in told and words in told, name
+        report = (run.folder / "report.html").read_text()
+        assert "The grades may be against wrong examples" in report
+    assert main(["audit", str(run.folder), "--truth", str(right)]) == 0
+    assert "WARNING" not in capsys.readouterr().out and run.ledger().meta()["truth_doubts"] == ""
+    binary = changed(right, tmp_path / "binary", x=lambda x: (x > 127).astype(np.uint8))
+    assert main(["audit", str(run.folder), "--truth", str(binary)]) == 2
+    assert "pixels of 0 and 1 as uint8" in capsys.readouterr().err
+
+
+@only_adam
+def test_a_later_truth_replaces_all_grades_and_grades_what_is_attacked_again(
+    kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, grid = train(kit, app, tmp_path, **{"num-server-rounds": 1})
+    assert main(["audit", str(run.folder), "--log", "quiet"]) == 0
+    truth = write_truth(app, grid, tmp_path / "truth")
+    command = ["audit", str(run.folder), "--truth", str(truth), "--log", "quiet"]
+    assert main(command) == 0
+    before = graded(run)
+    assert {client for _, client, _ in before} == {0, 1, 2}
+
+    assert main(["audit", str(run.folder), "--retry", "all", "--log", "quiet"]) == 0
+    assert graded(run) == before, "by the truth that the run remembers"
+
+    left_out = sorted(truth.iterdir())[0]
+    kept = left_out.read_bytes()
+    left_out.unlink()
+    capsys.readouterr()
+    assert main(command[:-2]) == 0
+    assert "graded 6 of 9" in capsys.readouterr().out
+    after = graded(run)
+    (gone,) = {client for _, client, _ in before} - {client for _, client, _ in after}
+    assert len(after) == 35 and after.items() <= before.items(), "no grade of an earlier truth stays"
+    assert f"no truth of client {gone}" in run.ledger().meta()["grading"]
+
+    left_out.write_bytes(kept)
+    assert main(command) == 0 and graded(run) == before
+    for path in truth.iterdir():
+        path.unlink()
+    assert main(["audit", str(run.folder), "--retry", "all"]) == 0
+    told = capsys.readouterr().out
+    assert "graded 0 of 9" in told and "hand it in again with --truth" in told and graded(run) == {}
+
+
+@pytest.mark.parametrize("app", [HALF], indirect=True, ids=["half_batchnorm"])
+@pytest.mark.parametrize("kind", ["float16", "float32", "int32"])
+def test_whole_numbers_may_be_answered_as_any_kind_of_number(
+    kit: Any, app: ForeignApp, tmp_path: Path, kind: str
+) -> None:
+    """BatchNorm's counter, where an app casts its whole state at once."""
+    grid, state = mounted(kit, app)
+    counters = [k for k, t in state.items() if not t.is_floating_point()]
+    assert counters and all(state[k].dtype == torch.int64 for k in counters)
+
+    def cast(round: int, replies: list[Message]) -> list[Message]:
+        for m in replies:
+            sent = m.content["arrays"].to_torch_state_dict()
+            m.content["arrays"] = ArrayRecord(
+                {k: t.to(getattr(torch, kind)) if k in counters else t for k, t in sent.items()}
+            )
+        return replies
+
+    grid.tamper = cast
+    strategy = curious(FedAvg(fraction_evaluate=0.0), app.write_audit(tmp_path), tmp_path / "theirs")
+    result = strategy.start(grid, ArrayRecord(state), 2)
+    trained = result.arrays.to_torch_state_dict()
+    assert all(trained[k].dtype == torch.int64 and (trained[k] == state[k] + 2).all() for k in counters)
+    run = Run.open(tmp_path / "theirs")
+    with run.ledger() as ledger:
+        assert [(o["status"], o["reason"]) for o in ledger.observations()] == [("accepted", "")] * 6
+    assert main(["audit", str(run.folder), "--log", "quiet"]) == 0
