@@ -314,6 +314,7 @@ def psnr(rows: Any, name: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_an_early_attack_finds_what_was_trained_on_and_through_the_right_draw_the_original(
     make_federation: Make, observe: Callable[..., Wave]
 ) -> None:

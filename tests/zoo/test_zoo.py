@@ -158,6 +158,7 @@ def attacked(network: Network, name: str, steps: int = 1) -> None:
             assert result.x.shape == (EXAMPLES, *network.shape) and bool(result.x.isfinite().all())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("network", cases())
 def test_the_main_attacks_run_or_give_a_sentence(network: Network) -> None:
     for name in QUICK:

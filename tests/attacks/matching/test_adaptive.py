@@ -377,6 +377,7 @@ def quality(batches: list[Batch], found: list[Reconstruction]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_soteria_falls_to_the_attacker_that_leaves_its_layer_out(local_file: Callable[[str], Path]) -> None:
     """Balunovic et al., 2022, figure 5: as good as undefended; ignoring the defense costs at least 5 dB.
 
