@@ -130,7 +130,7 @@ class FeedbackBlending(StatefulAttack):
         self, wave: Wave, known: Knowledge, streams: Sequence[Stream], memories: Sequence[ClientState]
     ) -> Tensor | None:
         """Starting images (K, B, C, H, W) in pixels; None: all from noise."""
-        like = next(iter(wave.params.values()))
+        like = next(iter(wave.params.values()), torch.zeros(()))  # without parameters the attack itself declines
         shape = (known.batch_size, *known.shape)
         if self.start == "noise":
             return None
