@@ -64,7 +64,7 @@ def _private(handler: Handler) -> Handler:
             return handler(message, context)
         except RequestRefused as reason:
             return Message(Error(REFUSED, str(reason)), reply_to=message)
-        except Exception:  # Flower would send its text to the server
+        except Exception:  # of any kind: its text may hold private values, and Flower would send it to the server
             logging.getLogger("fedgauge").exception("fedgauge: a request of the server failed")
             return Message(Error(FAILED, _FAILURE), reply_to=message)
 

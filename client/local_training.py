@@ -232,10 +232,16 @@ def local_training(
     if steps is None:
         batches = -(-examples // (batch_size or examples))
         found = replace(found, steps=(epochs or 1) * -(-batches // accumulate))
-    first = replace(found, momentum=0.0, nesterov=False, schedule="constant", step_size=1, gamma=0.1)
+    return _simplest(found, examples)
+
+
+def _simplest(training: LocalTraining, examples: int) -> local_sgd:
+    """The same training as plain `local_sgd` where it is that; its attacks and its digests are those of plain SGD."""
+    found = training
     if found.steps == 1 and not found.adaptive:  # momentum and schedule only change later steps
-        found = replace(first, rate=rate * (1 + momentum if nesterov else 1))
-    divides = batch_size is None or examples % batch_size == 0
-    plain = LocalTraining(found.rate, found.steps, batch_size, proximal_mu, examples=examples)
+        rate = found.rate * (1 + found.momentum if found.nesterov else 1)
+        found = replace(found, rate=rate, momentum=0.0, nesterov=False, schedule="constant", step_size=1, gamma=0.1)
+    divides = found.batch_size is None or examples % found.batch_size == 0
+    plain = LocalTraining(found.rate, found.steps, found.batch_size, found.proximal_mu, examples=examples)
     same = replace(found, betas=plain.betas, eps=plain.eps, step_size=plain.step_size, gamma=plain.gamma) == plain
-    return local_sgd(found.rate, found.steps, batch_size, proximal_mu) if same and divides else found
+    return local_sgd(found.rate, found.steps, found.batch_size, found.proximal_mu) if same and divides else found

@@ -46,7 +46,7 @@ class AppRounds:
             try:
                 yield
                 state = "trained"
-            except Exception:
+            except Exception:  # whatever the user's app raised: noted, and raised again
                 state = "failed"
                 raise
             finally:

@@ -196,5 +196,5 @@ def _answer(message: Message) -> Record:
     """A client's answer; empty if it cannot be decoded."""
     try:
         return read(message.content)
-    except Exception:  # hostile bytes can raise anything; their sender counts as dropped out
+    except Exception:  # hostile bytes can raise anything; their sender counts as one that dropped out
         return {}

@@ -32,6 +32,7 @@ from fedgauge.client.models.build import MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.registry import Entry, unknown_groups
 from fedgauge.server.app import STRATEGY
+from fedgauge.simulations.cli.generated_blocks import fill_blocks
 
 KINDS: Mapping[str, ComponentKind] = {
     "dataset": DATASET,
@@ -208,13 +209,7 @@ def to_json(components: Sequence[Component]) -> str:
 
 def fill(page: str) -> str:
     """A page with fedgauge's own components between `<!-- generated: components KIND -->` and `<!-- end -->`."""
-
-    def block(found: re.Match[str]) -> str:
-        rows = "".join(_row(c) for c in components_of(found["kind"], own_only=True))
-        return f"{found['head']}\n{HEADER}{rows}<!-- end -->"
-
-    head = r"(?P<head><!-- generated: components (?P<kind>\w+) -->)"
-    return re.sub(rf"{head}\n.*?<!-- end -->", block, page, flags=re.DOTALL)
+    return fill_blocks(page, "components", lambda kind: HEADER + "".join(map(_row, components_of(kind, own_only=True))))
 
 
 def _row(component: Component) -> str:

@@ -3,14 +3,12 @@
 python -m fedgauge.simulations.cli.list_keys --write docs/scenario-keys.md
 """
 
-import argparse
 import inspect
 import re
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from fedgauge.attacks.base import Budget
@@ -22,6 +20,7 @@ from fedgauge.client.data.images import split
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.protocol import Protocol, SecureSumOptions, Stragglers
 from fedgauge.server.store.scenario import AuditOptions, PrivacyOptions, SimulationOptions, TapeOptions
+from fedgauge.simulations.cli.generated_blocks import fill_blocks, write_page
 from fedgauge.simulations.cli.list_components import escaped, toml
 
 HEADER = "| key | value | default | meaning |\n|---|---|---|---|\n"
@@ -121,13 +120,7 @@ TABLES: Mapping[str, Callable[[], list[Key]]] = {
 
 def fill(page: str) -> str:
     """A page with a table's keys between `<!-- generated: keys TABLE -->` and `<!-- end -->`."""
-
-    def block(found: re.Match[str]) -> str:
-        rows = "".join(map(_row, TABLES[found["table"]]()))
-        return f"{found['head']}\n{HEADER}{rows}<!-- end -->"
-
-    head = r"(?P<head><!-- generated: keys (?P<table>[\w.]+) -->)"
-    return re.sub(rf"{head}\n.*?<!-- end -->", block, page, flags=re.DOTALL)
+    return fill_blocks(page, "keys", lambda table: HEADER + "".join(map(_row, TABLES[table]())))
 
 
 def _row(key: Key) -> str:
@@ -136,11 +129,7 @@ def _row(key: Key) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the tables of a page again."""
-    parser = argparse.ArgumentParser(prog="list_keys", description="List every key of a scenario.")
-    parser.add_argument("--write", type=Path, metavar="PAGE", required=True, help="fill the marked blocks of this page")
-    page: Path = parser.parse_args(arguments).write
-    page.write_text(fill(page.read_text()))
-    return 0
+    return write_page(fill, "list_keys", arguments)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,15 @@
 python -m fedgauge.simulations.cli.list_signatures --write docs/adding-components.md
 """
 
-import argparse
 import ast
 import inspect
 import pkgutil
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 
+from fedgauge.simulations.cli.generated_blocks import fill_blocks, write_page
 from fedgauge.simulations.cli.list_keys import meanings_of
 
 # by kind: methods that a component writes, and classes whose values it is handed or returns
@@ -87,21 +85,12 @@ def _first(docstring: str) -> str:
 
 def fill(page: str) -> str:
     """A page with signatures between `<!-- generated: signatures KIND -->` and `<!-- end -->`."""
-
-    def block(found: re.Match[str]) -> str:
-        return f"{found['head']}\n```py\n{code_of(found['kind'])}```\n<!-- end -->"
-
-    head = r"(?P<head><!-- generated: signatures (?P<kind>\w+) -->)"
-    return re.sub(rf"{head}\n.*?<!-- end -->", block, page, flags=re.DOTALL)
+    return fill_blocks(page, "signatures", lambda kind: f"```py\n{code_of(kind)}```\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the signatures of a page again."""
-    parser = argparse.ArgumentParser(prog="list_signatures", description="List what components write.")
-    parser.add_argument("--write", type=Path, metavar="PAGE", required=True, help="fill the marked blocks of this page")
-    page: Path = parser.parse_args(arguments).write
-    page.write_text(fill(page.read_text()))
-    return 0
+    return write_page(fill, "list_signatures", arguments)
 
 
 if __name__ == "__main__":

@@ -50,22 +50,22 @@ class MemoryGrid(Grid):
             return Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
 
     def set_run(self, run: FlowerRun) -> None:
-        raise NotImplementedError("there is no SuperLink here")  # Grid asks for it, no strategy here calls it
+        raise NotImplementedError("there is no SuperLink here")  # Grid declares it; no strategy calls it
 
     @property
     def run(self) -> FlowerRun:
-        raise NotImplementedError("there is no SuperLink here")  # Grid asks for it, no strategy here calls it
+        raise NotImplementedError("there is no SuperLink here")  # Grid declares it; no strategy calls it
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        raise NotImplementedError("messages are made by the strategy")  # Grid asks for it, no strategy here calls it
+        raise NotImplementedError("messages are made by the strategy")  # Grid declares it; no strategy calls it
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError("messages are answered at once")  # Grid asks for it, no strategy here calls it
+        raise NotImplementedError("messages are answered at once")  # Grid declares it; no strategy calls it
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        raise NotImplementedError("messages are answered at once")  # Grid asks for it, no strategy here calls it
+        raise NotImplementedError("messages are answered at once")  # Grid declares it; no strategy calls it
 
 
 def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:

@@ -51,7 +51,7 @@ def test_the_peak_counts_what_the_graph_keeps_alive() -> None:
     assert peak_bytes(twice_exponential, CPU) == 5 * 4000 + 2 * 4
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read as Linux tells it")
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc: Linux")
 @pytest.mark.slow
 def test_the_peak_of_matching_is_about_what_the_process_takes() -> None:
     """Against the system's own count: a process's highest resident memory, for so many problems that the rest is small."""

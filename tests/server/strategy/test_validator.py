@@ -280,7 +280,9 @@ BAD_TENSORS: dict[str, tuple[Tensor | Array, str]] = {
         f"{BIAS} cannot be decoded",
     ),
     "pickle": (
-        npy(np.array([Exploding()], dtype=object), allow_pickle=True),  # written, never read: the door must refuse it
+        npy(
+            np.array([Exploding()], dtype=object), allow_pickle=True
+        ),  # written, never read: the validator must refuse it
         f"{BIAS} cannot be decoded",
     ),
     "object header": (header("{'descr': '|O', 'fortran_order': False, 'shape': (3,), }"), f"{BIAS} cannot be decoded"),
