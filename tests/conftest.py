@@ -18,15 +18,14 @@ from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import HealthCheck, settings
 
 from fedgauge.attacks.base import Observation, Wave
-from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from tests import small_runs
 
 assert fedgauge.client  # the import is the point
 # a shared machine may take any time over an example, and over making one. Fresh seeds would let a test fail on a change that
@@ -223,47 +222,13 @@ def observe() -> Callable[..., Wave]:
 @pytest.fixture(scope="session")
 def make_scenario() -> Callable[..., Scenario]:
     """Builds a small scenario whose audit runs in this process; tables changed by name."""
-
-    def make(**changes: Any) -> Scenario:
-        tables: dict[str, Any] = {
-            "seed": 1,
-            "rounds": 2,
-            "clients": 3,
-            "data": {"use": "mnist5k", "batch_size": 2, "auxiliary": 200},
-            "model": {"use": "mlp", "hidden": [32]},
-            "chain": [LOCAL_SGD],
-            "attack": [
-                {"use": "inverting_gradients", "iterations": 60},
-                {"use": "analytic"},  # does not apply to two examples an update
-            ],
-            "audit": {"executor": "local"},
-        }
-        return Scenario.from_tables(tables | changes)
-
-    return make
+    return small_runs.scenario
 
 
 @pytest.fixture(scope="session")
 def make_taped() -> Callable[..., Run]:
     """Writes a run as training leaves it: real updates on the tape, the last client's replies refused, jobs queued."""
-
-    def make(folder: Path, chosen: Scenario, rounds: int = 2, reason: str = "refused") -> Run:
-        run, federation = Run.create(folder, chosen), Federation(chosen.protocol)
-        params, buffers = federation.initial()
-        tape, clients = run.tape(), range(chosen.protocol.clients - 1)
-        with run.ledger() as ledger:
-            ledger.add_attacks(chosen.plan, {p.name: knowledge_card(federation, p) for p in chosen.plan.attacks})
-            ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
-            for r in range(1, rounds + 1):
-                tape.write_round(r, params, buffers)
-                digests = {c: tape.write_update(r, c, federation.client_update(params, buffers, c, r)) for c in clients}
-                seen = [Participation(c, "accepted", "", federation.shards.batch_size, d) for c, d in digests.items()]
-                ledger.record_intake(r, [*seen, Participation(len(clients), "rejected", reason)], chosen.plan)
-                ledger.record_round(r, 0.1 + 0.1 * r, 2.0, 1.0, 0.01)
-            ledger.set_meta(state="trained", rounds=str(chosen.protocol.rounds))
-        return run
-
-    return make
+    return small_runs.taped
 
 
 @pytest.fixture(scope="session")

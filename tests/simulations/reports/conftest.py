@@ -8,7 +8,8 @@ import pytest
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
-from tests.simulations.reports.report_pages import scenario, taped
+from tests.simulations.reports.report_pages import taped
+from tests.small_runs import scenario
 
 
 @pytest.fixture(scope="session")

@@ -6,21 +6,17 @@ import json
 import re
 import shutil
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from fedgauge.attacks.grading.knowledge_card import knowledge_card
-from fedgauge.client.federation import Federation
-from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.reports.report import write_report
+from tests import small_runs
 
 HOSTILE = "<script>alert('reason')</script> & <b>bold</b>"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -31,39 +27,7 @@ NOISY = [
 ]
 
 
-def scenario(**changes: Any) -> Scenario:
-    tables: dict[str, Any] = {
-        "seed": 1,
-        "rounds": 2,
-        "clients": 3,
-        "data": {"use": "mnist5k", "batch_size": 2, "auxiliary": 200},
-        "model": {"use": "mlp", "hidden": [32]},
-        "chain": [{"use": "local_sgd", "rate": 0.1}],
-        "attack": [
-            {"use": "inverting_gradients", "iterations": 60},
-            {"use": "analytic"},  # does not apply to two examples an update
-        ],
-        "audit": {"executor": "local"},
-    }
-    return Scenario.from_tables(tables | changes)
-
-
-def taped(folder: Path, chosen: Scenario, rounds: int = 2) -> Run:
-    """A run as training leaves it: real updates on the tape, the last client's replies refused, jobs queued."""
-    run, federation = Run.create(folder, chosen), Federation(chosen.protocol)
-    params, buffers = federation.initial()
-    tape, clients = run.tape(), range(chosen.protocol.clients - 1)
-    with run.ledger() as ledger:
-        ledger.add_attacks(chosen.plan, {p.name: knowledge_card(federation, p) for p in chosen.plan.attacks})
-        ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
-        for r in range(1, rounds + 1):
-            tape.write_round(r, params, buffers)
-            digests = {c: tape.write_update(r, c, federation.client_update(params, buffers, c, r)) for c in clients}
-            seen = [Participation(c, "accepted", "", federation.shards.batch_size, d) for c, d in digests.items()]
-            ledger.record_intake(r, [*seen, Participation(len(clients), "rejected", HOSTILE)], chosen.plan)
-            ledger.record_round(r, 0.1 + 0.1 * r, 2.0, 1.0, 0.01)
-        ledger.set_meta(state="trained")
-    return run
+taped = partial(small_runs.taped, reason=HOSTILE)
 
 
 @dataclass

@@ -19,7 +19,8 @@ from fedgauge.server.views.formatting import number
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.reports.report import write_comparison, write_report
-from tests.simulations.reports.report_pages import BROWSER, HOSTILE, Page, as_bytes, page_of, pixels, scenario, taped
+from tests.simulations.reports.report_pages import BROWSER, HOSTILE, Page, as_bytes, page_of, pixels, taped
+from tests.small_runs import scenario
 
 
 def test_the_file_is_the_owners_alone_and_equal_runs_give_equal_reports(attacked: Run) -> None:

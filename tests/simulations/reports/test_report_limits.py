@@ -14,7 +14,8 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.reports.export import write_csv
-from tests.simulations.reports.report_pages import NOISY, Page, page_of, scenario, taped
+from tests.simulations.reports.report_pages import NOISY, Page, page_of, taped
+from tests.small_runs import scenario
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.views import notices
-from tests.simulations.reports.report_pages import page_of, scenario, taped
+from tests.simulations.reports.report_pages import page_of, taped
+from tests.small_runs import scenario
 
 
 def test_a_run_without_rounds(tmp_path: Path) -> None:

@@ -1,0 +1,213 @@
+"""What is measured of an update to tell the local training behind it: sizes of entries, sums over classes, ranks."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedgauge.attacks.base import Observation
+from fedgauge.client.federation import Federation
+from fedgauge.client.models.losses import is_cross_entropy
+from fedgauge.client.models.vision import last_linear
+from fedgauge.client.rng import generator
+from fedgauge.client.training import without_running_stats
+from fedgauge.client.update import Batch, Params, Update, norm
+
+ONE_SIZE = 0.05  # how far entries of one size may be apart, relative
+MOST = 0.5  # the share of the large entries from which they count as of one size; in gradients it is some hundredths
+FEW = 0.02  # the share of all entries that must be large; in gradients fewer are
+COARSE = 0.05  # the part of the update that rounding may be
+MOST_ENTRIES = 2**22  # of a layer whose rank is counted: a second of work
+PROBES = 8  # auxiliary batches that say how large, and how uneven, a gradient is
+MANY = 128  # entries of a parameter that is compared with gradients
+
+
+@dataclass(frozen=True)
+class Probe:
+    gradient: Update
+    step: Update  # against it, as long as the update, and rounded as the update is
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Of the classifier's update over the classes; sizes relative to the update's, beyond what they are in gradients."""
+
+    left: float
+    decay: float  # times theta's own sums: the best fit
+    after: float  # what is left without these
+    weights: float  # theta's sums, relative to the update
+    control: float  # what is left in gradients
+
+    def beyond(self, size: float) -> float:
+        return max(0.0, size - 4 * self.control)
+
+
+def flattened(update: Update) -> Tensor:
+    return torch.cat([t.flatten() for t in update.values()]).double()
+
+
+def without_decay(seen: Observation) -> Tensor:
+    """The update's entries; if weight decay alone moves a fifth of them or more, the others, without it."""
+    update, theta = flattened(seen.update), flattened({k: seen.params[k] for k in seen.update})
+    known = theta != 0
+    decay = -float((update[known] / theta[known]).median()) if known.any() else 0.0
+    rest = update + decay * theta
+    moved = rest.abs() > 0.01 * abs(decay) * theta.abs() + 4 * rounding_of(seen) * theta.abs()
+    if decay <= 0 or float(moved.double().mean()) > 0.8 or not moved.any():
+        return update
+    return rest[moved]
+
+
+def share_of_one_size(entries: Tensor) -> tuple[float, float]:
+    """The share of the entries above half of the largest that are within ONE_SIZE of it, and the largest; 0 if they are few."""
+    sizes = entries.abs()
+    largest = sizes.max()
+    large = sizes[sizes > largest / 2]
+    if len(large) < FEW * int((sizes > 0).sum()):
+        return 0.0, float(largest)
+    return float((large > (1 - ONE_SIZE) * largest).double().mean()), float(largest)
+
+
+def unevenness_of(entries: Tensor) -> float:
+    """How many times the largest hundredth of the entries exceeds their median."""
+    sizes = entries.abs()
+    sizes = sizes[sizes > 0].sort().values
+    return float(sizes[int(0.99 * (len(sizes) - 1))] / sizes[len(sizes) // 2])
+
+
+def probe_gradients(fed: Federation, seen: Observation) -> list[Probe]:
+    """Gradients on auxiliary examples (or random ones) at the server's weights, and steps of the update's size.
+
+    Empty if the rounding is too coarse for any comparison.
+    """
+    shards, rng = fed.shards, generator("training evidence")
+    fed.load_buffers(seen.buffers)
+    size, found, length = min(fed.chain.slice_of(shards.batch_size), 32), [], float(norm(seen.update))
+    rounding, kept = rounding_of(seen), _kept(seen)
+    if rounding * float(norm({k: seen.params[k] for k in seen.update})) > COARSE * length:
+        return []
+    own = shards.auxiliary_batch()
+    for _ in range(PROBES):
+        if len(own.x):
+            rows = torch.randint(len(own.x), (size,), generator=rng)
+            batch = Batch(own.x[rows], own.y[rows])
+        else:
+            x = torch.rand(size, *shards.dataset.shape, generator=rng)
+            batch = Batch(x, torch.randint(shards.dataset.classes, (size,), generator=rng))
+        g = fed.gradient(seen.params, batch, None)
+        rate = length / max(float(norm(g)), 1e-30)
+        step = {k: (seen.params[k] - rate * t).to(kept).to(t.dtype) - seen.params[k] for k, t in g.items()}
+        found.append(Probe(g, step))
+    return found
+
+
+def class_sums(fed: Federation, seen: Observation, probes: list[Probe]) -> _Sums | None:
+    """Sums over the classes of the classifier's update. None: a gradient's do not vanish either, or any training's do."""
+    if not is_cross_entropy(fed.loss) or fed.shards.dataset.classes == 2:
+        return None
+    names = classifier_names(fed, seen)
+    if not names:
+        return None
+    update, theta, *controls = (_joined(part, names) for part in (seen.update, seen.params, *(p.step for p in probes)))
+    control = max(float(c.sum(0).norm() / c.norm().clamp_min(1e-300)) for c in controls)
+    if len(update) != fed.shards.dataset.classes or control > COARSE or not update.any():
+        return None
+    size, sums, weights = float(update.norm()), update.sum(0), theta.sum(0)
+    decay = -float(sums @ weights / weights.square().sum().clamp_min(1e-300))
+    left, after = float(sums.norm()) / size, float((sums + decay * weights).norm()) / size
+    found = _Sums(left, decay, after, float(weights.norm()) / size, control)
+    return replace(found, left=found.beyond(left), after=found.beyond(after))
+
+
+def classifier_names(fed: Federation, seen: Observation) -> list[str]:
+    """The classifier's parameters in the update; none if the network does not end in a fully connected layer."""
+    try:
+        layer = last_linear(fed.model)
+    except ValueError:
+        return []
+    return [name for name in (f"{layer}.weight", f"{layer}.bias") if name in seen.update]
+
+
+def like_noise(fed: Federation, seen: Observation, probes: list[Probe], decay: float) -> str:
+    """A parameter before the classifier that has hardly more in common with gradients than noise has; or empty.
+
+    Of one step: many go where no gradient at the server's weights points.
+    """
+    head = classifier_names(fed, seen)
+    for name in (name for name in probes[0].step if name not in head and seen.update[name].numel() >= MANY):
+        own = (seen.update[name] + decay * seen.params[name]).double().flatten()
+        others = torch.stack([p.step[name].double().flatten() for p in probes], 1)
+        if own.any() and bool(others.any(0).all()):
+            common = torch.linalg.qr(others).Q.T @ own
+            if float(common.norm() / own.norm()) < 2 * math.sqrt(len(probes) / len(own)):
+                return name
+    return ""
+
+
+def _kept(seen: Observation) -> torch.dtype:
+    """The dtype in which the client sent its weights, from those that the update makes of the server's."""
+    sent = torch.cat([(p + seen.update[k]).flatten() for k, p in seen.params.items() if k in seen.update])
+    for dtype in (torch.bfloat16, torch.float16):
+        near = (sent - sent.to(dtype).to(sent.dtype)).abs() <= 4 * torch.finfo(sent.dtype).eps * sent.abs()
+        if float(near.double().mean()) > MOST:  # by chance one in a thousand would be
+            return dtype
+    return torch.float32
+
+
+def rounding_of(seen: Observation) -> float:
+    return torch.finfo(_kept(seen)).eps
+
+
+def _joined(part: Params, names: list[str]) -> Tensor:
+    """The classifier's weight and bias as one matrix (classes, features + 1)."""
+    return torch.cat(
+        [part[name].double().flatten(1) if part[name].dim() > 1 else part[name].double()[:, None] for name in names], 1
+    )
+
+
+def highest_rank(fed: Federation, seen: Observation) -> int:
+    """The highest rank of a fully connected layer's update above rounding; of layers that see each example once."""
+    once: dict[str, bool] = {}
+
+    def note(name: str) -> object:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+            once[name] = name not in once and inputs[0].dim() == 2
+
+        return hook
+
+    linears = {name: m for name, m in fed.model.named_modules() if isinstance(m, nn.Linear)}
+    hooks = [m.register_forward_hook(note(name)) for name, m in linears.items()]  # type: ignore[arg-type]
+    try:
+        _probe_forward(fed)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    highest = 0
+    for name in (f"{name}.weight" for name, single in once.items() if single):
+        if name not in seen.update or seen.update[name].numel() > MOST_ENTRIES:
+            continue  # made from other parameters (weight norm), or shared under another name
+        update, theta = (part[name].double() for part in (seen.update, seen.params))
+        noise = rounding_of(seen) * float(theta.square().mean().sqrt()) * sum(math.sqrt(side) for side in update.shape)
+        values = torch.linalg.svdvals(update)
+        highest = max(highest, int((values > max(4 * noise, 1e-5 * float(values[0]))).sum()))
+    return highest
+
+
+def _probe_forward(fed: Federation) -> None:
+    modes = [(module, module.training) for module in fed.model.modules()]
+    fed.model.eval()
+    try:
+        with torch.no_grad():
+            fed.model(fed.shards.dataset.normalise(torch.rand(2, *fed.shards.dataset.shape)))
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def predictions(fed: Federation, params: Params, x: Tensor) -> Tensor:
+    """The classes' probabilities (B, classes), in the mode that clients train in."""
+    with torch.no_grad(), without_running_stats(fed.model):
+        logits: Tensor = functional_call(fed.model, params, (fed.shards.dataset.normalise(x),))
+    return logits.double().softmax(1)
