@@ -32,6 +32,7 @@ assert fedgauge.client  # the import is the point
 # has nothing to do with it, so each test derives its seed from its own code
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray reads it when it is imported: only the loopback address
 os.environ["HF_HUB_OFFLINE"] = "1"  # a hub call without network would retry for 30 seconds
 
 # folders whose tests start processes or compute for seconds: they come first, so that the workers end together

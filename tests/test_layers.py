@@ -126,7 +126,7 @@ def test_a_package_imports_only_what_stands_below_it(package: str) -> None:
 
 
 def test_the_reader_sees_modules_that_are_named_in_strings() -> None:
-    assert {"server.app", "client.app"} <= {i.module for i in NAMED if i.file == "simulations/run/launch.py"}
+    assert {"server.app", "client.app"} <= {i.module for i in NAMED if i.file == "simulations/deploy/submission.py"}
 
 
 def test_attacks_and_defenses_do_not_know_each_other() -> None:

@@ -9,12 +9,15 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fedgauge.server.children import die_with_parent
 from fedgauge.server.pool.executors import Result, WorkerDied, last_line
+from fedgauge.server.pool.private_ray import private_ray
 from fedgauge.server.pool.worker import Task, TaskResult
 
+LOOPBACK = "127.0.0.1"
 JOINING = 60.0  # seconds that a Ray cluster may take to answer
 
 
@@ -23,26 +26,43 @@ class RayExecutor:
 
     Args:
         address: "host:port" of a cluster's head, which this machine joins as a node without cores; "auto": the cluster that
-            this machine belongs to already; None: start Ray on this machine.
+            this machine belongs to already; None: start Ray on this machine, for this user alone.
+
+    Raises:
+        RuntimeError: this process imported Ray before, with settings by which others could reach it.
+        ConnectionError: no cluster answers at the address, or it has another token.
     """
 
     def __init__(self, workers: int, address: str | None = None) -> None:
-        import ray
-
-        self._ray = ray
         self.slots = workers  # more waves in flight would hold memory without making anything faster
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without it Ray warns of a coming change
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._node: subprocess.Popen[bytes] | None = None
         # a short path, because socket paths are limited; removed at the end
         self._scratch = tempfile.mkdtemp(prefix="fedgauge-ray-")
+        before = dict(os.environ)
+        if address is None:
+            os.environ.update(private_ray(Path(self._scratch)))  # Ray reads it when it is imported
+        import ray
+
+        self._ray = ray
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             if address is None:
-                ray.init(address="local", num_cpus=workers, include_dashboard=False, _temp_dir=self._scratch, **quiet)
+                # a folder inside ours, as Ray opens its own to everybody, with the sockets of its store in it
+                below = f"{self._scratch}/r"
+                ray.init(address="local", num_cpus=workers, include_dashboard=False, _temp_dir=below, **quiet)
+                if (at := ray.util.get_node_ip_address()) != LOOPBACK:
+                    ray.shutdown()
+                    raise RuntimeError(
+                        f"Ray was imported before the attack workers were asked for, and listens at {at}; expected "
+                        f"{LOOPBACK}: set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray is imported"
+                    )
             else:
                 self._join(address, quiet)
         except BaseException:
+            os.environ.clear()
+            os.environ.update(before)
             self._leave()
             raise
 

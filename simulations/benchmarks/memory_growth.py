@@ -72,7 +72,9 @@ def memory_of_flower(progress: Progress, clients: int = 100, rounds: int = 10, i
         attacked = _in_a_process(audit, run)
         progress(rounds + 1, rounds + 1)
         figures = _complete(run) + _figures("ServerApp's process", trained, run) + _figures("audit", attacked, run)
-    return BenchmarkReport(tuple(figures), _settings(clients, rounds, iterations, "flwr run, 2 clients at a time"))
+    return BenchmarkReport(
+        tuple(figures), _settings(clients, rounds, iterations, "Flower's engine, 2 clients at a time")
+    )
 
 
 def train(run: Run) -> list[MemoryUse]:
@@ -114,7 +116,7 @@ def _watch(run: Run, scenario: Scenario, progress: Callable[[int], None]) -> lis
     """Train through Flower; the ServerApp's memory whenever the ledger has another round."""
     seen: list[MemoryUse] = []
     server = 0
-    with run.ledger() as ledger, TrainingProcess(run, scenario) as training:
+    with run.ledger() as ledger, TrainingProcess(run) as training:
         while not training.finished():
             done = _rounds(ledger)
             if done > (seen[-1].rounds if seen else 0):
@@ -129,7 +131,7 @@ def _watch(run: Run, scenario: Scenario, progress: Callable[[int], None]) -> lis
 def server_process(mark: str) -> int:
     """The process of a training that runs the ServerApp."""
     return next(
-        pid for pid in processes.marked(mark) if b"flwr-simulation" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in processes.marked(mark) if b"simulation_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.services import Addresses, Service, services
+from fedgauge.simulations.deploy.submission import PATIENCE
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.launch import TrainingFailed
 
@@ -78,7 +79,7 @@ class LocalDeployment:
     def listen(self) -> None:
         """Start the SuperLink and wait until it answers."""
         self.begin("superlink")
-        deadline = time.monotonic() + launch.PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while not processes.listens(self.addresses.superlink[1]):
             if self.children["superlink"].poll() is not None or time.monotonic() > deadline:
                 raise TrainingFailed(self.blame("superlink", "it did not start"))

@@ -15,6 +15,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.simulations.deploy.folder import Deployment
+from fedgauge.simulations.deploy.submission import PATIENCE, Submission, write_app, write_home
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.exit_status import INTERRUPTED
@@ -36,7 +37,7 @@ def register(deployment: Deployment, superlink: str) -> None:
             key = deployment.public_key(client)
             command = ["flwr", "supernode", "register", str(key.resolve()), "fedgauge", "--name", f"client-{client}"]
             try:
-                done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=launch.PATIENCE)
+                done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
             except subprocess.TimeoutExpired as error:
                 raise TrainingFailed(f"{superlink} does not answer") from error
             if done.returncode and REGISTERED not in done.stdout + done.stderr:
@@ -72,8 +73,8 @@ def _train(
 
     try:
         with _control(deployment, superlink) as (scratch, env):
-            launch.write_app(scratch, run, scenario)
-            submission = launch.Submission(scratch, run.log("flower.log"), env)
+            write_app(scratch, run, scenario)
+            submission = Submission(scratch, run.log("flower.log"), env)
             try:
                 while submission.process.poll() is None and not interrupt.asked:
                     time.sleep(POLL)
@@ -113,7 +114,7 @@ def _control(deployment: Deployment, superlink: str) -> Iterator[tuple[Path, dic
     certificate = str((deployment.folder / "tls" / "ca.crt").resolve())
     with tempfile.TemporaryDirectory(prefix="fedgauge-") as named:
         scratch = Path(named)
-        launch.write_home(scratch, {"address": superlink, "root-certificates": certificate})
+        write_home(scratch, {"address": superlink, "root-certificates": certificate})
         mark = os.environ.get(
             processes.MARK, uuid.uuid4().hex
         )  # the mark of the local start that this process belongs to

@@ -2,9 +2,8 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from types import FrameType
 
 from rich.console import Console
@@ -16,11 +15,10 @@ from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.view import View
 from fedgauge.simulations.run.exit_status import INTERRUPTED
-from fedgauge.simulations.run.launch import AuditFailed, AuditService, InMemoryTraining, TrainingFailed, TrainingProcess
+from fedgauge.simulations.run.launch import AuditFailed, AuditService, TrainingFailed, TrainingProcess
 
 POLL = 0.3  # seconds between two readings of the run
 RESTARTS = 2  # of an attack service that dies
-Start = Callable[[], TrainingProcess | InMemoryTraining]
 
 
 class Interrupt:
@@ -56,7 +54,7 @@ def simulate(
     """Train and attack. After an interrupt the run is incomplete, and what is left to attack is on the tape.
 
     Args:
-        in_memory: train in one process, without Flower's SuperLink and simulation engine; every bit is the same.
+        in_memory: train in one process, without Flower's simulation engine; every bit is the same.
 
     Raises:
         TrainingFailed: the federation failed; the updates that it had sent are still attacked.
@@ -73,13 +71,10 @@ def simulate(
                 if scenario.audit.curious:
                     supervisor.start()
                 waits_for = (
-                    "the training to load"
-                    if in_memory
-                    else "Flower to load its server, its simulation engine and the clients"
+                    "the training to load" if in_memory else "Flower to load its simulation engine and the clients"
                 )
                 supervisor.view.note = f"waiting for {waits_for}"
-                start = partial(InMemoryTraining, run) if in_memory else partial(TrainingProcess, run, scenario)
-                _train(run, ledger, start, supervisor, interrupt)
+                _train(run, ledger, supervisor, interrupt, in_memory)
         except TrainingFailed:
             supervisor.drain()
             raise
@@ -87,11 +82,11 @@ def simulate(
         supervisor.verify()
 
 
-def _train(run: Run, ledger: Ledger, start: Start, supervisor: "AuditSupervisor", interrupt: Interrupt) -> None:
+def _train(run: Run, ledger: Ledger, supervisor: "AuditSupervisor", interrupt: Interrupt, in_memory: bool) -> None:
     ledger.set_meta(state="training")
     state = "failed"
     try:
-        with start() as training:
+        with TrainingProcess(run, in_memory) as training:
             while not training.finished() and not interrupt.asked:
                 supervisor.poll()
                 time.sleep(POLL)

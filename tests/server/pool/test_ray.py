@@ -1,8 +1,11 @@
 """Ray workers: the same scores as in this process, and rows for every job however often a worker is killed."""
 
 import gc
+import http.client
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,6 +21,7 @@ from fedgauge.server.pool.service import ATTEMPTS, serve
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
+from tests.listening import LOOPBACK, listening
 
 pytestmark = pytest.mark.slow
 
@@ -204,6 +208,56 @@ def test_an_attack_that_raises_in_a_worker_is_the_waves_failure_and_not_the_pool
         (error,) = ledger.errors()
     assert max(n for _, n in attempts(run).values()) == 2, "once as a wave and once alone: it would only raise again"
     assert "nothing is called 'gone'" in error
+
+
+INTRUDER = """
+import os, sys
+import ray
+from ray._raylet import GcsClient
+if os.getuid() == 0 and sys.argv[2] == "stranger":  # a file that only we may read is no file for him
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=20)
+    print("inside")
+except ray.exceptions.AuthenticationError:
+    print("refused")
+"""
+
+
+def test_nobody_else_of_the_machine_or_the_network_reaches_the_workers(ray_executor: RayExecutor) -> None:
+    """Whoever reaches Ray's head, node or agent without the token runs code as we."""
+    import ray
+
+    ray_executor.pids()  # all are up
+    found = listening([os.getpid(), *descendants()])
+    assert {address for address, _ in found} == {LOOPBACK}
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert token.stat().st_mode & 0o077 == 0 == token.parent.stat().st_mode & 0o077
+    assert not any(token.read_text() in command for command in descendants().values())
+
+    head = ray.get_runtime_context().gcs_address
+    outside = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+    known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    wrong = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+
+    def tries(who: str, extra: dict[str, str]) -> str:
+        command = [sys.executable, "-c", INTRUDER, head, who]
+        return subprocess.run(command, env=outside | extra, capture_output=True, text=True, timeout=300).stdout.strip()
+
+    assert tries("we", known) == "inside", "what is asked below can be answered"
+    assert tries("stranger", {}) == "refused"
+    assert tries("stranger", wrong) == "refused"
+    answers = []
+    for _, port in sorted(found):
+        agent = http.client.HTTPConnection(LOOPBACK, port, timeout=10)
+        try:
+            agent.request("POST", "/get_or_create_runtime_env")
+            answers.append(agent.getresponse().status)
+        except (http.client.HTTPException, OSError):  # gRPC's ports speak no HTTP/1
+            continue
+        finally:
+            agent.close()
+    assert answers == [401], "the agent that starts workers"
 
 
 def test_ray_that_does_not_start_leaves_nothing_behind(

@@ -1,4 +1,4 @@
-"""The real thing: `fedgauge run` drives Flower, a SuperLink, clients and attack workers. The only tests that start Flower."""
+"""The real thing: `fedgauge run` drives Flower's engine, clients and attack workers. The only tests that start Flower."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import create_run
-from fedgauge.simulations.run.launch import InMemoryTraining, TrainingFailed
+from fedgauge.simulations.run.launch import TrainingFailed, TrainingProcess
 from fedgauge.simulations.run.processes import MARK
 
 OURS = uuid.uuid4().hex
@@ -175,7 +175,8 @@ def test_a_run_in_memory_is_the_same_run(finished: Run, tmp_path: Path) -> None:
     assert [e["round"] for e in events if e["event"] == "round"] == [0, 1, 2, 3, 4]
     assert (events[-1]["event"], events[-1]["state"]) == ("finished", "complete")
     run = Run.open(Path(events[-1]["folder"]))
-    assert not (run.folder / "logs" / "superlink.log").exists(), "no Flower was started"
+    assert b"Simulation" not in run.log("flower.log").read_bytes(), "Flower's engine was not started"
+    assert b"Simulation" in finished.log("flower.log").read_bytes()
     assert (run.folder / "report.html").stat().st_size > 100_000
     assert run.model.read_bytes() == finished.model.read_bytes()
     tapes = [{p.name: p.read_bytes() for p in (r.folder / "tape").glob("*.safetensors")} for r in (run, finished)]
@@ -227,11 +228,9 @@ def test_a_training_in_memory_that_dies_is_told_with_the_end_of_its_log(tmp_path
     (tmp_path / "small.toml").write_text(SCENARIO)
     run = create_run(Scenario.load(tmp_path / "small.toml"), tmp_path / "run")
     (run.folder / "scenario.toml").write_text("rounds = = 1")
-    with InMemoryTraining(run) as training:
+    with TrainingProcess(run, in_memory=True) as training:
         wait_for(lambda: training.finished() or None)
-        with pytest.raises(
-            TrainingFailed, match="(?s)the federation failed: its process died .*not a readable TOML file"
-        ):
+        with pytest.raises(TrainingFailed, match="(?s)the federation failed .*not a readable TOML file"):
             training.verify()
     assert not training.scratch.exists()
 

@@ -1,0 +1,111 @@
+"""What a deployment submits to its SuperLink: the app, the run's settings, and how the run's true status is asked for."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import tomli_w
+
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.run import processes
+from fedgauge.simulations.run.launch import TrainingFailed
+
+_APP = {
+    "project": {
+        "name": "fedgauge-app",
+        "version": "0.1.0",
+        "description": "fedgauge",
+        "license": "MIT",
+        "dependencies": [],
+    },
+    "tool": {
+        "flwr": {
+            "app": {
+                "publisher": "fedgauge",
+                "components": {"serverapp": "fedgauge.server.app:app", "clientapp": "fedgauge.client.app:app"},
+                "config": {"protocol": "", "run-dir": ""},
+            }
+        }
+    },
+}
+PATIENCE = 120.0  # seconds for the SuperLink to start, and to answer
+
+
+def write_app(scratch: Path, run: Run, scenario: Scenario) -> None:
+    """Write the Flower app and its run-config into a scratch folder.
+
+    Flower sends everything in the app's folder to every client. It holds a pyproject.toml and no code: server and clients run
+    the fedgauge that is installed on their own machine.
+    """
+    (scratch / "app").mkdir()
+    (scratch / "app" / "pyproject.toml").write_text(tomli_w.dumps(_APP))
+    settings = {"protocol": scenario.protocol.to_json(), "run-dir": str(run.folder.resolve())}
+    (scratch / "run-config.toml").write_text(tomli_w.dumps(settings))
+
+
+def write_home(scratch: Path, link: Mapping[str, object]) -> None:
+    """Write Flower's own settings into a scratch folder: how its commands reach the SuperLink."""
+    (scratch / "home").mkdir()
+    links = {"default": "fedgauge", "fedgauge": link}
+    (scratch / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
+
+
+class Submission:
+    """A Flower run: the app of a scratch folder, submitted to the SuperLink and logged until it ends."""
+
+    def __init__(self, scratch: Path, log: Path, env: Mapping[str, str], more: Sequence[str] = ()) -> None:
+        self._log, self._env, self._since = log, env, log.stat().st_size
+        settings = ["--run-config", str(scratch / "run-config.toml")]
+        command = ["flwr", "run", str(scratch / "app"), "fedgauge", "--stream", *settings, *more]
+        self.process = processes.start(command, log, env)
+
+    def stop(self) -> None:
+        """Let the SuperLink end the run, if it has started; print a message if that fails, as the run may still train."""
+        if run := self._run():
+            command = ["flwr", "stop", run, "fedgauge"]
+            try:
+                done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=PATIENCE)
+            except subprocess.TimeoutExpired:
+                print(
+                    f"fedgauge: Flower's run {run} could not be stopped: the SuperLink does not answer", file=sys.stderr
+                )
+                return
+            if done.returncode:
+                output = (done.stderr.strip() or done.stdout.strip())[-500:]
+                print(f"fedgauge: Flower's run {run} could not be stopped: {output}", file=sys.stderr)
+
+    def status(self, blame: Callable[[str], str]) -> str:
+        """The run's status at the SuperLink; TrainingFailed if there is none.
+
+        Args:
+            blame: makes the error's message from what went wrong.
+        """
+        if not (run := self._run()):
+            raise TrainingFailed(blame("it never started"))
+        try:
+            listing = subprocess.run(
+                ["flwr", "ls", "fedgauge", "--run-id", run, "--format", "json"],
+                env=self._env,
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+                start_new_session=True,  # a Ctrl-C in the terminal must not reach it
+            )
+        except subprocess.TimeoutExpired:
+            raise TrainingFailed(blame(f"its status is unknown: no answer in {PATIENCE:.0f} s")) from None
+        try:
+            return str(json.loads(listing.stdout)["runs"][0]["status"])
+        except (json.JSONDecodeError, KeyError, IndexError, TypeError):
+            output = listing.stderr.strip() or listing.stdout.strip()
+            raise TrainingFailed(blame(f"its status is unknown: {output[-300:]}")) from None
+
+    def _run(self) -> str:
+        """Its id, from the submission's log; "" if the submission did not get that far."""
+        with self._log.open("rb") as log:
+            log.seek(self._since)
+            found = re.search(rb"started run (\d+)", log.read())
+        return found[1].decode() if found else ""

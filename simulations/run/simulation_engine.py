@@ -1,0 +1,59 @@
+"""A federation on Flower's simulation engine, in a process of its own.
+
+It is started by `run_simulation` and not by `flwr run`, although Flower advises the second: a SuperLink listens on a port and
+asks nobody who they are, so that any user of the machine could submit an app to it and have it run with our rights.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+
+from fedgauge.client.app import app as client_app
+from fedgauge.server.app import federate
+from fedgauge.server.store.run import Run
+
+
+class ConfiguredClient(ClientApp):
+    """The client app with a run-config, which `run_simulation` leaves empty."""
+
+    def __init__(self, config: Mapping[str, str]) -> None:
+        super().__init__()
+        self._config = dict(config)
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        # a context of its own with the same state, as a context's run-config cannot be set
+        own = Context(context.run_id, context.node_id, context.node_config, context.state, dict(self._config))
+        return client_app(message, own)
+
+
+def train(run: Run) -> None:
+    """Train a run's federation; each client is a Ray actor."""
+    scenario = run.scenario()
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        federate(run, grid, context.run_id)
+
+    clients = scenario.protocol.clients
+    run_simulation(
+        server,
+        ConfiguredClient({"protocol": scenario.protocol.to_json()}),
+        clients,
+        backend_config={
+            "init_args": {"num_cpus": min(scenario.simulation.parallel_clients, clients), "log_to_driver": False},
+            "client_resources": {"num_cpus": 1.0},
+        },
+    )
+
+
+if __name__ == "__main__":
+    # by its full name, as Ray would send a class of __main__ by value
+    from fedgauge.simulations.run.simulation_engine import train as train_here
+
+    train_here(Run.open(Path(sys.argv[1])))
