@@ -17,16 +17,45 @@ POLL_SECONDS = 0.5  # between checks of the files
 HEARTBEAT = 15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
 
 
+class Watch:
+    """What is known of one run, or of the list of runs, for all who listen to it."""
+
+    def __init__(self) -> None:
+        self.version: str | None = None  # not looked up yet
+        self.listeners = 0
+        self.news = asyncio.Event()  # until the next change, which has another one
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody looks any more, as the run is gone; raises what ended the looking instead."""
+        if self.task is None or not self.task.done():
+            return False
+        self.task.result()
+        return True
+
+    def tell(self, *_: object) -> None:
+        """Wake up everybody who listens."""
+        self.news.set()
+        self.news = asyncio.Event()
+
+
 class EventStream:
-    """Changes of a catalog's runs as server-sent events; a slow listener may miss versions, but never the last one."""
+    """Changes of a catalog's runs as server-sent events; a slow listener may miss versions, but never the last one.
+
+    However many listen, each run is looked at once.
+    """
 
     def __init__(self, catalog: RunCatalog) -> None:
         self.catalog = catalog
-        self._stopping = asyncio.Event()
+        self._stopping = False
+        self._watches: dict[str | None, Watch] = {}
 
     def stop(self) -> None:
         """End every stream."""
-        self._stopping.set()
+        self._stopping = True
+        for watch in list(self._watches.values()):
+            watch.tell()
 
     async def events(self, name: str | None, last: str | None) -> AsyncIterator[str]:
         """The stream of one listener.
@@ -35,27 +64,52 @@ class EventStream:
             name: a run; None for all runs of the folder.
             last: the version that the listener already has, from its Last-Event-ID.
         """
-        known, touched, silent = last, None, 0.0
         yield "retry: 1000\n\n"
-        while not self._stopping.is_set():
-            now = await asyncio.to_thread(self._touched, name)
-            if now is None:
-                yield "event: gone\ndata: {}\n\n"
-                return
+        known, watch = last, self._join(name)
+        try:
+            while not self._stopping:
+                if watch.over:
+                    yield "event: gone\ndata: {}\n\n"
+                    return
+                news, version = watch.news, watch.version
+                if version not in (None, known):
+                    known = version
+                    yield f"id: {version}\nevent: change\ndata: {json.dumps({'run': name, 'version': version})}\n\n"
+                try:
+                    await asyncio.wait_for(news.wait(), HEARTBEAT)
+                except TimeoutError:
+                    yield ": still here\n\n"
+        finally:
+            self._leave(name, watch)
+
+    def _join(self, name: str | None) -> Watch:
+        watch = self._watches.get(name)
+        if watch is None or (watch.task is not None and watch.task.done()):
+            watch = self._watches[name] = Watch()
+            watch.task = asyncio.create_task(self._look(name, watch))
+            watch.task.add_done_callback(watch.tell)
+        watch.listeners += 1
+        return watch
+
+    def _leave(self, name: str | None, watch: Watch) -> None:
+        watch.listeners -= 1
+        if not watch.listeners:
+            assert watch.task is not None
+            watch.task.cancel()
+            if self._watches.get(name) is watch:
+                del self._watches[name]
+
+    async def _look(self, name: str | None, watch: Watch) -> None:
+        """Keep a watch up to date; ends when the run is gone."""
+        touched = None
+        while (now := await asyncio.to_thread(self._touched, name)) is not None:
             if now != touched:
                 touched = now
                 version = await asyncio.to_thread(self._version, name)
-                if version != known:
-                    known, silent = version, 0.0
-                    yield f"id: {version}\nevent: change\ndata: {json.dumps({'run': name, 'version': version})}\n\n"
-            if silent >= HEARTBEAT:
-                silent = 0.0
-                yield ": still here\n\n"
-            silent += POLL_SECONDS
-            try:
-                await asyncio.wait_for(self._stopping.wait(), POLL_SECONDS)
-            except TimeoutError:
-                continue
+                if version != watch.version:
+                    watch.version = version
+                    watch.tell()
+            await asyncio.sleep(POLL_SECONDS)
 
     def _touched(self, name: str | None) -> Any:
         """A value that differs whenever a ledger may have changed, made without a query. None: the run is gone."""
@@ -64,7 +118,13 @@ class EventStream:
                 return _marks(self.catalog.run(name))
             except UnknownRun:
                 return None
-        return [(n, _marks(self.catalog.run(n))) for n in self.catalog.names()]
+        return [(n, self._mark(n)) for n in self.catalog.names()]
+
+    def _mark(self, name: str) -> Any:
+        try:
+            return _marks(self.catalog.run(name))
+        except (UnknownRun, OSError) as error:  # deleted since it was listed, or not ours to open: it hides no other
+            return str(error)
 
     def _version(self, name: str | None) -> str:
         if name is None:
@@ -88,7 +148,10 @@ def _digest(text: str) -> str:
 
 
 def _marks(run: Run) -> tuple[Any, ...]:
-    at_work = tuple(run.holder(purpose) for purpose in ("training", "audit"))
+    try:
+        at_work = tuple(run.holder(purpose) for purpose in ("training", "audit"))
+    except LedgerError:  # whoever reads the run says what is wrong with it
+        at_work = ()
     return (*at_work, *(_stamp(run.folder / f"ledger.sqlite{tail}") for tail in ("", "-wal")))
 
 

@@ -13,6 +13,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import verdict_of
 
+LONGEST = 255  # bytes of a file's name
 OPEN = 24  # the most runs kept open, because a reading holds all scores of its run
 
 View = TypeVar("View")
@@ -23,7 +24,7 @@ class UnknownRun(Exception):
 
 
 def _plain(name: str) -> bool:
-    return Path(name).name == name and not name.startswith(".") and "\0" not in name
+    return Path(name).name == name and not name.startswith(".") and "\0" not in name and len(name.encode()) <= LONGEST
 
 
 class RunCatalog:
@@ -61,7 +62,7 @@ class RunCatalog:
         raise UnknownRun(f"there is no run {name!r} here")
 
     def _inside(self, folder: Path) -> bool:
-        return folder.resolve().parent == self.root.resolve()  # a link may point anywhere
+        return not folder.is_symlink()  # which may point anywhere
 
     def use(self, name: str, ask: Callable[[Reading], View]) -> View:
         """The result of `ask` on a run's current state.

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from time import monotonic
-from types import FrameType
 from typing import Any, cast
 from urllib.parse import quote
 
 from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -26,8 +26,9 @@ from starlette.staticfiles import StaticFiles
 
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
 from fedgauge.server.dashboard import STATIC
+from fedgauge.server.dashboard.connections import PageServer
 from fedgauge.server.dashboard.events import EventStream
-from fedgauge.server.dashboard.guards import LOOPBACK, Headers, OwnHost, TokenGate, refusal
+from fedgauge.server.dashboard.guards import EVENTS, LOOPBACK, Bounded, Headers, OwnHost, TokenGate, refusal
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.clients import client, clients
@@ -64,12 +65,11 @@ def make_app(path: Path, token: str | None = None) -> Starlette:
         ahead = asyncio.get_running_loop().run_in_executor(None, _packed)  # compressed before the first page asks
         yield
         await ahead
-        event_stream.stop()
 
     guard = Middleware(TokenGate, token=token) if token else Middleware(OwnHost)
     app = Starlette(
         routes=_routes(),
-        middleware=[Middleware(Headers), guard, Middleware(GZipMiddleware, minimum_size=2000)],
+        middleware=[Middleware(Headers), Middleware(Bounded), guard, Middleware(GZipMiddleware, minimum_size=2000)],
         exception_handlers={
             UnknownRun: _answer(404),
             LedgerError: _answer(503),
@@ -94,23 +94,13 @@ def serve(path: Path, host: str, port: int | None, token: str | None, ready: Cal
         OSError: the address is not available; the message says what to do.
         LedgerError: the single run was written by a predecessor of fedgauge.
     """
-    import uvicorn
-
     if not token and host not in LOOPBACK:
         token = secrets.token_urlsafe(24)
     app = make_app(path, token)
     listening = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     ready(f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={quote(token, safe='')}" if token else ""))
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            app.state.event_stream.stop()  # otherwise the open streams would delay the end
-            super().handle_exit(sig, frame)
-
-    Server(uvicorn.Config(app, log_level="warning", log_config=None, ws="none", timeout_graceful_shutdown=2)).run(
-        sockets=[listening]
-    )
+    PageServer(app).run(sockets=[listening])
 
 
 PORT = 8765
@@ -133,19 +123,34 @@ def _listen(host: str, port: int | None) -> socket.socket:
     raise AssertionError("one of them was tried last")
 
 
+class _Short(Convertor[int]):
+    """A number in an address; with more digits there is none here."""
+
+    regex = "[0-9]{1,7}"
+
+    def convert(self, value: str) -> int:
+        return int(value)
+
+    def to_string(self, value: int) -> str:
+        return str(value)
+
+
+register_url_convertor("short", _Short())
+
+
 def _routes() -> list[Route | Mount]:
-    pages = ["/", "/compare", "/run/{id}", "/run/{id}/gallery", "/run/{id}/clients", "/run/{id}/image/{image:int}"]
+    pages = ["/", "/compare", "/run/{id}", "/run/{id}/gallery", "/run/{id}/clients", "/run/{id}/image/{image:short}"]
     return [
         *(Route(path, _page) for path in pages),
         Route("/api/runs", _runs),
         Route("/api/runs/{id}/overview", _overview),
         Route("/api/runs/{id}/gallery", _gallery),
-        Route("/api/runs/{id}/image/{image:int}", _image),
+        Route("/api/runs/{id}/image/{image:short}", _image),
         Route("/api/runs/{id}/trace", _trace),
         Route("/api/runs/{id}/clients", _clients),
-        Route("/api/runs/{id}/clients/{client:int}", _client),
+        Route("/api/runs/{id}/clients/{client:short}", _client),
         Route("/api/compare", _compare),
-        Route("/api/events", _events),
+        Route(EVENTS, _events),
         Route("/plotly.js", _plotly),
         Route("/healthz", _healthz),
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -161,7 +166,7 @@ def _answer(status: int) -> Callable[[Request, Exception], Response]:
 
 def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return refusal(request, str(error.detail), error.status_code)
+    return refusal(request, str(error.detail), error.status_code, error.headers)
 
 
 # --------------------------------------------------------------------------------------------------------------- views
@@ -296,6 +301,8 @@ async def _events(request: Request) -> Response:
     name, event_stream = request.query_params.get("run"), request.app.state.event_stream
     if name is not None:
         request.app.state.catalog.run(name)
+    if request.method == "HEAD":
+        return Response(media_type="text/event-stream")
     stream = event_stream.events(name, request.headers.get("last-event-id"))
     return StreamingResponse(stream, media_type="text/event-stream")
 

@@ -39,7 +39,7 @@ VIEWS = {
 def page(progress: Progress, rounds: int = 200, clients: int = 50, news: int = 5) -> BenchmarkReport:
     """First view, further views, memory, latency of updates, and the size of the report."""
     with TemporaryDirectory(prefix="fedgauge-page-") as scratch:
-        run = _large(Path(scratch) / "large", rounds, clients, progress)
+        run = large_run(Path(scratch) / "large", rounds, clients, progress)
         figures = list(_served(run, news))
         progress(rounds + 1, rounds + 2)
         started = time.perf_counter()
@@ -73,7 +73,8 @@ def _scenario(rounds: int, clients: int) -> Scenario:
     )
 
 
-def _large(folder: Path, rounds: int, clients: int, progress: Progress) -> Run:
+def large_run(folder: Path, rounds: int, clients: int, progress: Progress) -> Run:
+    """Write the run."""
     scenario = _scenario(rounds, clients)
     run, plan, rng = Run.create(folder, scenario), scenario.plan, np.random.default_rng(0)
     images = torch.from_numpy(rng.random((64, 1, 1, 28, 28), np.float32))
@@ -111,7 +112,7 @@ def _served(run: Run, news: int) -> Iterator[Figure]:
         with run.ledger() as ledger:
             waits = [_news(base, ledger, 1000 + i) for i in range(news)]
         yield Figure("a new round until its overview", median(waits), "s", at_most=2.0, note=f"median of {news}")
-        yield Figure("server's largest resident memory", _peak(pid), "MB", at_most=300.0)
+        yield Figure("server's largest resident memory", peak_memory(pid), "MB", at_most=300.0)
 
 
 def _seconds(address: str) -> float:
@@ -140,6 +141,7 @@ def _next_id(stream: Any) -> str:
     raise AssertionError("the stream ended")
 
 
-def _peak(pid: int) -> float:
+def peak_memory(pid: int) -> float:
+    """A process's largest resident memory so far, in MB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1e3

@@ -8,6 +8,7 @@ const GROUPS = { baseline: "baselines", limit: "limits", worst: "worst cases" };
 function overRounds(overview, state, change) {
   const metric = overview.metrics.find(m => m.name === state.get("metric")) || overview.metrics[0];
   const hidden = new Set(state.getAll("hide"));
+  if (!metric && !overview.accuracy.x.length && overview.ungraded.count) return [el("p.empty", "Nothing is graded, and the app returned no accuracy.")];
   const options = overview.metrics.map(m => [m.name, m.label]);
   const controls = metric && el("div.controls",
     choice("Leakage as", metric.name, options, value => change({ metric: value })), switches(metric, hidden, change),
@@ -18,10 +19,10 @@ function overRounds(overview, state, change) {
 function roundsFigure(overview, metric, hidden) {
   const series = metric ? metric.series : [], attacks = planned(overview.knowledge);
   const expected = overview.knowledge.cards.length + attacks.length + 1; // each attack has one baseline of its own
-  const height = 390 + legendHeight(Math.max(expected, series.length + 1));
+  const height = 390 + legendHeight(Math.max(expected, series.length + 1)), tested = overview.accuracy.x.length > 0 || !metric;
   const drawing = node => {
     const style = styles(series, attacks), last = Math.max(1, ...overview.accuracy.x, ...series.flatMap(s => s.x));
-    const traces = series.flatMap((s, i) => seriesTraces(s, style[i], hidden)).concat(accuracyTrace(overview.accuracy));
+    const traces = series.flatMap((s, i) => seriesTraces(s, style[i], hidden)).concat(tested ? accuracyTrace(overview.accuracy) : []);
     const right = {
       overlaying: "y", side: "right", range: [0, 1.02], tickformat: ".0%", tickmode: "linear", tick0: 0, dtick: .25,
       showgrid: false, title: { text: narrow.matches ? "" : "test accuracy", standoff: 6 },
@@ -31,7 +32,7 @@ function roundsFigure(overview, metric, hidden) {
       ...(FRACTIONS.has(metric?.name) ? partAxis : {}),
     };
     const fixed = { ...legend(), itemclick: false, itemdoubleclick: false }; // switches() does that
-    draw(node, traces, layout(roundAxis(last), left, height, { hovermode: "x unified", yaxis2: right, legend: fixed }));
+    draw(node, traces, layout(roundAxis(last), left, height, { hovermode: "x unified", ...(tested ? { yaxis2: right } : {}), legend: fixed }));
   };
   return figure("Leakage and test accuracy over rounds", roundsMeaning(overview, metric), drawing, height);
 }
@@ -76,7 +77,7 @@ function accuracyTrace({ x, y }) {
 /** The newest round, in a sentence. */
 function roundsMeaning(overview, metric) {
   const attacks = metric ? metric.series.filter(s => s.kind === "attack" && s.x.length) : [];
-  if (!attacks.length) return "No attack has given a score yet: only the test accuracy is drawn.";
+  if (!attacks.length) return `${overview.ungraded.count ? "Nothing is graded" : "No attack has given a score yet"}: only the test accuracy is drawn.`;
   const lower = LOWER_LEAKS_MORE.has(metric.name), round = Math.max(...attacks.map(s => s.x.at(-1)));
   const at = s => s.mean[s.x.indexOf(round)];
   const best = strongest(attacks, at, lower), floor = strongest(metric.series.filter(s => s.kind === "baseline"), at, lower);

@@ -31,7 +31,8 @@ function galleryControls(data, state, change) {
     slider("Round", step, data.rounds.length, words, i => reset({ round: data.rounds[i] })),
     check("all rounds", all, () => reset({ round: all ? null : "all" })),
     choice("Sort", state.get("sort") || "leak", SORTS, value => reset({ sort: value })),
-    pick("Client", "client", data.clients), pick("Attack", "attack", data.attacks), pick("Class", "label", data.labels, data.class_names));
+    pick("Client", "client", data.clients), pick("Attack", "attack", data.attacks),
+    data.labels.length > 0 && pick("Class", "label", data.labels, data.class_names));
 }
 
 const EACH = {

@@ -63,7 +63,7 @@ const opening = (title, text) => el("details", el("summary", title), el("pre", {
 function overviewView(o, { state }) {
   const notice = ({ words, command }) => el("li", words, command && [" ", el("code", command)]);
   const replay = o.replay.verdict && [el("strong", o.replay.verdict), `: ${o.replay.words}`];
-  const numbers = o.summary.some(row => row.n || row.failed) && summaryTable(o.summary, state, change, o.measure);
+  const numbers = o.summary.some(row => row.n || (row.failed && !o.ungraded.rows.length)) && summaryTable(o.summary, state, change, o.measure);
   return [
     el("h1", o.name), el("p.facts", o.facts),
     el("p", { class: `verdict ${VERDICTS[o.verdict.word] || ""}` }, o.verdict.sentence),
@@ -75,7 +75,7 @@ function overviewView(o, { state }) {
     o.ungraded.rows.length > 0 && section("Reconstructions without a truth", withoutTruth(o)),
     o.app_rounds.length > 0 && section("What the app returned", appRounds(o.app_rounds)),
     (numbers || !o.ungraded.rows.length) && section("Numbers", numbers || empty("No attack has given a score yet; they appear here by themselves.")),
-    section("Success over thresholds", o.success.length ? successFigure(o) : empty(noScore(o.ungraded))),
+    section("Success over thresholds", o.success.length ? successFigure(o) : empty(o.ungraded.count ? "Unknown, as nothing is graded." : noScore(o.ungraded))),
     section("What each attacker knew", knowledge(o.knowledge)),
     section("Participation", participation(o.participation)),
     section("Replay check", el("p", replay || "Not done yet: it runs before the first attack.")),
@@ -128,7 +128,7 @@ function progressStrip({ training, progress, state }) {
   const left = seconds_left !== null && `about ${duration(seconds_left)} left`;
   const pace = LIVE.has(state) ? [many(workers, "worker"), rate, left] : [];
   const jobs = [`${done} of ${expected} attacks done`, ...waiting, ...pace].filter(Boolean).join(" · ");
-  const model = ` · round ${training.round} of ${training.rounds} · accuracy ${percent(training.accuracy)}`;
+  const model = ` · round ${training.round} of ${training.rounds}` + (training.accuracy === null ? "" : ` · accuracy ${percent(training.accuracy)}`);
   return el("div.strip", { role: "group", "aria-label": "Progress" },
     el("p", el("b", state), model), progressBar(progress, expected), el("p.small", jobs));
 }
@@ -146,11 +146,13 @@ function knowledge({ shared, cards: all }) {
   ];
 }
 
-function participation({ accepted, rejected, missing, reasons }) {
+function participation({ accepted, rejected, missing, reasons, clients }) {
   const words = `${many(accepted, "update")} accepted, ${rejected} rejected, ${missing} missing.`;
   const rows = reasons.map(r => [r.status, String(r.count), r.reason || "no reason given"]);
+  const nodes = clients.map(c => [`client ${c.client}`, c.node || NONE, c.examples]);
   return [
     el("p", accepted + rejected + missing ? words : "No client has answered yet."),
+    nodes.length > 0 && list("Clients, numbered as Flower's nodes came, not by partition", ["client", "Flower's node", "examples that it reported"], nodes),
     rows.length > 0 && list("Why replies were not accepted", ["status", "times", "reason"], rows),
   ];
 }
@@ -225,7 +227,7 @@ function clientsView(clients, { id, state }) {
   const controls = el("div.controls",
     choice("Leakage as", clients.metric, metrics, value => change({ metric: value })),
     choice("Attack", clients.attack, attacks, value => change({ attack: value })));
-  const none = empty("No attack has given a score yet: the map of clients and rounds appears here by itself.");
+  const none = empty(clients.ungraded ? "Unknown, as nothing is graded." : "No attack has given a score yet: the map of clients and rounds appears here by itself.");
   return [
     el("h1", "Who leaks most"), el("p.facts", id), clients.rounds.length ? [controls, heatFigure(clients, open)] : none,
     clientsTable(clients, state, open), clients.opened && openedClient(clients.opened, clients.attacks),

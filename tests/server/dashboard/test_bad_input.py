@@ -12,9 +12,27 @@ from fedgauge.server.store.run import Run
 from tests.server.dashboard.pages import Get, served
 
 
-@pytest.mark.parametrize("name", ["nope", "..", "%2e%2e", "..%2f..%2fetc", "complete%2f..", ".hidden", "link", "a%00b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nope",
+        "..",
+        "%2e%2e",
+        "..%2f..%2fetc",
+        "complete%2f..",
+        ".hidden",
+        "link",
+        "circle",
+        "a%00b",
+        "a" * 300,
+        "%F0%9F%98%80" * 64,
+        "complete\\..",
+        "%ff",
+    ],
+)
 def test_nothing_outside_the_folder_is_a_run(folder: Path, get: Get, name: str, attacked_run: Run) -> None:
     (folder / "link").symlink_to(attacked_run.folder)
+    (folder / "circle").symlink_to(folder / "circle")
     shutil.copytree(folder / "complete", folder / ".hidden")
     for address in (f"/api/runs/{name}/overview", f"/api/runs/{name}/gallery", f"/run/{name}/gallery"):
         get(address, 404)
@@ -35,7 +53,7 @@ def test_a_ledger_cannot_name_a_file_elsewhere(folder: Path, get: Get, tmp_path:
     """A ledger that somebody sent may call an attack what he likes."""
     with sqlite3.connect(folder / "complete" / "ledger.sqlite") as db:
         db.execute("UPDATE attacks SET name = '/../../../x' WHERE name = 'inverting_gradients'")
-        db.execute("UPDATE scores SET attack = '/../../../x' WHERE attack = 'inverting_gradients'")
+        db.execute("UPDATE scores SET attack = replace(attack, 'inverting_gradients', '/../../../x')")
     found = Run(folder / "complete").reconstruction(1, 0, "/../../../x")
     assert found.resolve().parent != (folder / "complete" / "reconstructions").resolve()
     shutil.copy(Run(folder / "complete").reconstruction(1, 0, "inverting_gradients"), tmp_path / "x.safetensors")
@@ -78,6 +96,10 @@ def test_damaged_foreign_locked_and_newer_ledgers_are_named(folder: Path, get: G
         db.execute("PRAGMA user_version = 99")
     holder = sqlite3.connect(locked)
     holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+    holder.execute(
+        "INSERT INTO meta VALUES ('written', 'by somebody')"
+    )  # a file in which nobody writes is read without locks
+    holder.commit()
     holder.execute("BEGIN EXCLUSIVE")
     told = {name: get(f"/api/runs/{name}/overview", 503)["error"] for name in ("foreign", "damaged", "newer", "locked")}
     assert "not a fedgauge ledger" in told["foreign"]

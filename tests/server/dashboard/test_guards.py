@@ -1,7 +1,10 @@
 """Who gets an answer, and how the page is started."""
 
+import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,11 @@ import httpx
 import pytest
 
 from fedgauge.server.dashboard import DRAWING, STATIC
+from fedgauge.server.dashboard.peers import user_of
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.simulations.cli.main import main
-from tests.server.dashboard.pages import Get, Http, served
+from tests.server.dashboard.pages import Get, Http, ask, listening, served
+from tests.server.dashboard.pages import get as request
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]:8765"])
@@ -43,9 +48,77 @@ def test_without_the_token_nothing_is_answered(folder: Path) -> None:
         assert http.get("/api/runs").status_code == 200, "the cookie lets in from then on"
 
 
-def test_a_name_that_leads_here_from_elsewhere_is_refused(folder: Path) -> None:
-    with Http(make_app(folder), base_url="http://evil.example") as http:
-        assert http.get("/api/runs").status_code == 400
+FOREIGN = ["evil.example", "a_b.evil.example", "localhost.evil.example", "[::1", "localhost:x", "", "localhost@evil.example",
+           "evil.example/localhost", "127.0.0.1:80:80", "l\u00f6calhost"]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_a_name_that_leads_here_from_elsewhere_is_refused(folder: Path, host: str) -> None:
+    """Names that Starlette cannot read are names, too: it would take the server's own address in their place."""
+    with Http(make_app(folder), base_url="http://localhost") as http:
+        answer = http.get("/api/runs", headers=[("Host", host.encode())])
+        assert answer.status_code == 400
+        assert "open this page as 127.0.0.1 or localhost" in answer.json()["error"]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux says whose connection it is")
+@pytest.mark.parametrize("here", ["127.0.0.1", "::1"])
+def test_it_is_known_whose_connection_it_is(here: str) -> None:
+    try:
+        server = socket.create_server((here, 0), family=socket.AF_INET6 if ":" in here else socket.AF_INET)
+    except OSError:
+        pytest.skip(f"this machine has no address {here}")
+    ours = server.getsockname()[:2]
+    with server, socket.create_connection(ours) as visitor:
+        assert user_of(visitor.getsockname()[:2], ours) == os.getuid()
+        assert user_of((here, 1), ours) is None
+
+
+KNOCK = """
+import os, socket, sys
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+knock = socket.socket()
+knock.connect(("127.0.0.1", int(sys.argv[1])))  # by numbers alone: the files that look up names are not his to read
+knock.sendall(sys.argv[2].encode())
+print(knock.recv(12).decode())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not Path("/proc/net/tcp").exists(), reason="needs root, to ask as another user")
+@pytest.mark.parametrize(("token", "status"), [(None, 403), ("secret", 200)])
+def test_another_user_of_this_machine_is_refused(folder: Path, token: str | None, status: int) -> None:
+    sent = request("/api/runs", "Authorization: Bearer secret")
+    with listening(make_app(folder, token)) as port:
+        command = [sys.executable, "-c", KNOCK, str(port), sent.decode()]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert ask(port, sent)[0] == 200, "this user is answered"
+    assert asked.stdout == f"HTTP/1.1 {status}\n"
+
+
+def test_one_request_names_one_host(folder: Path) -> None:
+    with Http(make_app(folder), base_url="http://localhost") as http:
+        assert http.get("/api/runs", headers=[("Host", "localhost"), ("Host", "evil.example")]).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "path", ["//evil.example/", "///evil.example", "/%5Cevil.example/", "//evil.example/%2e%2e", "/%2f%2fevil"]
+)
+def test_the_token_leads_to_no_other_host(folder: Path, path: str) -> None:
+    with Http(make_app(folder, "secret"), base_url="http://server:8765") as http:
+        answer = http.get(f"{path}?token=secret&x=1", follow_redirects=False)
+        assert answer.status_code == 303
+        assert answer.headers["location"].endswith("?x=1")
+        assert httpx.URL("http://server:8765").join(answer.headers["location"]).host == "server"
+        assert re.match(r"/(?![/\\])", answer.headers["location"]), "a browser takes a backslash for a slash"
+
+
+@pytest.mark.parametrize("host", ["server:99999", "[::1", "a_b:8765", "\u00e4"])
+def test_with_a_token_any_name_will_do(folder: Path, host: str) -> None:
+    with Http(make_app(folder, "secret"), base_url="http://server") as http:
+        named = [("Host", host.encode())]
+        assert http.get("/api/runs", headers=named).status_code == 401
+        assert http.get("/api/runs", headers=[*named, ("Authorization", "Bearer secret")]).status_code == 200
+        assert http.get("/?token=secret", headers=named, follow_redirects=False).status_code == 303
 
 
 def test_every_answer_forbids_what_the_page_does_not_need(folder: Path) -> None:
@@ -54,6 +127,8 @@ def test_every_answer_forbids_what_the_page_does_not_need(folder: Path) -> None:
             headers = http.get(address).headers
             assert "default-src 'none'; script-src 'self';" in headers["content-security-policy"]
             assert headers["cache-control"] == "no-store"
+            assert headers["referrer-policy"] == "no-referrer"
+            assert headers["cross-origin-resource-policy"] == "same-origin"
 
 
 def test_the_page_loads_every_script_and_reports_get_those_that_draw(get: Get) -> None:

@@ -139,7 +139,7 @@ def test_every_gallery_card_is_the_truth_beside_the_reconstruction(get: Get, att
         found = attacked_run.read_reconstruction(card["round"], card["client"], "inverting_gradients")
         image = (found["x"][card["example"], 0].clamp(0, 1) * 255).round().byte().numpy()
         assert np.array_equal(pixels(tile["image"]), image)
-        assert card["tiles"][1] | {"image": None, "psnr": None, "note": "not_applicable"} == card["tiles"][1]
+        assert card["tiles"][1] | {"image": None, "psnr": None, "note": "not applicable"} == card["tiles"][1]
     strengths = [card["tiles"][0]["psnr"] for card in page["cards"]]
     assert strengths == sorted(strengths, reverse=True), "the worst leak first"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fedgauge.simulations.deploy.folder import HARDENED, IN_COMPOSE, VERSION, container, override
+from fedgauge.simulations.deploy.folder import HARDENED, IN_COMPOSE, MEMORY, VERSION, Deployment, container, override
 from fedgauge.simulations.deploy.services import Addresses, ray_worker, services
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,7 +23,8 @@ SERVICE_KEYS: dict[str, type | tuple[type, ...]] = {
     "image": str, "pull_policy": str, "init": bool, "user": str, "read_only": bool, "tmpfs": (str, list), "cap_drop": list,
     "security_opt": list, "command": (str, list), "restart": str, "depends_on": (list, dict), "networks": (list, dict),
     "ports": list, "volumes": list, "secrets": list, "environment": (dict, list), "healthcheck": dict, "profiles": list,
-    "deploy": dict, "shm_size": (int, str), "scale": int,
+    "deploy": dict, "shm_size": (int, str), "scale": int, "mem_limit": (int, str), "memswap_limit": (int, str), "pids_limit": int,
+    "logging": dict,
 }  # fmt: skip
 HEALTH_KEYS = {"test": (str, list), "interval": str, "timeout": str, "retries": int, "start_period": str}
 DURATION = re.compile(r"^(\d+(us|ms|s|m|h))+$")
@@ -137,6 +138,24 @@ def test_no_container_has_more_rights_than_it_needs(file: dict[str, Any]) -> Non
         for forbidden in ("privileged", "cap_add", "pid", "ipc", "network_mode", "devices", "build", "env_file"):
             assert forbidden not in service, f"{name}: {forbidden}"
         assert not service["user"].startswith(("0", "root"))
+
+
+def test_no_container_takes_all_memory_processes_or_disk_of_its_machine(file: dict[str, Any]) -> None:
+    for name, service in file["services"].items():
+        assert service["mem_limit"] == service["memswap_limit"] == f"${{FEDGAUGE_MEMORY:-{MEMORY}}}", f"{name}: no swap"
+        assert re.fullmatch(r"[1-9]\d?g", MEMORY)
+        assert 0 < service["pids_limit"] <= 4096, name
+        assert service["logging"]["driver"] == "json-file", name
+        kept = service["logging"]["options"]
+        assert re.fullmatch(r"\d{1,2}m", kept["max-size"]) and 1 <= int(kept["max-file"]) <= 9, name
+        assert "limits" not in service.get("deploy", {}).get("resources", {}), (
+            f"{name}: two limits would contradict each other"
+        )
+
+
+def test_who_needs_more_memory_says_so_in_the_deployments_settings(tmp_path: Path) -> None:
+    folder = Deployment.create(tmp_path / "federation", 1).folder
+    assert f"FEDGAUGE_MEMORY={MEMORY}" in (folder / ".env").read_text().splitlines()
 
 
 def test_no_image_is_whatever_is_newest_today(file: dict[str, Any]) -> None:
