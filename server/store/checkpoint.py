@@ -5,6 +5,7 @@ exists. Before that, its files on the tape are deleted; after that, rows missing
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +19,11 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
+from fedgauge.client.components import check_arguments
+from fedgauge.client.protocol import MOST_ROUNDS
 from fedgauge.client.transforms import StatefulTransform
 from fedgauge.client.update import Params
+from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
@@ -43,6 +47,7 @@ class Checkpoint:
         round: the last finished round.
         strategy: all attributes of the wrapped strategy, by name; Flower's own strategies keep their moments there.
         seen: what each client did in that round.
+        usual_norm: what the validator compares updates with.
     """
 
     round: int
@@ -50,6 +55,7 @@ class Checkpoint:
     buffers: Mapping[str, Tensor]
     strategy: Mapping[str, Any]
     seen: tuple[Participation, ...]
+    usual_norm: float = 0.0
 
     def write(self, folder: Path) -> None:
         """Write it to a run folder, replacing the previous one.
@@ -65,29 +71,39 @@ class Checkpoint:
         facts = dict(version=VERSION, round=self.round, tensors=name, digest=digest, strategy=state)
         order = {"params": list(self.params), "buffers": list(self.buffers)}
         seen = [asdict(s) for s in self.seen]
-        write_bytes(folder / _NAME, json.dumps({**facts, **order, "seen": seen}).encode())
-        for old in set(folder.glob("checkpoint-*.safetensors")) - {folder / name}:
-            old.unlink()
+        write_bytes(
+            folder / _NAME, json.dumps({**facts, **order, "seen": seen, "usual_norm": self.usual_norm}).encode()
+        )
+        for old in run_files.names(folder):
+            if old.startswith("checkpoint-") and old.endswith(".safetensors") and old != name:
+                run_files.delete(folder / old)
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint | None":
         """The checkpoint in a run folder, or None; NotResumable if it is damaged or says that there can be none."""
         path = folder / _NAME
-        if not path.exists():
+        if run_files.look(path) is None:
             return None
         try:
-            facts = json.loads(path.read_bytes())
+            facts = json.loads(run_files.read(path))
             if facts["version"] != VERSION:
                 raise NotResumable(f"{path} has version {facts['version']}, this fedgauge reads {VERSION}")
             if "refused" in facts:
                 raise NotResumable(f"{folder} cannot be resumed: {facts['refused']}")
+            round = facts["round"]
+            if type(round) is not int or not 0 <= round <= MOST_ROUNDS:
+                raise ValueError(f"expected a round up to {MOST_ROUNDS}, got {round!r:.60}")
+            usual = facts.get("usual_norm", 0.0)
+            if not isinstance(usual, int | float) or not 0 <= usual < math.inf:
+                raise ValueError(f"expected the usual norm of an update, got {usual!r:.60}")
             tensors = read_tensors(folder / Path(facts["tensors"]).name, facts["digest"])
             return cls(
-                round=facts["round"],
+                round=round,
                 params={k: tensors[_PARAM + k] for k in facts["params"]},
                 buffers={k: tensors[_BUFFER + k] for k in facts["buffers"]},
                 strategy={name: _decoded(value, tensors) for name, value in facts["strategy"].items()},
-                seen=tuple(Participation(**s) for s in facts["seen"]),
+                usual_norm=float(usual),
+                seen=tuple(Participation(**check_arguments(Participation, s, "seen")) for s in facts["seen"]),
             )
         except TapeError as error:
             raise NotResumable(f"{folder} cannot be resumed: {error}") from error
@@ -114,7 +130,7 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
     checkpoint = Checkpoint.read(run.folder)
     done = checkpoint.round if checkpoint is not None else 0
     if checkpoint is not None:
-        _check(run, ledger, scenario, done)
+        _check(run, ledger, scenario, done, checkpoint)
         if not any(o["round"] == done for o in ledger.observations_since(done)):
             ledger.record_intake(done, checkpoint.seen, scenario.plan if scenario.audit.curious else None)
     beyond = [row["round"] for row in (*ledger.observations_since(done + 1), *ledger.rounds_since(done + 1))]
@@ -130,7 +146,7 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
     return checkpoint
 
 
-def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int) -> None:
+def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int, checkpoint: Checkpoint) -> None:
     if any(
         isinstance(link, StatefulTransform) and link.initial({"": torch.zeros(())})
         for link in scenario.federation.chain.links
@@ -139,10 +155,18 @@ def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int) -> None:
             f"{run.folder} cannot be resumed: its chain is stateful (error feedback), and the clients' states are lost"
         )
     recorded = {row["round"] for row in ledger.rounds()}
-    if missing := sorted(set(range(done)) - recorded):  # a power cut may lose the ledger's last rows
+    missing = next((round for round in range(done) if round not in recorded), None)
+    if missing is not None:  # a power cut may lose the ledger's last rows
         raise NotResumable(
-            f"{run.folder} cannot be resumed: its ledger lacks round {missing[0]}, although its checkpoint is of round {done}"
+            f"{run.folder} cannot be resumed: its ledger lacks round {missing}, although its checkpoint is of round {done}"
         )
+    if done > scenario.protocol.rounds:
+        raise NotResumable(
+            f"{run.folder} cannot be resumed: its checkpoint is of round {done}, and its scenario has {scenario.protocol.rounds}"
+        )
+    shapes = {k: tuple(p.shape) for k, p in scenario.federation.model.named_parameters()}
+    if {k: tuple(t.shape) for k, t in checkpoint.params.items()} != shapes:
+        raise NotResumable(f"{run.folder} cannot be resumed: its checkpoint is of another network than its scenario's")
 
 
 # ---------------------------------------------------------------------------------------------------- while it trains

@@ -1,11 +1,13 @@
 """The ledger: one SQLite file per run, with rounds, observations, jobs and scores; every write is one transaction."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from fedgauge.attacks.plan import AttackPlan
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
-from fedgauge.server.store.ledger_types import DEPLOYMENT, STARTED, Participation, sanitised
+from fedgauge.server.store.ledger_types import DEPLOYMENT, ROUND_NOTE, STARTED, Participation, json_table, sanitised
 from fedgauge.server.store.ledger_writes import JobQueue
 
 
@@ -19,7 +21,10 @@ class Ledger(JobQueue, LedgerReads):
 
     def meta(self) -> dict[str, str]:
         """All facts about the run."""
-        return {row["key"]: row["value"] for row in self._db.execute("SELECT key, value FROM meta")}
+        facts = {row["key"]: row["fact"] for row in self._db.execute("SELECT key, value fact FROM meta")}
+        if not re.fullmatch(r"\d{1,7}", rounds := facts.get("rounds", "0")):
+            raise LedgerError(f"{self.path} is damaged: expected a number of rounds, got {rounds!r:.60}")
+        return facts
 
     @property
     def deployed(self) -> bool:
@@ -34,7 +39,12 @@ class Ledger(JobQueue, LedgerReads):
 
     def nodes(self) -> dict[int, str]:
         """Flower's node ids by client, of a user's own app."""
-        return {int(client): str(node) for client, node in json.loads(self.meta().get("nodes", "{}")).items()}
+        nodes = json_table(self.meta().get("nodes", "{}"), self.path, "nodes")
+        if strange := [name for pair in nodes.items() for name in pair if not re.fullmatch(r"-?\d{1,20}", str(name))]:
+            raise LedgerError(
+                f"{self.path} is damaged: expected the number of a client or node, got {strange[0]!r:.60}"
+            )
+        return {int(client): str(node) for client, node in nodes.items()}
 
     def record_round(
         self,
@@ -74,3 +84,5 @@ class Ledger(JobQueue, LedgerReads):
             db.execute("DELETE FROM scores WHERE job_id IN (SELECT id FROM jobs WHERE round >= ?)", (round,))
             for table in ("jobs", "observations", "rounds"):
                 db.execute(f"DELETE FROM {table} WHERE round >= ?", (round,))
+            noted = "key GLOB ? || '*' AND CAST(substr(key, ?) AS INTEGER) >= ?"
+            db.execute(f"DELETE FROM meta WHERE {noted}", (ROUND_NOTE, len(ROUND_NOTE) + 1, round))

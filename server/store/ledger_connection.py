@@ -1,15 +1,25 @@
 """The ledger's file: how it is opened, checked, brought to the newest schema, and written in transactions."""
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import quote
+
+from fedgauge.server.store import run_files, typed_rows
+from fedgauge.server.store.run_files import LedgerError as LedgerError
 
 APPLICATION = 0x666C656B  # "flek": marks a file as a fedgauge ledger
 PATIENCE = 30.0  # seconds that a connection waits for another one's lock
+_MILLION = 1_000_000
+_LONGEST = 16 << 20  # bytes of a value or row
+_MANY = 1000  # objects of a schema
+# of SQLite's machine for each byte of the file; a long run's dearest queries take a tenth
+_STEPS_OF_READERS, _STEPS_OF_WRITERS = 64, 1000
 
 MIGRATIONS: tuple[str, ...] = (
     """
@@ -58,29 +68,68 @@ MIGRATIONS: tuple[str, ...] = (
 )
 
 
-class LedgerError(Exception):
-    """The ledger's file is missing, foreign, damaged or of another version; the message names it."""
+class _Connection(sqlite3.Connection):
+    """Connects to a file that may come from anybody: its schema is not trusted, and no query takes more steps than rows explain."""
+
+    steps = 0  # millions, since the last query began
+    most = 0
+
+    def limit(self, size: int, steps_a_byte: int) -> None:
+        """Set the limits for a file of so many bytes: one of few pages may look like one of 10^50 rows."""
+        self.most = 4 + size * steps_a_byte // _MILLION
+        self.set_progress_handler(self._step, _MILLION)
+        self.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+        self.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
+            self.execute(f"PRAGMA {pragma}")
+
+    def _step(self) -> bool:
+        self.steps += 1
+        return self.steps > self.most
+
+    def execute(self, *query: Any) -> sqlite3.Cursor:
+        self.steps = 0
+        return super().execute(*query)
+
+    def executemany(self, *query: Any) -> sqlite3.Cursor:
+        self.steps = 0
+        return super().executemany(*query)
 
 
-def _reader(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write."""
-    uri = f"file:{quote(str(path.absolute()))}?mode=ro"
-    # the last connection to close the file locks it for a moment
-    opened = sqlite3.connect(uri, uri=True, timeout=1.0, isolation_level=None, check_same_thread=False)
+def _files(path: Path, write: bool) -> int:
+    """The bytes that wait in the write-ahead log; RefusedFile if a file of the ledger is a link, no file of ours, or shared.
+
+    SQLite opens its files by their paths, and changes them in place. Played back, a journal may name any file for deletion.
+    """
+    waiting = run_files.look(Path(f"{path}-wal"), alone=True)
+    run_files.look(path, alone=write or bool(waiting and waiting.st_size))
+    run_files.look(Path(f"{path}-shm"), alone=True)
+    if os.path.lexists(journal := f"{path}-journal"):
+        raise LedgerError(f"{journal} is not of fedgauge, which keeps no such file: delete it")
+    return waiting.st_size if waiting else 0
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@cache
+def _schema(migrations: tuple[str, ...]) -> frozenset[tuple[str | None, ...]]:
+    """What sqlite_master holds after these migrations."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
     try:
-        opened.execute("PRAGMA schema_version")
-    except sqlite3.OperationalError as error:
-        opened.close()
-        if "unable to open" not in str(error):
-            raise
-        # in a folder without write permission a reader cannot create the files that WAL needs
-        waiting = Path(f"{path}-wal")
-        if waiting.exists() and waiting.stat().st_size:
-            raise LedgerError(
-                f"{path} cannot be read in a read-only folder: {waiting.name} still holds rows; copy the run to a writable one"
-            ) from error
-        opened = sqlite3.connect(uri + "&immutable=1", uri=True, isolation_level=None, check_same_thread=False)
-    return opened
+        for script in migrations:
+            db.executescript(script)
+        return _objects(db, _MANY)
+    finally:
+        db.close()
+
+
+def _objects(db: sqlite3.Connection, most: int) -> frozenset[tuple[str | None, ...]]:
+    """Type, name, table and definition of at most so many objects of a database; SQLite keeps a definition's own spaces."""
+    rows = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master").fetchmany(most)
+    return frozenset((*map(str, row[:3]), None if row[3] is None else " ".join(str(row[3]).split())) for row in rows)
 
 
 class LedgerFile:
@@ -98,37 +147,109 @@ class LedgerFile:
                 version).
         """
         self.path = path
+        self._unchanging: tuple[int, int, int] | None = None
         if not create and not path.exists():
             raise LedgerError(f"{path} is missing: {path.parent} is not a run folder")
         try:
-            if readonly:
-                self._db = _reader(path)
-            else:
-                self._db = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None)
-            self._db.row_factory = sqlite3.Row
-            fresh = self._db.execute("PRAGMA schema_version").fetchone()[0] == 0
-            if fresh and not create:
-                raise LedgerError(f"{path} is not a fedgauge ledger: it is empty")
-            if not fresh and self._db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
-                raise LedgerError(f"{path} is not a fedgauge ledger")
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version > len(MIGRATIONS):
-                raise LedgerError(
-                    f"{path} has ledger version {version}; this fedgauge reads up to {len(MIGRATIONS)}: update fedgauge"
-                )
-            if readonly:
-                if version < len(MIGRATIONS):
+            self._db = self._opened(create, readonly)
+            with self._closed_on_error():
+                version = self._version(create)
+                if readonly and version < len(MIGRATIONS):
                     raise LedgerError(
                         f"{path} has ledger version {version}, of an older fedgauge; bring it up to date with: "
                         f"fedgauge report {path.parent}"
                     )
-                return
-            self._write_ahead()
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            if version < len(MIGRATIONS):
-                self._migrate()
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if not readonly:
+                    self._write_ahead()
+                    self._db.execute("PRAGMA synchronous = NORMAL")
+                    if version < len(MIGRATIONS):
+                        self._migrate()
+        except (sqlite3.DatabaseError, UnicodeDecodeError, run_files.RefusedFile) as error:
             raise self._unreadable(error) from error
+        self._db.row_factory = self._row
+
+    def _opened(self, create: bool, readonly: bool) -> _Connection:
+        # beside a new file SQLite still may have its journal
+        waiting = 0 if create else _files(self.path, write=not readonly)
+        how = "rwc" if create else "rw"
+        if readonly and not waiting:
+            # nobody's rows wait, so the file is whole, and a reader needs no log of its own beside it
+            self._unchanging = _stamp(self.path)
+            how = "ro&immutable=1"
+        uri = f"file:{quote(str(self.path.absolute()))}?mode={how}"
+        # the last connection to close the file locks it for a moment
+        timeout = 1.0 if readonly else PATIENCE
+        db = sqlite3.connect(
+            uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=not readonly, factory=_Connection
+        )
+        try:
+            size = waiting + (self.path.stat().st_size if self.path.exists() else 0)
+            db.limit(size, _STEPS_OF_READERS if readonly else _STEPS_OF_WRITERS)
+            if (
+                readonly
+            ):  # it may not write, but whoever closes a ledger last tidies up, which a connection of mode=ro cannot
+                db.execute("PRAGMA query_only = ON")
+                db.execute("SELECT 1 FROM sqlite_master LIMIT 1")
+        except sqlite3.OperationalError as error:
+            db.close()
+            if readonly and "unable to open" in str(error):  # WAL needs files that cannot be made there
+                raise LedgerError(
+                    f"{self.path} cannot be read in a read-only folder: {self.path.name}-wal still holds rows; copy the run to "
+                    "a writable one"
+                ) from error
+            raise
+        return db
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _version(self, create: bool) -> int:
+        """The version of the schema; LedgerError if it is none of ours, or not as our migrations left it."""
+        self._db.execute("BEGIN")  # all of one moment, as another process may bring it up to date
+        fresh = self._db.execute("PRAGMA schema_version").fetchone()[0] == 0
+        if fresh and not create:
+            raise LedgerError(f"{self.path} is not a fedgauge ledger: it is empty")
+        if not fresh and self._db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
+            raise LedgerError(f"{self.path} is not a fedgauge ledger")
+        version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version > len(MIGRATIONS):
+            raise LedgerError(
+                f"{self.path} has ledger version {version}; this fedgauge reads up to {len(MIGRATIONS)}: update fedgauge"
+            )
+        if not fresh:
+            expected = _schema(MIGRATIONS[: max(version, 0)])
+            # views and triggers are programs, and a view may be called like a table
+            if strange := expected ^ _objects(self._db, len(expected) + 1):
+                kind, name = min((str(kind), str(name)) for kind, name, *_ in strange)
+                raise LedgerError(f"{self.path} is not as fedgauge makes a ledger: see its {kind} {name:.60}")
+        self._db.execute("COMMIT")
+        return version
+
+    @property
+    def stale(self) -> bool:
+        """Whether somebody writes to a file that was at rest when it was opened for reading: open it again."""
+        if self._unchanging is None:
+            return False
+        waiting = run_files.look(Path(f"{self.path}-wal"))
+        return bool(waiting and waiting.st_size) or _stamp(self.path) != self._unchanging
+
+    def _row(self, cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> sqlite3.Row:
+        """A row by name, with every value checked."""
+        self._tuple(cursor, row)
+        return sqlite3.Row(cursor, row)
+
+    def _tuple(self, cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A row of which there are many, with every value checked."""
+        try:
+            typed_rows.check([column[0] for column in cursor.description], row)
+        except typed_rows.WrongValue as error:
+            raise LedgerError(f"{self.path} is damaged: {error}") from error
+        return row
 
     def _write_ahead(self) -> None:
         """Switch to write-ahead logging; SQLite ignores its timeout here while another connection opens the file, so retry."""

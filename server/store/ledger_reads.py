@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH
-from fedgauge.attacks.plan import BASELINES, LIMITS
+from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, wrong_client
+from fedgauge.attacks.plan import BASELINES, LIMITS, PlannedAttack
 from fedgauge.server.store.ledger_connection import LedgerFile
-from fedgauge.server.store.ledger_types import DEPLOYMENT, UNGRADED, ScoreRow
+from fedgauge.server.store.ledger_types import DEPLOYMENT, UNGRADED, ScoreRow, planned_of
 
 
 class LedgerReads(LedgerFile):
@@ -16,7 +16,8 @@ class LedgerReads(LedgerFile):
 
     def errors(self) -> list[str]:
         """The distinct errors of failed jobs."""
-        return [r[0] for r in self._db.execute("SELECT DISTINCT error FROM jobs WHERE state = 'failed' ORDER BY 1")]
+        query = "SELECT DISTINCT error FROM jobs WHERE state = 'failed' AND error NOTNULL ORDER BY 1"
+        return [row["error"] for row in self._db.execute(query)]
 
     def reasons(self, state: Literal["done", "failed"] = "done") -> list[sqlite3.Row]:
         """The reasons that finished (or failed) jobs gave, the commonest first: attack, reason, number of jobs."""
@@ -46,11 +47,15 @@ class LedgerReads(LedgerFile):
         """The attacks: name, planned, knowledge, seed."""
         return self._db.execute("SELECT name, planned, knowledge, seed FROM attacks ORDER BY id").fetchall()
 
+    def planned(self) -> dict[str, PlannedAttack]:
+        """The attacks as they were planned, in order; LedgerError if one cannot be read."""
+        return {row["name"]: planned_of(row["planned"], self.path) for row in self.attacks()}
+
     def so_far(self, metric: str, cap: float) -> tuple[float | None, float | None]:
         """Best and mean value of the attacks, without baselines and limits; the mean caps each value. None before the first."""
         others = (*BASELINES, *LIMITS)
         query = (
-            "SELECT max(s.value), avg(min(s.value, ?)) FROM scores s JOIN jobs j ON j.id = s.job_id"
+            "SELECT max(s.value) best, avg(min(s.value, ?)) mean FROM scores s JOIN jobs j ON j.id = s.job_id"
             " JOIN attacks a ON a.id = j.attack_id WHERE s.metric = ? AND s.attack = a.name"
             f" AND s.value IS NOT NULL AND a.name NOT IN ({', '.join('?' * len(others))})"
         )
@@ -82,12 +87,12 @@ class LedgerReads(LedgerFile):
 
     def last_round(self) -> int:
         """The last round recorded; 0 before the first."""
-        last: int | None = self._db.execute("SELECT max(round) FROM rounds").fetchone()[0]
+        last: int | None = self._db.execute("SELECT max(round) latest FROM rounds").fetchone()[0]
         return last or 0
 
     def finished(self) -> int:
         """The number of the job that ended last: 0 before the first, and it grows with each."""
-        last: int | None = self._db.execute("SELECT max(finished) FROM jobs").fetchone()[0]
+        last: int | None = self._db.execute("SELECT max(finished) latest FROM jobs").fetchone()[0]
         return last or 0
 
     def scores_since(self, finished: int) -> Iterator[ScoreRow]:
@@ -96,15 +101,18 @@ class LedgerReads(LedgerFile):
         A reconstruction that nobody has graded, though it could be, has one row of status UNGRADED.
         """
         blind = f"EXISTS (SELECT 1 FROM meta WHERE key = 'mode' AND value = '{DEPLOYMENT}')"
+        # none, which no row may hold, for scores of another attack than the job's
+        own = "CASE WHEN s.attack IN (a.name, printf('" + wrong_client("%s") + "', a.name)) THEN s.attack END attack"
+        of = "FROM jobs j JOIN scores s ON s.job_id = j.id LEFT JOIN attacks a ON a.id = j.attack_id"
         query = (
-            "SELECT s.round, s.client, s.attack, s.example, s.metric, s.status, s.value"
-            " FROM jobs j JOIN scores s ON s.job_id = j.id WHERE j.finished > ?1 AND s.metric != ?2"
-            f" UNION ALL SELECT s.round, s.client, s.attack, {WHOLE_BATCH}, 'psnr', '{UNGRADED}', NULL"
-            f" FROM jobs j JOIN scores s ON s.job_id = j.id WHERE {blind} AND j.finished > ?1 AND s.metric = ?2"
+            f"SELECT s.round, s.client, {own}, s.example, s.metric, s.status, s.value"
+            f" {of} WHERE j.finished > ?1 AND s.metric != ?2"
+            f" UNION ALL SELECT s.round, s.client, {own}, {WHOLE_BATCH}, 'psnr', '{UNGRADED}', NULL"
+            f" {of} WHERE {blind} AND j.finished > ?1 AND s.metric = ?2"
             " AND j.graded IS NULL AND NOT EXISTS (SELECT 1 FROM scores g WHERE g.job_id = j.id AND g.metric != s.metric)"
         )
         rows = self._db.cursor()
-        rows.row_factory = None  # plain tuples: a large run has many
+        rows.row_factory = self._tuple  # a large run has many
         yield from rows.execute(query, (finished, OBJECTIVE))
 
     def objectives(self) -> list[sqlite3.Row]:
@@ -125,7 +133,7 @@ class LedgerReads(LedgerFile):
 
     def pace(self, last: int = 100) -> float | None:
         """Jobs per minute over the latest ones; None before the second, and if an older fedgauge recorded no times."""
-        query = "SELECT count(ended), max(ended) - min(ended) FROM jobs WHERE finished > ?"
+        query = "SELECT count(ended) n, max(ended) - min(ended) span FROM jobs WHERE finished > ?"
         n, seconds = self._db.execute(query, (self.finished() - last,)).fetchone()
         return 60 * (n - 1) / seconds if n > 1 and seconds > 0 else None
 

@@ -1,16 +1,22 @@
 """What the ledger holds, as values: participations, leases, progress, score rows."""
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.components import SpecError
+from fedgauge.server.store.ledger_connection import LedgerError
 
 DEPLOYMENT = "deployment"  # the run's mode, if it is not a simulation
 STARTED = (
     "flower_run_from_round_"  # prefix in the meta table: Flower's number for a deployment's training from that round on
 )
 EMPTY = "empty"  # key in the meta table: why a run that has all its rounds has failed, as no client gave any update
+ROUND_NOTE = "note_on_round_"  # prefix in the meta table: what was wrong with the replies of that round together
+USUAL_NORM = "usual_norm"  # key in the meta table: the largest median of a round's norms of updates
 UNGRADED = "not_graded"  # status of a row that stands for a reconstruction which nobody has graded
 _MOST_LETTERS = 300  # of a client's message
 
@@ -21,6 +27,25 @@ ObservationStatus = Literal["accepted", "rejected", "missing"]
 def sanitised(message: object) -> str:
     """A client's message as ledger, terminal and page may show it: one line of limited length, no control characters."""
     return "".join(c if c.isprintable() else " " for c in str(message)[: 2 * _MOST_LETTERS])[:_MOST_LETTERS].strip()
+
+
+def json_table(text: str, path: Path, what: str) -> dict[str, Any]:
+    """The object in a ledger's column of JSON; LedgerError if there is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LedgerError(f"{path} is damaged: its {what} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise LedgerError(f"{path} is damaged: expected a table of {what}, got {text!r:.60}")
+    return found
+
+
+def planned_of(text: str, path: Path) -> PlannedAttack:
+    """An attack as a ledger's file has it; LedgerError if it is none."""
+    try:
+        return PlannedAttack.from_json(text)
+    except SpecError as error:
+        raise LedgerError(f"{path} is damaged: {error}") from error
 
 
 @dataclass(frozen=True)

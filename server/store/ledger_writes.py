@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, ScoreRecord
-from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
 from fedgauge.server.store.ledger_types import (
     Lease,
     Progress,
     Ungraded,
+    planned_of,
 )
 
 # a wave of a stateful attack waits until the earlier rounds of all its clients have ended
@@ -27,9 +28,9 @@ _END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs), ended = (j
 _REREAD = "INSERT INTO meta VALUES ('retried', '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
 
 
-def _sent(digest: str) -> str:
+def _sent(digest: str | None) -> str:
     """The part of an observation's digest that stands for the weights that the client was sent."""
-    return digest.rpartition(":")[0]
+    return (digest or "").rpartition(":")[0]
 
 
 class JobQueue(LedgerFile):
@@ -99,20 +100,24 @@ class JobQueue(LedgerFile):
                 " AND j.round = ? AND j.attack_id = ? AND j.wave = ? ORDER BY j.client",
                 tuple(first),
             ).fetchall()
+            if not jobs:
+                raise LedgerError(f"{self.path} is damaged: it has attacks on updates that it does not list")
             jobs = [j for j in jobs if _sent(j["digest"]) == _sent(jobs[0]["digest"])]
             db.executemany(
                 "UPDATE jobs SET state = 'leased', attempts = attempts + 1 WHERE id = ?", [(j["id"],) for j in jobs]
             )
             query = "SELECT planned, seed, remembers FROM attacks WHERE id = ?"
             attack = db.execute(query, (first["attack_id"],)).fetchone()
+            if attack is None:
+                raise LedgerError(f"{self.path} is damaged: it has jobs of an attack that it does not list")
             memories = self._remember(db, jobs, first) if attack["remembers"] else {}
         return Lease(
             jobs=tuple(j["id"] for j in jobs),
-            attack=PlannedAttack.from_json(attack["planned"]),
+            attack=planned_of(attack["planned"], self.path),
             seed=attack["seed"],
             round=first["round"],
             clients=tuple(j["client"] for j in jobs),
-            digests=tuple(j["digest"] for j in jobs),
+            digests=tuple(j["digest"] or "" for j in jobs),
             others={j["client"]: j["other"] for j in jobs if j["other"] is not None},
             attempt=max(j["attempts"] for j in jobs) + 1,
             memories=memories,

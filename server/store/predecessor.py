@@ -1,12 +1,13 @@
 """What fedleak, as fedgauge was called before, wrote: recognised, and refused with what replaces it."""
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedgauge.client import toml_text
 from fedgauge.client.components import FORMER_PACKAGES
+from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import LedgerError
 
 NAME = "fedleak"
@@ -40,15 +41,15 @@ def replaced(tables: Mapping[str, Any]) -> str:
 def _package(path: Path) -> bool:
     """Whether a run's list of versions names fedleak."""
     try:
-        return NAME in json.loads(path.read_text())["packages"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return NAME in json.loads(run_files.read(path))["packages"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
 def _scenario(path: Path) -> bool:
     """Whether a run's scenario has renamed keys, or names every component by its module, as fedleak's did."""
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = toml_text.parse(run_files.read(path))
     except (OSError, ValueError):
         return False
     names = list(_names(tables))

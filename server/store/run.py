@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,15 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from fedgauge.server.store import predecessor
+from fedgauge.server.store import predecessor, run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.tape import Tape, read_tensors, sweep, write_bytes, write_tensors
+from fedgauge.server.store.tape import Tape, TapeError, read_tensors, sweep, write_bytes, write_tensors
+from fedgauge.server.store.typed_rows import MOST
 
 ROUNDS = ("tape", "reconstructions", "memories")  # folders whose files are named by their round
+_MOST_PLACED = 1 << 30  # bytes of reconstructions in their places among the truth's examples
 WEIGHTS = "weights.safetensors"  # what [model] weights named when the run began
 
 
@@ -35,6 +39,12 @@ class Run:
     """One run folder: its paths, and how its files are read, written and locked."""
 
     folder: Path
+
+    def __post_init__(self) -> None:
+        if (
+            self.folder.is_symlink()
+        ):  # whoever names a run by a link means what it points to; in the run no link is followed
+            object.__setattr__(self, "folder", self.folder.resolve())
 
     @classmethod
     def create(cls, folder: Path, scenario: Scenario) -> "Run":
@@ -55,12 +65,31 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path) -> "Run":
-        """An existing run; LedgerError if the folder is none, or a predecessor of fedgauge wrote it."""
-        missing = [name for name in ("ledger.sqlite", "scenario.toml") if not (folder / name).exists()]
+        """An existing run.
+
+        Raises:
+            LedgerError: the folder is none, or a predecessor of fedgauge wrote it.
+            RefusedFile: something in it is a link, no file, or not ours.
+        """
+        missing = [name for name in ("ledger.sqlite", "scenario.toml") if not os.path.lexists(folder / name)]
         if missing:
             raise LedgerError(f"{folder} is not a run folder: it has no {' and no '.join(missing)}")
-        predecessor.refuse(folder)
-        return cls(folder)
+        run = cls(folder)
+        run.check()
+        return run
+
+    def check(self, whole: bool = True) -> None:
+        """Refuse what is no run of this version, or not safe to read.
+
+        Args:
+            whole: look at every file; otherwise at those in the folder itself, as a list of runs does.
+
+        Raises:
+            RefusedFile: something in it is a link, no file, or not ours.
+            LedgerError: a predecessor of fedgauge wrote it.
+        """
+        run_files.check(self.folder, whole)
+        predecessor.refuse(self.folder)
 
     @property
     def name(self) -> str:
@@ -69,9 +98,14 @@ class Run:
 
     def scenario(self, settings: Sequence[str] = ()) -> Scenario:
         """The scenario as it was run, with further settings applied; [model] weights are the run's own copy."""
-        weights = (self.folder / WEIGHTS).absolute()
-        own = [f"model.weights={json.dumps(str(weights), ensure_ascii=False)}"] if weights.exists() else []
-        return Scenario.load(self.folder / "scenario.toml", [*own, *settings])
+        path, weights = self.folder / "scenario.toml", (self.folder / WEIGHTS).absolute()
+        run_files.look(path)
+        own = [f"model.weights={json.dumps(str(weights), ensure_ascii=False)}"] if run_files.look(weights) else []
+        return Scenario.load(path, [*own, *settings])
+
+    def scenario_text(self) -> str:
+        """The scenario's file."""
+        return run_files.read(self.folder / "scenario.toml").decode(errors="replace")
 
     def ledger(self, readonly: bool = False) -> Ledger:
         """A connection to the ledger."""
@@ -93,7 +127,7 @@ class Run:
     def _private(self, name: str) -> Path:
         """A file of the run that only its owner may read, created if missing."""
         path = self.folder / name
-        path.touch(mode=0o600)
+        os.close(run_files.opened(path, os.O_RDWR | os.O_CREAT))
         return path
 
     def reconstruction(self, round: int, client: int, attack: str) -> Path:
@@ -105,8 +139,14 @@ class Run:
         write_tensors(self._own(self.reconstruction(round, client, attack)), tensors)
 
     def read_reconstruction(self, round: int, client: int, attack: str) -> dict[str, Tensor]:
-        """An attack's reconstruction; TapeError if there is none."""
-        return read_tensors(self.reconstruction(round, client, attack))
+        """An attack's reconstruction; TapeError if there is none, or none that an attack leaves."""
+        path = self.reconstruction(round, client, attack)
+        if not self._is_own(path):
+            raise TapeError(f"{path} is no file of the run")
+        tensors = read_tensors(path)
+        if wrong := _misshapen(tensors):
+            raise TapeError(f"{path} is damaged: {wrong}")
+        return tensors
 
     def memory(self, round: int, client: int, attack: str) -> Path:
         """The file of what a stateful attack remembers of a client after a round."""
@@ -122,27 +162,28 @@ class Run:
 
     def _own(self, path: Path) -> Path:
         """A path checked to lie in this run: in somebody else's ledger an attack may have any name, such as ../../x."""
-        if (
-            path.name != os.path.basename(os.path.normpath(path))
-            or path.parent.parent != self.folder
-            or "\0" in path.name
-        ):
+        if not self._is_own(path):
             raise LedgerError(
                 f"{self.folder}: an attack in its ledger has a name that cannot be part of a file's name: {path.name!r}"
             )
         return path
 
+    def _is_own(self, path: Path) -> bool:
+        plain = path.name == os.path.basename(os.path.normpath(path)) and "\0" not in path.name
+        return plain and path.parent.parent == self.folder
+
     def sweep(self, round: int) -> None:
         """Delete all files of the rounds from this one on, which are trained again; the ledger's rows stay."""
         for name in ROUNDS:
             sweep(self.folder / name, round)
-        for scrap in (self.folder / "tape").glob(".part-*"):  # left by a killed server; nobody else writes there
-            scrap.unlink()
+        for name in run_files.names(self.folder / "tape"):
+            if name.startswith(run_files.SCRAP):  # left by a killed server; nobody else writes there
+                run_files.delete(self.folder / "tape" / name)
 
     @contextmanager
     def lock(self, purpose: str) -> Iterator[None]:
         """Lock this run for one purpose ("audit", "training"); RunBusy names the holder. A process that dies loses its lock."""
-        with self._private(f"{purpose}.lock").open("a+") as file:
+        with os.fdopen(run_files.opened(self._lock(purpose), os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+") as file:
             for attempt in range(10):  # a process that only asks for the holder locks the file for a moment
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,16 +203,52 @@ class Run:
                 file.truncate(0)
 
     def holder(self, purpose: str) -> int | None:
-        """The process that holds the lock for a purpose, or None."""
-        path = self.folder / f"{purpose}.lock"
-        if not path.exists():
+        """The process that holds the lock for a purpose, or None; LedgerError if a holder does not say which process it is."""
+        if run_files.look(self._lock(purpose)) is None:
             return None
-        while True:
-            with path.open() as file:
+        for _ in range(250):
+            with os.fdopen(run_files.opened(self._lock(purpose))) as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                     return None
                 except BlockingIOError:
-                    if pid := file.read():
+                    if re.fullmatch(r"[1-9]\d{0,9}", pid := file.read(11)):
                         return int(pid)
             time.sleep(0.02)  # the holder has the lock but has not written its process id yet
+        raise LedgerError(f"{self.folder}: a process that does not say its number holds its {purpose}")
+
+    def _lock(self, purpose: str) -> Path:
+        return self.folder / f"{purpose}.lock"
+
+
+def _misshapen(tensors: Mapping[str, Tensor]) -> str:
+    """Why these are not what an attack leaves of a wave's client; empty if they are."""
+    x, y, example = (tensors.get(name) for name in ("x", "y", "example"))
+    if x is not None:
+        image = x.dim() == 4 and x.shape[1] in (1, 3) and (x.is_floating_point() or x.dtype == torch.uint8)
+        if not image and not (x.dim() == 2 and x.dtype == torch.int64):
+            return f"x is {_kind(x)}"
+    if y is not None:
+        labels = y.dim() == 2 or (y.dim() == 1 and not y.is_floating_point() and _within(y, 0))
+        if not labels or (x is not None and len(y) != len(x)):
+            return f"y is {_kind(y)}"
+    if example is not None:
+        if x is None or example.shape != x.shape[:1] or example.dtype != torch.int64 or not _within(example, -1):
+            return f"example is {_kind(example)}"
+        if len(x) and (int(example.max()) + 1) * x[0].nbytes > _MOST_PLACED:
+            return f"example has {int(example.max())}"
+    trace = [tensors[name] for name in ("trace_x", "trace_iteration", "trace_objective") if name in tensors]
+    if trace:
+        steps = trace[0].shape[:1]
+        one_each = len(trace) == 3 and all(t.shape == steps for t in trace[1:]) and not trace[1].is_floating_point()
+        if x is None or not one_each or trace[0].shape[1:] != x.shape or not trace[0].is_floating_point():
+            return "its trace does not fit"
+    return ""
+
+
+def _within(t: Tensor, least: int) -> bool:
+    return not t.numel() or (int(t.min()) >= least and int(t.max()) <= MOST)
+
+
+def _kind(t: Tensor) -> str:
+    return f"of {str(t.dtype).removeprefix('torch.')} and shape {tuple(t.shape)}"

@@ -18,9 +18,11 @@ from fedgauge.attacks.malicious import targeting
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.attacks.plan import IMAGE_BASELINES, LIMITS, TEXT_BASELINES, AttackPlan
+from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce, with_absolute_paths
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.federation import DATASET, Federation
+from fedgauge.client.files import read_file
 from fedgauge.client.inspection.policy import fingerprint
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
@@ -32,7 +34,7 @@ from fedgauge.server.store.tape import Keep
 
 _TOP = {
     "seed", "rounds", "clients", "data", "model", "loss", "chain", "stragglers", "secure_sum", "strategy", "attack", "audit",
-    "tape", "simulation", "privacy", "server", "server_attack", "guard",
+    "tape", "simulation", "privacy", "server", "server_attack", "guard", "validator",
 }  # fmt: skip
 _PLAN = tuple(f.name for f in fields(AttackPlan) if f.name != "attacks")
 FEDAVG: Table = {"use": "FedAvg"}
@@ -72,6 +74,26 @@ class TapeOptions:
     def __post_init__(self) -> None:
         if self.retention_days is not None and not self.retention_days >= 0:
             raise ValueError(f"retention_days must be at least 0, got {self.retention_days}")
+
+
+@dataclass(frozen=True)
+class ValidatorOptions:
+    """What the server refuses of a client's reply, beside what no training can use.
+
+    Args:
+        max_norm: the largest Euclidean norm of an update, above 0; default: 1000 times the weights' and the usual update's.
+        max_examples: the largest number of examples that a client may claim, at least 1; default: in a simulation what it
+            trains on, otherwise 1000000000.
+    """
+
+    max_norm: float | None = None
+    max_examples: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, got {self.max_norm}")
+        if self.max_examples is not None and self.max_examples < 1:
+            raise ValueError(f"max_examples must be at least 1, got {self.max_examples}")
 
 
 @dataclass(frozen=True)
@@ -121,6 +143,7 @@ class Scenario:
     tape: TapeOptions = field(default_factory=TapeOptions)
     simulation: SimulationOptions = field(default_factory=SimulationOptions)
     privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
+    validator: ValidatorOptions = field(default_factory=ValidatorOptions)
     server_attack: tuple[TargetedServerAttack, ...] = ()
     left_out: tuple[int, ...] = field(default=(), compare=False)
 
@@ -136,7 +159,7 @@ class Scenario:
             SpecError: naming the file, the table, the value and what is allowed.
         """
         try:
-            tables: dict[str, Any] = tomllib.loads(path.read_text())
+            tables = toml_text.parse(read_file(path, toml_text.MOST))
             for setting in settings:
                 apply_setting(tables, setting)
             left_out = _shorten(tables, rounds) if rounds is not None else ()
@@ -189,7 +212,9 @@ class Scenario:
         privacy = _options(PrivacyOptions, _table(tables, "privacy", _names(PrivacyOptions)), "[privacy]")
         if "privacy" in tables:
             _check_guarantee(federation)
-        return cls(tables, protocol, federation, plan, strategy, options, tape, simulation, privacy, server_attack)
+        validator = _options(ValidatorOptions, _table(tables, "validator", _names(ValidatorOptions)), "[validator]")
+        server_side = (options, tape, simulation, privacy, validator)
+        return cls(tables, protocol, federation, plan, strategy, *server_side, server_attack)
 
     @property
     def server(self) -> str:

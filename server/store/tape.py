@@ -1,6 +1,7 @@
 """The tape: the updates that the server kept, as safetensors files."""
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from safetensors.torch import load
 from torch import Tensor
 
 from fedgauge.attacks.base import Observation
-from fedgauge.client.files import replacing
+from fedgauge.client.files import replacing as replacing_anywhere
+from fedgauge.server.store import run_files
+from fedgauge.server.store.run_files import replacing
 
 Keep = Literal["all", "attacked", "none"]
 _BUFFER = "buffer/"
@@ -56,7 +59,7 @@ class Tape:
         of_round, _, of_update = (digest or "").rpartition(":")
         update = read_tensors(self._update(round, client), of_update or None)
         own = self._sent(round, client)
-        sent = read_tensors(own if own.exists() else self._round(round), of_round or None)
+        sent = read_tensors(own if run_files.look(own) else self._round(round), of_round or None)
         params = {k.removeprefix(_PARAM): t for k, t in sent.items() if k.startswith(_PARAM)}
         buffers = {k.removeprefix(_BUFFER): t for k, t in sent.items() if k.startswith(_BUFFER)}
         return Observation(round, client, params, update, buffers)
@@ -64,10 +67,10 @@ class Tape:
     def forget(self, round: int, clients: Collection[int]) -> None:
         """Delete the updates of some clients in a round; with the last update, also the round's weights."""
         for client in clients:
-            self._update(round, client).unlink(missing_ok=True)
-            self._sent(round, client).unlink(missing_ok=True)
-        if not any(self.folder.glob(f"round-{round:05d}-client-*")):
-            self._round(round).unlink(missing_ok=True)
+            run_files.delete(self._update(round, client))
+            run_files.delete(self._sent(round, client))
+        if not any(name.startswith(f"round-{round:05d}-client-") for name in run_files.names(self.folder)):
+            run_files.delete(self._round(round))
 
     def _round(self, round: int) -> Path:
         return self.folder / f"round-{round:05d}.safetensors"
@@ -81,10 +84,10 @@ class Tape:
 
 def sweep(folder: Path, round: int) -> None:
     """Delete a folder's files of this round and all later ones."""
-    for path in folder.glob("round-*"):
-        named = re.match(r"round-(\d+)", path.name)
+    for name in run_files.names(folder):
+        named = re.match(r"round-(\d{1,9})(?!\d)", name)
         if named is not None and int(named[1]) >= round:
-            path.unlink()
+            run_files.delete(folder / name)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -100,7 +103,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file atomically: a reader, or a crash, sees the old file or the complete new one."""
-    with replacing(path) as file:
+    with replacing_anywhere(path) as file:
         file.write(data)
 
 
@@ -123,9 +126,9 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a file; TapeError names the file if it is missing, damaged or changed."""
+    """The tensors of a run's file; TapeError names the file if it is missing, damaged, changed, or no file of ours."""
     try:
-        data = path.read_bytes()
+        data = run_files.read(path, most_bytes())
     except FileNotFoundError as error:
         raise TapeError(f"{path} is missing: was it deleted by [tape] keep, or is the run incomplete?") from error
     except OSError as error:
@@ -134,13 +137,23 @@ def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
         raise TapeError(
             f"{path} is damaged: its digest differs from the one that the ledger recorded when it was written"
         )
+    return tensors_of(data, path)
+
+
+def tensors_of(data: bytes, path: Path) -> dict[str, Tensor]:
+    """The tensors in the bytes of a file; TapeError names it if it is damaged."""
     try:
         tensors: dict[str, Tensor] = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise TapeError(f"{path} is damaged: {error}") from error
     # load() returns another order in each process, and noise is drawn in the order of the names
     return {name: tensors[name] for name in header if name in tensors}
+
+
+def most_bytes() -> int:
+    """How many bytes of tensors this machine can read: they are in memory twice."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def digest_of(data: bytes) -> str:

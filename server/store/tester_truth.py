@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import SpecError, Table, build, with_absolute_paths
+from fedgauge.client.components import SpecError, Table, build, coerce, with_absolute_paths
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import DATASET
+from fedgauge.client.files import read_file
 from fedgauge.client.update import Batch
+from fedgauge.server.store.run_files import MOST_TEXT
 from fedgauge.server.store.scenario import apply_setting
-from fedgauge.server.store.tape import read_tensors
+from fedgauge.server.store.tape import most_bytes, tensors_of
 
 _NAME = re.compile(r"(client|node)-(-?\d+)(?:-round-(\d+))?\.(npz|safetensors)")
 LAYOUT = "client-0-round-1.npz (or client-0.npz for all rounds, node-ID by Flower's node id, .safetensors), each with x and y"
@@ -53,8 +55,12 @@ class TesterTruth:
                 raise TruthError(f"--truth-rows chooses rows of a dataset, and {folder} is a folder: leave it out")
             return cls(folder.absolute()).check()
         name, *settings = text.split() or [""]
-        if not settings and "/" in name:
-            raise TruthError(f"--truth: there is no folder {text}")
+        if folder.exists() or not (settings or ":" in name or name in {e.name for e in DATASET.entries()}):
+            what = f"{text} is a file" if folder.is_file() else f"there is no folder {text!r}"
+            raise TruthError(
+                f"--truth: {what}, and it names no dataset: expected a folder with a file for each client, {LAYOUT}; or "
+                "'NAME KEY=VALUE ...' of a dataset (fedgauge list dataset) with --truth-rows"
+            )
         table: dict[str, Any] = {"use": name}
         for setting in settings:
             apply_setting(table, setting)
@@ -67,10 +73,13 @@ class TesterTruth:
 
     @classmethod
     def from_json(cls, text: str) -> "TesterTruth":
-        """The inverse of `to_json`."""
-        read = json.loads(text)
-        paths = {key: None if read[key] is None else Path(read[key]) for key in ("folder", "rows")}
-        return cls(paths["folder"], read["dataset"], paths["rows"])
+        """The inverse of `to_json`; TruthError if it wrote no such text."""
+        try:
+            read = json.loads(text)
+            paths = [coerce(read[key], Path | None, key) for key in ("folder", "rows")]
+            return cls(paths[0], coerce(read["dataset"], dict, "dataset"), paths[1])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise TruthError(f"what the run says of a tester's truth cannot be read: {error}") from error
 
     def __str__(self) -> str:
         return str(self.folder) if self.folder is not None else f"{self.dataset['use']}, rows of {self.rows}"
@@ -115,7 +124,7 @@ def _text(path: Path | None) -> str | None:
 def _files(folder: Path) -> dict[tuple[str, int, int | None], Path]:
     """The files by (client or node, its number, round)."""
     found = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
-    return {(m[1], int(m[2]), int(m[3]) if m[3] else None): path for path, m in found if m is not None}
+    return {(m[1], int(m[2]), int(m[3]) if m[3] else None): path for path, m in found if m and path.is_file()}
 
 
 def _file(
@@ -132,7 +141,7 @@ def _read(path: Path, changed: int, shape: tuple[int, ...]) -> Batch:
             with np.load(path, allow_pickle=False) as stored:
                 arrays = {key: torch.from_numpy(stored[key]) for key in stored.files}
         else:
-            arrays = read_tensors(path)
+            arrays = tensors_of(read_file(path, most_bytes()), path)
     except Exception as error:  # a damaged archive raises BadZipFile, zlib.error, ValueError, TapeError and more
         raise TruthError(f"{path} cannot be read as the truth: {error}") from error
     if missing := [key for key in ("x", "y") if key not in arrays]:
@@ -168,8 +177,8 @@ def _rows(path: Path | None) -> Mapping[str, Any]:
             'a dataset as the truth needs --truth-rows FILE.json: {"client": [rows]} or {"client": {"round": [rows]}}'
         )
     try:
-        rows = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        rows = json.loads(read_file(path, MOST_TEXT))
+    except (OSError, ValueError, RecursionError) as error:
         raise TruthError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(rows, dict) or not rows:
         raise TruthError(f'{path}: expected {{"client": [rows]}} or {{"client": {{"round": [rows]}}}}')

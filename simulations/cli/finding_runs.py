@@ -21,7 +21,7 @@ def find_runs(named: Path, folder: Path) -> list[Run]:
     place = named if named.exists() else folder / named
     if not (place / "sweep.toml").exists():
         return [find_run(named, folder)]
-    return [Run.open(path.parent) for path in sorted(place.glob("*/ledger.sqlite"))]
+    return [Run.open(path.parent) for path in sorted(place.glob("*/ledger.sqlite")) if not path.parent.is_symlink()]
 
 
 def all_runs(folder: Path) -> list[Run]:
@@ -30,4 +30,5 @@ def all_runs(folder: Path) -> list[Run]:
         raise SpecError(f"{folder} is itself a run: --runs names the folder in which runs are kept")
     if folder != RUNS and not folder.is_dir():
         raise SpecError(f"{folder} is not a folder: --runs names the folder in which runs are kept")
-    return [Run(path.parent) for path in sorted(folder.glob("*/ledger.sqlite"), reverse=True)]
+    found = sorted(folder.glob("*/ledger.sqlite"), reverse=True)
+    return [Run(path.parent) for path in found if not path.parent.is_symlink()]  # a link may point anywhere

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fedgauge.attacks.plan import describe
-from fedgauge.server.store import predecessor
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.views.reading import state_of, tables_of
@@ -20,7 +19,7 @@ from fedgauge.server.views.scores import best_so_far
 from fedgauge.simulations.cli.finding_runs import all_runs, find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, days
 from fedgauge.simulations.cli.run_summary import next_step, wide_console
-from fedgauge.simulations.run.exit_status import FAILED
+from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 
 def add_to(commands: Commands) -> None:
@@ -54,7 +53,7 @@ def runs(options: argparse.Namespace) -> int:
 
 def _columns(run: Run) -> list[str | Text]:
     """State, rounds, chain, attacks by name, how many are done, and the best value that an attack reached."""
-    predecessor.refuse(run.folder)
+    run.check(whole=False)
     with run.ledger(readonly=True) as ledger:
         progress, rounds = ledger.progress(), ledger.rounds()
         measure, best = best_so_far(ledger)
@@ -89,16 +88,21 @@ def prune(options: argparse.Namespace) -> int:
     """fedgauge prune [RUN ...]: delete what can be inverted, of runs older than --days or their retention_days; scores stay."""
     from fedgauge.simulations.run.retention import prune as delete
 
-    chosen = [run for named in options.run for run in find_runs(named, options.runs)]
+    chosen, status = [run for named in options.run for run in find_runs(named, options.runs)], 0
     for run in chosen or reversed(all_runs(options.runs)):
-        age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
-        if age is None:
-            print(f"{run.name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")
-            continue
         try:
+            age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
+            if age is None:
+                print(f"{run.name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")
+                continue
             deleted = delete(run, age, time.time())
         except RunBusy as error:
             print(f"{run.name}: kept, as it is at work: {error}")
             continue
+        except (LedgerError, OSError) as error:  # the others' retention does not wait for this one
+            print(f"{run.name}: kept, as it cannot be read")
+            print(f"fedgauge: {error}", file=sys.stderr)
+            status = MISTAKE
+            continue
         print(f"{run.name}: {deleted} files deleted" if deleted else f"{run.name}: kept; it is younger than {age} days")
-    return 0
+    return status

@@ -92,9 +92,9 @@ def counted(kill_at: int) -> Iterator[list[int]]:
         if moments[0] == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def replace(*names: Any) -> None:
+    def replace(*names: Any, **folders: int) -> None:
         moment()
-        replaced(*names)
+        replaced(*names, **folders)
         moment()
 
     @contextmanager
@@ -575,10 +575,10 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     for failing in (1, 2):
         calls = iter(range(1, 9))
 
-        def replace(*names: Any, calls: Any = calls, failing: int = failing) -> None:
+        def replace(*names: Any, calls: Any = calls, failing: int = failing, **folders: int) -> None:
             if next(calls) == failing:
                 raise OSError(28, "No space left on device")
-            os.rename(*names)
+            os.rename(*names, **folders)
 
         with monkeypatch.context() as patched:
             patched.setattr(files.os, "replace", replace)

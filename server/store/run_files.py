@@ -1,0 +1,180 @@
+"""The files of a run's folder, which may come from anybody: opened, written, deleted and listed without following a link.
+
+A file lies in the run's folder or in a folder of it. That folder is opened first, as a folder and no link, and the file by its name
+in the open folder: whoever replaces a part of the path in between leads nowhere.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from fedgauge.client.files import read_to, replacing_in
+
+FOLDERS = ("tape", "reconstructions", "memories", "logs", "tensorboard")
+SCRAP = ".part-"  # what the names of unfinished files begin with; nobody reads them
+CONTAINER_USER = 10001  # the user of a deployment's containers, to whom root hands over a deployment that root makes
+MOST_TEXT = 64 << 20  # bytes of a file of JSON or TOML
+_FILES = (".toml", ".json", ".sqlite", "-wal", "-shm", ".safetensors", ".lock", ".html", ".pdf", ".parquet", ".log")
+_DEEPEST = 6  # folders within folders: TensorBoard's are the deepest
+_KINDS = (
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISREG, "a file"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+class LedgerError(Exception):
+    """A run, or its ledger's file, is missing, foreign, damaged or of another version; the message names it."""
+
+
+class RefusedFile(LedgerError, OSError):
+    """Something in a run's folder is not what a run keeps there; the message says what it is, and what to do."""
+
+
+def _check(found: os.stat_result, path: Path, folder: bool = False, alone: bool = False) -> None:
+    wanted = "a folder" if folder else "a file"
+    kind = next((word for is_kind, word in _KINDS if is_kind(found.st_mode)), "a device")
+    if kind != wanted:
+        raise RefusedFile(
+            f"{path} is {kind} where a run has {wanted}; nothing in a run's folder is followed: put {wanted} there, or delete it"
+        )
+    owners = (os.geteuid(),) if os.geteuid() else (0, CONTAINER_USER)
+    if found.st_uid not in owners:
+        raise RefusedFile(
+            f"{path} belongs to another user (number {found.st_uid}): copy the run, which makes it yours, and open the copy"
+        )
+    if alone and found.st_nlink > 1:
+        raise RefusedFile(
+            f"{path} is a file with {found.st_nlink} names (hard links), and to write to it would change all: copy the run, and "
+            "open the copy"
+        )
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """The error with a file's whole path, not only the name by which an open folder has it."""
+    error.filename = str(path)
+    return error
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[int]:
+    """An open folder of ours; the path's last part is not followed."""
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        _check(os.lstat(path), path, folder=True)
+        raise
+    try:
+        _check(os.fstat(opened), path, folder=True)
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def look(path: Path, alone: bool = False) -> os.stat_result | None:
+    """What a file is, or None where there is none.
+
+    Args:
+        alone: refuse a file that has another name, too, as it is to be changed in place.
+
+    Raises:
+        RefusedFile: it is a link, a folder, a pipe, a device, or not ours.
+    """
+    try:
+        with _folder(path.parent) as at:
+            found = os.stat(path.name, dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    _check(found, path, alone=alone)
+    return found
+
+
+def opened(path: Path, flags: int = os.O_RDONLY) -> int:
+    """An open file, made for its owner only if the flags make it; RefusedFile as `look`, OSError as `os.open`."""
+    with _folder(path.parent) as at:
+        try:
+            alone = bool(flags & (os.O_WRONLY | os.O_RDWR))
+            if look(path, alone) is None and not flags & os.O_CREAT:
+                raise FileNotFoundError(2, os.strerror(2))
+            # without O_NONBLOCK, what became a pipe since would wait for its writer
+            file = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=at)
+        except RefusedFile:
+            raise
+        except OSError as error:
+            raise _named(error, path) from None
+    try:
+        _check(os.fstat(file), path, alone=alone)
+    except RefusedFile:
+        os.close(file)
+        raise
+    return file
+
+
+def read(path: Path, most: int = MOST_TEXT) -> bytes:
+    """A file's bytes; OSError if it has more than `most`, or as `opened`."""
+    with os.fdopen(opened(path), "rb") as file:
+        return read_to(file, os.fstat(file.fileno()).st_size, most, path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that replaces path at the end; its folder is made if it is missing."""
+    path.parent.mkdir(exist_ok=True, mode=0o700)
+    with _folder(path.parent) as at, replacing_in(at, path.name) as file:
+        yield file
+
+
+def delete(path: Path) -> None:
+    """Delete a file, or a link itself; one that is missing stays so."""
+    try:
+        with _folder(path.parent) as at:
+            os.unlink(path.name, dir_fd=at)
+    except FileNotFoundError:
+        return
+    except RefusedFile:
+        raise
+    except OSError as error:
+        raise _named(error, path) from None
+
+
+def names(folder: Path) -> list[str]:
+    """The names in a folder, in order; none if there is no such folder."""
+    try:
+        with _folder(folder) as at:
+            return sorted(os.listdir(at))
+    except FileNotFoundError:
+        return []
+
+
+def check(folder: Path, whole: bool = True) -> None:
+    """Refuse a run's folder in which anything is no file or folder of ours.
+
+    Args:
+        whole: look at the files in its folders, too; otherwise only at what the folder itself holds.
+
+    Raises:
+        RefusedFile: naming the first, and what to do.
+    """
+    waiting = [(folder, 0)]
+    while waiting:
+        here, depth = waiting.pop()
+        if depth > _DEEPEST:
+            raise RefusedFile(f"{here} lies deeper than any folder of a run: delete it")
+        for name in names(here):
+            path = here / name
+            try:
+                found = os.lstat(path)
+            except FileNotFoundError:  # a run at work deletes files
+                continue
+            if not name.startswith(SCRAP):
+                wanted = name in FOLDERS or not name.endswith(_FILES) and stat.S_ISDIR(found.st_mode)
+                _check(found, path, folder=wanted)
+                if wanted and whole:
+                    waiting.append((path, depth + 1))

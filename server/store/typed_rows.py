@@ -1,0 +1,66 @@
+"""What a ledger's rows may hold: SQLite stores any value in any column, and a ledger may come from anybody."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+MOST = 2**21 - 1  # rounds, clients, examples: the columns that `Scores` packs into one number
+_LONGEST = 1 << 20  # letters of a text
+_SHORT = 300  # letters of a name, state or digest
+_SECONDS = 1e12  # since 1970, or of work; a clock may go backwards
+
+Fits = Callable[[object], bool]
+
+
+def whole(least: int = 0, most: int = MOST) -> Fits:
+    """Whether a value is a whole number within bounds."""
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def text(longest: int = _LONGEST) -> Fits:
+    """Whether a value is a text, not too long."""
+    return lambda value: type(value) is str and len(value) <= longest
+
+
+def number(value: object) -> bool:
+    """Whether a value is a number; infinity is one (SQLite has no NaN)."""
+    return type(value) in (float, int)
+
+
+def _seconds(value: object) -> bool:
+    return type(value) in (float, int) and -_SECONDS <= value <= _SECONDS  # type: ignore[operator]  # the type was just asked
+
+
+def or_null(fits: Fits) -> Fits:
+    """Whether a value is missing or fits."""
+    return lambda value: value is None or fits(value)
+
+
+_COUNT, _ID, _NAME = whole(0, 2**53), whole(-(2**63), 2**63), text(_SHORT)
+# by the names that the queries give their columns
+COLUMNS: dict[str, tuple[Fits, str]] = {
+    **dict.fromkeys(("round", "client"), (whole(), f"a whole number up to {MOST}")),
+    "other": (or_null(whole()), f"a whole number up to {MOST}, or nothing"),
+    "examples": (or_null(_COUNT), "a number from 0 on, or nothing"),
+    "example": (whole(-1), f"a whole number up to {MOST}, or -1"),
+    **dict.fromkeys(("jobs", "waves", "n", "attempts"), (_COUNT, "a number from 0 on")),
+    **dict.fromkeys(("latest",), (or_null(_COUNT), "a number from 0 on, or nothing")),
+    **dict.fromkeys(("open", "remembers"), (whole(0, 1), "0 or 1")),
+    **dict.fromkeys(("id", "attack_id", "wave", "seed"), (_ID, "a whole number")),
+    **dict.fromkeys(("value", "accuracy", "loss", "best", "mean"), (or_null(number), "a number, or nothing")),
+    **dict.fromkeys(("seconds", "intercept_seconds", "span"), (or_null(_seconds), "a number of seconds, or nothing")),
+    **dict.fromkeys(("name", "attack", "status", "state", "metric", "key"), (_NAME, f"a text of at most {_SHORT} letters")),
+    **dict.fromkeys(("digest", "memory"), (or_null(_NAME), f"a text of at most {_SHORT} letters, or nothing")),
+    **dict.fromkeys(("planned", "knowledge", "fact"), (text(), f"a text of at most {_LONGEST} letters")),
+    **dict.fromkeys(("reason", "error", "note", "metrics"), (or_null(text()), f"a text of at most {_LONGEST} letters, or nothing")),
+}  # fmt: skip
+
+
+class WrongValue(ValueError):
+    """A row holds what no ledger holds; the message names the column and the value."""
+
+
+def check(names: Sequence[str], row: Sequence[Any]) -> None:
+    """Raise WrongValue for the first value that does not fit its column; other names are a query's own business."""
+    for name, value in zip(names, row, strict=True):
+        if name in COLUMNS and not COLUMNS[name][0](value):
+            raise WrongValue(f"expected {COLUMNS[name][1]} as its {name}, got {value!r:.60}")

@@ -1,0 +1,285 @@
+"""A run's folder that came from elsewhere: nothing in it leads a command to a file outside, or makes it wait."""
+
+import os
+import shutil
+import socket
+import sqlite3
+import stat
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedgauge.server.dashboard.web import make_app
+from fedgauge.server.store import run_files
+from fedgauge.server.store.checkpoint import Checkpoint
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.tape import TapeError
+from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.run.retention import prune
+from tests.server.dashboard.pages import Http
+
+ROUND = "round-00001-client-00000"
+FILES = (
+    "scenario.toml", "environment.json", "ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "checkpoint.json",
+    "checkpoint-00001.safetensors", "model.safetensors", "weights.safetensors", "training.lock", "server.lock", "audit.lock",
+    "report.html", "report.pdf", "scores.parquet", f"tape/{ROUND}.safetensors", "tape/round-00001.safetensors",
+    f"reconstructions/{ROUND}-inverting_gradients.safetensors", f"memories/{ROUND}-a.safetensors", "logs/flower.log",
+)  # fmt: skip
+FOLDERS = ("tape", "reconstructions", "memories", "logs", "tensorboard")
+COMMANDS: dict[str, list[str]] = {
+    "audit": ["audit", "--retry", "all", "--force"],
+    "resume": ["run", "--in-memory", "--resume"],
+    "prune": ["prune", "--days", "0"],
+    "report": ["report"],
+    "export": ["export", "--to", "tensorboard"],
+    "stop": ["stop"],
+    "compare": ["report"],  # with another run
+}
+
+
+@pytest.fixture
+def theirs(attacked_run: Run, tmp_path: Path) -> Run:
+    """A run with every kind of file that a run may have."""
+    folder = tmp_path / "runs" / "theirs"
+    shutil.copytree(attacked_run.folder, folder)
+    Checkpoint(1, {"w": torch.ones(2)}, {}, {}, ()).write(folder)
+    for name in (*FILES, "tensorboard/attack/events.out.tfevents.1"):
+        path = folder / name
+        if not path.exists() and not name.startswith("ledger"):
+            path.parent.mkdir(exist_ok=True, parents=True)
+            path.write_bytes(b"{}" if path.suffix == ".json" else b"private")
+    (folder / "weights.safetensors").unlink()
+    return Run(folder)
+
+
+def outside(theirs: Run, name: str) -> Path:
+    """A file or folder of the user's own, which looks like the run's, and takes its place."""
+    own = theirs.folder.parent.parent / "home" / Path(name).name
+    own.parent.mkdir()
+    here = theirs.folder / name
+    if here.is_dir():
+        shutil.copytree(here, own)
+    else:
+        own.write_bytes(here.read_bytes() if here.exists() else b"4711 and more words that nobody may touch")
+    return own
+
+
+def state(place: Path) -> dict[str, tuple[Any, ...]]:
+    """All that can be changed of a folder: names, bytes, modes, times."""
+    found = {}
+    for path in [place, *sorted(place.rglob("*"))]:
+        at = path.lstat()
+        data = path.read_bytes() if stat.S_ISREG(at.st_mode) else None
+        found[str(path.relative_to(place))] = (at.st_mode, at.st_mtime_ns, at.st_size, data)
+    return found
+
+
+def put(theirs: Run, name: str, make: Callable[[Path], None]) -> None:
+    here = theirs.folder / name
+    shutil.rmtree(here) if here.is_dir() else here.unlink(missing_ok=True)
+    make(here)
+
+
+def refused(theirs: Run, other: Run, command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    further = [str(other.folder)] if command == "compare" else []
+    status = main([*COMMANDS[command], str(theirs.folder), *further])
+    said = capsys.readouterr().err
+    assert status == 2, said
+    assert said.startswith("fedgauge: ") or command == "prune"
+    assert "Traceback" not in said and str(theirs.folder) in said
+    return said
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+def test_a_link_in_place_of_any_file_is_refused_by_every_command(
+    theirs: Run, attacked_run: Run, name: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = outside(theirs, name)
+    put(theirs, name, lambda here: here.symlink_to(own))
+    before = state(own.parent)
+    said = refused(theirs, attacked_run, command, capsys)
+    assert f"{theirs.folder / name} is a link where a run has a" in said
+    assert state(own.parent) == before
+
+
+def _pipe(here: Path) -> None:
+    os.mkfifo(here)
+
+
+def _socket(here: Path) -> None:
+    """A socket with the name, made where its path is short enough."""
+    beside = os.open(here.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"/proc/self/fd/{beside}/{here.name}"[:107])
+    os.close(beside)
+
+
+KINDS: dict[str, Callable[[Path], None]] = {"a pipe": _pipe, "a socket": _socket, "a folder": Path.mkdir}
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_is_refused_and_nobody_waits_for_it(
+    theirs: Run, attacked_run: Run, name: str, kind: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(theirs, name, KINDS[kind])
+    said = refused(theirs, attacked_run, command, capsys)
+    deep = "/" in name and kind == "a folder"  # its being empty or not is nobody's matter
+    assert deep or f"{theirs.folder / name} is {kind} where a run has a file" in said
+
+
+def test_lists_and_the_page_name_each_linked_run_and_show_the_others(
+    theirs: Run, attacked_run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, homes = theirs.folder.parent, theirs.folder.parent.parent / "home"
+    names = {name.replace("/", "+"): name for name in (*FILES, *FOLDERS)}
+    for run, name in names.items():
+        moved = Run(Path(shutil.copytree(theirs.folder, runs / f"{run}.run")))
+        own = homes / run / Path(name).name
+        own.parent.mkdir(parents=True)
+        here = moved.folder / name
+        if here.is_dir():
+            shutil.copytree(here, own)
+        else:
+            own.write_bytes(here.read_bytes() if here.exists() else b"mine")
+        put(moved, name, lambda here, own=own: here.symlink_to(own))  # type: ignore[misc]
+    shutil.rmtree(theirs.folder)
+    shutil.copytree(attacked_run.folder, runs / "good")
+    before = state(homes)
+    assert main(["runs", "--runs", str(runs)]) == 0
+    listed, said = capsys.readouterr()
+    assert "good" in listed and "Traceback" not in said
+    with Http(make_app(runs), base_url="http://localhost") as http:
+        lines = {line["id"]: line for line in http.get("/api/runs").json()["runs"]}
+        assert "error" not in lines["good"]
+        for run, name in names.items():
+            if "/" not in name:
+                assert "is a link where a run has a" in lines[f"{run}.run"]["error"]
+            shown = [http.get(f"/api/runs/{run}.run/{part}").status_code for part in ("overview", "gallery", "clients")]
+            assert set(shown) == ({200} if "/" in name else {503})
+    assert main(["prune", "--days", "0", "--runs", str(runs)]) == 2
+    done, said = capsys.readouterr()
+    assert done.count("kept, as it cannot be read") == len(names) == said.count("is a link") and "good: " in done
+    assert state(homes) == before
+
+
+@pytest.mark.parametrize("name", ["training.lock", "audit.lock", "server.lock", "logs/flower.log", "ledger.sqlite"])
+def test_a_file_with_two_names_is_not_changed_in_place(theirs: Run, name: str) -> None:
+    """A hard link is another name of a file outside: locks are emptied, logs and ledgers written in place."""
+    own = outside(theirs, name)
+    put(theirs, name, lambda here: here.hardlink_to(own))
+    before = state(own.parent)
+    with (
+        pytest.raises(LedgerError, match=r"a file with 2 names \(hard links\).*: copy the run, and open the copy"),
+        theirs.lock(name.removesuffix(".lock")) if name.endswith(".lock") else nullcontext(),
+    ):
+        _ = theirs.log("flower.log") if name.startswith("logs") else theirs.ledger()
+    assert state(own.parent) == before
+
+
+def test_what_becomes_a_link_after_the_check_is_not_followed_either(theirs: Run) -> None:
+    """Every opening stands for itself: the check of the whole folder is there for the message."""
+    home = theirs.folder.parent.parent / "home"
+    for part in ("tape", "reconstructions", "memories"):
+        shutil.copytree(theirs.folder / part, home / part)
+        shutil.rmtree(theirs.folder / part)
+        (theirs.folder / part).symlink_to(home / part)
+    before = state(home)
+    with pytest.raises(run_files.RefusedFile, match="is a link where a run has a folder"):
+        theirs.sweep(0)
+    with pytest.raises(run_files.RefusedFile):
+        theirs.tape().forget(1, [0, 1])
+    with pytest.raises(TapeError, match="is a link"):
+        theirs.tape().read(1, 0)
+    with pytest.raises(run_files.RefusedFile):
+        theirs.write_reconstruction(1, 0, "a", {"x": torch.ones(1)})
+    with pytest.raises(run_files.RefusedFile):
+        theirs.write_memory(1, 0, "a", {"x": torch.ones(1)})
+    with pytest.raises(run_files.RefusedFile):
+        prune(theirs, 0, 1e12)
+    assert state(home) == before
+
+
+def test_another_users_run_is_refused_with_what_to_do(
+    theirs: Run, attacked_run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_files.os, "geteuid", lambda: os.getuid() + 1)
+    for command in COMMANDS:
+        said = refused(theirs, attacked_run, command, capsys)
+        assert "belongs to another user" in said and "copy the run, which makes it yours" in said
+
+
+def test_a_journal_that_names_a_file_to_delete_is_not_played_back(theirs: Run) -> None:
+    """SQLite deletes what a rollback journal names as its super-journal."""
+    victim = theirs.folder.parent / "victim"
+    victim.write_bytes(b"mine")
+    path = theirs.folder / "ledger.sqlite"
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA journal_mode = DELETE")
+    db.close()
+    (theirs.folder / "ledger.sqlite-journal").write_bytes(_journal(path, victim))
+    for readonly in (True, False):
+        with pytest.raises(LedgerError, match=r"ledger\.sqlite-journal is not of fedgauge, which keeps no such file"):
+            theirs.ledger(readonly)
+    assert victim.read_bytes() == b"mine"
+    # the control: SQLite itself, without our check, deletes the file
+    with sqlite3.connect(path) as db:
+        db.execute("SELECT count(*) FROM meta").fetchone()
+    db.close()
+    assert not victim.exists()
+
+
+def _journal(database: Path, victim: Path) -> bytes:
+    """A hot journal of one page, as the file format describes it, with a super-journal's name at its end."""
+    data = database.read_bytes()
+    size = int.from_bytes(data[16:18], "big")
+    page = data[:size]
+    nonce = 7
+    check = (nonce + sum(page[i] for i in range(size - 200, 0, -200))) % 2**32
+    header = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7" + b"".join(
+        n.to_bytes(4, "big") for n in (1, nonce, len(data) // size, 512, size)
+    )
+    records = (1).to_bytes(4, "big") + page + check.to_bytes(4, "big")
+    name = str(victim).encode()
+    pointer = (2**30 // size + 1).to_bytes(4, "big") + name + len(name).to_bytes(4, "big")
+    pointer += (sum(name) % 2**32).to_bytes(4, "big") + header[:8]
+    return header.ljust(512, b"\0") + records + pointer
+
+
+def test_a_reader_of_a_run_at_rest_leaves_no_file(theirs: Run) -> None:
+    before = sorted(theirs.folder.iterdir())
+    with theirs.ledger(readonly=True) as reader:
+        assert reader.progress().total
+        assert not reader.stale
+    assert sorted(theirs.folder.iterdir()) == before
+    with Http(make_app(theirs.folder.parent), base_url="http://localhost") as http:
+        assert http.get("/api/runs").json()["runs"][0]["id"] == "theirs"
+        assert http.get("/api/runs/theirs/overview").status_code == 200
+    assert sorted(theirs.folder.iterdir()) == before
+
+
+def test_a_reader_notices_who_begins_to_write(theirs: Run) -> None:
+    with theirs.ledger(readonly=True) as reader, theirs.ledger() as writer:
+        assert not reader.stale
+        writer.set_meta(state="failed")
+        assert reader.stale
+        with theirs.ledger(readonly=True) as again:
+            assert again.meta()["state"] == "failed"
+
+
+def test_a_folder_with_two_names_for_one_run_is_named_by_its_user(theirs: Run) -> None:
+    """Whoever names a run by a link of his own means what it points to."""
+    latest = theirs.folder.parent.parent / "latest"
+    latest.symlink_to(theirs.folder)
+    assert Run.open(latest).folder == theirs.folder
+    assert isinstance(Run.open(latest).ledger(readonly=True), Ledger)

@@ -1,0 +1,230 @@
+"""Runs that somebody changed who knows what they mean: every reader answers or refuses in a sentence, in bounded time and memory.
+
+FEDGAUGE_FUZZ sets how many are tried; tests/security/tampering.py says which.
+"""
+
+import json
+import os
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedgauge.client.components import SpecError
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.checkpoint import Checkpoint
+from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.store.run import NotResumable, Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.run_list import run_summary
+from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.run.create import create_run, resume
+
+FUZZ = int(os.environ.get("FEDGAUGE_FUZZ", "60"))
+OWNER = """client = 0
+[data]
+use = "mnist5k"
+batch_size = 2
+[[chain]]
+use = "local_sgd"
+rate = 0.1
+"""
+EVENTS: list[dict[str, Any]] = [
+    {"time": 1.0, "event": "sent", "run": 1, "round": 1, "norm": 0.5},
+    {
+        "time": 2.0,
+        "event": "graded",
+        "run": 1,
+        "round": 1,
+        "told": {"dlg": [10.0]},
+        "exact": {"dlg": [10.1]},
+        "refused": [],
+    },
+    {"time": 3.0, "event": "refused", "run": 1, "what": "train", "reason": "no"},
+]
+
+
+@pytest.fixture(scope="module")
+def base(
+    tmp_path_factory: pytest.TempPathFactory, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
+) -> Path:
+    """A folder with one run that has everything, its ledger as one file, and an owner's file."""
+    place = tmp_path_factory.mktemp("tampered")
+    attacks = [{"use": "dlg", "iterations": 2, "trace": 2}, {"use": "analytic"}]
+    run = make_taped(
+        place / "run", make_scenario(attack=attacks, data={"use": "mnist5k", "batch_size": 2, "auxiliary": 64})
+    )
+    serve(run, LocalExecutor())
+    params, buffers = run.scenario().federation.initial()
+    seen = tuple(Participation(c, "accepted", "", 2, "a:b") for c in (0, 1))
+    Checkpoint(2, params, buffers, {"momentum": [1.0], "by_name": {"a": 1}, "none": None}, seen).write(run.folder)
+    other = create_run(run.scenario(), place / "other")
+    shutil.copy(other.folder / "environment.json", run.folder)
+    shutil.rmtree(other.folder)
+    (run.folder / "owner" / "state").mkdir(parents=True)
+    (run.folder / "owner" / "client.toml").write_text(OWNER)
+    (run.folder / "owner" / "state" / "log.jsonl").write_text("\n".join(map(json.dumps, EVENTS)))
+    (run.folder / "owner" / "state" / "protocol.json").write_text(run.scenario().protocol.to_json())
+    with sqlite3.connect(run.folder / "ledger.sqlite") as db:
+        db.execute("PRAGMA journal_mode = DELETE")
+        db.execute("VACUUM")
+        db.execute("PRAGMA journal_mode = WAL")
+    db.close()
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.full)])
+def test_every_reader_answers_or_refuses_in_a_sentence(base: Path, times: int) -> None:
+    number = FUZZ * times
+    command = [sys.executable, "-m", "tests.security.tampering", str(base), str(number), str(times)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["wrong"] == []
+    assert found["tried"] == number
+    assert found["counts"]["answered"] and found["counts"]["refused"], "neither all nor nothing is refused"
+
+
+# ------------------------------------------------------------------------------------------------- what a review found
+
+
+@pytest.fixture
+def theirs(base: Path, tmp_path: Path) -> Run:
+    """A copy, to be changed."""
+    return Run(Path(shutil.copytree(base / "run", tmp_path / "theirs")))
+
+
+def changed(run: Run, script: str) -> None:
+    db = sqlite3.connect(run.folder / "ledger.sqlite")
+    db.executescript(script)
+    db.close()
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+@pytest.mark.parametrize(
+    ("script", "named"),
+    {
+        f"ALTER TABLE meta RENAME TO m; CREATE VIEW meta AS {ENDLESS} SELECT 'k' key, i value FROM n": "see its (table|view) m",
+        "CREATE TRIGGER t AFTER INSERT ON meta BEGIN DELETE FROM scores; END": "see its trigger t",
+        "CREATE TABLE more (x)": "see its table more",
+        "DROP TABLE rounds": "see its table rounds",
+        "ALTER TABLE jobs ADD COLUMN more": "see its table jobs",
+        "DROP INDEX jobs_by_state": "see its index jobs_by_state",
+    }.items(),
+)
+def test_a_ledger_with_another_schema_is_refused_before_anything_of_it_runs(
+    theirs: Run, script: str, named: str, readonly: bool
+) -> None:
+    changed(theirs, script)
+    with pytest.raises(LedgerError, match=f"is not as fedgauge makes a ledger: {named}"):
+        theirs.ledger(readonly)
+
+
+@pytest.mark.parametrize(
+    ("script", "named"),
+    {
+        "UPDATE rounds SET accuracy = 'high'": "expected a number, or nothing as its accuracy, got 'high'",
+        "UPDATE observations SET client = 4194304 WHERE client = 0": "as its client, got 4194304",
+        "UPDATE scores SET status = x'ff'": "as its status, got b'",
+        "UPDATE scores SET attack = 'other' WHERE example = 0": "as its attack, got None",
+        "UPDATE attacks SET planned = '[1]'": "a planned attack must be a table",
+        "INSERT OR REPLACE INTO meta VALUES ('rounds', 'many')": "expected a number of rounds, got 'many'",
+    }.items(),
+)
+def test_a_value_of_another_kind_is_named_with_its_column(theirs: Run, script: str, named: str) -> None:
+    changed(theirs, script)
+    with pytest.raises(LedgerError, match=re.escape(named)), theirs.ledger(readonly=True) as ledger:
+        _ = ledger.meta(), ledger.rounds(), ledger.observations(), ledger.planned(), list(ledger.scores_since(0))
+
+
+def test_a_few_pages_that_look_like_endless_rows_end_in_a_sentence(theirs: Run) -> None:
+    """Twelve inner pages, of which each has the next one as all its children: 80^11 copies of one page of rows."""
+    path = theirs.folder / "ledger.sqlite"
+    with sqlite3.connect(path) as db:
+        (root,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'rounds'").fetchone()
+    db.close()
+    data = bytearray(path.read_bytes())
+    size, pages = int.from_bytes(data[16:18], "big"), len(data) // int.from_bytes(data[16:18], "big")
+    leaf = data[(root - 1) * size : root * size]
+    assert leaf[0] == 13, "all rounds lie on one page"
+
+    def inner(child: int) -> bytes:
+        cells = [size - 5 * (i + 1) for i in range(80)]
+        page = bytearray(size)
+        page[:12] = (
+            b"\5\0\0" + len(cells).to_bytes(2, "big") + cells[-1].to_bytes(2, "big") + b"\0" + child.to_bytes(4, "big")
+        )
+        for i, at in enumerate(cells):
+            page[12 + 2 * i : 14 + 2 * i] = at.to_bytes(2, "big")
+            page[at : at + 5] = child.to_bytes(4, "big") + bytes([i])
+        return bytes(page)
+
+    chain = [inner(pages + 2 + i) for i in range(11)]
+    data[(root - 1) * size : root * size] = inner(pages + 1)
+    data += b"".join(chain) + leaf
+    data[28:32] = (len(data) // size).to_bytes(4, "big")
+    path.write_bytes(data)
+    with (
+        pytest.raises(LedgerError, match="cannot be read as a ledger: interrupted"),
+        theirs.ledger(readonly=True) as ledger,
+    ):
+        ledger.rounds()
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"round": 10**9}, "expected a round up to 1000000, got 1000000000"),
+        ({"round": True}, "expected a round"),
+        ({"round": 900_000}, "its ledger lacks round 3, although its checkpoint is of round 900000"),
+        ({"seen": [{"client": "a", "status": "accepted"}]}, "is damaged"),
+        ({"params": []}, "its checkpoint is of another network"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_or_size_is_refused(theirs: Run, facts: dict[str, Any], named: str) -> None:
+    path = theirs.folder / "checkpoint.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+    with pytest.raises(NotResumable, match=named):
+        resume(theirs)
+
+
+def test_a_scenario_of_a_billion_rounds_or_clients_is_refused(theirs: Run) -> None:
+    path = theirs.folder / "scenario.toml"
+    text = path.read_text()
+    for key, most in (("rounds", 1_000_000), ("clients", 100_000)):
+        path.write_text(re.sub(rf"^{key} = \d+$", f"{key} = 1000000000", text, flags=re.M))
+        with pytest.raises(SpecError, match=f"{key} must be at most {most}, got 1000000000"):
+            theirs.scenario()
+        with pytest.raises(LedgerError, match=f"{key} must lie in 0..{most}"):
+            run_summary(theirs)
+
+
+def test_one_run_that_cannot_be_read_is_a_line_with_its_reason(
+    theirs: Run, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed(theirs, f"DROP TABLE scores; CREATE VIEW scores AS {ENDLESS} SELECT i job_id FROM n")
+    shutil.copytree(base / "run", theirs.folder.parent / "good")
+    assert main(["runs", "--runs", str(theirs.folder.parent)]) == 0
+    listed, said = capsys.readouterr()
+    assert re.search(r"theirs +unreadable", listed) and "good" in listed and "is not as fedgauge makes a ledger" in said
+
+
+def test_a_scenario_may_name_no_device_as_its_weights(theirs: Run) -> None:
+    """/dev/zero has no end, and a pipe nobody who writes."""
+    pipe = theirs.folder.parent / "pipe"
+    os.mkfifo(pipe)
+    for path in ("/dev/zero", str(pipe)):
+        with pytest.raises(SpecError, match="is no file"):
+            theirs.scenario([f"model.weights={json.dumps(path)}"])
