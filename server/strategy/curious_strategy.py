@@ -17,7 +17,7 @@ from fedgauge.attacks.base import Observation
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.store.ledger_types import ROUND_NOTE, USUAL_NORM, Participation
 from fedgauge.server.store.tape import Keep, Tape
 from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it
 from fedgauge.server.strategy.app_rounds import AppRounds, Evaluate
@@ -54,6 +54,7 @@ class UpdateRecorder:
         if not any(digest for digest, _ in taped):
             self.tape.forget(intake.round, ())
         self._compare(intake)
+        self._note(intake)
         self.seconds[intake.round] = time.perf_counter() - started
         accepted = zip(intake.accepted, taped, strict=True)
         seen = [
@@ -61,6 +62,12 @@ class UpdateRecorder:
             for a, (digest, reason) in accepted
         ]
         return [*intake.refused, *seen]
+
+    def _note(self, intake: RoundReplies) -> None:
+        """Write what was found about the round as a whole, if anything was."""
+        if intake.notes:
+            words = {f"{ROUND_NOTE}{intake.round}": "; ".join(intake.notes), USUAL_NORM: repr(intake.usual_norm)}
+            self.ledger.set_meta(**words)
 
     def _compare(self, intake: RoundReplies) -> None:
         """Once, say whether a user's uploads fit the model that the scenario names."""

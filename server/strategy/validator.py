@@ -2,7 +2,8 @@
 
 Clients answer with updates (foreign ClientApps with weights), while Flower's strategies expect weights. The validator
 remembers what was sent, checks names, shapes, dtypes and finiteness, hands theta + update to the wrapped strategy in a
-stable order, and records what it rejected. A bad reply excludes its client from the round and never ends the round.
+stable order, and records what it rejected. A bad reply excludes its client from the round and never ends the round. What was
+aggregated is checked, too: replies that make it unusable are left out, and if that does not help the round is undone.
 """
 
 import math
@@ -12,36 +13,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgauge.client.arrays import npy_header
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import seed_of
-from fedgauge.client.update import Params, Update, average
+from fedgauge.client.update import Params, average
 from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.store.scenario import ValidatorOptions
+from fedgauge.server.strategy import reply_checks, round_checks
+from fedgauge.server.strategy.aggregation import Aggregation
 from fedgauge.server.strategy.ordered_grid import OrderedGrid
+from fedgauge.server.strategy.reply_checks import MOST_EXAMPLES, AcceptedReply, ReplyRejected
 
 WEIGHT = "num-examples"
+OUT = "out of all proportion"
 CLIENT_ABSENT = "it was not connected when the round began"
-MOST_EXAMPLES = (
-    2**53
-)  # beyond it floats skip whole numbers, and the sum of two clients would overflow the ledger's integers
-
-
-@dataclass(frozen=True, eq=False)
-class AcceptedReply:
-    """A reply that the validator accepted."""
-
-    client: int
-    update: Update
-    examples: int
-    buffers: Mapping[str, Tensor]
-    note: str = ""  # what the client's guard says about the weights that it was sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +41,8 @@ class RoundReplies:
     Args:
         sent: by client, the weights of the clients that were sent others than params. For a secure sum: by its first client,
             and only if no member was sent params.
+        notes: sentences on what was wrong with the round as a whole.
+        usual_norm: the largest median so far of a round's norms of accepted updates.
     """
 
     round: int
@@ -59,10 +51,8 @@ class RoundReplies:
     accepted: tuple[AcceptedReply, ...]
     refused: tuple[Participation, ...]
     sent: Mapping[int, Params] = field(default_factory=dict)
-
-
-class ReplyRejected(ValueError):
-    """A reply that the strategy must not get; the message is the recorded reason."""
+    notes: tuple[str, ...] = ()
+    usual_norm: float = 0.0
 
 
 class UpdateValidator(Strategy):
@@ -79,6 +69,8 @@ class UpdateValidator(Strategy):
             only the mean of a group's updates, as the reply of its first client.
         strict: nodes that are not in clients take no part.
         counts: whether the wrapped strategy averages a client's reply in a round, and so its buffers; None: always.
+        options: bounds on a reply.
+        usable: why the model cannot be trained with some weights and buffers; empty if it can.
     """
 
     def __init__(
@@ -92,8 +84,13 @@ class UpdateValidator(Strategy):
         protocol: Protocol | None = None,
         strict: bool = False,
         counts: Callable[[int, int], bool] | None = None,
+        options: ValidatorOptions | None = None,
+        usable: Callable[[Params, Mapping[str, Tensor]], str] = lambda params, buffers: "",
     ) -> None:
         self.inner = inner
+        self.options = options or ValidatorOptions()
+        self.usable = usable
+        self.usual_norm = 0.0  # the largest median of a round's norms; to be set where a training continues
         self.strict = strict
         self.counts = counts or (lambda round, client: True)
         self.record = record
@@ -151,7 +148,9 @@ class UpdateValidator(Strategy):
                 rejected[client] = Participation(client, "rejected", str(reason))
                 continue
             if weights is not None:  # replaces the raw reply, so that memory does not hold all replies twice
-                message.content = RecordDict({"arrays": ArrayRecord(weights), "metrics": _metrics(message)})
+                message.content = RecordDict(
+                    {"arrays": ArrayRecord(weights), "metrics": reply_checks.metrics_of(message)}
+                )
             passed.append((reply, message))
         passed.sort(key=lambda pair: pair[0].client)
         sent = self._sent
@@ -159,15 +158,22 @@ class UpdateValidator(Strategy):
             sent = self._sent_to_groups(self.protocol, server_round, [reply.client for reply, _ in passed])
             passed, alone = self._summed(self.protocol, server_round, passed)
             rejected |= alone
-        refused = (*rejected.values(), *self._missing(received))
-        accepted = tuple(a for a, _ in passed)
-        self.record(RoundReplies(server_round, self._params, dict(self.buffers), accepted, refused, sent))
-        metrics = _shared([_metrics(message) for _, message in passed])
-        for (_, message), record in zip(passed, metrics, strict=True):
-            message.content[next(iter(message.content.metric_records))] = record
-        self._average_buffers([a for a in accepted if self.counts(server_round, a.client)])
-        arrays, aggregated = self.inner.aggregate_train(server_round, [m for _, m in passed])
-        return self._as_sent(arrays), aggregated
+        passed, unlike = self._alike(passed)
+        rejected |= unlike
+        notes = [f"round {server_round}: client {p.client}: {p.reason}" for p in unlike.values() if OUT in p.reason]
+        aggregation = Aggregation(self.inner, server_round, self._params, self.buffers, self.usable, self.counts)
+        try:
+            result, left_out, found = aggregation.of(passed)
+            notes += found
+            passed = [pair for i, pair in enumerate(passed) if i not in left_out]
+            rejected |= {p.client: p for p in left_out.values()}
+        finally:  # whatever the wrapped strategy raises, the replies are recorded
+            refused = (*rejected.values(), *self._missing(received))
+            accepted = tuple(reply for reply, _ in passed)
+            facts = (dict(self.buffers), accepted, refused, sent, tuple(notes), self.usual_norm)
+            self.record(RoundReplies(server_round, self._params, *facts))
+        self.buffers = result.buffers
+        return result.arrays, result.metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -205,27 +211,59 @@ class UpdateValidator(Strategy):
         buffers = records.pop("buffers", None)
         if len(records) != 1:
             raise ReplyRejected(f"expected one ArrayRecord of weights, got {sorted(records) or 'none'}")
-        tensors = _tensors(next(iter(records.values())), self._params, loose=self.replies == "weights")
+        tensors = reply_checks.tensors_of(next(iter(records.values())), self._params, loose=self.replies == "weights")
         sent = self._sent.get(client)
         weights: Params | None = None  # as they came: theta + (weights - theta) would add rounding errors
         if self.replies == "updates":
             update = tensors
         else:
-            update = {k: _difference(t, (sent or self._params)[k]) for k, t in tensors.items()}
+            update = {k: reply_checks.difference(t, (sent or self._params)[k]) for k, t in tensors.items()}
         if self.replies == "updates" or sent is not None:
             weights = {k: t + self._params[k] for k, t in update.items()}
         for name in tensors:
             if not (torch.isfinite(update[name]).all() and torch.isfinite((weights or tensors)[name]).all()):
                 raise ReplyRejected(f"{name} overflows the weights")
         key = WEIGHT if self.replies == "updates" else getattr(self.inner, "weighted_by_key", WEIGHT)
-        examples = _metrics(message).get(key)
-        if not isinstance(examples, int | float) or not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
-            raise ReplyRejected(f"{key} must be a whole number from 1 to {MOST_EXAMPLES}, got {examples!r}")
-        returned = _tensors(buffers, self.buffers) if buffers is not None else {}
+        examples = reply_checks.examples_of(message, key, self.options.max_examples or MOST_EXAMPLES)
+        returned = reply_checks.tensors_of(buffers, self.buffers) if buffers is not None else {}
+        reply_checks.check_variances(returned, self.buffers)
         finding = message.content.config_records.get("guard", ConfigRecord()).get("found")
         return AcceptedReply(
-            client, update, int(examples), returned, f"guard: {finding}" if isinstance(finding, str) else ""
+            client, update, examples, returned, f"guard: {finding}" if isinstance(finding, str) else ""
         ), weights
+
+    def _alike(
+        self, passed: list[tuple[AcceptedReply, Message]]
+    ) -> tuple[list[tuple[AcceptedReply, Message]], dict[int, Participation]]:
+        """The replies within bounds, and the rejections of those that are out of all proportion to weights and other replies."""
+        replies = [reply for reply, _ in passed]
+        norms, limit = [round_checks.norm(reply.update) for reply in replies], self.options.max_norm
+        # weights that a malicious server crafted may bring any update
+        honest = [i for i, reply in enumerate(replies) if reply.client not in self._sent]
+        large = round_checks.outsized([norms[i] for i in honest], round_checks.norm(self._params), self.usual_norm)
+        moved = [round_checks.norm(reply.moved(self.buffers)) for reply in replies]
+        far = round_checks.outsized([moved[i] for i in honest], round_checks.norm(self.buffers), 0.0)
+        sent = [self._sent.get(reply.client, self._params) for reply in replies]
+        updates, examples = [reply.update for reply in replies], [reply.examples for reply in replies]
+        negative = round_checks.negative_variances(updates, sent, examples) if self.replies == "weights" else {}
+        reasons = {i: f"{name} is negative, and it is a variance" for i, name in negative.items()}
+        usual = max(self.usual_norm, round_checks.lower_median(norms))
+        words = f"others' usual one is {usual:.3g}" if usual else "there is no other to compare it with"
+        for i, is_large, is_far in zip(honest, large, far, strict=True):
+            if is_large:
+                reasons[i] = f"its update's norm is {norms[i]:.3g}, {OUT} ({words})"
+            elif is_far:
+                reasons[i] = f"it moves the model's buffers by {moved[i]:.3g}, {OUT} to the others' steps"
+        for i, n in enumerate(norms):
+            if limit is not None and n > limit:
+                reasons[i] = f"its update's norm is {n:.3g}, above [validator] max_norm = {limit:g} ({words})"
+        kept = [pair for i, pair in enumerate(passed) if i not in reasons]
+        self.usual_norm = max(
+            self.usual_norm, round_checks.lower_median([n for i, n in enumerate(norms) if i not in reasons])
+        )
+        return kept, {
+            replies[i].client: Participation(replies[i].client, "rejected", reason) for i, reason in reasons.items()
+        }
 
     def _altered(self, messages: Iterable[Message], arrays: ArrayRecord) -> dict[int, Params]:
         """By client, the weights of messages that carry other weights than the federation's."""
@@ -297,69 +335,6 @@ class UpdateValidator(Strategy):
             for client, reason in sorted([*absent, *((c, CLIENT_ABSENT) for c in self._away)])
         ]
 
-    def _average_buffers(self, accepted: Sequence[AcceptedReply]) -> None:
-        returned = [a for a in accepted if a.buffers]
-        total = sum(a.examples for a in returned)
-        for k in self.buffers if returned else ():
-            self.buffers[k] = torch.stack([a.buffers[k] * (a.examples / total) for a in returned]).sum(0)
-
-    def _as_sent(self, arrays: ArrayRecord | None) -> ArrayRecord | None:
-        """The aggregate in the dtypes that were sent, as FedAdam returns float64 under NumPy 2."""
-        if arrays is None:
-            return None
-        aggregated = arrays.to_torch_state_dict()
-        return ArrayRecord({k: aggregated[k].to(t.dtype) for k, t in self._params.items() if k in aggregated})
-
-
-def _difference(weights: Tensor, sent: Tensor) -> Tensor:
-    """What training added to an array; in half precision a difference of two would be rounded once more."""
-    if weights.is_floating_point():
-        wide = torch.promote_types(torch.promote_types(weights.dtype, sent.dtype), torch.float32)
-        return weights.to(wide) - sent.to(wide)
-    return weights ^ sent if weights.dtype == torch.bool else weights.to(sent.dtype) - sent
-
-
-def _tensors(record: ArrayRecord, reference: Mapping[str, Tensor], loose: bool = False) -> dict[str, Tensor]:
-    """A reply's arrays as tensors in the reference's order; ReplyRejected if names, shapes or dtypes differ from it.
-
-    Args:
-        loose: a user's own app may send back some of the arrays alone, floating-point ones in another precision, and whole
-            numbers (BatchNorm's counters) as any kind of number.
-    """
-    if loose:
-        reference = {name: t for name, t in reference.items() if name in record} or reference
-    if missing := sorted(reference.keys() - record.keys()):
-        raise ReplyRejected(f"missing tensors: {', '.join(missing)}")
-    if extra := sorted(record.keys() - reference.keys()):
-        raise ReplyRejected(f"tensors unknown to the model: {', '.join(extra)}")
-    tensors = {}
-    for name, like in reference.items():
-        expected = like.numpy()
-        try:
-            shape, dtype, *_ = npy_header(record[name].data)
-            alike = dtype == expected.dtype or (
-                loose and dtype.kind in {"f": "f", "i": "iuf"}.get(expected.dtype.kind, "")
-            )
-            if shape == expected.shape and alike:
-                array = record[name].numpy()
-        except Exception as error:  # hostile bytes can raise anything: ValueError, MemoryError, RecursionError
-            raise ReplyRejected(f"{name} cannot be decoded: {error}") from error
-        if shape != expected.shape:
-            raise ReplyRejected(f"{name} has shape {shape}, expected {expected.shape}")
-        if not alike:
-            raise ReplyRejected(f"{name} has dtype {dtype}, expected {expected.dtype}")
-        if not np.isfinite(array).all():
-            raise ReplyRejected(f"{name} has entries that are not finite")
-        tensors[name] = torch.from_numpy(array)
-    return tensors
-
-
-def _metrics(message: Message) -> MetricRecord:
-    records = list(message.content.metric_records.values())
-    if len(records) != 1:
-        raise ReplyRejected(f"expected one MetricRecord, got {len(records)}")
-    return records[0]
-
 
 def _no_sum(protocol: Protocol, round: int, group: Sequence[int], present: Sequence[int]) -> str:
     """Why a group has no sum although clients answered; empty if it has one."""
@@ -371,15 +346,3 @@ def _no_sum(protocol: Protocol, round: int, group: Sequence[int], present: Seque
         # an audit recomputes who was summed from the scenario, which only knows about stragglers
         return f"no secure sum: client {failed[0]} of its group failed, and it is not one of the scenario's stragglers"
     return ""
-
-
-def _shared(records: list[MetricRecord]) -> list[MetricRecord]:
-    """The records without entries that not all have in the same form, because Flower would end the whole run over them."""
-
-    def form(value: object) -> int | None:
-        return len(value) if isinstance(value, list) else None
-
-    keys = [
-        k for k in (records[0] if records else ()) if all(k in r and form(r[k]) == form(records[0][k]) for r in records)
-    ]
-    return [MetricRecord({k: r[k] for k in keys}) for r in records]

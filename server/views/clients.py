@@ -13,6 +13,7 @@ from fedgauge.server.views.png import reconstruction
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks
 from fedgauge.server.views.scores import Scores, capped
+from fedgauge.server.views.success import count_ungraded
 from fedgauge.server.views.verdict import class_shares, restored_labels
 
 
@@ -28,6 +29,7 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
     return {
         "metric": metric,
         "label": formatting.LABELS.get(metric, metric),
+        "ungraded": count_ungraded(reading.scores),
         "attack": attack or "",
         "attacks": [a for a in reading.order if is_attack(a)],
         "metrics": [{"name": m, "label": formatting.LABELS.get(m, m)} for m in reading.metrics],
@@ -72,6 +74,7 @@ def _graded(scores: Scores, metric: str, attack: str | None) -> Scores:
 def _worst(rows: Scores, ids: list[int], rounds: list[int], metric: str) -> Floats:
     """(clients, rounds): the value that leaks most; NaN if there is none."""
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    rows = rows.where(np.isin(rows.client, ids) & np.isin(rows.round, rounds))  # somebody else's ledger may lack some
     z = np.full((len(ids), len(rounds)), np.nan)
     np.fmax.at(z, (np.searchsorted(ids, rows.client), np.searchsorted(rounds, rows.round)), sign * rows.value)
     return sign * z

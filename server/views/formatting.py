@@ -29,6 +29,7 @@ LABELS = {
     "rouge2_special": "ROUGE-2 with special tokens (%)",
     "rougeL_special": "ROUGE-L with special tokens (%)",
 }
+ENDED = {"converged": "finished"}  # an attack that ran its schedule to the end is not known to have converged
 RATES = ("identified",)  # 0 or 1 per example, so no worst case, and Wilson intervals
 
 
@@ -47,6 +48,11 @@ def decibel(value: float | None) -> str:
 def percent(value: float | None) -> str:
     """A fraction in whole percent."""
     return "–" if value is None else f"{100 * value:.0f}\u00a0%"
+
+
+def status_words(status: str) -> str:
+    """How an attack ended, as users read it."""
+    return ENDED.get(status, status.replace("_", " "))
 
 
 def rounded(value: float | None) -> float | None:

@@ -18,7 +18,7 @@ from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.views import formatting
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.png import SMALL, png, reconstruction
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, most_examples
 from fedgauge.server.views.roles import is_attack, planned_attacks
 from fedgauge.server.views.scores import OF_TEXT, Scores
 
@@ -215,7 +215,7 @@ class Gallery:
         if self.reading.ledger.foreign:
             if (truth := self.reading.tester_truth(*key)) is not None:
                 return len(truth.y)
-            return int(self.reading.tables["data"].get("batch_size", 1))
+            return most_examples(self.reading.tables)
         return self.reading.sizes.get(key, 1)
 
     def page(self, query: Query) -> dict[str, Any]:
@@ -266,8 +266,16 @@ class Gallery:
         """The size of one image in base64, if it cannot be compressed; the approximate size of a sentence."""
         if self.text is not None:
             return WORD_BYTES * self.text.shape[0]
-        channels, height, width = self.shards.dataset.shape if self.shards else (3, SMALL, SMALL)
+        channels, height, width = self._shape
         return channels * min(height, SMALL) * min(width, SMALL) * 4 // 3
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """Of the images; in a deployment that of the public ones, which the scenario names."""
+        try:
+            return self.reading.scenario.federation.shards.dataset.shape
+        except SpecError:  # a notice says so
+            return 3, SMALL, SMALL
 
     @property
     def page_size(self) -> int:
@@ -318,15 +326,16 @@ class Gallery:
         value, status = outcomes.get((client, example)) or outcomes.get((client, WHOLE_BATCH)) or fallback
         shown, exact, unit = formatting.rounded(value), formatting.is_exact(value), self.reading.scores.measure.unit
         if math.isnan(value) and status != UNGRADED:
-            return Tile(attack, None, shown, exact, status)
+            return Tile(attack, None, shown, exact, formatting.status_words(status))
         note = self._ungraded(round, client, attack) if math.isnan(value) else f"{formatting.decibel(value)} {unit}"
         tensors = reconstruction(self.reading.run, round, client, attack)
         if isinstance(tensors, str):
             return Tile(attack, None, shown, exact, f"file {tensors}; {note}")
         # the file may hold sentences, which no score row shows here, or fewer images than the client claims to have
         shape = 2 if self.text is not None else 4
-        if status == UNGRADED and not (tensors["x"].dim() == shape and example < len(tensors["x"])):
-            return Tile(attack, None, shown, exact, note)
+        x = tensors.get("x")
+        if x is None or x.dim() != shape or example >= len(x):
+            return Tile(attack, None, shown, exact, note if status == UNGRADED else f"file damaged; {note}")
         label = self._label(tensors.get("y"), round, client, example, attack)
         traced = "trace_x" in tensors
         if self.kind == "image":
@@ -341,6 +350,8 @@ class Gallery:
 
     def _label(self, y: Tensor | None, round: int, client: int, example: int, attack: str) -> str:
         if y is None or y.dim() != 1 or not (self._labelled or self.reading.ledger.deployed):
+            return ""
+        if example >= len(y):
             return ""
         guess = int(y[example])
         if attack in self.given:

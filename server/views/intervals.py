@@ -15,10 +15,13 @@ NORMAL_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 LUCK = 0.025  # what is rarer by luck alone is a finding: one side of a 95 % interval
 
 
-def clustered_interval(values: Floats, clients: Ints) -> tuple[float, float] | None:
-    """95 % t interval of the mean over examples, clustered by client; None below two clients.
+def clustered_interval(values: Floats, clients: Ints, outside: float = LUCK) -> tuple[float, float] | None:
+    """t interval of the mean over examples, clustered by client (95 % by default); None below two clients.
 
     The mean is a ratio of the clients' sums to their counts, so its error is that of the sums about what their counts explain.
+
+    Args:
+        outside: how probable it is that the mean lies above it, and below it.
     """
     sums, counts = np.bincount(clients, values), np.bincount(clients)
     sums, counts = sums[counts > 0], counts[counts > 0]
@@ -27,7 +30,7 @@ def clustered_interval(values: Floats, clients: Ints) -> tuple[float, float] | N
         return None
     mean = sums.sum() / n
     error = sqrt(k / (k - 1) * float(((sums - mean * counts) ** 2).sum())) / n
-    half = stdtrit(k - 1, 0.975) * error
+    half = stdtrit(k - 1, 1 - outside) * error
     return float(mean - half), float(mean + half)
 
 

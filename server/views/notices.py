@@ -1,14 +1,20 @@
 """Notices: what a reader must know before trusting a run's figures."""
 
+import math
 import shlex
 from collections.abc import Iterator
 
 from fedgauge.attacks.grading.image_metrics import LPIPS_PIXELS
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger_types import EMPTY
+from fedgauge.server.store.ledger_types import EMPTY, ROUND_NOTE, USUAL_NORM
+from fedgauge.server.views.outcomes import failure
+from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.server_attacks import shortened
 
+MOST_ROUNDS = 3  # told one by one
+BOUND = 3  # times the usual norm of an update: wide enough for honest clients with unusual examples
 Notice = tuple[str, str]  # what is missing, and the command that helps; empty if none does
 
 
@@ -29,6 +35,28 @@ def _training_notices(reading: Reading) -> Iterator[Notice]:
         what = f"after {trained} of {planned} rounds" if trained else "before its first round"
         logs = "; see logs/flower.log in the run folder" if state == "failed" else ""
         yield f"{how.get(state, 'The training ended')} {what}{logs}.", ""
+    if noted := [key for key in reading.meta if key.startswith(ROUND_NOTE)]:
+        noted.sort(key=lambda key: (len(key), key))
+        more = f" (and {len(noted) - MOST_ROUNDS} more rounds)" if len(noted) > MOST_ROUNDS else ""
+        words = "; ".join(shortened(reading.meta[key]) for key in noted[:MOST_ROUNDS])
+        yield f"Replies that no training can use, or that outweigh all others: {words}{more}.{_norm_bound(reading)}", ""
+
+
+def _norm_bound(reading: Reading) -> str:
+    """What bound on updates would do no harm to the clients whose updates are like most."""
+    usual = as_number(reading.meta.get(USUAL_NORM, ""))
+    if not usual or "validator" in reading.tables:
+        return ""
+    return f" No round's median norm of updates was above {usual:.3g}: consider [validator] max_norm = {BOUND * usual:.2g}."
+
+
+def as_number(text: str) -> float:
+    """A figure of the meta table; 0 if it is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0 < value < math.inf else 0.0
 
 
 def _audit_notices(reading: Reading) -> Iterator[Notice]:
@@ -50,10 +78,12 @@ def _audit_notices(reading: Reading) -> Iterator[Notice]:
         yield "Updates are on the tape, but no attack is planned for them. Attack them with:", again
     elif not progress.total and reading.sizes:
         yield "No update is on the tape, so there is nothing to attack.", ""
-    if progress.failed:
-        errors = "; ".join(reading.ledger.errors()[:3])
-        words = f"{progress.failed} of {progress.total} attacks failed: {errors}. When the cause is mended, try them again with:"
+    if words := reading.view("failure", lambda: failure(reading.ledger)):
+        words = f"{words[0].upper()}{words[1:]}. When the cause is mended, try them again with:"
         yield words, f"{again} --retry failed"
+    clients = reading.view("app clients", lambda: app_clients(reading.ledger))
+    if words := other_sizes(clients, reading.tables["data"].get("batch_size", 1)):
+        yield f"{words[0].upper()}{words[1:]}.", ""
     if meta.get("truth_doubts"):
         yield f"The grades may be against wrong examples: {meta['truth_doubts']}.", ""
     if "uploads" in meta:

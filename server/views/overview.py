@@ -11,15 +11,17 @@ from fedgauge.attacks.limits import known_noise
 from fedgauge.attacks.plan import describe
 from fedgauge.client.components import SpecError
 from fedgauge.defenses.accounting import privacy_statement
+from fedgauge.server.store import run_files
+from fedgauge.server.store.ledger_types import json_table
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import formatting, server_attacks
 from fedgauge.server.views.formatting import LABELS, RATES, percent, rounded
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.participation import rounds_seen
-from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.roles import is_attack, is_limit, planned_attacks, role_of
+from fedgauge.server.views.participation import app_clients, rounds_seen
+from fedgauge.server.views.reading import Reading, most_examples
+from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, planned_attacks, role_of
 from fedgauge.server.views.scores import OF_TEXT
 from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
 from fedgauge.server.views.ungraded import ungraded_table
@@ -56,7 +58,7 @@ def overview(reading: Reading) -> dict[str, Any]:
         "participation": participation(reading),
         "cap": PSNR_CAP,
         "measure": asdict(reading.scores.measure),
-        "scenario": (reading.run.folder / "scenario.toml").read_text(),
+        "scenario": reading.run.scenario_text(),
         "environment": environment(reading),
     }
 
@@ -83,12 +85,15 @@ def app_rounds(reading: Reading) -> list[dict[str, Any]]:
     """What a user's own app returned in each round; empty for other runs."""
     rows = []
     for number in sorted(reading.rounds):
-        returned = json.loads(reading.rounds[number]["metrics"] or "{}")
-        flat = {f"{who}: {name}": value for who, own in returned.items() for name, value in own.items()}
-        rows.append(
-            {"round": number, "metrics": {k: rounded(v) for k, v in flat.items() if isinstance(v, int | float)}}
-        )
+        returned = json_table(reading.rounds[number]["metrics"] or "{}", reading.ledger.path, "metrics")
+        tables = {who: own for who, own in returned.items() if isinstance(own, dict)}
+        flat = {f"{who}: {name}": value for who, own in tables.items() for name, value in own.items()}
+        rows.append({"round": number, "metrics": {k: rounded(v) for k, v in flat.items() if _is_number(v)}})
     return rows if any(row["metrics"] for row in rows) else []
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def progress(reading: Reading) -> dict[str, Any]:
@@ -149,7 +154,8 @@ def server_attack_effects(reading: Reading) -> dict[str, str]:
 def figure(reading: Reading) -> dict[str, Any]:
     """Accuracy and leakage over rounds, as plain data for the page's scripts."""
     rounds, order = [reading.rounds[r] for r in sorted(reading.rounds)], reading.order
-    accuracy = {"x": [r["round"] for r in rounds], "y": [rounded(r["accuracy"]) for r in rounds]}
+    tested = rounds if any(r["accuracy"] is not None for r in rounds) else []
+    accuracy = {"x": [r["round"] for r in tested], "y": [rounded(r["accuracy"]) for r in tested]}
     metrics = [
         {"name": m, "label": LABELS.get(m, m), "rate": m in RATES, "series": series(m, reading.leaks(m), order)}
         for m in reading.metrics
@@ -185,7 +191,7 @@ def _has_worst_case(leak: Leak) -> bool:
 
 def success(reading: Reading) -> list[dict[str, Any]]:
     """For each attack and baseline, the fraction of the examples that reaches each PSNR."""
-    curve = success_curve(reading.scores, reading.ledger) if len(reading.scores) else {}
+    curve = success_curve(reading.scores, reading.ledger, most_examples(reading.tables)) if len(reading.scores) else {}
     return success_series(curve)
 
 
@@ -220,6 +226,8 @@ def summary(reading: Reading) -> list[dict[str, Any]]:
     rows = []
     for attack in reading.order:
         leaks = {m: by_attack[attack] for m, by_attack in pooled.items() if attack in by_attack}
+        if is_baseline(attack) and not leaks[reading.scores.measure.metric].n:
+            continue  # of an attack that gave nothing
         labels, identified = leaks.pop("label_accuracy", None), leaks.pop("identified", None)
         rows.append(
             {
@@ -248,7 +256,7 @@ def _in_short(row: Mapping[str, Any]) -> dict[str, Any]:
         "exact": formatting.is_exact(psnr.best),
         "identified": rate_in_numbers(row["identified"]),
         "labels": rounded(row["labels"].mean) if row["labels"] else None,
-        "failed": ", ".join(f"{n} {status}" for status, n in psnr.failed.items()),
+        "failed": ", ".join(f"{n} {formatting.status_words(status)}" for status, n in psnr.failed.items()),
         "ungraded": psnr.ungraded,
     }
 
@@ -330,7 +338,7 @@ def knowledge(reading: Reading) -> dict[str, Any]:
 
 
 def participation(reading: Reading) -> dict[str, Any]:
-    """How many replies were accepted, rejected or missing, and the reasons, the commonest first."""
+    """How many replies were accepted, rejected or missing, the reasons, the commonest first, and the clients of an app."""
     totals: Counter[str] = Counter()
     for (_, status), count in reading.participation.items():
         totals[status] += count
@@ -346,13 +354,14 @@ def participation(reading: Reading) -> dict[str, Any]:
         for (status, reason), where in reasons[:REASONS]
     ]
     counts = {status: totals[status] for status in ("accepted", "rejected", "missing")}
-    return {**counts, "reasons": listed, "more": max(0, len(reasons) - REASONS)}
+    clients = [{"client": c.client, "node": c.node, "examples": c.size} for c in app_clients(reading.ledger)]
+    return {**counts, "reasons": listed, "more": max(0, len(reasons) - REASONS), "clients": clients}
 
 
 def environment(reading: Reading) -> Any:
     """Versions and hardware of the run; None if they were not recorded."""
     path = reading.run.folder / "environment.json"
     try:
-        return json.loads(path.read_text()) if path.exists() else None
-    except (OSError, ValueError) as error:
+        return json.loads(run_files.read(path)) if run_files.look(path) else None
+    except (OSError, ValueError, RecursionError) as error:
         return f"{path.name} cannot be read: {error}"

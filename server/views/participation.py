@@ -2,13 +2,71 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from typing import Protocol as Structure
 
 from fedgauge.client.protocol import Protocol
+from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.server_attacks import shortened
 
 MOST_CLIENTS = 5  # named in a sentence
+
+
+@dataclass(frozen=True)
+class AppClient:
+    """A client of a user's own app.
+
+    Args:
+        client: its number, in the order in which its node's first reply was asked for: not the app's partition.
+        node: Flower's id of it, empty if it is not known.
+        examples: how many it reported in its rounds, each number once.
+    """
+
+    client: int
+    node: str
+    examples: tuple[int, ...]
+
+    @property
+    def size(self) -> str:
+        """How many examples it reported, as text."""
+        return " or ".join(map(str, self.examples)) or "?"
+
+    def __str__(self) -> str:
+        return f"client {self.client} = node {self.node or '?'}, {self.size} example{'s' if self.size != '1' else ''}"
+
+
+def app_clients(ledger: Ledger) -> list[AppClient]:
+    """The clients of a user's own app that gave updates; empty for other runs."""
+    if not ledger.foreign:
+        return []
+    nodes, sizes = ledger.nodes(), dict[int, set[int]]()
+    for o in ledger.observations():
+        if o["status"] == "accepted":
+            sizes.setdefault(o["client"], set()).update([o["examples"]] if o["examples"] else [])
+    return [AppClient(client, nodes.get(client, ""), tuple(sorted(own))) for client, own in sorted(sizes.items())]
+
+
+def numbering(clients: Sequence[AppClient]) -> str:
+    """Which node each client's number stands for, in one sentence; empty if there are none."""
+    named = [str(c) for c in clients[:MOST_CLIENTS]]
+    more = [f"and {len(clients) - MOST_CLIENTS} more, which the report lists"] if len(clients) > MOST_CLIENTS else []
+    return (
+        f"clients are numbered as Flower's nodes came, not by partition: {'; '.join([*named, *more])}" if named else ""
+    )
+
+
+def other_sizes(clients: Sequence[AppClient], assumed: int) -> str:
+    """Which clients report another number of examples than the audit takes each for; empty if none does."""
+    others = [c for c in clients if set(c.examples) - {assumed}]
+    if not others:
+        return ""
+    named = [f"client {c.client} reports {c.size}" for c in others[:MOST_CLIENTS]]
+    more = [f"and {len(others) - MOST_CLIENTS} more clients"] if len(others) > MOST_CLIENTS else []
+    return (
+        f"the audit takes each client to train on {assumed} example{'s' if assumed > 1 else ''} a round (batch_size under "
+        f"[data]), but {'; '.join([*named, *more])}: what came back of these is of another computation than theirs"
+    )
 
 
 class ObservationRow(Structure):

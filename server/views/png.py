@@ -34,13 +34,10 @@ def png(x: Tensor, most: int | None = None) -> str:
 
 def reconstruction(run: Run, round: int, client: int, attack: str) -> dict[str, Tensor] | str:
     """An attack's reconstruction of one observation, or why there is none: "missing" or "damaged"."""
-    path = run.reconstruction(round, client, attack)
-    if path.resolve().parent != (run.folder / "reconstructions").resolve():  # somebody else's ledger may name any path
-        return "damaged"
     try:
         return _by_example(run.read_reconstruction(round, client, attack))
-    except TapeError:  # the scores remain; the page says why the image is gone
-        return "damaged" if path.exists() else "missing"
+    except TapeError as error:  # the scores remain; the page says why the image is gone
+        return "missing" if isinstance(error.__cause__, FileNotFoundError) else "damaged"
 
 
 def _by_example(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """A run as read so far: it asks the ledger only for what is new, and recomputes only what that changes."""
 
+import math
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,10 +10,12 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from fedgauge.client.components import SpecError
+from fedgauge.client import toml_text
+from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.local_data import may_download
+from fedgauge.client.protocol import MOST_CLIENTS, MOST_ROUNDS
 from fedgauge.client.update import Batch
-from fedgauge.server.store import predecessor
+from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import EMPTY, ScoreRow
@@ -25,6 +28,7 @@ from fedgauge.server.views.scores import Scores, known_metrics
 
 State = Literal["training", "attacking", "complete", "attacks waiting", "attacks failed", "interrupted", "failed"]
 View = TypeVar("View")
+MOST_EXAMPLES = 4096  # of one update that came to nothing: so many empty places are shown for it
 SHOWN = ("seed", "rounds", "clients", "data", "model", "chain")  # keys of a scenario that every page shows
 
 
@@ -55,12 +59,33 @@ def tables_of(run: Run) -> dict[str, Any]:
     """A run's scenario as in its file, unchecked."""
     try:
         # a scenario may leave its seed out
-        tables = {"seed": 0, **tomllib.loads((run.folder / "scenario.toml").read_text())}
+        tables = {"seed": 0, **toml_text.parse(run_files.read(run.folder / "scenario.toml"))}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise LedgerError(f"{run.folder / 'scenario.toml'} cannot be read: {error}") from error
     if missing := [key for key in SHOWN if key not in tables]:
         raise LedgerError(f"{run.folder / 'scenario.toml'} is not a scenario: it lacks {', '.join(missing)}")
+    try:
+        _check_shapes(tables)
+    except SpecError as error:
+        raise LedgerError(f"{run.folder / 'scenario.toml'} is not a scenario: {error}") from error
     return tables
+
+
+def _check_shapes(tables: Mapping[str, Any]) -> None:
+    """Raise SpecError unless what the views read without building the scenario is of the right kind."""
+    for key in ("seed", "rounds", "clients"):
+        coerce(tables[key], int, key)
+    for key, most in (("rounds", MOST_ROUNDS), ("clients", MOST_CLIENTS)):
+        if not 0 <= tables[key] <= most:
+            raise SpecError(f"{key} must lie in 0..{most}, got {tables[key]}")
+    chain = coerce(tables["chain"], list, "chain")
+    for where, table in (("[data]", tables["data"]), ("[model]", tables["model"]), *(("[[chain]]", t) for t in chain)):
+        coerce(coerce(table, dict, where).get("use"), str, f"{where}: use")
+    coerce(tables["data"].get("batch_size", 1), int, "[data]: batch_size")
+    audit, tape = (coerce(tables.get(key, {}), dict, f"[{key}]") for key in ("audit", "tape"))
+    for table, key, kind in ((audit, "curious", bool), (audit, "workers", int), (tape, "retention_days", float)):
+        if key in table:
+            coerce(table[key], kind, key)
 
 
 class Reading:
@@ -71,7 +96,7 @@ class Reading:
     """
 
     def __init__(self, run: Run) -> None:
-        predecessor.refuse(run.folder)
+        run.check(whole=False)
         self.run = run
         self.lock = Lock()
         self.ledger = run.ledger(readonly=True)
@@ -94,9 +119,13 @@ class Reading:
     @contextmanager
     def now(self) -> Iterator["Reading"]:
         """The run's current state, for one thread; LedgerError if it cannot be read."""
-        with self.lock, self.ledger.snapshot():
-            self.refresh()
-            yield self
+        with self.lock:
+            if self.ledger.stale:
+                self.ledger.close()
+                self.ledger = self.run.ledger(readonly=True)
+            with self.ledger.snapshot():
+                self.refresh()
+                yield self
 
     def close(self) -> None:
         """Close the ledger, unless somebody is reading: then it closes when the reader lets go of it."""
@@ -107,7 +136,8 @@ class Reading:
     @property
     def gone(self) -> bool:
         """Whether the file that was opened has been deleted or replaced."""
-        return not self.ledger.path.exists() or self.ledger.path.stat().st_ino != self.inode
+        path = self.ledger.path
+        return not path.exists() or path.stat().st_ino != self.inode
 
     def refresh(self) -> None:
         """Read what is new."""
@@ -125,7 +155,7 @@ class Reading:
             self.rounds[row["round"]] = dict(row)
         for o in self.ledger.observations_since(self._seen + 1):
             self._seen = o["round"]
-            self.sizes[o["round"], o["client"]] = o["examples"] or 1
+            self.sizes[o["round"], o["client"]] = min(o["examples"] or 1, most_examples(self.tables))
             self.participation[o["client"], o["status"]] += 1
             if o["status"] != "accepted":
                 self.missed.setdefault((o["status"], o["reason"]), []).append((o["client"], o["round"]))
@@ -173,10 +203,11 @@ class Reading:
         """The truth that a tester has handed in; None if there is none, or this machine no longer has it."""
         if "truth" not in self.meta:
             return None
-        source, nodes = TesterTruth.from_json(self.meta["truth"]), self.ledger.nodes()
+        nodes = self.ledger.nodes()
 
         def read() -> Batch | None:
             try:
+                source = TesterTruth.from_json(self.meta["truth"])
                 return source.batch(round, client, self.scenario.federation.shards.dataset, nodes)
             except (SpecError, OSError):
                 return None
@@ -230,6 +261,14 @@ class Reading:
         if isinstance(self._scenario, str):
             raise SpecError(self._scenario)
         return self._scenario
+
+
+def most_examples(tables: Mapping[str, Any]) -> int:
+    """How many examples an update is taken to be of, by the scenario: a client's own word can be any number."""
+    factors = (
+        table.get(key, 1) for table, key in ((tables["data"], "batch_size"), (tables.get("secure_sum", {}), "group"))
+    )
+    return min(math.prod(max(1, n) for n in factors if isinstance(n, int)), MOST_EXAMPLES)
 
 
 def _noting(rows: Iterable[ScoreRow], rounds: set[int]) -> Iterator[ScoreRow]:

@@ -33,7 +33,7 @@ def role_of(attack: str) -> Role:
 
 def planned_attacks(ledger: Ledger) -> dict[str, PlannedAttack]:
     """The attacks as they were planned, in order."""
-    return {row["name"]: PlannedAttack.from_json(row["planned"]) for row in ledger.attacks()}
+    return ledger.planned()
 
 
 def attack_order(ledger: Ledger, names: Collection[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from fedgauge.server.store import predecessor
 from fedgauge.server.store.run import Run
 from fedgauge.server.views import formatting
 from fedgauge.server.views.reading import state_of, tables_of, version_of
@@ -12,7 +11,7 @@ from fedgauge.server.views.scores import best_so_far
 
 def run_summary(run: Run) -> dict[str, Any]:
     """State, rounds, chain, attacks, accuracy, and the best PSNR (of text, ROUGE-1) so far; LedgerError if it cannot be read."""
-    predecessor.refuse(run.folder)
+    run.check(whole=False)
     tables = tables_of(run)
     with run.ledger(readonly=True) as ledger:
         progress, last = ledger.progress(), ledger.last_round()

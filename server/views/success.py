@@ -5,28 +5,31 @@ import numpy as np
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.roles import attack_order, is_limit
+from fedgauge.server.views.roles import attack_order, is_baseline, is_limit
 from fedgauge.server.views.scores import OF_IMAGES, Scores
 
 THRESHOLDS = tuple(range(10, 61))  # dB
 
 
-def success_curve(scores: Scores, ledger: Ledger) -> dict[str, list[Rate]]:
+def success_curve(scores: Scores, ledger: Ledger, most: int) -> dict[str, list[Rate]]:
     """For each attack and baseline, how many of all attacked examples reach each PSNR of THRESHOLDS; failures do not.
 
     What clients did not grade counts neither way: an attack of which they graded nothing has no curve, and if they graded
     nothing at all there are no curves. There are none for text, whose thresholds would differ.
+
+    Args:
+        most: how many examples an update can be of, whatever its client says.
     """
     if scores.measure != OF_IMAGES:
         return {}
-    sizes = {(o["round"], o["client"]): o["examples"] or 1 for o in ledger.observations()}
+    sizes = {(o["round"], o["client"]): min(o["examples"] or 1, most) for o in ledger.observations()}
     psnr = scores.of_metric("psnr")
     if _unknown(psnr):
         return {}
     curve = {}
     for attack in [a for a in attack_order(ledger, psnr.attacks) if not is_limit(a)]:
         rows = psnr.of_attack(attack)
-        if not len(rows) or _unknown(rows):
+        if not len(rows) or _unknown(rows) or (is_baseline(attack) and np.isnan(rows.value).all()):
             continue
         rows = rows.where(~rows.ungraded)
         whole = rows.where(rows.example == WHOLE_BATCH)  # a batch lost as a whole: each of its examples

@@ -7,6 +7,7 @@ from statistics import median
 import numpy as np
 
 from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.views.formatting import status_words
 from fedgauge.server.views.roles import is_attack, planned_attacks
 from fedgauge.server.views.scores import Scores
 
@@ -32,7 +33,10 @@ class UngradedAttack:
 
 
 def ungraded_table(scores: Scores, ledger: Ledger) -> list[UngradedAttack]:
-    """Every attack in every round of which nothing is graded; attacks in the plan's order."""
+    """What came back and nobody graded, by round and attack in the plan's order; empty if nothing came back ungraded.
+
+    If nothing at all is graded, attacks of which nothing came back are listed, too: no other table shows them.
+    """
     accuracy = {row["round"]: row["accuracy"] for row in ledger.rounds()}
     valued = scores.where(~np.isnan(scores.value))
     pairs = np.unique(np.stack([valued.round, valued.attack]), axis=1).T.tolist()
@@ -54,7 +58,8 @@ def ungraded_table(scores: Scores, ledger: Ledger) -> list[UngradedAttack]:
                 reconstructions=sum(n for status, n in counts.items() if status not in ("not_applicable", "diverged")),
                 objective=median(values) if values else None,
                 lowest=min(values, default=None),
-                statuses=", ".join(f"{n} {status.replace('_', ' ')}" for status, n in counts.items()),
+                statuses=", ".join(f"{n} {status_words(status)}" for status, n in counts.items()),
             )
         )
-    return lines
+    came_back = [line for line in lines if line.reconstructions]
+    return lines if came_back and not any(is_attack(attack) for _, attack in graded) else came_back

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ from fedgauge.attacks.plan import BASELINES
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
+from fedgauge.server.views.formatting import status_words
 from fedgauge.server.views.intervals import (
     LUCK,
     Floats,
@@ -37,7 +38,7 @@ class ExcessLeakage:
     Args:
         attack, baseline: names.
         mean, low, high: of the differences in the main metric (PSNR in dB, each capped; of text, ROUGE-1 in percent). The
-            interval is clustered by client, and None below two clients.
+            interval is clustered by client, wider if several attacks are compared, and None below two clients.
         psnr, floor: mean of attack and baseline in the main metric, over the examples that both have.
         identified, floor_identified: how many examples are nearer to the attack's reconstruction, or to the best
             baseline's, than to every auxiliary image; None if that is not graded.
@@ -49,6 +50,7 @@ class ExcessLeakage:
         exposed: how many of `n` examples are identified (where that is graded) at a tenth of the squared error of every
             baseline or less; of text, at half of the scale above them. No guess comes so near by luck.
         clusters: how many clients.
+        attacks: how many are compared: the more, the rarer by luck alone a finding has to be (Bonferroni).
     """
 
     attack: str
@@ -66,12 +68,13 @@ class ExcessLeakage:
     exposed: int
     n: int
     clusters: int
+    attacks: int
 
     @property
     def leaks(self) -> bool:
         """Whether the examples come back better than a guess: on average, or more often, or in some cases beyond luck."""
         higher = any(low is not None and low > 0 for low in (self.low, self.identified_more_often))
-        return higher or self.identified_by_luck <= LUCK or self.exposed > 0
+        return higher or self.identified_by_luck <= LUCK / self.attacks or self.exposed > 0
 
     @property
     def looks_identified(self) -> bool:
@@ -88,7 +91,7 @@ class RestoredLabels:
     Args:
         share: of the labels, the mean over batches.
         guess: the share that the best guess without the update gets on average.
-        by_luck: the most probable that such a guess gets as many.
+        by_luck: the most probable that such a guess gets as many, in any of the attacks that restore labels.
     """
 
     attack: str
@@ -118,15 +121,14 @@ def excesses(scores: Scores) -> list[ExcessLeakage]:
     """One for each attack that shares examples with a baseline."""
     psnr, identified = (scores.of_metric(m) for m in (scores.measure.metric, "identified"))
     psnr, identified = (rows.where(~np.isnan(rows.value)) for rows in (psnr, identified))
-    compared = [_excess(psnr, identified, a) for a in psnr.attacks if is_attack(a)]
-    return [e for e in compared if e is not None]
+    gains = {a: gain for a in psnr.attacks if is_attack(a) and (gain := _gain(psnr, a)) is not None}
+    return [_excess(psnr, identified, a, gain, len(gains)) for a, gain in gains.items()]
 
 
-def _excess(psnr: Scores, identified: Scores, attack: str) -> ExcessLeakage | None:
-    gain = _gain(psnr, attack)
-    if gain is None:
-        return None
-    own, identified_more_often = psnr.of_attack(attack), _gain(identified, attack)
+def _excess(psnr: Scores, identified: Scores, attack: str, gain: "_PairedDifference", attacks: int) -> ExcessLeakage:
+    own, more_often = psnr.of_attack(attack), _gain(identified, attack)
+    interval = gain.interval(attacks)
+    interval_of_rates = more_often.interval(attacks) if more_often else None
     keys = own.example_keys()
     highest = np.fmax.reduce([_lookup(psnr.of_attack(b), keys) for b in _rivals(attack)])  # NaN: none is graded
     hit = _lookup(identified.of_attack(attack), keys)
@@ -138,17 +140,13 @@ def _excess(psnr: Scores, identified: Scores, attack: str) -> ExcessLeakage | No
         attack=attack,
         baseline=gain.baseline,
         mean=float(gain.differences.mean()),
-        low=gain.interval[0] if gain.interval else None,
-        high=gain.interval[1] if gain.interval else None,
+        low=interval[0] if interval else None,
+        high=interval[1] if interval else None,
         psnr=float(gain.own.mean()),
         floor=float((gain.own - gain.differences).mean()),
         identified=_rate_of(identified.of_attack(attack)),
-        floor_identified=_rate_of(identified.of_attack(identified_more_often.baseline))
-        if identified_more_often
-        else None,
-        identified_more_often=identified_more_often.interval[0]
-        if identified_more_often and identified_more_often.interval
-        else None,
+        floor_identified=_rate_of(identified.of_attack(more_often.baseline)) if more_often else None,
+        identified_more_often=interval_of_rates[0] if interval_of_rates else None,
         identified_by_luck=luck_of_hits(int(alone.sum()), int(missed.sum()), int(rivals[graded].min()))
         if graded.any()
         else 1.0,
@@ -156,6 +154,7 @@ def _excess(psnr: Scores, identified: Scores, attack: str) -> ExcessLeakage | No
         exposed=int(((own.value >= highest + psnr.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
+        attacks=attacks,
     )
 
 
@@ -172,9 +171,9 @@ class _PairedDifference:
     differences: Floats
     clients: Ints
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        return clustered_interval(self.differences, self.clients)
+    def interval(self, attacks: int) -> tuple[float, float] | None:
+        """95 % for as many attacks together."""
+        return clustered_interval(self.differences, self.clients, LUCK / attacks)
 
 
 def _gain(graded: Scores, attack: str) -> _PairedDifference | None:
@@ -316,6 +315,7 @@ def restored_labels(scores: Scores, ledger: Ledger, shares: Sequence[float]) -> 
         rate, expected = (float(np.average(v, weights=sizes)) for v in (rows.value, guess))
         by_luck = luck_bound(rate, expected, float(sizes.sum()))
         found.append(RestoredLabels(attack, float(rows.value.mean()), float(guess.mean()), by_luck))
+    found = [replace(labels, by_luck=min(1.0, len(found) * labels.by_luck)) for labels in found]
     return max(found, key=lambda labels: (labels.leaks, labels.share), default=None)
 
 
@@ -342,12 +342,14 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
     if np.isnan(real.value).all():
         counts = Counter(real.statuses[s] for s in real.status)
         hidden = counts.pop(UNGRADED, 0)
-        outcomes = ", ".join(f"{n} x {status}" for status, n in sorted(counts.items()))
+        outcomes = ", ".join(f"{n} x {status_words(status)}" for status, n in sorted(counts.items()))
         other = f"no attack gave {_a(scores.measure.private)} to grade ({outcomes})"
         if hidden:
             reason = ungraded_reason(ledger)
-            count = f"{hidden} reconstruction{'s' if hidden > 1 else ''}, none graded"
-            other = f"{count}{f' ({reason})' if reason else ''}{f'; without one: {outcomes}' if outcomes else ''}"
+            count = f"{hidden} reconstruction{'s' if hidden > 1 else ''} came back, and nobody graded any"
+            pairs = {(real.attacks[a], real.statuses[s]) for a, s in zip(real.attack, real.status, strict=True)}
+            empty = ", ".join(f"{a} ({status_words(s)})" for a, s in sorted(pairs) if s != UNGRADED)
+            other = f"{count}{f' ({reason})' if reason else ''}{f'; nothing came back from: {empty}' if empty else ''}"
         return f"Nothing can be said about leakage: {other}."
     return "Nothing can be said about leakage yet: no baseline has been graded beside the attacks."
 

@@ -110,7 +110,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
 
 
-FIVE = PairwiseMasking(group=5, clip=2.0, threshold=3)
+FIVE = PairwiseMasking(group=5, clip=2.0, threshold=3, colluders=0)
 
 
 def test_fedavg_trains_as_it_would_on_the_updates_themselves(kit: Any) -> None:
@@ -208,7 +208,7 @@ class InOrder(FedAvg):
 def test_groups_are_of_nearly_equal_size_and_never_below_the_threshold(
     kit: Any, clients: int, group: int, threshold: int, sizes: list[int], left: int
 ) -> None:
-    terms = PairwiseMasking(group, 2.0, threshold)
+    terms = PairwiseMasking(group, 2.0, threshold, colluders=0)
     grid, inner = kit.MemoryGrid("", clients, app=app_of(terms)), Recorder()
     SecureSumStrategy(inner, terms).start(grid, ArrayRecord(THETA), 1)
     codes = [m.error.code for m in inner.handed[0] if m.has_error()]

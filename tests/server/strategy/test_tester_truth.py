@@ -9,6 +9,10 @@ import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
 
+from fedgauge.attacks.base import Reconstruction
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.client.update import Batch
+from fedgauge.server.pool.tester_grading import paired
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.foreign_app import curious
@@ -96,6 +100,26 @@ def test_a_later_truth_replaces_all_grades_and_grades_what_is_attacked_again(
     assert main(["audit", str(run.folder), "--retry", "all"]) == 0
     told = capsys.readouterr().out
     assert "graded 0 of 9" in told and "hand it in again with --truth" in told and graded(run) == {}
+
+
+@only_adam
+def test_labels_are_no_leak_because_the_truth_has_more_of_them_or_fewer(
+    kit: Any, app: ForeignApp, tmp_path: Path
+) -> None:
+    """One claimed label for three examples, or three for one: what a guess without the update gets does not grow."""
+    run, _ = train(kit, app, tmp_path, **{"num-server-rounds": 1})
+    fed = run.scenario().federation
+    x, y = fed.shards.dataset.x[:3].float() / 255, torch.tensor([4, 5, 6])
+    grader = Auditor(fed).grader
+
+    def accuracy(guess: list[int], truth: Batch) -> float | None:
+        found = Reconstruction(x[: len(guess)].flip(0), torch.tensor(guess), 0.0, 1, 0.0, "converged")
+        rows = paired(grader, "guess", 1, 0, found, truth)[1]
+        (value,) = [r.value for r in rows if r.metric == "label_accuracy"]
+        return value
+
+    assert {accuracy([label], Batch(x, y)) for label in (4, 5, 6)} == {1 / 3}, "whichever example is nearest"
+    assert accuracy([0], Batch(x, y)) == 0 and accuracy([4, 5, 6], Batch(x[:1], y[:1])) == 1 / 3
 
 
 @pytest.mark.parametrize("app", [HALF], indirect=True, ids=["half_batchnorm"])

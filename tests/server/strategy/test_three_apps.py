@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -123,6 +124,17 @@ def train(kit: Any, app: ForeignApp, folder: Path, **config: Any) -> tuple[Run, 
     return Run.open(folder / "theirs"), grid
 
 
+def grid_clients(run: Run) -> dict[str, int]:
+    """Clients by Flower's node ids, as the run has noted them."""
+    with run.ledger() as ledger:
+        return {node: client for client, node in ledger.nodes().items()}
+
+
+def node_table(run: Run) -> str:
+    """The report's section on who took part."""
+    return (run.folder / "report.html").read_text().partition("<h2>Participation</h2>")[2].partition("<h2>")[0]
+
+
 def write_truth(app: ForeignApp, grid: Any, folder: Path) -> Path:
     """What each client trained on, as a tester writes it down: by Flower's node id."""
     x, y = app.pictures()
@@ -160,8 +172,10 @@ def test_an_app_is_trained_audited_shown_and_graded(
 
     assert main(["audit", str(run.folder)]) == 0
     told = capsys.readouterr().out
-    assert re.search(r"2 +[\d.%]* *inverting_gradients +3 +[\d.e+-]+ +3 converged", told), told
-    assert "--truth" in told
+    assert re.search(r"2 +[\d.%]* *inverting_gradients +3 +[\d.e+-]+ +3 finished", told), told
+    assert "--truth" in told and "not applicable" not in told
+    (node,) = [node for node, client in grid_clients(run).items() if client == 0]
+    assert f"client 0 = node {node}, {app.config['examples']} examples" in told and node in node_table(run)
     report = (run.folder / "report.html").read_text()
     for lie in (
         "no attack has been done",
@@ -175,7 +189,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
         assert reading.state == "complete"
         shown, page = Gallery(reading).page(Query()), overview.overview(reading)
     assert page["training"]["rounds"] == page["training"]["round"] == 2
-    assert page["verdict"]["word"] == "undetermined" and "none graded" in page["verdict"]["sentence"]
+    assert page["verdict"]["word"] == "undetermined" and "nobody graded any" in page["verdict"]["sentence"]
     assert shown["total"] == 2 * 3 * app.config["examples"]
     assert all(tile["image"] and "objective" in tile["note"] for card in shown["cards"] for tile in card["tiles"])
 
@@ -188,7 +202,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
     assert "graded 18 of 18" in told and "baseline PSNR" in told
     with run.ledger() as ledger:
         before, cards = cards, {row["name"]: row["knowledge"] for row in ledger.attacks()}
-    told_of_grading = "; graded against the truth of a tester"
+    told_of_grading = "; graded against the examples handed in with --truth"
     assert {name: card.replace(told_of_grading, "") for name, card in cards.items()} == {
         name: card.replace("; not graded", "") for name, card in before.items()
     }, "the rest of a card stays"
@@ -341,6 +355,37 @@ def test_the_truth_may_be_rows_of_a_dataset_and_may_be_mended(
 
 
 @pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])
+def test_other_numbers_of_examples_and_attacks_that_do_not_apply_are_said_once(
+    kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, grid = train(kit, app, tmp_path, **{"num-server-rounds": 1})
+    scenario = run.folder / "scenario.toml"
+    tables = tomllib.loads(scenario.read_text())
+    tables["data"]["batch_size"] = 4
+    tables["attack"].append({"use": "analytic"})
+    scenario.write_text(tomli_w.dumps(tables))
+    assert main(["audit", str(run.folder), "--log", "quiet"]) == 0
+    capsys.readouterr()
+    assert main(["audit", str(run.folder)]) == 0
+    told = capsys.readouterr().out
+    words = "takes each client to train on 4 examples a round (batch_size under [data]), but client 0 reports 5"
+    assert told.count(words) == 1 and told.count("analytic") == 2, "one row of a table, one reason"
+    report = (run.folder / "report.html").read_text().partition("<script>")[0]
+    assert words in report and "not_applicable" not in report and "All rounds together" not in report
+
+    truth = write_truth(app, grid, tmp_path / "truth")
+    assert main(["audit", str(run.folder), "--truth", str(truth)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "graded 9 of 9 reconstructions and baselines" in told and "not graded" not in told
+    assert told.count("analytic") == 2 and "median objective" not in told, "one table"
+    with closing(Reading(run)) as reading, reading.now():
+        page = overview.overview(reading)
+    assert [row["attack"] for row in page["summary"] if "analytic" in row["attack"]] == ["analytic"]
+    assert not [line["name"] for line in page["success"] if "wrong_client(analytic)" in line["name"]]
+    assert page["ungraded"]["rows"] == []
+
+
+@pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])
 def test_a_truth_that_is_none_is_refused(
     kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,8 +393,11 @@ def test_a_truth_that_is_none_is_refused(
     assert main(["audit", str(run.folder)]) == 0
     folder = tmp_path / "truth"
     folder.mkdir()
+    (tmp_path / "file.npz").write_bytes(b"")
     asked = {
         str(tmp_path / "nowhere/at-all"): "there is no folder",
+        "nothere": "there is no folder 'nothere', and it names no dataset: expected a folder with a file for each client",
+        str(tmp_path / "file.npz"): "file.npz is a file, and it names no dataset",
         str(folder): "has no file of the truth",
     }
     for text, words in asked.items():

@@ -351,7 +351,7 @@ BAD_REPLIES: dict[str, tuple[Callable[[Message], None], str]] = {
     "two MetricRecords": (put("more", MetricRecord({"num-examples": 1})), "expected one MetricRecord, got 2"),
     "no num-examples": (
         lambda m: metrics_of(m).pop("num-examples") and None,
-        "num-examples must be a whole number from 1 to 9007199254740992, got None",
+        "num-examples must be a whole number from 1 to 1000000000, got None",
     ),
     "zero examples": (with_examples(0), "num-examples must be"),
     "negative examples": (with_examples(-4), "num-examples must be"),

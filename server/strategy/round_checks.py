@@ -1,0 +1,97 @@
+"""What a round's replies are to each other and to the weights: which are out of all proportion, and which spoil the result."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedgauge.client.update import Params
+from fedgauge.server.strategy.reply_checks import VARIANCE
+
+OUTSIZED = 1000  # times the weights' norm and the usual norm of an update: no training gets there in a round
+LARGE_SHARE = 0.9  # of a round's average: from here on the others hardly count
+ONE_BY_ONE = 16  # replies that are tried one by one, after those that spoil a round were found together
+
+
+def norm(tensors: Mapping[str, Tensor]) -> float:
+    """Euclidean norm over all floating-point tensors, in float64, where no float32 overflows."""
+    parts = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors.values() if t.is_floating_point()]
+    return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
+
+
+def lower_median(values: Sequence[float]) -> float:
+    """The median; of an even number the lower one, so that one of two cannot set it by being large. 0 of none."""
+    return sorted(values)[(len(values) - 1) // 2] if values else 0.0
+
+
+def outsized(norms: Sequence[float], of_weights: float, usual: float) -> list[bool]:
+    """Which updates are beyond OUTSIZED times the norm of the weights, of the round's median and of earlier rounds' medians.
+
+    Args:
+        norms: of the round's updates.
+        usual: the largest median of the earlier rounds; 0 before the first.
+    """
+    # a reply that is alone in the first round has nothing to be compared with
+    among = lower_median(norms) if len(norms) > 1 or not usual else 0.0
+    return [n > OUTSIZED * max(of_weights, among, usual, 1.0) for n in norms]
+
+
+def negative_variances(updates: Sequence[Params], sent: Sequence[Params], examples: Sequence[int]) -> dict[int, str]:
+    """By position, the updates that make an average of BatchNorm's variances negative, with the name of the array.
+
+    Where more than half of the replies have negative variances, that is how the app is (noise on all arrays, say).
+    """
+    found: dict[int, str] = {}
+    total = sum(examples)
+    for name in [k for k in (updates[0] if updates else ()) if k.endswith(VARIANCE)]:
+        if not all(name in update for update in updates):
+            continue
+        returned = torch.stack([(s[name] + u[name]).double() for s, u in zip(sent, updates, strict=True)])
+        share = torch.tensor([n / total for n in examples], dtype=torch.float64)
+        was = torch.stack([s[name].double() for s in sent]).amin(0) >= 0
+        spoiled = was & (torch.tensordot(share, returned, 1) < 0)
+        guilty = ((returned < 0) & spoiled).flatten(1).any(1)
+        if 0 < int(guilty.sum()) <= len(updates) / 2:
+            found |= {i: name for i in guilty.nonzero().flatten().tolist()}
+    return found
+
+
+def spoilers(sizes: Sequence[float], sound: Callable[[Sequence[int]], bool]) -> list[int]:
+    """Which replies must be left out for the round's result to be sound; empty if no part of them gives a sound one.
+
+    Args:
+        sizes: how unusual each reply is; the most unusual are left out first.
+        sound: whether the replies at these positions, in order, give a sound result. All together do not.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+
+    def sound_without(left_out: Sequence[int]) -> bool:
+        return sound(sorted(set(order) - set(left_out)))
+
+    low, high = 0, 1  # too few are left out, perhaps enough
+    while high < len(order) and not sound_without(order[:high]):
+        low, high = high, 2 * high
+    high = min(high, len(order))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if sound_without(order[:middle]) else (middle, high)
+    if high == len(order):
+        return []
+    left_out = order[:high]
+    for i in reversed(left_out[-ONE_BY_ONE:-1]):  # unusual, but perhaps harmless
+        if sound_without(fewer := [j for j in left_out if j != i]):
+            left_out = fewer
+    return sorted(left_out)
+
+
+def large_share(clients: Sequence[int], examples: Sequence[int]) -> str:
+    """A sentence if one client is nearly the whole average, though others took part; empty otherwise."""
+    if len(clients) < 2:
+        return ""
+    most = max(range(len(clients)), key=lambda i: examples[i])
+    share = examples[most] / sum(examples)
+    if share <= LARGE_SHARE:
+        return ""
+    shown = f"{math.floor(1000 * share) / 10:g} %"
+    return f"client {clients[most]} said {examples[most]} examples, which makes it {shown} of the average by examples"

@@ -1,0 +1,95 @@
+"""A strategy's state, put back as it was: a round that is undone must leave no trace in moments and momenta."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+_RECORDS = (ArrayRecord, MetricRecord, ConfigRecord)
+_SEQUENCES = (list, deque)
+
+
+class StateSnapshot:
+    """What a strategy holds now: attributes, containers and arrays at any depth, wrapped strategies and torch's modules.
+
+    Each is put back in place, as others may hold the same object. What else an attribute refers to stays as it is.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._undo = [_undoing(part) for part in _parts(strategy)]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for undo in self._undo:
+            undo()
+
+
+def count_not_finite(strategy: Strategy) -> int:
+    """How many entries of a strategy's arrays are infinite or no numbers."""
+    return sum(_not_finite(part) for part in _parts(strategy))
+
+
+def _parts(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
+    """Every part of a value that can be changed in place, once, the outer ones first."""
+    seen = {} if seen is None else seen
+    if id(value) in seen:
+        return
+    if isinstance(value, Strategy):
+        seen[id(value)] = value
+        yield from _parts(vars(value), seen)
+    elif isinstance(value, (MutableMapping, set, tuple, *_SEQUENCES)):
+        seen[id(value)] = value  # held, so that no other object gets its id
+        if not isinstance(value, tuple):
+            yield value
+        inner = () if isinstance(value, _RECORDS) else value.values() if isinstance(value, MutableMapping) else value
+        for item in list(inner):
+            yield from _parts(item, seen)
+    elif isinstance(value, np.ndarray | Tensor) or _has_state(value):
+        seen[id(value)] = value
+        yield value
+
+
+def _has_state(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+
+
+def _undoing(part: Any) -> Callable[[], None]:
+    if isinstance(part, np.ndarray):
+        return _refilling(part, part.copy()) if part.flags.writeable else lambda: None
+    if isinstance(part, Tensor):
+        return _refilling(part.detach(), part.detach().clone())
+    if _has_state(part):
+        state = deepcopy(part.state_dict())
+        return lambda: part.load_state_dict(deepcopy(state))
+    items = dict(part) if isinstance(part, MutableMapping) else list(part)
+
+    def put_back() -> None:
+        part.clear()
+        (part.extend if isinstance(part, _SEQUENCES) else part.update)(items)
+
+    return put_back
+
+
+def _refilling(array: Any, values: Any) -> Callable[[], None]:
+    def refill() -> None:
+        array[...] = values
+
+    return refill
+
+
+def _not_finite(part: Any) -> int:
+    if isinstance(part, ArrayRecord):
+        return sum(_not_finite(array.numpy()) for array in part.values())
+    if _has_state(part):
+        return sum(_not_finite(inner) for inner in _parts(part.state_dict()))
+    if isinstance(part, Tensor):
+        return int((~torch.isfinite(part)).sum()) if part.is_floating_point() else 0
+    if isinstance(part, np.ndarray) and part.dtype.kind == "f":
+        return int((~np.isfinite(part)).sum())
+    return 0
