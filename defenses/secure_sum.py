@@ -5,29 +5,27 @@ adds its own mask. Every client's two secrets, the seed of its own mask and the 
 group (Shamir, 1979). If a client's vector arrived, the others send the server their shares of its seed; if it dropped out,
 their shares of its key; never both, so a vector that arrives late stays masked.
 
-The server is honest but curious: it passes on the clients' public keys unchanged. Without an authority that certifies keys, a
-server that forges keys, or invents most of a group, reads everything. A client that lies spoils the sum, but learns nothing.
+The server passes on the clients' public keys unchanged. Without an authority that certifies keys, a server that forges keys, or
+invents most of a group, reads everything. It may lie about who dropped out: `PairwiseMasking.tolerance` says how many clients may
+help it. A client that lies spoils the sum, but learns nothing.
 """
 
 import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgauge.client.protocol import check_threshold
+from fedgauge.client.collusion import Tolerance, check_threshold, tolerance
+from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Train, Value, Vector
 
 PRIME = 2**521 - 1  # a Mersenne prime, above every 256-bit secret
 SHARE = 66  # bytes of a number below it
 SECRET = 32  # bytes of keys and seeds
 
-Value = int | str | bytes | list[int] | list[bytes] | NDArray[Any]
-Record = dict[str, Value]  # a message, or what a client keeps: plain values, whatever the transport
-Vector = NDArray[np.float64]
 Parsed = TypeVar("Parsed")
-Train = Callable[[], tuple[Vector, int]]  # -> a finished update, flat, and the number of its examples
 
 
 class TooFewSurvivors(ValueError):
@@ -87,7 +85,7 @@ class ClientSession:
 
 
 @dataclass(frozen=True)
-class PairwiseMasking:
+class PairwiseMasking(SecureSum):
     """The protocol, with the terms that all parties agree on beforehand: a client accepts no other terms from a server.
 
     An update's entries are clipped to [-clip, clip] and rounded to 2^bits - 1 levels, evenly spaced over that range with zero
@@ -97,9 +95,11 @@ class PairwiseMasking:
     Args:
         group: the most clients in one sum, >= 2.
         clip: above 0, in units of the update.
-        threshold: the fewest clients in a sum, more than half of the group: a server that says to some that a client dropped
-            out, and to others that it did not, then gets enough shares of only one of its secrets. Default: two thirds.
+        threshold: the fewest clients in a sum. With t of n, a server that says to some that a client dropped out, and to others
+            that it did not, gets enough shares of only one of its secrets, if at most 2t - n - 1 clients help it. Default: more
+            than two thirds, which fewer than a third of the group cannot break.
         most_examples: of one client; a client with more drops out.
+        colluders: how many helpers of a lying server the threshold must resist; default: all that are fewer than a third.
     """
 
     group: int
@@ -107,9 +107,10 @@ class PairwiseMasking:
     threshold: int | None = None
     bits: int = 24
     most_examples: int = 2**20
+    colluders: int | None = field(default=None, repr=False)  # a party's own demand: the other need not share it
 
     def __post_init__(self) -> None:
-        check_threshold(self.group, self.least)
+        check_threshold(self.group, self.least, self.colluders)
         if not 0 < self.clip < float("inf"):
             raise ValueError(f"clip must be above 0 and finite, got {self.clip}")
         if not 2 <= self.bits <= 32:
@@ -125,6 +126,16 @@ class PairwiseMasking:
     def least(self) -> int:
         """The threshold."""
         return 2 * self.group // 3 + 1 if self.threshold is None else self.threshold
+
+    @property
+    def terms(self) -> str:
+        """What both sides must agree on, in words that are equal if it is."""
+        return repr(replace(self, threshold=self.least))
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How many clients may side with the server, or drop out."""
+        return tolerance(self.group, self.least)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -169,8 +180,8 @@ class PairwiseMasking:
             ValueError: the protocol does not ask this question now, or an answer would reveal a secret.
         """
         step, session = cast(str, question["step"]), cast(bytes, question["session"])
-        if question["terms"] != repr(self):
-            raise ValueError(f"the server's terms are {question['terms']!r}, this client's are {self!r}")
+        if question["terms"] != self.terms:
+            raise ValueError(f"the server's terms are {question['terms']!r}, this client's are {self.terms!r}")
         if step == "advertise":
             return _advertise(session)
         member = ClientSession.kept(state)
@@ -256,7 +267,7 @@ class PairwiseMasking:
         if not len(set(members)) == len(members) <= self.group:
             raise ValueError(f"expected at most {self.group} different members, got {list(members)}")
         session = secrets.token_bytes(16)
-        base: Record = {"session": session, "terms": repr(self)}
+        base: Record = {"session": session, "terms": self.terms}
         answers = yield {m: {**base, "step": "advertise"} for m in members}
         advertised = self._usable(answers, members, lambda m, answer: _byte_strings(answer.get("keys"), [SECRET] * 2))
         number = {m: i for i, m in enumerate(advertised, 1)}

@@ -4,38 +4,35 @@ From the server's protocol it takes the seed, the number of rounds and clients, 
 only what the server assumes.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedgauge.client.components import (
-    ComponentKind,
-    SpecError,
-    Table,
-    build,
-    call,
-    check_arguments,
-    coerce,
-    is_own,
-    path_arguments,
-)
+from fedgauge.client.chain import Chain
+from fedgauge.client.components import ComponentKind, SpecError, build, call, check_arguments
 from fedgauge.client.data.images import Shards, split
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
-from fedgauge.client.deployment.terms import NO_FILE, RequestRefused, ServerTerms
+from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
+from fedgauge.client.deployment.server_model import build_servers_model
+from fedgauge.client.deployment.state_folder import ClientFolder
+from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation
-from fedgauge.client.local_data import may_download
-from fedgauge.client.models.build import MODEL, build_model, changes_of
+from fedgauge.client.models.vision import detached_params
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator
 from fedgauge.client.transforms import TransformState
-from fedgauge.client.update import Batch, Params, Update
+from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
-MOST_PARAMETERS = 2**28  # of a model that a server may name: 1 GiB
+STATISTICS = (
+    '[model]: BatchNorm with mode = "train" sends statistics of the examples without noise; ask for mode = "eval"'
+)
+FAILS = "[model]: it fails on an empty example; the client's own log says how"
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +45,7 @@ class DeployedClient(Federation):
     def of(cls, owner: OwnerConfig, terms: ServerTerms) -> "DeployedClient":
         """Built and checked; RequestRefused if the server's part is wrong, SpecError if the owner's is."""
         if owner.client >= terms.clients:
-            raise RequestRefused(f"this is client {owner.client}, the protocol has {terms.clients} clients")
+            raise RequestRefused(f"the protocol has {terms.clients} clients, too few for this one's number")
         protocol = Protocol(
             terms.seed, terms.rounds, terms.clients, owner.data, terms.model, owner.chain, loss=owner.loss
         )
@@ -56,9 +53,14 @@ class DeployedClient(Federation):
         try:
             _ = own.shards, own.model
             with owner.allowing():
-                _ = own.loss, own.chain, self_audit(owner.guard) if owner.guard else None
+                _ = own.loss, own.chain
+                if owner.guard is not None:
+                    self_audit(owner.guard)
+                    owner.guard.check(own.chain.private)
         except SpecError as error:
             raise SpecError(f"{owner.path}: {error}") from error
+        if own.chain.private:
+            own._refuse_unprotected()
         return own
 
     @cached_property
@@ -78,32 +80,31 @@ class DeployedClient(Federation):
 
     @cached_property
     def model(self) -> nn.Module:
-        """The network that the server names, if it fits in memory, is installed here, and the owner allows its package."""
-        table = dict(self.protocol.model)
-        offered = self.shards.dataset.offered
-        allowed = may_download.set(False)  # a server must not make a client download anything
-        try:
-            mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
-            with self.owner.allowing():
-                for _, named, kind in (("", table, MODEL), *changes_of(table, "[model]")):
-                    if path_arguments(named, kind):
-                        raise RequestRefused(NO_FILE)
-                if is_own(table, MODEL):  # the owner trusts the packages that it allows
-                    self._check_size(table, offered)
-                return build_model(table, "[model]", offered, self.protocol.seed, beside=("mode",)).train(
-                    mode == "train"
-                )
-        except SpecError as error:
-            raise RequestRefused(str(error)) from error
-        finally:
-            may_download.reset(allowed)
+        """The network that the server names, if it is small enough, is installed here, and the owner allows its package."""
+        offered, seed = self.shards.dataset.offered, self.protocol.seed
+        with self.owner.allowing():
+            return build_servers_model(self.protocol.model, offered, seed, self.owner.max_parameters)
 
-    def _check_size(self, table: Table, offered: Mapping[str, Any]) -> None:
-        with torch.device("meta"):  # only shapes, before any memory is taken
-            shadow = build_model(table, "[model]", offered, self.protocol.seed, beside=("mode",))
-        size = sum(t.numel() for t in (*shadow.parameters(), *shadow.buffers()))
-        if size > MOST_PARAMETERS:
-            raise RequestRefused(f"[model]: it has {size} parameters, more than {MOST_PARAMETERS}")
+    @cached_property
+    def chain(self) -> Chain:
+        """The owner's, with noise that also protects."""
+        return super().chain.deployed
+
+    def _refuse_unprotected(self) -> None:
+        """Refuse a network whose statistics would leave without noise, or that fails whatever the examples are."""
+        if any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules()):
+            raise RequestRefused(STATISTICS)
+        x, y = self.owner.batch([0])
+        try:
+            self.gradient(detached_params(self.model), Batch(torch.zeros_like(x), torch.zeros_like(y)), None)
+        except Exception as error:  # whatever a network raises
+            raise RequestRefused(FAILS) from error
+
+    @cached_property
+    def secure_sum(self) -> SecureSum | None:
+        """The sum in which alone the owner lets updates leave."""
+        table = self.owner.secure_sum
+        return None if table is None else build_secure_sum(table)
 
     def draw(self, round: int) -> list[int]:
         """The rows of the training images that a round trains on."""
@@ -116,7 +117,25 @@ class DeployedClient(Federation):
     def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: TransformState) -> Update:
         """The update that leaves the client, with noise that nobody else can reproduce."""
         self.load_buffers(buffers)
-        return self.update_fn(memory)(params, batch, secret_generator())
+        compute = self.own_gradient
+        if self.chain.private:
+            compute = self._without_failures(compute)
+        return self.chain.with_state(memory)(compute)(params, batch, secret_generator())
+
+    def _without_failures(self, compute: UpdateFn) -> UpdateFn:
+        """A failure is NaN, of which the chain's clip makes zeros: whether examples make a network fail must not be seen."""
+
+        def tried(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            try:
+                return compute(params, batch, rng)
+            except Exception as error:  # whatever a network raises
+                if torch._C._functorch.peek_interpreter_stack() is not None:
+                    raise  # of all examples together: `per_example` takes them one by one
+                reason = f"a gradient counts as zero: {type(error).__name__}: {error}"
+                ClientFolder(self.owner.state).note("failed", what="gradient", reason=reason)
+                return {k: torch.full_like(p, math.nan) for k, p in params.items()}
+
+        return tried
 
 
 class SelfAudit(ABC):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from fedgauge.client import toml_text
 from fedgauge.client.components import (
     SpecError,
     Table,
@@ -22,12 +23,26 @@ from fedgauge.client.components import (
 )
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import DATASET
+from fedgauge.client.files import read_file
 from fedgauge.client.inspection.policy import InspectionPolicy, Mode
 from fedgauge.client.models.losses import CROSS_ENTROPY
+from fedgauge.client.protocol import MOST_CLIENTS
 from fedgauge.client.update import Batch
 
-MOST_CLIENTS = 100_000
-_TOP = ("client", "state", "allow", "data", "loss", "chain", "updates", "grading", "guard")
+MOST_PARAMETERS = 2**28  # of a network that a server may name, unless the owner says otherwise: 1 GiB
+_TOP = (
+    "client",
+    "state",
+    "allow",
+    "data",
+    "loss",
+    "chain",
+    "updates",
+    "max_parameters",
+    "secure_sum",
+    "grading",
+    "guard",
+)
 _SPLIT = ("partition", "alpha", "shards_per_client", "auxiliary")  # of a data set that several clients share
 
 
@@ -61,7 +76,8 @@ class GuardPolicy:
         audit: an attack that the client first tries on its own update; None: none.
         iterations, seconds: the budget of that attack.
         threshold: dB; an update is withheld if its best reconstructed example has this PSNR or more.
-        inspect, architecture, examples: what to do about suspicious weights, as in `InspectionPolicy`.
+        inspect, architecture, examples: what to do about suspicious weights, as in `InspectionPolicy`. examples None: unless
+            the chain promises differential privacy, whose epsilon does not cover a refusal that the examples decide on.
     """
 
     max_norm: float | None = None
@@ -71,7 +87,7 @@ class GuardPolicy:
     threshold: float = 20.0
     inspect: Mode = "off"
     architecture: str | None = None
-    examples: bool = True
+    examples: bool | None = None
 
     def __post_init__(self) -> None:
         if self.max_norm is not None and not self.max_norm > 0:
@@ -81,10 +97,24 @@ class GuardPolicy:
         if not self.seconds > 0:
             raise ValueError(f"seconds must be above 0, got {self.seconds}")
 
-    @property
-    def inspection_policy(self) -> InspectionPolicy:
-        """What to do about the weights that the server sends."""
-        return InspectionPolicy(self.inspect, self.architecture, self.examples)
+    def inspection_policy(self, private: bool) -> InspectionPolicy:
+        """What to do about the weights that the server sends.
+
+        Args:
+            private: whether the chain promises differential privacy.
+        """
+        return InspectionPolicy(
+            self.inspect, self.architecture, not private if self.examples is None else self.examples
+        )
+
+    def check(self, private: bool) -> None:
+        """SpecError if the examples would decide on a refusal although the chain promises differential privacy."""
+        deciding = {"audit": self.audit is not None, "examples = true": self.examples is True}
+        if private and (named := [key for key, decides in deciding.items() if decides]):
+            raise SpecError(
+                f"[guard]: with {named[0]} the examples decide whether the client answers, which the epsilon of a chain of clip "
+                "and noise does not cover: remove it, or the chain's noise"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +133,8 @@ class OwnerConfig:
         loss: what is minimised.
         chain: what is applied.
         updates: the most updates for servers, over all runs; None: any number.
+        max_parameters: the most entries (parameters and buffers) of a network that a server may name.
+        secure_sum: the terms of the sum in which alone an update may leave; None: it may leave by itself.
         guard: None: no guard.
     """
 
@@ -118,6 +150,8 @@ class OwnerConfig:
     loss: Table
     chain: tuple[Table, ...]
     updates: int | None
+    max_parameters: int
+    secure_sum: Table | None
     grading: GradingPolicy
     guard: GuardPolicy | None
 
@@ -125,7 +159,7 @@ class OwnerConfig:
     def load(cls, path: Path) -> "OwnerConfig":
         """Read and check a file; SpecError names it, the table, the value and what is allowed."""
         try:
-            return cls.parse(path.read_text(), path)
+            return cls.parse(read_file(path, toml_text.MOST).decode(), path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise SpecError(f"{path}: there is no such file") from error
         except IsADirectoryError as error:
@@ -137,7 +171,7 @@ class OwnerConfig:
     def parse(cls, text: str, path: Path) -> "OwnerConfig":
         """From the text of the file at path."""
         try:
-            return cls._checked(tomllib.loads(text), path)
+            return cls._checked(toml_text.parse(text.encode()), path)
         except tomllib.TOMLDecodeError as error:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
         except SpecError as error:
@@ -167,6 +201,9 @@ class OwnerConfig:
         updates = coerce(tables["updates"], int, "updates") if "updates" in tables else None
         if updates is not None and updates < 1:
             raise SpecError(f"updates must be at least 1, got {updates}")
+        max_parameters = coerce(tables.get("max_parameters", MOST_PARAMETERS), int, "max_parameters")
+        if max_parameters < 1:
+            raise SpecError(f"max_parameters must be at least 1, got {max_parameters}")
         chain = coerce(tables["chain"], list, "[[chain]]")
         folder = path.absolute().parent
         return cls(
@@ -182,6 +219,8 @@ class OwnerConfig:
             loss=coerce(tables.get("loss", CROSS_ENTROPY), dict, "[loss]"),
             chain=tuple(coerce(t, dict, f"[[chain]] #{i}") for i, t in enumerate(chain, 1)),
             updates=updates,
+            max_parameters=max_parameters,
+            secure_sum=coerce(tables["secure_sum"], dict, "[secure_sum]") if "secure_sum" in tables else None,
             grading=_options(GradingPolicy, tables.get("grading", {}), "[grading]"),
             guard=_options(GuardPolicy, tables["guard"], "[guard]") if "guard" in tables else None,
         )

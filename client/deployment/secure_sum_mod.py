@@ -7,27 +7,21 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fedgauge.client.deployment.secure_sum_terms import Record, Train, Value, Vector
 from fedgauge.client.mods import Mod
 
 RECORD = "secure-sum"  # of a question, an answer, and what a client keeps between the two
 ARRAYS = "secure-sum-arrays"  # of an answer's vector
 WEIGHT = "num-examples"
 
-Value = int | str | bytes | list[int] | list[bytes] | NDArray[Any]
-Record = dict[str, Value]
-Vector = NDArray[np.float64]
-
 
 class SecureSumClient(Protocol):
-    """A client's side of a protocol, as fedgauge.defenses.secure_sum.PairwiseMasking has it: plain values in, plain values out."""
+    """A client's side of a secure sum."""
 
-    def answer(
-        self, state: Mapping[str, Value], question: Mapping[str, Value], train: Callable[[], tuple[Vector, int]]
-    ) -> tuple[Record, Record]:
-        """What the client keeps from now on, and its answer; `train` gives its update, flat, and its examples."""
+    def answer(self, state: Mapping[str, Value], question: Mapping[str, Value], train: Train) -> tuple[Record, Record]:
+        """What the client keeps from now on, and its answer."""
 
 
 def secure_sum(protocol: SecureSumClient, replies: Literal["updates", "weights"] = "weights") -> Mod:

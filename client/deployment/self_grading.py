@@ -74,9 +74,7 @@ def grade(
         elif place in known:
             refused[name] = "it was answered for other images"
         elif len(known) >= grading.queries:
-            refused[name] = (
-                f"{grading.queries} questions about these examples were answered, and the owner allows no more"
-            )
+            refused[name] = "as many questions about these examples were answered as the owner allows"
         elif reason := _unfit(images, batch):
             refused[name] = reason
         else:
@@ -101,7 +99,7 @@ def rounded(value: float, precision: float) -> float:
 def _unfit(images: Tensor, batch: Batch) -> str:
     """Why these images cannot be scored; empty if they can."""
     if images.shape != batch.x.shape or images.dtype != torch.float32:
-        return f"expected float32 images of shape {tuple(batch.x.shape)}, got {images.dtype} of {tuple(images.shape)}"
+        return f"not a batch of this client's images: {images.dtype} of shape {tuple(images.shape)}"
     # far outside [0, 1] a squared error is linear in the truth, and rounding to dB would hide nothing
     return "" if bool(((images >= 0) & (images <= 1)).all()) else "images must lie in [0, 1]"
 

@@ -156,7 +156,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedState(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):
         raise DamagedState(f"{path} is damaged: expected a JSON object")

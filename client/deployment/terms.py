@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 from fedgauge.client.components import Table, coerce
-from fedgauge.client.deployment.owner import MOST_CLIENTS
+from fedgauge.client.protocol import MOST_CLIENTS
 
 MOST_TEXT = 2**16  # characters of a protocol
 MOST_MODEL = 2**12  # characters of [model]: a list of layers is built before its size is known
@@ -12,7 +12,17 @@ NO_FILE = "[model]: a server must not make a client read a file"
 
 
 class RequestRefused(Exception):
-    """The client does not do what the server asked for; the message is for the server, and says nothing about the data."""
+    """The client does not do what the server asked for.
+
+    The message is for the server: a sentence that says nothing of the data, the owner's file or this machine. The cause, if
+    there is one, is for the owner alone.
+    """
+
+    @property
+    def for_owner(self) -> str:
+        """The sentence, and what caused it."""
+        why = self.__cause__
+        return f"{self} ({str(why) or type(why).__name__})" if why is not None else str(self)
 
 
 @dataclass(frozen=True)

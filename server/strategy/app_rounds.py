@@ -1,6 +1,7 @@
 """The rounds of a user's own app: its strategy's start, what clients and evaluation returned, and how the training ended."""
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from fedgauge.server.views.outcomes import none_accepted
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 TRAINING, EVALUATION, SERVER = "training", "evaluation", "server"  # who computed metrics: clients twice, and the server
+MOST_METRICS, MOST_LETTERS = 100, 100  # kept of a round, and in a metric's name
 _ACCURACY, _LOSS = re.compile(r"(^|[^a-z])acc(uracy)?([^a-z]|$)"), re.compile(r"(^|[^a-z])loss([^a-z]|$)")
 
 
@@ -62,6 +64,9 @@ class AppRounds:
         """Into Flower's log: how many updates were recorded, and the command that attacks them."""
         updates = sum(1 for o in self.ledger.observations() if o["digest"])
         folder = self.ledger.path.parent.absolute()
+        if not updates:
+            log(INFO, "fedgauge recorded no update in %s", folder)
+            return
         log(INFO, "fedgauge recorded %d updates in %s. Attack them with: fedgauge audit %s", updates, folder, folder)
 
     def trained(self, round: int, metrics: MetricRecord | None, clients: Mapping[int, int]) -> None:
@@ -94,7 +99,7 @@ class AppRounds:
     def note(self, who: str, metrics: MetricRecord | None) -> None:
         """Keep what somebody returned until the round is closed."""
         if metrics:
-            self.metrics[who] = dict(metrics)
+            self.metrics[who] = dict(list(_worth_keeping(metrics))[:MOST_METRICS])
 
     def close(self, round: int) -> None:
         """Write a round."""
@@ -102,6 +107,14 @@ class AppRounds:
         accuracy, loss = test_figures(self.metrics)
         self.ledger.record_round(round, accuracy, loss, now - self.began, self.intercept.get(round, 0.0), self.metrics)
         self.metrics, self.began, self.open = {}, now, None
+
+
+def _worth_keeping(metrics: MetricRecord) -> Iterator[tuple[str, object]]:
+    """The metrics that a run shows; names and lists of any length would come from one client."""
+    for name, value in metrics.items():
+        numbers = value if isinstance(value, list) else [value]
+        if len(name) <= MOST_LETTERS and len(numbers) <= MOST_METRICS and all(map(math.isfinite, numbers)):
+            yield name, value
 
 
 def test_figures(metrics: Mapping[str, Mapping[str, object]]) -> tuple[float | None, float | None]:

@@ -16,8 +16,9 @@ from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
+from fedgauge.server.strategy.reply_checks import AcceptedReply
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
-from fedgauge.server.strategy.validator import AcceptedReply, RoundReplies
+from fedgauge.server.strategy.validator import RoundReplies
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """The server's side of a secure sum: the wrapped Flower strategy gets one reply per group of clients."""
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -12,11 +12,13 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgauge.client.deployment.secure_sum_mod import WEIGHT, Record, read, to_config_record
+from fedgauge.client.deployment.secure_sum_mod import WEIGHT, read, to_config_record
+from fedgauge.client.deployment.secure_sum_terms import Record
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
 SUMMED = 101  # our error codes: the client's update is part of another reply
 NO_SUM = 102  # its group has no sum
+IN_SUM = "in a secure sum of"  # how the reason of the first begins
 
 
 class GroupSum(Protocol):
@@ -61,6 +63,8 @@ class SecureSumStrategy(Wrapper):
         inner: chooses clients and aggregates.
         replies: what the inner strategy expects and the ClientApp answers with.
         timeout: seconds that clients have to answer a question without training.
+        groups: of a round and the nodes that the wrapped strategy chose: which of them are summed together, at most `group` and
+            at least `least` in each; the others are left out. Default: the fewest groups that hold all, in the nodes' order.
     """
 
     def __init__(
@@ -69,8 +73,10 @@ class SecureSumStrategy(Wrapper):
         protocol: SecureSumServer,
         replies: Literal["updates", "weights"] = "weights",
         timeout: float = 600.0,
+        groups: Callable[[int, Sequence[int]], Sequence[Sequence[int]]] | None = None,
     ) -> None:
         self.inner = inner
+        self.groups = groups
         self.protocol = protocol
         self.replies = replies
         self.timeout = timeout
@@ -83,10 +89,11 @@ class SecureSumStrategy(Wrapper):
     ) -> Iterable[Message]:
         """Let the wrapped strategy choose clients; the groups agree on masks before they train."""
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
-        parts = list(_parts(messages, self.protocol))
+        parts = list(_parts(messages, self.protocol) if self.groups is None else self._agreed(server_round, messages))
         self._grid = grid
         self._groups = [_Group(self.protocol, part) for part in parts]
-        self._left_out = messages[sum(map(len, parts)) :]
+        summed = {message.metadata.dst_node_id for part in parts for message in part}
+        self._left_out = [message for message in messages if message.metadata.dst_node_id not in summed]
         for _ in ("keys", "shares"):
             self._collect(grid.send_and_receive(self._questions(), timeout=self.timeout))
         return [group.training(m) for group in self._groups for m in group.questions]
@@ -103,6 +110,14 @@ class SecureSumStrategy(Wrapper):
         merged += [Message(Error(NO_SUM, few), reply_to=message) for message in self._left_out]
         self._groups, self._left_out = [], []  # a sum is as large as the model
         return self.inner.aggregate_train(server_round, merged)
+
+    def _agreed(self, round: int, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+        """The messages of each group that is large enough."""
+        assert self.groups is not None
+        of = {message.metadata.dst_node_id: message for message in messages}
+        for nodes in self.groups(round, list(of)):
+            if len(nodes) >= self.protocol.least:
+                yield [of[node] for node in nodes]
 
     def _questions(self) -> list[Message]:
         return [group.question(m) for group in self._groups for m in group.questions]
@@ -152,7 +167,7 @@ class _Group:
     def outcome(self, replies: str) -> Iterator[Message]:
         """The replies that the wrapped strategy gets."""
         members = () if self.total is None else self.total.members
-        fate = f"in a secure sum of {len(members)} clients" if members else f"no secure sum: {self.reason}"
+        fate = f"{IN_SUM} {len(members)} clients" if members else f"no secure sum: {self.reason}"
         lost = "dropped out of its secure sum"
         for node, message in self.sent.items():
             if self.total is not None and node == members[0]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
+from rich.console import Console
 
 from fedgauge.client.components import SpecError, package_of
 from fedgauge.client.federation import DATASET, TRANSFORM
@@ -21,7 +22,9 @@ from fedgauge.client.models.losses import LOSS
 from fedgauge.client.registry import OWN
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
+from fedgauge.server.store.run_files import CONTAINER_USER
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.checks.before_training import try_first
 from fedgauge.simulations.deploy.pki import alternative_names, write_authority, write_node_key, write_secret
 from fedgauge.simulations.deploy.services import Addresses, supernode
 from fedgauge.simulations.run.create import check_deployable, create_run
@@ -29,7 +32,7 @@ from fedgauge.simulations.run.create import check_deployable, create_run
 DEMO = Path(__file__).parents[1] / "deployment.toml"
 VERSION = "0.1.0"  # of the image
 IN_COMPOSE = 3  # clients in docker-compose.yml
-CONTAINER_USER = 10001  # the containers' user if root made the deployment
+MEMORY = "4g"  # of each container, unless FEDGAUGE_MEMORY sets another size
 FIRST_RUN = "federation"  # the containers' name for their run, unless FEDGAUGE_RUN sets another
 Grading = Literal["off", "scores"]
 Sampling = Literal["secret", "agreed"]
@@ -146,13 +149,15 @@ class Deployment:
         """The run of this name, created if it does not exist, and whether it must be resumed.
 
         Raises:
-            SpecError: the run is complete, or this cannot be a name.
+            SpecError: the run is complete, this cannot be a name, or a new one cannot be trained.
         """
         if not name or Path(name).name != name or name.startswith("."):
             raise SpecError(f"{name!r} cannot be a run's name")
         folder = self.folder / "runs" / name
         if not folder.exists():
-            return create_run(self.scenario(), folder, mode="deployment"), False
+            scenario = self.scenario()
+            try_first(scenario, Console(stderr=True), str(self.folder / "scenario.toml"))
+            return create_run(scenario, folder, mode="deployment"), False
         run = Run.open(folder)
         if run.model.exists():
             raise SpecError(f"{folder} is complete; give the next run another name (FEDGAUGE_RUN)")
@@ -186,6 +191,8 @@ class Deployment:
             "chain": list(scenario.protocol.chain),
             **({"loss": scenario.tables["loss"]} if "loss" in scenario.tables else {}),
             "grading": {"mode": grading, "precision": 0.5, "queries": 8},
+            "guard": {"inspect": "refuse"},
+            **({"secure_sum": dict(together.real)} if (together := scenario.protocol.secure_sum) else {}),
         }
         write_secret(folder / "client.toml", (_OWNER + tomli_w.dumps(tables)).encode())
 
@@ -198,6 +205,7 @@ class Deployment:
             "FEDGAUGE_GID": group,
             "FEDGAUGE_RUN": FIRST_RUN,
             "FEDGAUGE_CLIENTS": clients,
+            "FEDGAUGE_MEMORY": MEMORY,
             "COMPOSE_PROFILES": "cpu",
         }
         return "".join(f"{key}={value}\n" for key, value in lines.items())
@@ -247,6 +255,10 @@ HARDENED: Mapping[str, Any] = {
     "tmpfs": ["/tmp"],
     "cap_drop": ["ALL"],
     "security_opt": ["no-new-privileges:true"],
+    "mem_limit": f"${{FEDGAUGE_MEMORY:-{MEMORY}}}",
+    "memswap_limit": f"${{FEDGAUGE_MEMORY:-{MEMORY}}}",
+    "pids_limit": 2048,
+    "logging": {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}},
 }
 _PATIENT = {"interval": "10s", "timeout": "5s", "retries": 6, "start_period": "60s"}
 _OWNER = """\

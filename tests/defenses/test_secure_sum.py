@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
+from fedgauge.client.collusion import Tolerance, promised_colluders
 from fedgauge.defenses.secure_sum import (
     PRIME,
     SECRET,
@@ -24,13 +25,14 @@ from fedgauge.defenses.secure_sum import (
     TooFewSurvivors,
     UnmaskRequest,
     Vector,
+    _pair,
     evaluate_polynomial,
     expand_seed,
     shamir_combine,
     shamir_share,
 )
 
-FIVE = PairwiseMasking(group=5, clip=1.0, threshold=3)
+FIVE = PairwiseMasking(group=5, clip=1.0, threshold=3, colluders=0)
 QUESTIONS = ("advertise", "share", "mask", "unmask")
 Tamper = Callable[[str, dict[int, Record]], dict[int, Record]]
 
@@ -191,6 +193,13 @@ def test_what_has_no_fixed_point_form_is_refused(update: list[float], examples: 
         ({"group": 1}, "group must be at least 2"),
         ({"group": 4, "threshold": 2}, "threshold must be above half of group = 4 and at most all of it, got 2"),
         ({"group": 4, "threshold": 5}, "at most all of it, got 5"),
+        (
+            {"threshold": 3},
+            r"threshold = 3 of group = 5 resists 0 clients .* and 1 are promised: set threshold = 4, or ask",
+        ),
+        ({"threshold": 4, "colluders": 3}, "resists 2 clients .* and 3 are asked for: set threshold = 5$"),
+        ({"colluders": 4}, r"colluders must be in 0\.\.3 \(all but two of group = 5\), got 4"),
+        ({"colluders": -1}, "got -1"),
         ({"clip": 0.0}, "clip must be above 0"),
         ({"clip": float("inf")}, "clip must be above 0 and finite"),
         ({"bits": 1}, r"bits must be in 2\.\.32, got 1"),
@@ -213,7 +222,9 @@ def test_the_threshold_is_two_thirds_by_default(group: int) -> None:
 # ------------------------------------------------------------------------------------------------------------- the sum
 
 
-@pytest.mark.parametrize("terms", [FIVE, PairwiseMasking(5, 0.5, 3, bits=16, most_examples=100)], ids=["64", "32"])
+@pytest.mark.parametrize(
+    "terms", [FIVE, PairwiseMasking(5, 0.5, 3, bits=16, most_examples=100, colluders=0)], ids=["64", "32"]
+)
 def test_the_sum_is_the_plain_sum_of_the_integers(terms: PairwiseMasking) -> None:
     held = updates()
     group = Group(terms, held)
@@ -247,7 +258,7 @@ def test_any_two_of_five_may_drop_out_while_they_train(gone: tuple[int, int]) ->
 
 def test_clients_may_drop_out_one_after_the_other() -> None:
     held = updates(7)
-    group = Group(PairwiseMasking(7, 1.0, 4), held)
+    group = Group(PairwiseMasking(7, 1.0, 4, colluders=0), held)
     found = group.sum({"advertise": {10}, "share": {12}, "mask": {13}})
     assert found.members == (11, 14, 15, 16)
     assert (unmasked(group, found) == plain_sum(group.terms, held, found.members)).all()
@@ -271,7 +282,7 @@ def test_a_smaller_group_than_agreed_is_a_sum_as_long_as_it_has_the_threshold() 
 @settings(max_examples=25)
 def test_whoever_drops_out_wherever_it_is_exact_or_refused(count: int, size: int, seed: int, data: Any) -> None:
     held = updates(count, size, seed)
-    terms = PairwiseMasking(count, 0.4, count // 2 + 1, bits=data.draw(st.sampled_from([8, 24])))
+    terms = PairwiseMasking(count, 0.4, count // 2 + 1, bits=data.draw(st.sampled_from([8, 24])), colluders=0)
     lost = {step: data.draw(st.sets(st.sampled_from(sorted(held)), max_size=2)) for step in QUESTIONS}
     group = Group(terms, held)
     early = lost["advertise"] | lost["share"] | lost["mask"]
@@ -318,7 +329,7 @@ def uniform(values: NDArray[Any]) -> bool:
 
 LONG = {m: (np.full(30_000, v), 7) for m, v in zip(range(10, 15), (0.0, 0.9, -1.0, 0.1, 0.3), strict=True)}
 BOTH = pytest.mark.parametrize(
-    "terms", [FIVE, PairwiseMasking(5, 1.0, 3, bits=16, most_examples=100)], ids=["64 bits", "32 bits"]
+    "terms", [FIVE, PairwiseMasking(5, 1.0, 3, bits=16, most_examples=100, colluders=0)], ids=["64 bits", "32 bits"]
 )
 
 
@@ -454,21 +465,88 @@ def test_a_client_unmasks_once() -> None:
             group.answer(10, again)
 
 
-def test_two_stories_do_not_give_a_server_both_secrets_of_one() -> None:
-    """It tells as many as it can that the fifth dropped out, and the others that it did not: one kind stays short."""
-    group, _ = asked_to_unmask()
-    session = next(iter(group.states.values()))["session"]
-    base: Record = {"session": session, "step": "unmask", "terms": repr(FIVE)}
-    stories = ({"survivors": [1, 2, 3, 4], "dropped": [5]}, {"survivors": [1, 2, 3, 4, 5], "dropped": []})
-    for believers in itertools.product((0, 1), repeat=5):
-        told = [0, 0]
-        states = dict(group.states)
-        for m, story in zip(group.held, believers, strict=True):
-            if m == 14 and story == 0:
-                continue  # it knows better
-            states[m], _ = FIVE.answer(states[m], {**base, **stories[story]}, lambda: (np.zeros(2), 1))
-            told[story] += 1
-        assert min(told) < FIVE.least
+def two_stories(terms: PairwiseMasking, helpers: int) -> list[int] | None:
+    """What a lying server and the last clients of a full group find of the first one's vector; None where shares are short.
+
+    It tells as many as it needs that the first client dropped out, and the others that all are there.
+    """
+    count, group = terms.group, Group(terms, updates(terms.group, size=4))
+    server = terms.rounds(list(group.held), 4)
+    questions = next(server)
+    for _ in range(3):
+        asked, told = questions, {m: group.answer(m, q) for m, q in questions.items()}
+        questions = server.send(told)
+    session = next(iter(asked.values()))["session"]
+    states = {n: ClientSession.kept(group.states[9 + n]) for n in range(1, count + 1)}
+    keys, masked = states[1].keys, told[10]["masked"]  # type: ignore[union-attr]
+    seed: dict[int, bytes] = {}
+    key: dict[int, bytes] = {}
+    for n in range(count - helpers + 1, count + 1):  # what the server's friends hold
+        both = dict(zip(states[n].senders, states[n].shares, strict=True))[1]  # type: ignore[union-attr]
+        seed[n], key[n] = both[:SHARE], both[SHARE:]
+    everyone = list(range(1, count + 1))
+    for n in range(1, count - helpers + 1):
+        lied = n > 1 and len(key) < terms.least
+        story: Record = {"survivors": everyone[1:], "dropped": [1]} if lied else {"survivors": everyone, "dropped": []}
+        try:
+            answer = group.answer(9 + n, {"session": session, "step": "unmask", "terms": terms.terms, **story})
+        except TooFewSurvivors:
+            continue
+        shares = dict(zip(answer["owners"], answer["shares"], strict=True))  # type: ignore[arg-type]
+        (key if lied else seed)[n] = shares[1]
+    if min(len(seed), len(key)) < terms.least:
+        return None
+
+    def secret(found: dict[int, bytes]) -> bytes:
+        chosen = dict(sorted(found.items())[: terms.least])
+        return shamir_combine({n: int.from_bytes(share) for n, share in chosen.items()}).to_bytes(SECRET)
+
+    assert isinstance(masked, np.ndarray)
+    bare = masked - expand_seed(secret(seed), len(masked), terms.dtype)
+    for n in everyone[1:]:
+        bare = bare - expand_seed(_pair(secret(key), keys[2 * n - 1], session), len(masked), terms.dtype)  # type: ignore[arg-type]
+    assert bare.tolist() == terms.quantise(*group.held[10]).tolist(), "an update, from a secure sum"
+    return [int(v) for v in bare]
+
+
+def test_at_three_of_five_one_colluding_client_helps_a_lying_server_to_an_update_and_the_default_refuses() -> None:
+    with pytest.raises(ValueError, match="threshold = 3 of group = 5 resists 0 clients"):
+        PairwiseMasking(5, 1.0, 3)
+    assert two_stories(FIVE, 1) is not None
+    assert two_stories(FIVE, 0) is None
+    default = PairwiseMasking(5, 1.0)
+    assert default.tolerance == Tolerance(5, 4, curious=2, lying=2, dropouts=1)
+    assert [two_stories(default, c) is None for c in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 6, 7])
+def test_the_tolerance_is_exact(count: int) -> None:
+    """One helper more than it says, and the attack succeeds; with all but two of the group there is nobody left to hide."""
+    for least in range(count // 2 + 1, count + 1):
+        terms = PairwiseMasking(count, 1.0, least, colluders=0)
+        lying = terms.tolerance.lying
+        for helpers in {0, lying, min(lying + 1, count - 2)}:
+            assert (two_stories(terms, helpers) is None) == (helpers <= lying), (count, least, helpers)
+
+
+def test_a_server_that_follows_the_protocol_gets_one_update_only_with_all_others_of_a_smallest_sum() -> None:
+    terms = PairwiseMasking(5, 1.0, 4)
+    group = Group(terms, updates())
+    found = group.sum(lost={"mask": {11}})
+    helpers = [12, 13, 14]
+    assert len(helpers) == terms.tolerance.curious + 1
+    own = plain_sum(terms, group.held, helpers)
+    assert (unmasked(group, found) - own).tolist() == [int(v) for v in terms.quantise(*group.held[10])]
+
+
+@pytest.mark.parametrize("count", range(2, 60))
+def test_the_default_resists_all_colluders_below_a_third(count: int) -> None:
+    """Bonawitz et al., 2017, section 6.2: t > 2n / 3 with fewer than n / 3 corrupt clients."""
+    resisted = PairwiseMasking(count, 1.0).tolerance
+    below = max(c for c in range(count) if 3 * c < count)
+    assert resisted.lying >= promised_colluders(count) == below
+    assert 2 * resisted.threshold > count + resisted.lying and resisted.lying <= resisted.curious
+    assert "lies about who dropped out with up to " in resisted.words
 
 
 def test_what_a_session_needed_is_forgotten_with_it() -> None:
@@ -514,9 +592,9 @@ def test_questions_of_another_session_or_of_other_terms_are_refused() -> None:
         group.answer(10, {**question, "session": b"another"})
     with pytest.raises(ValueError, match="in a session that this client is not in"):
         FIVE.answer({}, question, lambda: (np.zeros(2), 1))
-    weaker = repr(PairwiseMasking(5, 1.0, 3, bits=8))
+    weaker = repr(PairwiseMasking(5, 1.0, 3, bits=8, colluders=0))
     with pytest.raises(
-        ValueError, match="the server's terms are 'PairwiseMasking.*bits=8.*this client's are Pairwise.*bits=24"
+        ValueError, match="the server's terms are 'PairwiseMasking.*bits=8.*this client's are 'Pairwise.*bits=24"
     ):
         group.answer(10, {**question, "terms": weaker})
 

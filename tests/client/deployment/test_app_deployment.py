@@ -349,7 +349,9 @@ def test_neither_a_restart_nor_a_new_run_gives_more_answers(write: Write) -> Non
             assert torch.equal(trained(path, run=2), x)
         reply = app(question({"c": near(x, 0.4)}), context(path, run=run))
         assert dict(reply.content.metric_records["psnr"]) == {}
-        assert "2 questions about these examples were answered" in str(reply.content.config_records["refused"]["c"])
+        assert "as many questions about these examples were answered" in str(
+            reply.content.config_records["refused"]["c"]
+        )
 
 
 @pytest.mark.parametrize(

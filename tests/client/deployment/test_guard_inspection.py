@@ -147,8 +147,9 @@ def owner(guard: str) -> OwnerConfig:
 def test_an_owners_file_names_mode_and_network() -> None:
     mine = owner('[guard]\ninspect = "refuse"\narchitecture = "ab"\nexamples = false').guard
     assert mine is not None
-    assert mine.inspection_policy == InspectionPolicy("refuse", "ab", examples=False)
-    assert GuardPolicy().inspection_policy == InspectionPolicy("off")
+    assert mine.inspection_policy(private=False) == InspectionPolicy("refuse", "ab", examples=False)
+    assert GuardPolicy().inspection_policy(private=False) == InspectionPolicy("off")
+    assert GuardPolicy().inspection_policy(private=True) == InspectionPolicy("off", examples=False)
     with pytest.raises(SpecError, match=r"\[guard\].*inspect"):
         owner('[guard]\ninspect = "shout"')
 

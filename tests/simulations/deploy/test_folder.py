@@ -55,6 +55,7 @@ def test_each_owners_file_is_one_and_says_what_the_scenario_says(made: Deploymen
         assert [dict(link) for link in owner.chain] == [dict(link) for link in protocol.chain]
         assert {**owner.data, **owner.split, "batch_size": owner.batch_size} == dict(protocol.data)
         assert owner.grading.mode == "off"
+        assert owner.guard is not None and owner.guard.inspect == "refuse"
 
 
 def test_grading_and_sampling_are_as_was_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""What a secure sum resists: how many of a group's clients may side with the server, and how many may drop out.
+
+Of n clients each holds one share of every client's two secrets, and any t shares give a secret. An honest client hands out its
+share of one of the two, and answers only where it is told that t clients are left. So c clients beside a server that lies about
+who dropped out get both secrets of one client if and only if 2t <= n + c (Bonawitz et al., CCS 2017, section 6). A server that
+follows the protocol learns a sum of t clients or more, of which c are its own: two others are left if c <= t - 2.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What a group of n clients with threshold t resists; the server then sees sums of at least two other clients alone.
+
+    Args:
+        curious: clients on the side of a server that follows the protocol, and wants to know.
+        lying: on the side of one that tells clients different things about who dropped out, but passes on their public keys
+            as they are. Below 0: it needs no client's help.
+        dropouts: clients that may drop out while there is a sum.
+    """
+
+    group: int
+    threshold: int
+    curious: int
+    lying: int
+    dropouts: int
+
+    @property
+    def words(self) -> str:
+        """As one sentence."""
+        return (
+            f"a secure sum of {self.group} with threshold {self.threshold}: {self.dropouts} may drop out; single updates stay "
+            f"hidden from a server that follows the protocol with up to {self.curious} clients on its side, and from one that "
+            f"lies about who dropped out with up to {self.lying}; from one that forges keys they do not"
+        )
+
+
+def tolerance(group: int, threshold: int) -> Tolerance:
+    """What n clients with threshold t resist."""
+    return Tolerance(group, threshold, threshold - 2, min(2 * threshold - group - 1, threshold - 2), group - threshold)
+
+
+def promised_colluders(group: int) -> int:
+    """How many colluding clients a secure sum resists unless fewer are asked for by name: those below a third of its group."""
+    return (group - 1) // 3
+
+
+def check_threshold(group: int, least: int, colluders: int | None = None) -> None:
+    """Refuse a group of fewer than two, and a threshold that does not resist so many colluding clients and a lying server.
+
+    Args:
+        colluders: default: those that are promised.
+    """
+    if group < 2:
+        raise ValueError(f"group must be at least 2, got {group}")
+    if not group < 2 * least <= 2 * group:
+        raise ValueError(f"threshold must be above half of group = {group} and at most all of it, got {least}")
+    resisted = tolerance(group, least).lying
+    wanted = promised_colluders(group) if colluders is None else colluders
+    if not 0 <= wanted <= group - 2:
+        raise ValueError(f"colluders must be in 0..{group - 2} (all but two of group = {group}), got {wanted}")
+    if resisted < wanted:
+        asked = f", or ask for this by colluders = {resisted}" if colluders is None else ""
+        raise ValueError(
+            f"threshold = {least} of group = {group} resists {resisted} clients on the side of a server that lies about who "
+            f"dropped out, and {wanted} are {'promised' if colluders is None else 'asked for'}: set threshold = "
+            f"{(group + wanted) // 2 + 1}{asked}"
+        )

@@ -1,0 +1,54 @@
+"""What a secure sum must do, whatever the transport: plain values in, plain values out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgauge.client.collusion import Tolerance
+from fedgauge.client.components import ComponentKind, Table, build
+
+Value = int | str | bytes | list[int] | list[bytes] | NDArray[Any]
+Record = dict[str, Value]  # a message, or what a client keeps
+Vector = NDArray[np.float64]
+Train = Callable[[], tuple[Vector, int]]  # -> a finished update, flat, and the number of its examples
+
+
+class SecureSum(ABC):
+    """Both sides of a secure sum; a frozen dataclass of the terms that all parties agree on.
+
+    Attributes:
+        group: the most clients in one sum.
+    """
+
+    group: int
+
+    @property
+    @abstractmethod
+    def least(self) -> int:
+        """The fewest clients in one sum."""
+
+    @property
+    @abstractmethod
+    def tolerance(self) -> Tolerance:
+        """How many clients may side with the server, or drop out."""
+
+    @abstractmethod
+    def answer(self, state: Mapping[str, Value], question: Mapping[str, Value], train: Train) -> tuple[Record, Record]:
+        """The client's side: what it keeps from now on, and its answer; ValueError: it does not answer this question."""
+
+    @abstractmethod
+    def rounds(self, members: Sequence[int], size: int) -> Generator[dict[int, Record], Mapping[int, Record], Any]:
+        """The server's side: yields questions by member, is sent the answers, and returns mean, examples and members."""
+
+
+SECURE_SUM = ComponentKind("a secure sum", ("fedgauge.secure_sums",), SecureSum)
+PAIRWISE = "pairwise_masking"  # clients may not import defenses, so the registry finds it by name
+
+
+def build_secure_sum(table: Table, where: str = "[secure_sum]") -> SecureSum:
+    """The secure sum of a table's terms."""
+    found: SecureSum = build({"use": PAIRWISE, **table}, where, SECURE_SUM)
+    return found

@@ -1,0 +1,44 @@
+"""A deployment's secure sum: a real one, in the scenario's groups; the curious server sees, and attacks, their sums alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fedgauge.client.deployment.secure_sum_terms import build_secure_sum
+from fedgauge.client.protocol import Protocol
+from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.strategy.secure_aggregation import IN_SUM, SecureSumStrategy
+from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
+
+
+def secured(strategy: UpdateValidator, protocol: Protocol, timeout: float) -> SecureSumStrategy:
+    """The strategy behind the secure sum of the scenario's terms, which every client's owner has agreed to.
+
+    Args:
+        timeout: seconds that clients have to answer a question without training.
+    """
+    assert protocol.secure_sum is not None
+
+    def groups(round: int, nodes: Sequence[int]) -> list[list[int]]:
+        of = {strategy.clients[node]: node for node in nodes}
+        return [[of[client] for client in group if client in of] for group in protocol.groups(round)]
+
+    return SecureSumStrategy(strategy, build_secure_sum(protocol.secure_sum.real), "updates", timeout, groups)
+
+
+def of_sums(intake: RoundReplies, protocol: Protocol) -> RoundReplies:
+    """A round by groups: whoever is part of a sum has no entry of its own, and only complete sums are attacked.
+
+    An attack computes what the scenario's whole group would send; a sum that lacks a member is another function.
+    """
+    summed = {p.client for p in intake.refused if p.reason.startswith(IN_SUM)}
+    complete, partial = [], []
+    for reply in intake.accepted:
+        (group,) = (group for group in protocol.groups(intake.round) if reply.client in group)
+        gone = [client for client in group if client not in {reply.client, *summed}]
+        if not gone:
+            complete.append(reply)
+            continue
+        why = f"the sum of its group without client {', '.join(map(str, gone))}: trained on, not attacked"
+        partial.append(Participation(reply.client, "accepted", why, reply.examples))
+    others = [p for p in intake.refused if p.client not in summed]
+    return replace(intake, accepted=tuple(complete), refused=(*others, *partial))

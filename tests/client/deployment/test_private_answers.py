@@ -1,0 +1,215 @@
+"""With noise behind a clip, what comes back (an update, silence, an error, NaN) tells nothing of the examples."""
+
+import warnings
+
+with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
+    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
+    import flwr.clientapp  # noqa: F401
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedgauge.client.app import app
+from fedgauge.client.components import SpecError
+from fedgauge.client.deployment.deployed_client import DeployedClient
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.state_folder import ClientFolder
+from fedgauge.client.deployment.terms import ServerTerms
+from fedgauge.client.federation import Federation
+from fedgauge.client.protocol import Protocol
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch, Params
+from fedgauge.defenses.clip import clip
+
+pytestmark = pytest.mark.usefixtures("identity")
+
+DATA = {"use": "mnist5k", "batch_size": 2, "auxiliary": 64}
+SGD = {"use": "local_sgd", "rate": 0.1}
+MLP = {"use": "mlp", "hidden": [8]}
+CHAINS: dict[str, list[dict[str, Any]]] = {
+    "dp_sgd": [{"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 400.0}, SGD],
+    "clip of each": [{"use": "clip", "max_norm": 1.0, "each": True}, {"use": "gaussian", "sigma": 100.0}, SGD],
+    "clip of the update": [
+        {**SGD, "steps": 3},
+        {"use": "clip", "max_norm": 1.0},
+        {"use": "gaussian", "sigma": 100.0},
+    ],
+    "laplace": [{"use": "clip", "max_norm": 1.0}, {"use": "laplace", "scale": 100.0}, SGD],
+}
+
+
+def protocol(**changes: Any) -> Protocol:
+    return Protocol.from_tables(
+        {"seed": 3, "rounds": 100, "clients": 3, "data": DATA, "model": MLP, "chain": [SGD], **changes}
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Callable[..., Path]:
+    def make(**changes: Any) -> Path:
+        tables = {"client": 1, "data": {**DATA, "sampling": "secret"}, **changes}
+        path = tmp_path / "client.toml"
+        path.write_text(tomli_w.dumps(tables))
+        return path
+
+    return make
+
+
+def answer(path: Path, weights: Params, round: int, agreed: Protocol | None = None) -> tuple[str, Params]:
+    """What the server sees of a client's answer: finite or not, or the words of a refusal; and the update."""
+    agreed = agreed or protocol()
+    content = RecordDict({"arrays": ArrayRecord(weights), "config": ConfigRecord({"server-round": round})})
+    config = {"client": str(path), "partition-id": 1}
+    where = Context(1, 7, config, RecordDict(), {"protocol": agreed.to_json()})
+    reply = app(Message(content, dst_node_id=7, message_type="train"), where)
+    if reply.has_error():
+        return f"{reply.error.code} {reply.error.reason}", {}
+    assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 2}
+    update = dict(reply.content.array_records["update"].to_torch_state_dict())
+    return "finite" if all(bool(torch.isfinite(t).all()) for t in update.values()) else "not finite", update
+
+
+def one_pixel(pixel: int) -> Params:
+    """Weights by which one lit pixel overflows the logits, and a dark one gives zeros."""
+    params = {name: torch.zeros_like(p) for name, p in Federation(protocol()).initial()[0].items()}
+    params["1.weight"][0, pixel] = params["3.weight"][0, 0] = 3e38
+    return params
+
+
+def lit(path: Path, round: int, pixel: int) -> bool:
+    """Whether the pixel decided: what the server is after, read as only the owner can."""
+    drawn = ClientFolder(OwnerConfig.load(path).state).drawn(1, round)
+    assert drawn is not None
+    x = OwnerConfig.load(path).batch(drawn.rows).x
+    return bool((x.flatten(1)[:, pixel] > 0.2).any())
+
+
+GUARDS: dict[str, dict[str, Any]] = {"none": {}, "max_norm": {"guard": {"max_norm": 1e6}}}
+CASES = [("dp_sgd", "none"), *[(chain, "max_norm") for chain in CHAINS]]
+
+
+@pytest.mark.parametrize(("rounds", "cases"), [
+    pytest.param(60, CASES[:2], marks=pytest.mark.full), (6, CASES),
+], ids=["60 rounds", "6 rounds"])  # fmt: skip
+def test_a_pixel_that_decides_on_overflow_is_not_read(
+    path: Callable[..., Path], rounds: int, cases: list[tuple[str, str]]
+) -> None:
+    """The server read it from the answer's kind, NaN or none, in 60 of 60 rounds."""
+    pixels = torch.randint(28 * 10, 28 * 18, (rounds,), generator=torch.Generator().manual_seed(0)).tolist()
+    told, truth = [], []
+    for number, (chain, guard) in enumerate(cases):
+        own = path(chain=CHAINS[chain], **GUARDS[guard], state=f"state-{number}")
+        for round, pixel in enumerate(pixels, 1):
+            told.append(answer(own, one_pixel(pixel), round)[0])
+            truth.append(lit(own, round, pixel))
+    assert len(truth) / 6 < sum(truth) < len(truth) * 5 / 6, "the pixel is lit in some rounds and dark in others"
+    assert set(told) == {"finite"}
+
+
+def test_without_a_promise_such_an_update_is_held_back(path: Callable[..., Path]) -> None:
+    """Noise without a clip bounds nothing: what is not finite stays, and the server sees that."""
+    own = path(chain=[SGD, {"use": "gaussian", "sigma": 1.0}], guard={})
+    kinds = {answer(own, one_pixel(28 * 14 + 14), round)[0] for round in range(1, 13)}
+    assert kinds == {"finite", "111 withheld by the client's guard"}
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([1e-38, 1e-3, 1.0, 1e10, 1e19, 3e38]),
+    st.sampled_from([0.0, 1e20, 3e38]),
+    st.sampled_from(list(CHAINS)),
+)
+def test_whatever_the_weights_the_kind_of_answer_is_the_same_for_all_examples(
+    seed: int, size: float, outlier: float, chain: str
+) -> None:
+    """Hostile weights, examples of any kind: finite always, and of the same distribution of kinds, that is one kind."""
+    rng = torch.Generator().manual_seed(seed)
+    fed = Federation(protocol(chain=CHAINS[chain]))
+    weights = {k: size * torch.randn(p.shape, generator=rng) for k, p in fed.initial()[0].items()}
+    for p in weights.values():
+        p.view(-1)[torch.randint(p.numel(), (3,), generator=rng)] = outlier
+        p.clamp_(-3e38, 3e38)
+    links = fed.chain.deployed
+    assert links.private
+    for x in (torch.zeros(2, 1, 28, 28), torch.ones(2, 1, 28, 28), torch.rand(2, 1, 28, 28, generator=rng)):
+        update = links(fed.gradient)(weights, Batch(x, torch.tensor([0, 9])), rng)
+        assert all(bool(torch.isfinite(t).all()) for t in update.values())
+
+
+FUSSY = """
+from torch import nn
+
+
+class Fussy(nn.Linear):
+    def forward(self, x):
+        if x.flatten(1)[:, 28 * 14 + 14].amax() > 0:
+            raise ValueError("the middle is lit")
+        return super().forward(x.flatten(1))
+
+
+def net(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Fussy(784, classes)
+"""
+
+
+def test_a_network_that_fails_on_some_examples_is_not_seen_to(path: Callable[..., Path]) -> None:
+    """They count as zeros, for themselves alone. Without a promise the client fails, as it did."""
+    named = protocol(model={"use": "fussy_network:net"})
+    own = path(chain=CHAINS["dp_sgd"], allow=["fussy_network"])
+    (own.parent / "fussy_network.py").write_text(FUSSY)
+    weights = {"weight": torch.zeros(10, 784), "bias": torch.zeros(10)}
+    assert {answer(own, weights, round, named)[0] for round in range(1, 7)} == {"finite"}
+    log = ClientFolder(own.parent / "state").log.read_text()
+    assert "a gradient counts as zero: ValueError: the middle is lit" in log, "its owner sees it"
+    bare = path(chain=[SGD], allow=["fussy_network"], state="bare")
+    assert "113 the client failed; its own log says why" in {answer(bare, weights, n, named)[0] for n in range(1, 7)}
+
+
+def test_a_network_that_fails_on_nothing_too_is_refused(path: Callable[..., Path]) -> None:
+    """Otherwise the client would send noise alone, for ever."""
+    own = path(chain=CHAINS["dp_sgd"], allow=["fussy_network_2"])
+    (own.parent / "fussy_network_2.py").write_text(FUSSY.replace("> 0", "> -1"))
+    named = protocol(model={"use": "fussy_network_2:net"})
+    weights = {"weight": torch.zeros(10, 784), "bias": torch.zeros(10)}
+    assert answer(own, weights, 1, named)[0].startswith("110 [model]: it fails on an empty example")
+
+
+def test_one_example_fails_for_itself_alone() -> None:
+    """Replacing it moves the mean by no more than its share, also where vmap refuses all of them together."""
+
+    def fussy(params: Params, batch: Batch, rng: torch.Generator | None) -> Params:
+        if bool(batch.x.sum() > 2):  # a branch on values, which vmap refuses
+            return {"w": torch.full((2,), torch.nan)}
+        return {"w": batch.x.mean() * torch.ones(2)}
+
+    each = per_example(clip(10.0))(fussy)
+    x = torch.tensor([[1.0], [2.0], [3.0], [1.0]])
+    found = each({"w": torch.zeros(2)}, Batch(x, torch.zeros(4)), None)["w"]
+    assert found.tolist() == [1.0, 1.0], "(1 + 2 + 0 + 1) / 4"
+
+
+@pytest.mark.parametrize("guard", [{"audit": "analytic"}, {"inspect": "refuse", "examples": True}])
+def test_a_guard_by_which_examples_decide_does_not_go_with_a_promise(
+    path: Callable[..., Path], guard: dict[str, Any]
+) -> None:
+    own = path(chain=CHAINS["dp_sgd"], guard=guard)
+    text = protocol().to_json()
+    with pytest.raises(SpecError, match="the examples decide whether the client answers"):
+        DeployedClient.of(OwnerConfig.load(own), ServerTerms.parse(text))
+    DeployedClient.of(OwnerConfig.load(path(chain=[SGD], guard=guard)), ServerTerms.parse(text))
+
+
+def test_statistics_are_not_sent_beside_noise(path: Callable[..., Path]) -> None:
+    """A server asks for BatchNorm in train mode, whose statistics would leave without noise."""
+    asked = protocol(model={"use": "convnet", "width": 1, "norm": "batch", "mode": "train"})
+    own = path(chain=CHAINS["clip of the update"])
+    assert answer(own, Federation(asked).initial()[0], 1, asked)[0].startswith("110 [model]: BatchNorm with mode =")

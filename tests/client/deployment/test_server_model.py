@@ -1,0 +1,408 @@
+"""The network that a server names: whatever it says, a client opens no path, tells nothing of itself, and stays small."""
+
+import builtins
+import inspect
+import io
+import json
+import os
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from torch import nn
+
+from fedgauge.client.app import REFUSED, app
+from fedgauge.client.components import resolve
+from fedgauge.client.deployment.deployed_client import DeployedClient
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.server_model import BIG_NUMBER, NOT_BUILT, TOO_LARGE, build_servers_model
+from fedgauge.client.deployment.state_folder import ClientFolder
+from fedgauge.client.deployment.terms import NO_FILE, RequestRefused
+from fedgauge.client.local_data import may_download
+from fedgauge.client.models.bounds import SizeBound, TooLarge
+from fedgauge.client.models.build import MALICIOUS, MODEL, MODEL_DEFENSE
+from fedgauge.client.models.tokenizer import model_place, wordpiece
+from tests.client.deployment.conftest import SERVERS, SGD, Write, terms
+
+SENTENCES = ("the cat sat on the mat", "a dog barks", "rain falls on the quiet town", "we sing")
+IMAGES = {"shape": (1, 28, 28), "classes": 10}
+KINDS = ((MODEL, None), (MODEL_DEFENSE, "defense"), (MALICIOUS, "architectures"))
+OFFERED = {"return", "shape", "classes", "tokenizer", "task", "model"}
+SENTENCES_OF_REFUSALS = {NO_FILE, NOT_BUILT, TOO_LARGE, BIG_NUMBER}
+
+
+@pytest.fixture(scope="module")
+def words() -> dict[str, Any]:
+    tokenizer = wordpiece(SENTENCES, 100)
+    return {"shape": (8,), "classes": 2, "tokenizer": tokenizer, "task": "classification"}
+
+
+def arguments() -> Iterator[tuple[str, str | None, str, Any]]:
+    """Every argument of every component that a server can name: the component, its key in [model], argument, type hint."""
+    for kind, key in KINDS:
+        for entry in kind.entries():
+            hints = typing.get_type_hints(resolve({"use": entry.name}, "", kind))
+            yield from ((entry.name, key, name, hint) for name, hint in hints.items() if name not in OFFERED)
+
+
+def named(use: str, key: str | None, **arguments: Any) -> dict[str, Any]:
+    table = {"use": use, **arguments}
+    return table if key is None else {"use": "lenet", key: [table]}
+
+
+def data_of(table: dict[str, Any], words: dict[str, Any]) -> list[dict[str, Any]]:
+    """What data of the kind that a network reads offer to it, for each task."""
+    reads = "tokenizer" in inspect.signature(resolve(table, "", MODEL)).parameters
+    return [words, {**words, "task": "next_token"}] if reads else [IMAGES]
+
+
+def outcome(table: dict[str, Any], offered: dict[str, Any], most: int = 2**20) -> str:
+    """The refusal; empty if it is built."""
+    try:
+        build_servers_model(table, offered, 0, most)
+    except RequestRefused as reason:
+        return str(reason)
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------------- paths
+
+
+def test_the_arguments_are_all_that_a_server_can_set() -> None:
+    found = {(use, name) for use, _, name, _ in arguments()}
+    assert {("encoder", "folder"), ("decoder", "name"), ("precode", "before"), ("separate", "count")} <= found
+    assert len(found) > 25
+
+
+@pytest.fixture
+def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+    """A folder in the current one that is a model and a package, and what is opened or looked at beneath it."""
+    folder = tmp_path / "canary"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "secret-word", "auto_map": {"AutoConfig": "x.Y"}}))
+    (folder / "__init__.py").write_text("raise SystemExit('imported')")
+    seen: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def watch(holder: Any, name: str) -> None:
+        real = getattr(holder, name)
+
+        def watched(path: Any = ".", *args: Any, **more: Any) -> Any:
+            if isinstance(path, str | bytes | os.PathLike):
+                absolute = os.path.abspath(os.fsdecode(path))
+                if absolute == str(folder) or absolute.startswith(f"{folder}/"):
+                    seen.append(absolute)
+            return real(path, *args, **more)
+
+        monkeypatch.setattr(holder, name, watched)
+
+    for name in ("stat", "lstat", "listdir", "scandir", "open", "readlink", "access"):
+        watch(os, name)
+    for holder in (builtins, io):
+        watch(holder, "open")
+    return folder, seen
+
+
+def forms(folder: Path) -> list[str]:
+    """Ways to write a path to a folder in the current one."""
+    inner = ["canary", "./canary", "canary/", "canary/config.json", f"../{folder.parent.name}/canary", "x/../canary"]
+    return [*inner, str(folder), "~/canary", f"file://{folder}", ".\\canary", "C:\\canary", "C:canary", f"//{folder}",
+            "\\\\?\\canary", "canary\0", " canary", "", "..", "$HOME/canary", "canary\uff0fconfig.json"]  # fmt: skip
+
+
+def test_no_path_in_any_argument_of_any_component_is_looked_at(
+    canary: tuple[Path, list[str]], words: dict[str, Any]
+) -> None:
+    """Nor does an answer depend on what is there: it is the same after the folder is gone."""
+    folder, seen = canary
+    os.stat(folder / "config.json")
+    assert seen, "the watch works"
+    seen.clear()
+    tables = [named(use, key, **{name: value}) for use, key, name, _ in arguments() for form in forms(folder)
+              for value in (form, [form], {"use": form}, [{"path": {form: [form]}}])]  # fmt: skip
+    tables += [named(form, key) for form in forms(folder) for _, key in KINDS]
+    tables += [{"use": f"{form}:net"} for form in forms(folder)]
+    tables += [{"use": "mlp", "mode": form} for form in forms(folder)]
+    answers = [outcome(table, IMAGES if "use" not in table or i % 2 else words) for i, table in enumerate(tables)]
+    assert not seen, seen[:3]
+    assert "canary" not in sys.modules
+    assert set(answers) <= SENTENCES_OF_REFUSALS | {""}
+    assert not any(str(folder.parent) in answer or "secret" in answer for answer in answers)
+    folder.rename(folder.parent / "elsewhere")
+    again = [outcome(table, IMAGES if "use" not in table or i % 2 else words) for i, table in enumerate(tables)]
+    assert again == answers
+
+
+def test_an_argument_that_is_a_path_is_refused_in_every_form(canary: tuple[Path, list[str]]) -> None:
+    folder, _ = canary
+    for use in ("encoder", "decoder"):
+        assert {outcome({"use": use, "folder": form}, IMAGES) for form in forms(folder)} == {NO_FILE}
+        written = [form for form in forms(folder) if form not in ("canary", "canary/config.json")]
+        assert {outcome({"use": use, "name": form}, IMAGES) for form in written} == {NO_FILE}
+
+
+def test_a_name_on_the_hub_is_no_folder_of_the_current_one(
+    canary: tuple[Path, list[str]], words: dict[str, Any]
+) -> None:
+    folder, seen = canary
+    for name in ("canary", "canary/config.json"):
+        with pytest.raises(RequestRefused) as refused:
+            build_servers_model({"use": "encoder", "name": name}, words, 0, 2**20)
+        assert str(refused.value) == NOT_BUILT
+        assert f"{name} is not in the cache" in refused.value.for_owner
+    assert not seen
+    assert may_download.get()
+    with pytest.raises(ValueError, match="for files, set folder"):
+        model_place("canary")  # an operator's own word still gets the hint
+
+
+NETS = """
+from os import PathLike
+from typing import Any
+from torch import nn
+def net(shape, classes: int, source: str = "", more: Any = None, file: "PathLike[str] | None" = None) -> nn.Module:
+    if source or more or file:
+        raise AssertionError(f"read {source or more or file}")
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, classes))
+"""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"source": "a/b"},
+        {"source": "/etc/hostname"},
+        {"more": [{"deep": ["~/x"]}]},
+        {"more": {"/etc": 1}},
+        {"file": "x"},
+    ],
+    ids=str,
+)
+def test_a_package_that_the_owner_allows_gets_no_path_either(write: Write, tmp_path: Path, given: Any) -> None:
+    (tmp_path / "ownerstexts.py").write_text(NETS)
+    own = OwnerConfig.load(write(allow=["ownerstexts"]))
+    DeployedClient.of(own, terms(model={"use": "ownerstexts:net"}))
+    with pytest.raises(RequestRefused) as refused:
+        DeployedClient.of(own, terms(model={"use": "ownerstexts:net", **given}))
+    assert str(refused.value) == NO_FILE
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+def ask(path: Path, model: dict[str, Any]) -> Message:
+    config = {"protocol": json.dumps(SERVERS | {"model": model})}
+    content = RecordDict({"arrays": ArrayRecord({}), "config": ConfigRecord({"server-round": 1})})
+    message = Message(content, dst_node_id=7, message_type="train")
+    return app(message, Context(1, 7, {"client": str(path)}, RecordDict(), config))
+
+
+@pytest.mark.usefixtures("identity")
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"use": "encoder"},
+        {"use": "nothing_of_this_name"},
+        {"use": "ownersown:net"},
+        {"use": "mlp", "hidden": "x"},
+        {"use": "mlp", "mode": "fast"},
+        {"use": "lenet", "stride": 0},
+        {"use": "lenet", "defense": [{"use": "precode", "before": "conv1"}]},
+        {"use": "resnet", "defense": 3},
+        {"use": ["mlp"]},
+        {},
+    ],
+    ids=str,
+)
+def test_the_server_gets_a_fixed_sentence_and_the_owner_what_went_wrong(write: Write, model: dict[str, Any]) -> None:
+    path = write()
+    reply = ask(path, model)
+    assert (reply.error.code, reply.error.reason) == (REFUSED, NOT_BUILT)
+    (line,) = ClientFolder(path.parent / "state").log.read_text().splitlines()
+    logged = json.loads(line)["reason"]
+    assert logged.startswith(NOT_BUILT) and len(logged) > len(NOT_BUILT) + 15
+
+
+def test_a_refusal_says_nothing_of_the_owners_words(words: dict[str, Any]) -> None:
+    """A vocabulary's size and the length of sentences are the owner's."""
+    for table in ({"use": "tiny_bert", "positions": 4}, {"use": "tiny_gpt2"}, {"use": "lenet"}):
+        assert outcome(table, words) == NOT_BUILT
+
+
+# ---------------------------------------------------------------------------------------------------- pre-trained models
+
+
+def hub_cache(root: Path, net: Any, name: str = "tiny/model") -> Path:
+    """A model in the form of the hub's cache; its snapshot's folder."""
+    from transformers import PreTrainedTokenizerFast
+
+    home = root / f"models--{name.replace('/', '--')}"
+    folder = home / "snapshots" / ("5" * 40)
+    folder.mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("5" * 40)
+    net.save_pretrained(folder)
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=wordpiece(SENTENCES, 100).backend, **special).save_pretrained(folder)
+    return folder
+
+
+def pretrained(use: str, size: int) -> Any:
+    import transformers
+
+    if use == "encoder":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=size, **sizes))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=size, n_embd=16, n_layer=1, n_head=2, n_positions=32, eos_token_id=3)
+    )
+
+
+@pytest.mark.usefixtures("identity")
+@pytest.mark.parametrize("use", ["encoder", "decoder"])
+def test_a_pretrained_model_of_the_clients_cache_trains_in_a_deployment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], use: str
+) -> None:
+    pytest.importorskip("transformers", reason="the extra [text] is not installed")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    saved = pretrained(use, words["tokenizer"].size)
+    snapshot = hub_cache(tmp_path / "hub", saved)
+    task = "classification" if use == "encoder" else "next_token"
+    table = tmp_path / "notes.csv"
+    table.write_text("text,label\n" + "".join(f"{s},{i % 2}\n" for i, s in enumerate(SENTENCES * 4)))
+    owner = {
+        "client": 1,
+        "data": {"use": "csv", "path": str(table), "task": task, "length": 8, "tokenizer_folder": str(snapshot),
+                 "batch_size": 2, "whole": True},
+        "chain": [SGD],
+        "loss": {"use": "cross_entropy" if use == "encoder" else "next_token"},
+    }  # fmt: skip
+    path = tmp_path / "client.toml"
+    path.write_text(tomli_w.dumps(owner))
+    model = {"use": use, "name": "tiny/model"}
+    own = DeployedClient.of(OwnerConfig.load(path), terms(model=model))
+    params, _ = own.initial()
+    mine = {k.removeprefix("net."): t for k, t in params.items()}
+    same = [k for k, t in saved.named_parameters() if k in mine and torch.equal(mine[k], t)]
+    assert len(same) >= len(mine) - 2, "all but a new head's weight and bias are the cache's"
+    content = RecordDict({"arrays": ArrayRecord(params), "config": ConfigRecord({"server-round": 1})})
+    config = {"protocol": json.dumps(SERVERS | {"model": model})}
+    message = Message(content, dst_node_id=7, message_type="train")
+    reply = app(message, Context(1, 7, {"client": str(path)}, RecordDict(), config))
+    update = reply.content.array_records["update"].to_torch_state_dict()
+    assert update.keys() == params.keys() and any(bool(t.any()) for t in update.values())
+
+
+# ----------------------------------------------------------------------------------------------------------------- sizes
+
+
+def is_whole(hint: Any) -> bool:
+    return hint is int or any(map(is_whole, typing.get_args(hint)))
+
+
+def huge(value: int) -> Iterator[dict[str, Any]]:
+    """Every whole number that a server can set, alone at this value."""
+    for use, key, name, hint in arguments():
+        if is_whole(hint) and typing.get_origin(hint) is not typing.Literal:
+            yield named(use, key, **{name: value if hint is int else [value, value]})
+
+
+@pytest.mark.parametrize("value", [10**8, 2**62])
+def test_a_number_beyond_every_networks_is_refused_in_every_argument(words: dict[str, Any], value: int) -> None:
+    tables = list(huge(value))
+    assert len(tables) > 15
+    assert {outcome(table, IMAGES) for table in tables} == {BIG_NUMBER}
+    assert outcome({"use": "mlp", "defense": [{"use": "precode", "more": [{"deep": -value}]}]}, IMAGES) == BIG_NUMBER
+
+
+def test_whatever_size_is_asked_for_little_is_built(words: dict[str, Any]) -> None:
+    """Layers, widths, copies of the network: the count stops each of them; a network that is built is within the bound."""
+    for table in huge(2**24):
+        for offered in data_of(table, words):
+            assert outcome(table, offered) in SENTENCES_OF_REFUSALS | {""}
+    for table in ({"use": "tiny_bert", "layers": 2**24}, named("separate", "architectures", count=2**24)):
+        assert outcome(table, data_of(table, words)[0]) == TOO_LARGE
+    with pytest.raises(RequestRefused, match=r"\[model\]: it has more entries or layers"):
+        build_servers_model({"use": "mlp"}, IMAGES, 0, 200_000)
+    assert sum(p.numel() for p in build_servers_model({"use": "mlp"}, IMAGES, 0, 203_530).parameters()) == 203_530
+
+
+def test_the_owner_says_how_large_a_network_may_be(write: Write) -> None:
+    assert OwnerConfig.load(write()).max_parameters == 2**28
+    with pytest.raises(RequestRefused, match="more entries or layers"):
+        DeployedClient.of(OwnerConfig.load(write(max_parameters=6_000)), terms())
+    assert DeployedClient.of(OwnerConfig.load(write(max_parameters=6_370)), terms()).model is not None
+
+
+BIGNETS = """
+import torch
+from torch import nn
+def layers(shape, classes: int, count: int = 1) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, classes), *[nn.Linear(classes, classes) for _ in range(count)])
+def looking(shape, classes: int, width: int = 3) -> nn.Module:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.Linear(width, classes))
+    if float(net[1].weight.detach().sum()) == 0.5:  # the meta device has no values
+        raise AssertionError
+    return net
+"""
+
+
+def test_a_package_that_the_owner_allows_is_bounded_too(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "ownersbig.py").write_text(BIGNETS)
+    own = OwnerConfig.load(write(allow=["ownersbig"], max_parameters=100_000))
+    for model in ({"use": "ownersbig:layers", "count": 10**6}, {"use": "ownersbig:looking", "width": 1000}):
+        with pytest.raises(RequestRefused, match="more entries or layers"):
+            DeployedClient.of(own, terms(model=model))
+    assert DeployedClient.of(own, terms(model={"use": "ownersbig:looking"})).model is not None
+
+
+def test_copies_and_shared_layers_count_once_each() -> None:
+    bound = SizeBound(entries=100, modules=10)
+    layer = nn.Linear(9, 9)  # 90 entries, made before
+    with bound.watching():
+        twice = nn.Sequential(layer, layer)
+    bound.check(twice)
+    with pytest.raises(TooLarge), bound.watching():
+        nn.ModuleList(nn.Linear(9, 9) for _ in range(1000))
+    with pytest.raises(TooLarge), bound.watching():
+        nn.ModuleList(nn.ReLU() for _ in range(1000))
+    nn.ModuleList(nn.ReLU() for _ in range(1000))  # outside, nothing is counted
+
+
+IN_A_PROCESS = """
+import resource, sys, torch
+torch.set_num_threads(1)
+import transformers
+transformers.BertConfig, transformers.GPT2Config, transformers.AutoModelForCausalLM
+from tests.client.deployment import test_server_model as t
+words = {"shape": (8,), "classes": 2, "tokenizer": t.wordpiece(t.SENTENCES, 100), "task": "classification"}
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2)
+said = set()
+for value in (0, -1, 2**12, 2**16, 2**20, 2**24 - 8, 2**24, 10**9):
+    for table in t.huge(value):
+        for offered in t.data_of(table, words):
+            said.add(t.outcome(table, offered, 2**24))
+assert said <= t.SENTENCES_OF_REFUSALS | {""}, said
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="bounds the address space: Linux")
+def test_within_a_gibibyte_every_size_is_answered() -> None:
+    """With a bound of 2^24 entries (64 MiB of weights)."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[3]
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,214 @@
+"""A deployment under a secure sum: the owners' files agree on it, clients drop out, and the server sees sums alone."""
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from flwr.app import Error, Message
+from safetensors.torch import load_file
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD
+from fedgauge.server.app import federate
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.checks.owner_check import check_owner
+from fedgauge.simulations.deploy.folder import Deployment
+from fedgauge.simulations.run import in_memory
+
+SCENARIO = """
+seed = 5
+rounds = 3
+clients = 3
+[data]
+use = "mnist5k"
+batch_size = 1
+auxiliary = 200
+[model]
+use = "mlp"
+hidden = [16]
+[[chain]]
+use = "local_sgd"
+rate = 0.1
+[simulation]
+round_timeout = 100
+[audit]
+executor = "local"
+[[attack]]
+use = "inverting_gradients"
+iterations = 3
+"""
+SUMMED = SCENARIO + "[secure_sum]\ngroup = 3\nthreshold = 2\nclip = 1.0\n"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for an attack service."""
+    monkeypatch.setattr("fedgauge.server.strategy.client_grading.GRACE", 0.0)
+
+
+def deployed(folder: Path, scenario: str = SUMMED, grading: str = "off") -> tuple[Deployment, list[Path]]:
+    folder.mkdir()
+    (folder / "small.toml").write_text(scenario)
+    made = Deployment.create(
+        folder / "federation",
+        3,
+        scenario=folder / "small.toml",
+        grading=grading,
+        sampling="agreed",  # type: ignore[arg-type]
+    )
+    return made, [made.folder / "clients" / str(k) / "client.toml" for k in range(3)]
+
+
+class Leaving(in_memory.MemoryGrid):
+    """Client 1's masked vector is lost in round 2; client 0 is gone when round 3's masks are to be removed."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.left: list[Message] = []  # all that ever left a client that trained
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        arrived = []
+        for message in messages:
+            (reply,) = super().send_and_receive([message])
+            if message.metadata.message_type == "train":
+                self.left.append(reply)
+                round = message.content.config_records["config"]["server-round"]
+                step = message.content.config_records[RECORD]["step"]
+                client = self.clients[message.metadata.dst_node_id]
+                if (round, step, client) in {(2, "mask", 1), (3, "unmask", 0)}:
+                    reply = Message(Error(0, "the node is gone"), reply_to=message)
+            arrived.append(reply)
+        return arrived
+
+
+@pytest.mark.usefixtures("identity")
+def test_a_deployment_trains_on_sums_through_drop_outs_and_attacks_the_complete_ones(
+    tmp_path: Path,
+) -> None:
+    deployment, owners = deployed(tmp_path / "a", grading="scores")
+    terms = {"group": 3, "threshold": 2, "clip": 1.0}
+    assert OwnerConfig.load(owners[1]).secure_sum == terms, "init writes what the owner agrees to"
+    run, _ = deployment.begin("one")
+    grid = Leaving(run.scenario().protocol, owners)
+    with in_memory.flower():
+        federate(run, grid)
+    assert len(grid.left) == 3 * 3 * 4 - 1, "four answers of each in each round; one was not asked to unmask"
+    assert all({*reply.content} <= {RECORD, ARRAYS} for reply in grid.left), "no update by itself ever left"
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        seen = {(o["round"], o["client"]): (o["status"], o["reason"], o["examples"]) for o in ledger.observations()}
+        assert ledger.progress().failed == 0
+        scores = list(ledger.scores())
+    assert set(seen) == {(1, 0), (2, 0), (2, 1), (3, 0)}, "one entry for a group, and who dropped out"
+    assert seen[1, 0] == ("accepted", "", 3) and seen[3, 0] == ("accepted", "", 3), "the vector counts, once it came"
+    assert seen[2, 0] == ("accepted", "the sum of its group without client 1: trained on, not attacked", 2)
+    assert seen[2, 1][0] == "missing" and "dropped out of its secure sum" in seen[2, 1][1]
+    assert {row["value"] for row in scores if row["metric"] == "psnr"} <= {None}, (
+        "no client holds all examples of a sum"
+    )
+    attacked = {(row["round"], row["client"]) for row in scores if row["attack"] == "inverting_gradients"}
+    assert attacked == {(1, 0), (3, 0)}, "the complete sums"
+
+
+@pytest.mark.usefixtures("identity")
+def test_the_model_is_that_without_a_secure_sum(tmp_path: Path) -> None:
+    """Up to fixed point: a level is 1.2e-7, and an average of three moves less."""
+    models = {}
+    for name, text in {"summed": SUMMED, "plain": SCENARIO}.items():
+        deployment, owners = deployed(tmp_path / name, text)
+        run, _ = deployment.begin("one")
+        in_memory.train(run, owners)
+        models[name] = load_file(run.model)
+    for key, value in models["plain"].items():
+        torch.testing.assert_close(models["summed"][key], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("identity")
+@pytest.mark.parametrize(
+    ("mine", "scenario", "reason"),
+    [
+        pytest.param(
+            {"group": 3, "threshold": 2, "clip": 1.0},
+            SCENARIO,
+            "this client's update leaves in a secure sum alone",
+            marks=pytest.mark.full,
+        ),
+        (None, SUMMED, "this client's owner has agreed to no secure sum"),
+        ({"group": 3, "threshold": 3, "clip": 1.0}, SUMMED, "does not answer that question of its secure sum"),
+        pytest.param(
+            {"group": 3, "threshold": 2, "clip": 2.0},
+            SUMMED,
+            "does not answer that question of its secure sum",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_an_owner_who_has_agreed_to_something_else_sends_nothing(
+    tmp_path: Path, mine: dict[str, object] | None, scenario: str, reason: str
+) -> None:
+    deployment, owners = deployed(tmp_path / "a", scenario)
+    tables = {k: v for k, v in tomllib.loads(owners[2].read_text()).items() if k != "secure_sum"}
+    owners[2].write_text(tomli_w.dumps(tables | ({} if mine is None else {"secure_sum": mine})))
+    run, _ = deployment.begin("one")
+    in_memory.train(run, owners)
+    with run.ledger() as ledger:
+        reasons = {o["reason"] for o in ledger.observations() if o["client"] == 2}
+    log = (owners[2].parent / "state" / "log.jsonl").read_text()
+    assert reason in log and '"sent"' not in log
+    assert len(reasons) == 1 and ("dropped out" in str(reasons) or reason in str(reasons))
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("group = 3", "needs clip: the largest entry"),
+        ("group = 3\nclip = 1.0\n[[model.defense]]\nuse = 'nothing'", "nothing is called 'nothing'"),
+    ],
+)
+def test_terms_that_a_deployment_cannot_keep_are_refused_at_the_start(tmp_path: Path, table: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        deployed(tmp_path / "a", SCENARIO + f"[secure_sum]\n{table}\n")
+    norm = SCENARIO.replace('use = "mlp"\nhidden = [16]', 'use = "convnet"\nwidth = 1\nnorm = "batch"')
+    with pytest.raises(SpecError, match="it sums parameters alone"):
+        deployed(tmp_path / "b", norm + "[secure_sum]\ngroup = 3\nclip = 1.0\n")
+
+
+def test_five_clients_with_threshold_three_are_refused_unless_asked_for_by_name(tmp_path: Path) -> None:
+    text = SCENARIO.replace("clients = 3", "clients = 5") + "[secure_sum]\ngroup = 5\nthreshold = 3\nclip = 1.0\n"
+    path = tmp_path / "five.toml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match="set threshold = 4, or ask for this by colluders = 0"):
+        Deployment.create(tmp_path / "federation", 5, scenario=path)
+    path.write_text(text + "colluders = 0\n")
+    made = Deployment.create(tmp_path / "federation", 5, scenario=path)
+    owner = OwnerConfig.load(made.folder / "clients" / "4" / "client.toml")
+    (words,) = [result.message for result in check_owner(owner) if result.name == "secure sum"]
+    assert "2 may drop out" in words and "lies about who dropped out with up to 0" in words
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
+def test_a_real_deployment_under_a_secure_sum(tmp_path: Path) -> None:
+    """Flower's own processes, TLS and keys: three clients, two rounds, sums alone. A client starts a process for each question."""
+    deployment, owners = deployed(tmp_path / "a", SUMMED.replace("rounds = 3", "rounds = 2"))
+    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "deploy", "up", str(deployment.folder), "--local"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = deployment.runs()
+    assert isinstance(run, Run)
+    with run.ledger() as ledger:
+        seen = [(o["round"], o["client"], o["status"], o["examples"]) for o in ledger.observations()]
+        assert [r["round"] for r in ledger.rounds()] == [0, 1, 2]
+        assert (ledger.progress().done > 0, ledger.progress().failed) == (True, 0)
+    assert seen == [(round, 0, "accepted", 3) for round in (1, 2)]
+    for owner in owners:
+        assert (owner.parent / "state" / "log.jsonl").read_text().count('"sent"') == 2
