@@ -4,6 +4,7 @@ A transform before `local_sgd` (or `local_training`, its general form) acts on t
 `per_example` on each example's gradient), one after it on the finished update.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -51,6 +52,23 @@ class Chain:
             elif noise_free(link) != link or known != UpdateDistribution():
                 return None
         return known
+
+    @property
+    def deployed(self) -> "Chain":
+        """The chain as a client of a deployment runs it, without chains within it."""
+        forms = [getattr(link, "deployed", link) for link in self.links]
+        return Chain(tuple(part for form in forms for part in (form.links if isinstance(form, Chain) else (form,))))
+
+    @property
+    def private(self) -> bool:
+        """Whether noise follows a bound: then nothing that leaves the client may depend on its examples in another way."""
+        bounded = False
+        for link in _parts(self.links):
+            bounded = bounded or link.bounds
+            declared = link.update_distribution(UpdateDistribution())
+            if bounded and declared is not None and declared.noisy:
+                return True
+        return False
 
     @property
     def visible(self) -> "Chain":
@@ -115,6 +133,16 @@ class Chain:
                 f"this one has {len(found)}"
             )
         return found[0]
+
+
+def _parts(links: Iterable[Transform]) -> Iterator[Link]:
+    for link in links:
+        if isinstance(link, Chain):
+            yield from _parts(link.links)
+        elif isinstance(link, per_example):
+            yield from _parts([link.inner])
+        elif isinstance(link, Link):
+            yield link
 
 
 def _drops(link: Transform) -> bool:

@@ -20,17 +20,21 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     Attach it to training, `@app.train(mods=[as_mod(clip(1.0)), as_mod(gaussian(1e-3))])`; the last one in the
     list is nearest to the training. It expects one ArrayRecord in the message, and one with the same names in the reply.
 
+    An epsilon of clip and noise covers these weights alone: not metrics that the app sends beside them (its loss, accuracy or
+    number of examples), and not whether it answers at all.
+
     Args:
         transform: a defense of the finished update (an UpdateTransform, or a chain of them): a mod has no examples.
-        rng: source of the defense's randomness; default: the operating system's entropy, which is the client's secret.
+        rng: source of the defense's randomness; default: the operating system's entropy, which is the client's secret, and
+            noise is discrete as in a deployment.
 
     Raises:
         ValueError: the transform does not act on the finished update, or, in the mod, the reply's arrays do not match the
             message's.
     """
-    defenses = list(_defenses(transform))
     if rng is None:
-        rng = secret_generator()
+        rng, transform = secret_generator(), Chain((transform,)).deployed
+    defenses = list(_defenses(transform))
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         sent = _only_arrays(message)[1].to_torch_state_dict()

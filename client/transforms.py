@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Generator, Tensor
 from torch.func import vmap
 
@@ -45,9 +46,11 @@ class Link(ABC):
 
     Attributes:
         each: whether it takes a step's examples one by one, as `per_example` does.
+        bounds: whether the norm of its result is bounded, and finite, whatever it gets.
     """
 
     each: ClassVar[bool] = False
+    bounds: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, compute: UpdateFn) -> UpdateFn:
@@ -56,6 +59,11 @@ class Link(ABC):
     @property
     def mean(self) -> Transform:
         """The differentiable, noise-free form; a link that draws noise or has no useful derivative overrides it."""
+        return self
+
+    @property
+    def deployed(self) -> Transform:
+        """The form that a client of a deployment runs; noise that is safe there, and slower, overrides it."""
         return self
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
@@ -100,7 +108,15 @@ class per_example:
             def one(x: Tensor, y: Tensor) -> Update:
                 return defended(params, Batch(x[None], y[None]), rng)
 
-            updates = vmap(one, randomness="different")(batch.x, batch.y)
+            try:
+                updates: Update = vmap(one, randomness="different")(batch.x, batch.y)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # whatever a network raises under vmap; one by one, an example fails for itself alone
+                if torch._C._functorch.peek_interpreter_stack() is not None:
+                    raise
+                each = [one(x, y) for x, y in zip(*batch, strict=True)]
+                updates = {k: torch.stack([update[k] for update in each]) for k in each[0]}
             return {k: u.mean(0) for k, u in updates.items()}
 
         return average

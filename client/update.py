@@ -40,9 +40,9 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 
 def norm(update: Update) -> Tensor:
-    """Euclidean norm over all entries of an update, a scalar; safe to differentiate at zero."""
+    """Euclidean norm over all entries of an update, a scalar; NaN with a NaN among them; safe to differentiate at zero."""
     squares = torch.stack([t.square().sum() for t in update.values()]).sum()
-    return torch.where(squares > 0, torch.where(squares > 0, squares, 1.0).sqrt(), 0.0)
+    return torch.where(squares > 0, torch.where(squares > 0, squares, 1.0).sqrt(), squares.detach())
 
 
 def relative_error(guess: Update, seen: Update) -> float:

@@ -4,15 +4,17 @@ The server is the adversary: it sees every single update (a secure sum, which sh
 part in which round, so sampling of clients gives no amplification. It does not know which of a client's examples are in a
 round's batch: a fixed number, drawn anew each round without replacement. Sizes are public, so data sets are neighbours if one
 record is replaced by another, or a client's whole data by any other: what is clipped to C moves by 2 C. Everything after the
-noise is post-processing (sign, prune, aggregation, the next rounds' weights). The guarantee holds for noise in real numbers
-and secret draws; floating-point noise, and a simulation with a known seed, are weaker. In a deployment the server cannot
-verify that a client draws in secret: amplification then counts only in the client's own computation.
+noise is post-processing (sign, prune, aggregation, the next rounds' weights). Of gaussian and laplace the guarantee holds in
+real numbers, and with secret draws; a simulation's noise, in floating point and from a known seed, is weaker. A deployment's
+client runs their discrete forms: the accounting then adds what rounding to their grid, float32 before it, and the difference
+between discrete and rounded normal noise can cost. In a deployment the server cannot verify that a client draws in secret:
+amplification then counts only in the client's own computation. An epsilon covers the updates of the chain, and so refusals
+that follow from them; not the time that an answer takes, gradings, or metrics that an app of one's own sends beside them.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 from torch import nn
@@ -31,15 +33,20 @@ from fedgauge.client.transforms import (
     per_example,
 )
 from fedgauge.client.update import Transform
+from fedgauge.defenses.amplification import sampled_epsilon
 from fedgauge.defenses.ats import ats
 from fedgauge.defenses.clip import clip
+from fedgauge.defenses.discrete_draws import STEPS
 from fedgauge.defenses.dp_sgd import dp_sgd
 from fedgauge.defenses.mask import mask
-from fedgauge.defenses.noise import gaussian, identity, laplace
+from fedgauge.defenses.noise import discrete_gaussian, discrete_laplace, gaussian, identity, laplace
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
 
 DELTA = 1e-5
+FLOAT32 = 2.0**-10  # more than float32's sums and norms enlarge what a clipped example can move, as a part of it
+# more than |log| of discrete over rounded normal probability up to 12 sigma, (12^2 + 1) / (24 STEPS^2); beyond lie 4e-33
+DISCRETE = 2.0**-45
 _WHY_NOT: Mapping[type, str] = {
     clip: "clipping alone gives no epsilon: it adds no noise",
     mask: "masking gives no epsilon: the kept entries are sent without noise",
@@ -70,6 +77,7 @@ class Mechanism:
         uses: the most releases of a round that depend on one example.
         releases: the releases of a round.
         sampled: whether a round depends only on the examples of its batch.
+        step: of the noise's grid, divided as the noise is by its own sigma or scale; 0: noise in floating point.
     """
 
     noise: Literal["normal", "laplace"]
@@ -78,6 +86,7 @@ class Mechanism:
     uses: int
     releases: int
     sampled: bool = True
+    step: float = 0.0
 
 
 def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> Mechanism:
@@ -116,7 +125,8 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
                 record, uses = client, releases
             kind: Literal["normal", "laplace"] = "normal" if _noise(link).sigma else "laplace"
             sampled = not any(isinstance(before, StatefulTransform) for before, _ in links[:i])
-            return Mechanism(kind, width / record, width / client, uses, releases, sampled)
+            step = 1 / STEPS if isinstance(link, discrete_gaussian | discrete_laplace) else 0.0
+            return Mechanism(kind, width / record, width / client, uses, releases, sampled, step)
         elif not (isinstance(link, identity | BatchTransform) or _width(link) == 0):
             # the link that lost the bound says more than later noise without a bound
             if client < math.inf or why is None:
@@ -275,7 +285,8 @@ class Accountant:
         """
         model, batch_size = federation.model, federation.shards.batch_size
         entries = sum(p.numel() for p in model.parameters())
-        found = mechanism(federation.chain, batch_size, model)
+        # who does not know the draws is a deployment's server, whose clients run the chain's deployed form
+        found = mechanism(federation.chain if secret else federation.chain.deployed, batch_size, model)
         return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
     def spent(self, rounds: int, shard: int) -> PrivacySpent:
@@ -283,26 +294,24 @@ class Accountant:
         if rounds == 0:
             return PrivacySpent(0.0, 0.0)
         m = self.mechanism
+        record, client = self._rounded(m.record), self._rounded(m.client)
         if m.noise == "laplace":
-            return PrivacySpent(self._laplace(m.record, rounds * m.uses), self._laplace(m.client, rounds * m.releases))
-        record = self._normal(m.record, rounds * m.uses)
+            return PrivacySpent(self._laplace(record, rounds * m.uses), self._laplace(client, rounds * m.releases))
+        # densities within a factor of e^apart give epsilon + 2 apart, at a delta smaller by that factor
+        apart = DISCRETE * self.entries * rounds * m.releases if m.step else 0.0
+        delta = self.delta * math.exp(-apart)
+        of_record = _normal(record, rounds * m.uses, delta)
         if m.sampled and shard > self.batch_size:
-            record = min(record, self._amplified(rounds, shard))
-        return PrivacySpent(record, self._normal(m.client, rounds * m.releases))
+            # all releases of a round use one batch
+            noise = record / 2 / math.sqrt(m.uses)
+            of_record = min(of_record, sampled_epsilon(self.batch_size / shard, noise, rounds, delta))
+        return PrivacySpent(of_record + 2 * apart, _normal(client, rounds * m.releases, delta) + 2 * apart)
 
-    def _normal(self, multiplier: float, releases: int) -> float:
-        """Exact: k adaptive releases equal one with noise smaller by sqrt(k) (Balle & Wang, 2018; Dong et al., 2022)."""
-        import dp_accounting  # type: ignore[import-untyped]
-
-        return float(dp_accounting.get_epsilon_gaussian(multiplier / 2 / math.sqrt(releases), self.delta))
-
-    def _amplified(self, rounds: int, shard: int) -> float:
-        """With sampling without replacement (Wang et al., 2019): all releases of a round use one batch."""
-        from dp_accounting import rdp
-
-        noise = self.mechanism.record / 2 / math.sqrt(self.mechanism.uses)
-        orders, divergences = _sampled_divergences(shard, self.batch_size, noise)
-        return float(rdp.compute_epsilon(orders, [rounds * d for d in divergences], self.delta)[0])
+    def _rounded(self, multiplier: float) -> float:
+        """A multiplier of discrete noise, whose grid moves each of two updates by half a step an entry at most."""
+        if not self.mechanism.step:
+            return multiplier
+        return 1 / ((1 + FLOAT32) / multiplier + self.mechanism.step * math.sqrt(self.entries) / 2)
 
     def _laplace(self, multiplier: float, releases: int) -> float:
         """The lesser of pure epsilon and zero-concentrated privacy; no amplification is claimed.
@@ -310,7 +319,7 @@ class Accountant:
         A difference d moves each entry's density by a factor of exp(|d_i| / b) at most: by their sum, at most sqrt(entries)
         |d| / b, purely; and that is (|d_i| / b)^2 / 2-zCDP of each, which adds up to (|d| / b)^2 / 2 (Bun & Steinke, 2016).
         """
-        import dp_accounting
+        import dp_accounting  # type: ignore[import-untyped]
         from dp_accounting import rdp
 
         ratio = 2 / multiplier  # |d| / b
@@ -319,19 +328,11 @@ class Accountant:
         return min(releases * ratio * math.sqrt(self.entries), float(accountant.get_epsilon(self.delta)))
 
 
-@lru_cache(maxsize=256)  # half a second each, and the same for all rounds and clients of equal shards
-def _sampled_divergences(shard: int, batch_size: int, noise: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Renyi orders, and the divergences of one round at them.
-
-    Under this relation the accountant's events take noise over sensitivity, not noise over the clipping norm.
-    """
+def _normal(multiplier: float, releases: int, delta: float) -> float:
+    """Exact: k adaptive releases equal one with noise smaller by sqrt(k) (Balle & Wang, 2018; Dong et al., 2022)."""
     import dp_accounting
-    from dp_accounting import rdp
 
-    accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
-    event = dp_accounting.SampledWithoutReplacementDpEvent(shard, batch_size, dp_accounting.GaussianDpEvent(noise))
-    accountant.compose(event)
-    return tuple(map(float, accountant.orders)), tuple(map(float, accountant.rdp))
+    return float(dp_accounting.get_epsilon_gaussian(multiplier / 2 / math.sqrt(releases), delta))
 
 
 def spent(federation: Federation, rounds: Mapping[int, int], delta: float = DELTA, secret: bool = True) -> PrivacySpent:

@@ -1,7 +1,9 @@
 """Clipping: bound the norm of an update so that no example or client can dominate it (Abadi et al., 2016)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Generator
 
 from fedgauge.client.transforms import UpdateTransform
@@ -12,6 +14,8 @@ from fedgauge.client.update import Update, norm
 class clip(UpdateTransform):
     """Scale an update down to Euclidean norm max_norm (> 0) over all its tensors; a smaller one stays as it is.
 
+    An update whose norm is not finite becomes zeros, so that whether one overflowed is not seen behind noise.
+
     >>> import torch
     >>> clip(max_norm=1.0).apply({"w": torch.tensor([3.0, 4.0])}, None)
     {'w': tensor([0.6000, 0.8000])}
@@ -19,10 +23,13 @@ class clip(UpdateTransform):
 
     max_norm: float
 
+    bounds: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if not self.max_norm > 0:
             raise ValueError(f"max_norm must be above 0, got {self.max_norm}")
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
-        factor = (self.max_norm / norm(update).clamp_min(1e-12)).clamp(max=1.0)
-        return {k: t * factor for k, t in update.items()}
+        size = norm(update)
+        factor = (self.max_norm / size.clamp_min(1e-12)).clamp(max=1.0)
+        return {k: torch.where(torch.isfinite(size), t * factor, 0.0) for k, t in update.items()}

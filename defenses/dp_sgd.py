@@ -28,6 +28,7 @@ class dp_sgd(Link):
     batch_size: int
 
     each: ClassVar[bool] = True
+    bounds: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.noise_multiplier >= 0:
@@ -44,6 +45,10 @@ class dp_sgd(Link):
     @property
     def mean(self) -> Transform:
         return self._clipped
+
+    @property
+    def deployed(self) -> Chain:
+        return self.parts.deployed
 
     @property
     def _clipped(self) -> per_example:

@@ -1,14 +1,21 @@
-"""Noise: hide an update by independent noise in every entry."""
+"""Noise: hide an update by independent noise in every entry.
+
+Which floats a sum of an entry and noise can be depends on the entry (Mironov, CCS 2012), so rounding tells two candidate
+updates apart however large the noise is. What deployments run is therefore discrete: entries are rounded to whole steps of a
+grid, and whole numbers are added, so that every entry leads to the same multiples of the step. Rounding moves an entry by half
+a step at most, which `fedgauge.defenses.accounting` adds to what an example can move.
+"""
 
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update, UpdateFn
+from fedgauge.defenses.discrete_draws import STEPS, RandomBits, Whole, laplace_draws, normal_draws
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,10 @@ class gaussian(_Noise):
     def alone(self) -> UpdateDistribution:
         return UpdateDistribution(sigma=self.sigma)
 
+    @property
+    def deployed(self) -> Link:
+        return discrete_gaussian(self.sigma)
+
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {
             k: t + self.sigma * torch.randn(t.shape, generator=rng, dtype=t.dtype, device=t.device)
@@ -83,6 +94,10 @@ class laplace(_Noise):
     def alone(self) -> UpdateDistribution:
         return UpdateDistribution(scale=self.scale)
 
+    @property
+    def deployed(self) -> Link:
+        return discrete_laplace(self.scale)
+
     def apply(self, update: Update, rng: Generator | None) -> Update:
         noisy = {}
         for k, t in update.items():
@@ -90,3 +105,74 @@ class laplace(_Noise):
             u = torch.rand(t.shape, generator=rng, dtype=t.dtype, device=t.device) - 0.5
             noisy[k] = t - self.scale * u.sign() * torch.log1p((-2 * u.abs()).clamp_min(-1 + 1e-7))
         return noisy
+
+
+class _DiscreteNoise(_Noise):
+    """Rounding to a grid, then noise of whole steps, whose bits are a cipher's."""
+
+    @property
+    @abstractmethod
+    def width(self) -> float:
+        """The noise's standard deviation or scale; it is STEPS steps of the grid."""
+
+    @staticmethod
+    @abstractmethod
+    def draws(bits: RandomBits, count: int) -> Whole:
+        """Independent numbers of steps, (count,)."""
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        if not self.width:
+            return dict(update)
+        bits = RandomBits.of(rng)
+        return {k: self._noisy(t, bits) for k, t in update.items()}
+
+    def _noisy(self, t: Tensor, bits: RandomBits) -> Tensor:
+        step = self.width / STEPS
+        drawn = torch.from_numpy(self.draws(bits, t.numel())).reshape(t.shape).to(t.device)
+        # in double precision sums of whole numbers are exact; rounding such a sum to t's precision tells no more than the sum
+        noisy: Tensor = (((t.double() / step).round() + drawn) * step).to(t.dtype)
+        return noisy
+
+
+@dataclass(frozen=True)
+class discrete_gaussian(_DiscreteNoise):
+    """Round to multiples of sigma / 2^24, then add discrete normal noise of standard deviation sigma (>= 0)."""
+
+    sigma: float
+
+    def __post_init__(self) -> None:
+        gaussian(self.sigma)  # checks it
+
+    @property
+    def alone(self) -> UpdateDistribution:
+        return UpdateDistribution(sigma=self.sigma)
+
+    @property
+    def width(self) -> float:
+        return self.sigma
+
+    @staticmethod
+    def draws(bits: RandomBits, count: int) -> Whole:
+        return normal_draws(bits, count)
+
+
+@dataclass(frozen=True)
+class discrete_laplace(_DiscreteNoise):
+    """Round to multiples of scale / 2^24, then add discrete Laplace noise of this scale (>= 0)."""
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        laplace(self.scale)  # checks it
+
+    @property
+    def alone(self) -> UpdateDistribution:
+        return UpdateDistribution(scale=self.scale)
+
+    @property
+    def width(self) -> float:
+        return self.scale
+
+    @staticmethod
+    def draws(bits: RandomBits, count: int) -> Whole:
+        return laplace_draws(bits, count)

@@ -1,5 +1,7 @@
 """An update's norm."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,3 +24,9 @@ def test_the_norm_has_a_derivative_at_zero() -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [0.0, 0.0, 0.0]
     assert norm({"w": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}).item() == 5.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_norm_of_entries_that_are_not_finite_is_not_finite(value: float) -> None:
+    """Of NaN it was 0, so that a clip let it pass."""
+    assert not math.isfinite(float(norm({"a": torch.tensor([1.0, value]), "b": torch.zeros(2)})))

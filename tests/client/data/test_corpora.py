@@ -204,9 +204,11 @@ def test_public_corpora_are_read_from_their_local_files(local_file: Callable[[st
     assert (len(found.x), len(found.x_test)) == (8551, 527)
     assert found.tokenizer.decode(found.x_test[0].tolist()) == "the sailors rode the breeze clear of the rocks."
     assert found.y_test[:5].tolist() == [1, 1, 1, 1, 0]
+    assert [found.names[y] for y in found.y_test[3:5].tolist()] == ["acceptable", "unacceptable"]
     films = sst2(longer="drop")
     assert films.y[:3].unique().tolist() == [0, 1]
     tomatoes = rotten_tomatoes()
+    assert films.names == tomatoes.names == ("negative", "positive")
     assert len(tomatoes.x) + len(tomatoes.x_test) == 10662
     assert torch.bincount(tomatoes.y).tolist() == [len(tomatoes.x) // 2] * 2
     wiki = wikitext2()
