@@ -59,8 +59,12 @@ class LocalTraining(local_sgd):
             raise ValueError(f"max_norm must be above 0, got {self.max_norm}")
 
     @property
-    def one_gradient(self) -> bool:
+    def plain(self) -> bool:
         return False  # `local_training` returns local_sgd where it is
+
+    @property
+    def one_gradient(self) -> bool:
+        return False
 
     @property
     def adaptive(self) -> bool:

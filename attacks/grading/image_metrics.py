@@ -211,7 +211,10 @@ def image_metrics(shape: tuple[int, ...], gallery: Tensor | None) -> list[Metric
 
 
 def label_accuracy(truth: Tensor, guess: Tensor) -> float:
-    """The share of a batch's labels that were restored, as multisets: order does not count, repeats do."""
+    """The share of a batch's labels that were restored, as multisets: order does not count, repeats do.
+
+    If the attacker claims more labels than there are, it is the share of those that he claims: many guesses cost.
+    """
     classes = int(max(truth.max(), guess.max())) + 1
     common = torch.minimum(torch.bincount(truth, minlength=classes), torch.bincount(guess, minlength=classes))
-    return float(common.sum()) / len(truth)
+    return float(common.sum()) / max(len(truth), len(guess))

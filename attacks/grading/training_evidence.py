@@ -8,6 +8,7 @@ The server has the weights theta that it sent and the update. What they decide, 
   rows are opposite under any training.
 - An example adds a product of two vectors to a fully connected layer's gradient, so a sum of n such gradients has a rank of at
   most n: a higher rank needs more steps, or more examples.
+- The rounding of half precision in the passes (autocast) leaves a little of these sums, and so does a little noise.
 - Adam's first step is rate * g / (|g| + eps): all entries with a gradient have nearly one size. A sign looks the same.
   After a few more steps they still differ less than a gradient's, of which auxiliary examples give an idea; after many, not.
 """
@@ -17,17 +18,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.update_measures import (
     MOST,
     Probe,
     class_sums,
-    classifier_names,
     flattened,
+    goes_down,
     highest_rank,
     like_noise,
-    predictions,
     probe_gradients,
     rounding_of,
     share_of_one_size,
@@ -35,9 +36,8 @@ from fedgauge.attacks.grading.update_measures import (
     without_decay,
 )
 from fedgauge.client.data.corpora import Text
-from fedgauge.client.federation import Federation
+from fedgauge.client.federation import Federation, whole_parts
 from fedgauge.client.local_training import LocalTraining
-from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch, norm
@@ -46,8 +46,10 @@ Kind = Literal["sum of gradients", "weight decay", "Adam", "unexplained", "undec
 LEFT = 2e-5  # the part of the classifier's update that may stay unexplained
 STILL = 1e-4  # the part of a gradient that a parameter must have to be missed where it does not move
 SMALL_EPS = 1e-6  # Adam's eps above which its step is no sign
-BELOW = 0.05  # how far the bound on a class's share may be below zero
-EXAMPLES = 256  # auxiliary examples whose predictions bound those of a client's
+UNTOLD = "momentum, rate, number of steps, augmentation, dropout, a smoothed or weighted loss and a proximal term"
+UP = "it goes up the loss, by auxiliary examples, where the assumed training goes down: compare the sign of what the app sends"
+MOST_NAMED = 3  # of the layers that are frozen
+LITTLE = 0.02  # that half precision in the passes, or a little noise, may leave
 
 
 @dataclass(frozen=True)
@@ -65,30 +67,84 @@ class TrainingEvidence:
     words: str
 
 
-def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
-    """What an update says of its local training, compared with the one that the federation's chain assumes."""
+def training_evidence(fed: Federation, seen: Observation, statistics: bool | None = None) -> TrainingEvidence:
+    """What an update says of its local training, compared with the one that the federation's chain assumes.
+
+    Args:
+        statistics: whether uploaded running statistics of norms moved; None: none were uploaded.
+    """
     local, assumed = fed.chain.local, "the clients' local training is assumed"
     if reason := _unreadable(fed, seen):
         return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
     try:
+        held, thawed = _frozen(fed, seen)
+        seen = replace(seen, update={k: t for k, t in seen.update.items() if k not in held})
         probes = probe_gradients(fed, seen)
+        still = _unmoved(seen, probes)
+        if still:
+            seen = replace(seen, update={k: t for k, t in seen.update.items() if k not in still})
+            probes = probe_gradients(fed, seen)
         kind, evidence = _read(fed, seen, probes)
-        if kind == "undecided":
-            return TrainingEvidence(kind, None, f"{assumed}, and the update does not tell it: {evidence}")
-        if _many_steps_of_adam(local, kind):
-            words = f"{evidence}, and {local.words} may do this or not"
-            return TrainingEvidence("undecided", None, f"{assumed}, and the update does not tell it: {words}")
-        wrong, size = _contradiction(fed, seen, kind, probes), _size(fed, seen, probes)
+        mode = _other_mode(fed, statistics)
+        parts = " and ".join(filter(None, (thawed, _frozen_unsaid(fed, still), mode)))
+        if kind != "undecided" and _many_steps_of_adam(local, kind):
+            kind, evidence = "undecided", f"{evidence}, and {local.words} may do this or not"
+        wrong, down = "", None
+        if kind != "undecided":
+            wrong, down = _contradiction(fed, seen, kind, probes), _goes_down(fed, seen, kind, probes)
+        if not wrong and down is False:
+            wrong = UP
+        size = _size(fed, seen, probes) if kind != "undecided" else ""
     except Exception as error:  # a user's network may raise anything; the attacks will meet it, too, and say more
         reason = f"the network cannot be run ({type(error).__name__}: {error})"
         return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
-    if wrong:
+    if wrong or parts:
         start = "WARNING: the assumed local training does not explain the update, so attacks may show noise"
-        return TrainingEvidence(kind, False, f"{start}: {evidence}; {wrong}")
+        words = "; ".join(filter(None, (parts, f"{evidence}; {wrong}" if wrong else f"of the rest: {evidence}")))
+        return TrainingEvidence(kind, False, f"{start}: {words}")
+    frozen = f"; {_named(whole_parts(fed.model, held))} did not move, as the chain says" if held else ""
+    if kind == "undecided":
+        return TrainingEvidence(kind, None, f"{assumed}, and the update does not tell it: {evidence}{frozen}")
     looked = "the sizes of the entries" if kind == "Adam" else "the classifier's update"
-    rest = "" if local.adaptive else "; momentum, rate and number of steps cannot be told from one update"
-    words = f"the assumed local training ({local.words}) fits {looked}: {evidence}{rest}{size}"
+    rest = "" if local.adaptive else f"; {UNTOLD} cannot be told from one update"
+    words = f"the assumed local training ({local.words}) fits {looked}: {evidence}{rest}{size}{frozen}"
+    if down is None:
+        return TrainingEvidence(kind, None, f"{words}; whether it goes down the loss, or up, is not told either")
     return TrainingEvidence(kind, True, words)
+
+
+def _frozen(fed: Federation, seen: Observation) -> tuple[set[str], str]:
+    """The parameters that the chain holds and that did not move, and which of those that it holds did, in words."""
+    freezing = [says for link in fed.chain.links if (says := getattr(link, "frozen", None))]  # the defense `freeze`
+    held = {k for k in seen.update if any(says(k) for says in freezing)}
+    moved = {k for k in held if seen.update[k].any()}
+    words = (
+        f"{_named(whole_parts(fed.model, moved))} moved, which the chain freezes: leave it out there" if moved else ""
+    )
+    return held - moved, words
+
+
+def _frozen_unsaid(fed: Federation, still: set[str]) -> str:
+    if not still:
+        return ""
+    parts = whole_parts(fed.model, still)
+    return (
+        f"{_named(parts)} did not move, but would have: if the app does not train that, put [[chain]] "
+        f'use = "freeze", layers = {parts} before local training'
+    )
+
+
+def _named(parts: list[str]) -> str:
+    return ", ".join(parts[:MOST_NAMED]) + (f" and {len(parts) - MOST_NAMED} more" if len(parts) > MOST_NAMED else "")
+
+
+def _other_mode(fed: Federation, statistics: bool | None) -> str:
+    """In words, that norms keep running statistics in the app and not in the model, or the other way round."""
+    trains = any(m.training and m.track_running_stats for m in fed.model.modules() if isinstance(m, _NormBase))
+    if statistics is None or statistics == trains:
+        return ""
+    found, mode = ("moved", "train") if statistics else ("did not move", "eval")
+    return f'the running statistics of the app\'s norms {found}: set [model] mode = "{mode}"'
 
 
 def _many_steps_of_adam(local: local_sgd, kind: Kind) -> bool:
@@ -102,12 +158,11 @@ def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[
     """Why the assumed training cannot have made such an update, and what to write instead; empty if it can."""
     local, size = fed.chain.local, fed.shards.batch_size
     instead = f'the chain assumes {local.words}: set use = "local_training" with'
-    if still := _unmoved(seen, probes):
-        return (
-            f"{still} did not move, as it would: put freeze with its name into the chain if the app does not train it"
-        )
     if kind == "unexplained":
-        return "SGD does not do this; many steps of Adam, noise or a defense may: compare the app's training with [[chain]]"
+        return (
+            "SGD on this loss does not do this; another loss, many steps of Adam, noise or a defense may: compare the app's "
+            "training with [[chain]] and [loss]"
+        )
     if kind == "Adam":
         if not isinstance(local, LocalTraining) or not local.adaptive:
             return f'{instead} optimizer = "adam" (or "adamw"), its rate, and its steps or epochs'
@@ -120,8 +175,6 @@ def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[
         far = abs(found - decay)
         if far > max(found, decay) / 2 and sums.beyond(far * sums.weights) > LEFT:
             return f"{instead} its weight_decay, as the assumed training makes this {-decay:.2g} times the weights"
-    if _ascends(fed, seen):
-        return "it goes up the loss, where the assumed training goes down: compare the sign of what the app sends"
     if kind == "weight decay":  # which has any rank
         return ""
     rank, most = highest_rank(fed, seen), local.gradients(size) * fed.chain.slice_of(size)
@@ -131,14 +184,14 @@ def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[
     return f"{needed}: set steps or epochs, and [data] batch_size, as in the app"
 
 
-def _unmoved(seen: Observation, probes: list[Probe]) -> str:
-    """The first parameter that does not move, though it does on auxiliary examples; empty if there is none."""
+def _unmoved(seen: Observation, probes: list[Probe]) -> set[str]:
+    """The parameters that do not move, though they do on auxiliary examples."""
 
     def missed(name: str) -> bool:
         parts = [(p.step[name], float(norm(p.step))) for p in probes if name in p.step]
         return bool(parts) and all(float(t.norm()) > STILL * length for t, length in parts)
 
-    return next((name for name, t in seen.update.items() if not t.any() and missed(name)), "")
+    return {name for name, t in seen.update.items() if not t.any() and missed(name)}
 
 
 def _wrong_rate(local: LocalTraining, seen: Observation) -> str:
@@ -163,20 +216,9 @@ def _decay(local: local_sgd) -> float:
     return -float(bare(lambda at, *_: {k: torch.zeros_like(t) for k, t in at.items()})(one, batch, None)[""])
 
 
-def _ascends(fed: Federation, seen: Observation) -> bool:
-    """Whether the classifier's bias tells that the sign is wrong, which it does for one step of SGD and its rate.
-
-    It moves by rate * (the classes' shares - the mean of the predictions). That mean is at most what any example is
-    predicted, so the shares have an upper bound, which must not be below zero; with the other sign they are right.
-    """
-    local, auxiliary = fed.chain.local, fed.shards.auxiliary_batch()
-    name = next((name for name in classifier_names(fed, seen) if name.endswith("bias")), "")
-    other = isinstance(local, LocalTraining) and (local.max_norm is not None or local.weight_decay)
-    if local.steps > 1 or other or not name or not len(auxiliary.x) or not is_cross_entropy(fed.loss):
-        return False
-    highest = predictions(fed, seen.params, auxiliary.x[:EXAMPLES]).max(0).values
-    moved = seen.update[name].double() / local.scale
-    return float((highest + moved).min()) < -BELOW and float((highest - moved).min()) >= 0
+def _goes_down(fed: Federation, seen: Observation, kind: Kind, probes: list[Probe]) -> bool | None:
+    sums = class_sums(fed, seen, probes) if kind == "weight decay" else None
+    return goes_down(fed, seen, 0.0 if sums is None else sums.decay)
 
 
 def _unreadable(fed: Federation, seen: Observation) -> str:
@@ -185,7 +227,8 @@ def _unreadable(fed: Federation, seen: Observation) -> str:
         return f"the update lacks {sorted(missing)[0]}"
     if fed.protocol.secure_sum is not None:
         return "the server sees only sums of clients"
-    if any(link is not fed.chain.local and not is_identity(link) for link in fed.chain.links):
+    beside = [link for link in fed.chain.links if link is not fed.chain.local and not hasattr(link, "frozen")]
+    if not all(map(is_identity, beside)):
         return "a defense stands in the chain, too"
     if isinstance(fed.shards.dataset, Text):
         return "only trainings on images are compared"
@@ -226,6 +269,9 @@ def _read(fed: Federation, seen: Observation, probes: list[Probe]) -> tuple[Kind
                 f"it is a sum of gradients and {-sums.decay:.2g} times the weights: weight decay times rate and steps"
             )
             return "weight decay", words
+        if min(sums.left, sums.after) <= LITTLE:
+            words = "it nearly sums to zero over the classes, as with half precision in the passes (autocast) or a little noise"
+            return "undecided", words
     else:  # decay that is assumed makes the entries of SGD's steps as even
         own = max(
             own, unevenness_of(flattened(seen.update) + assumed * flattened({k: seen.params[k] for k in seen.update}))

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
 
 from fedgauge.attacks.base import Observation
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.rng import generator
-from fedgauge.client.training import without_running_stats
+from fedgauge.client.training import gradient
 from fedgauge.client.update import Batch, Params, Update, norm
 
 ONE_SIZE = 0.05  # how far entries of one size may be apart, relative
@@ -22,6 +22,14 @@ COARSE = 0.05  # the part of the update that rounding may be
 MOST_ENTRIES = 2**22  # of a layer whose rank is counted: a second of work
 PROBES = 8  # auxiliary batches that say how large, and how uneven, a gradient is
 MANY = 128  # entries of a parameter that is compared with gradients
+CLASSES, PER_CLASS = 16, 8  # whose auxiliary examples' gradients say which way is down, and how many of each
+SAMPLED = 2**15  # entries that are compared with these
+CLEAR, SURE = (
+    1.2,
+    3.0,
+)  # times as much of an update that one direction must explain as the other does: much of it, or little
+MUCH = 0.4
+BACK = 0.6  # the least that the first one then explains of what the other one does with the gradients at the end
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def probe_gradients(fed: Federation, seen: Observation) -> list[Probe]:
         else:
             x = torch.rand(size, *shards.dataset.shape, generator=rng)
             batch = Batch(x, torch.randint(shards.dataset.classes, (size,), generator=rng))
-        g = fed.gradient(seen.params, batch, None)
+        g = {k: t for k, t in fed.gradient(seen.params, batch, None).items() if k in seen.update}
         rate = length / max(float(norm(g)), 1e-30)
         step = {k: (seen.params[k] - rate * t).to(kept).to(t.dtype) - seen.params[k] for k, t in g.items()}
         found.append(Probe(g, step))
@@ -107,7 +115,8 @@ def class_sums(fed: Federation, seen: Observation, probes: list[Probe]) -> _Sums
     """Sums over the classes of the classifier's update. None: a gradient's do not vanish either, or any training's do."""
     if not is_cross_entropy(fed.loss) or fed.shards.dataset.classes == 2:
         return None
-    names = classifier_names(fed, seen)
+    # its weight alone, if it is there: many trainings leave the decay of biases out
+    names = classifier_names(fed, seen)[:1]
     if not names:
         return None
     update, theta, *controls = (_joined(part, names) for part in (seen.update, seen.params, *(p.step for p in probes)))
@@ -128,6 +137,76 @@ def classifier_names(fed: Federation, seen: Observation) -> list[str]:
     except ValueError:
         return []
     return [name for name in (f"{layer}.weight", f"{layer}.bias") if name in seen.update]
+
+
+def goes_down(fed: Federation, seen: Observation, decay: float) -> bool | None:
+    """Whether the update goes down the loss; False: up; None: it cannot be told.
+
+    Steps down are a sum of negative gradients with positive weights. So are those up, of other examples: the gradients of all
+    classes nearly cancel. But then they fit less well than positive gradients of the right ones (least squares with weights
+    of one sign, on the mean gradients of auxiliary examples of each class). After many steps up, gradients at the end are the
+    large ones, and they tell. If this is not clear, the number of classes decides that rise, as long as both agree.
+    """
+    own, theta = fed.shards.auxiliary_batch(), {k: seen.params[k] for k in seen.update}
+    there = own.y.unique().tolist() if own.y.dim() == 1 else []
+    if not there:
+        return None
+    if len(there) > CLASSES and (names := classifier_names(fed, seen)):
+        sizes = _joined(seen.update, names).norm(dim=1)
+        there = sorted(there, key=lambda c: -float(sizes[c]))
+    groups = [(own.y == c).nonzero().flatten()[:PER_CLASS] for c in there[:CLASSES]]
+    rows = torch.randperm(sum(t.numel() for t in theta.values()), generator=generator("entries"))[:SAMPLED]
+    moved = (flattened(seen.update) + decay * flattened(theta))[rows]
+
+    mixed = any(isinstance(m, _NormBase) and m.training for m in fed.model.modules())
+
+    def of_class(group: Tensor, at: Params) -> Update:
+        if not mixed:
+            return fed.gradient(at, Batch(own.x[group], own.y[group]), None)
+        every = torch.cat(groups)  # a batch of one class is normalised by other statistics than a client's
+        here = torch.isin(every, group)
+        part = gradient(fed.model, lambda out, y: fed.loss(out[here], y[here]), fed.shards.dataset.normalise)
+        return part(at, Batch(own.x[every], own.y[every]), None)
+
+    def gradients(at: Params) -> Tensor:
+        found = [of_class(group, at) for group in groups]
+        columns = torch.stack([flattened({k: g[k] for k in seen.update})[rows] for g in found], 1)
+        return nn.functional.normalize(columns, dim=0)
+
+    start = gradients(seen.params)
+    end = torch.cat(
+        [start, gradients({k: p + seen.update[k] if k in seen.update else p for k, p in seen.params.items()})], 1
+    )
+    if not (moved.any() and end.isfinite().all()):
+        return None
+    down, up, forth, back = (_explained(c, moved) for c in (-start, start, -end, end))
+    if _is_clear(down, up) and forth >= BACK * back:
+        return True
+    if back > forth and (_is_clear(up, down) or (up >= CLEAR * down and back >= MUCH)):
+        return False
+    rises = _rises(fed, seen)
+    return rises if rises is not None and rises == (down > up) else None
+
+
+def _is_clear(one: float, other: float) -> bool:
+    return one >= CLEAR * other and (one >= MUCH or one >= SURE * other)
+
+
+def _rises(fed: Federation, seen: Observation) -> bool | None:
+    """Whether few classes' biases rise and many fall: down the cross-entropy, only those of a client's examples rise."""
+    name, most = next((k for k in classifier_names(fed, seen) if k.endswith("bias")), ""), fed.shards.batch_size
+    if not name or not is_cross_entropy(fed.loss):
+        return None
+    rose, fell = (int((sign * seen.update[name] > 0).sum()) for sign in (1, -1))
+    return None if (rose <= most) == (fell <= most) else rose <= most
+
+
+def _explained(columns: Tensor, moved: Tensor) -> float:
+    """The part of the square of `moved` that a sum of the columns with weights of at least 0 has."""
+    from scipy.optimize import nnls
+
+    _, left = nnls(columns.numpy(), (moved / moved.norm()).numpy())
+    return 1 - float(left) ** 2
 
 
 def like_noise(fed: Federation, seen: Observation, probes: list[Probe], decay: float) -> str:
@@ -204,10 +283,3 @@ def _probe_forward(fed: Federation) -> None:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def predictions(fed: Federation, params: Params, x: Tensor) -> Tensor:
-    """The classes' probabilities (B, classes), in the mode that clients train in."""
-    with torch.no_grad(), without_running_stats(fed.model):
-        logits: Tensor = functional_call(fed.model, params, (fed.shards.dataset.normalise(x),))
-    return logits.double().softmax(1)

@@ -1,8 +1,11 @@
 """Before training: what would fail after a minute of Flower's start is tried first, in seconds, and said in one sentence."""
 
+import logging
 import time
 from collections.abc import Iterator
 from functools import partial
+
+from rich.console import Console
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
@@ -19,7 +22,7 @@ from fedgauge.simulations.checks.network_check import (
     try_network,
 )
 
-PATIENCE = 10.0  # seconds, after which no further attack is tried: the doctor tries them all
+PATIENCE = 10.0  # seconds: the doctor tries all attacks
 
 
 def refuse_misfit(fed: Federation) -> None:
@@ -30,8 +33,33 @@ def refuse_misfit(fed: Federation) -> None:
             raise SpecError(f"[model]: {found.message}")
 
 
-def warnings_before(scenario: Scenario) -> Iterator[str]:
+def try_first(scenario: Scenario, console: Console, where: str = "", patience: float = PATIENCE) -> None:
+    """Try a scenario, its server's strategy included, and print what will not work as it should.
+
+    Args:
+        where: a name that begins each sentence.
+        patience: seconds, after which no further attack is tried.
+
+    Raises:
+        SpecError: it cannot be trained, its updates not be computed again, or none of the planned attacks works.
+    """
+    from fedgauge.server.app import build_strategy  # imports Flower: seconds
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns that evaluation is off, which is our own choice
+    start = f"{where}: " if where else ""
+    try:
+        build_strategy(scenario.strategy, scenario.protocol.clients)
+        for words in warnings_before(scenario, patience):
+            console.print(f"warning: {start}{words}", highlight=False, markup=False, soft_wrap=True)
+    except SpecError as error:
+        raise SpecError(f"{start}{error}") from error
+
+
+def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[str]:
     """Try a scenario once; yields what will not work as it should.
+
+    Args:
+        patience: seconds, after which no further attack is tried.
 
     Raises:
         SpecError: clients cannot train, no update could be computed again, or none of the planned attacks works.
@@ -56,7 +84,7 @@ def warnings_before(scenario: Scenario) -> Iterator[str]:
     tried = [p for p in real(scenario) if not untried(p)]
     failed: list[CheckResult] = []
     for planned in tried:
-        if time.perf_counter() - began > PATIENCE:
+        if time.perf_counter() - began > patience:
             return
         found = trial.result(planned, partial(trial.once, planned))
         if found.needed and not found.works:

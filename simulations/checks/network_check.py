@@ -15,7 +15,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.training import StochasticLayer, without_running_stats
 from fedgauge.simulations.checks.check_result import CheckFailed
-from fedgauge.simulations.checks.remedies import remedy, sentence
+from fedgauge.simulations.checks.remedies import COPY, remedy, sentence
 
 TRIED = 4  # examples on which a network is tried
 PAIR = 2  # examples of a gradient: BatchNorm in train mode cannot normalise by one
@@ -59,7 +59,7 @@ def try_network(fed: Federation) -> str:
             "factory take `shape` and `classes`, which it is offered"
         )
     if not logits.isfinite().all():
-        first = f"; layer {odd[0]} is the first to give such numbers" if odd else ""
+        first = f"; {odd[0]} is the first to give such numbers" if odd else ""
         raise CheckFailed(f"its logits are not finite{first}: check its initial weights, and mean and std of the data")
     return f"{type(model).__name__}, outputs for {data.classes} classes"
 
@@ -101,7 +101,7 @@ def try_copy(fed: Federation) -> str:
     try:
         copy.deepcopy(fed.model)
     except Exception as error:  # __deepcopy__ and __reduce__ are the user's
-        raise CheckFailed(f"copy.deepcopy fails ({sentence(error)}): {remedy(error)}") from error
+        raise CheckFailed(f"copy.deepcopy fails ({sentence(error)}): {remedy(error, COPY)}") from error
     return "it can be copied"
 
 
@@ -163,7 +163,7 @@ def _layers_named(model: nn.Module, data: Dataset) -> Iterator[list[str]]:
         def hook(module: nn.Module, given: object, made: object) -> None:
             running.pop()
             if isinstance(made, Tensor) and not torch.is_grad_enabled() and not made.isfinite().all():
-                odd.append(f"{name!r} ({type(module).__name__})")
+                odd.append(f"layer {name!r} ({type(module).__name__})" if name else "its own forward")
 
         return hook
 

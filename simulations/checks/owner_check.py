@@ -30,7 +30,11 @@ def check_owner(owner: OwnerConfig) -> list[CheckResult]:
         return " > ".join(map(describe, owner.chain))
 
     results.append(attempt("chain, loss, guard", build_all))
-    return [*results, *(attempt("one step", partial(_one_step, client)) for client in clients)]
+    for client in clients:
+        results.append(attempt("one step", partial(_one_step, client)))
+        if client.secure_sum is not None:
+            results.append(CheckResult("secure sum", None, False, client.secure_sum.tolerance.words))
+    return results
 
 
 def _stand_in(owner: OwnerConfig) -> ServerTerms:

@@ -22,6 +22,7 @@ from fedgauge.attacks.grading.image_metrics import PSNR_CAP, label_accuracy, mat
 from fedgauge.attacks.limits import bayes_limit, known_noise
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import trained_on
+from fedgauge.client.collusion import tolerance
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
@@ -193,7 +194,7 @@ class _Probe:
                 yield PreflightFinding(
                     "leaks",
                     f"BatchNorm in train mode ({name!r} and others): the batch's means and variances are uploaded unchanged",
-                    '[model] mode = "eval", or norm = "group"',
+                    self.fed.without_batch_statistics,
                 )
                 break
         if self.size > 1 and (share := self._held_by_a_neuron()) > 0:
@@ -283,6 +284,8 @@ class _Probe:
             yield PreflightFinding("leaks", "the chain has no defense: the result of local training is uploaded unchanged",
                           "see docs/defenses.md; clipping each example and adding noise (dp_sgd) give a "
                           "guarantee")  # fmt: skip
+        if together := self.fed.protocol.secure_sum:
+            yield PreflightFinding("note", f"the real one is {tolerance(together.group, together.least).words}")
         if not self.text:
             yield self._limit()
         yield self._epsilon()

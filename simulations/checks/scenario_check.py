@@ -110,14 +110,15 @@ def _check_model(fed: Federation, again: Federation) -> Iterator[CheckResult]:
         yield _tried("gradient", fed, try_gradient)
         if ends_in_softmax(fed):
             yield CheckResult("softmax", False, False, SOFTMAX)
-    for name, module in fed.model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            message = f"layer {name!r} is dropout, " + (
-                'and no attack knows its draws: set [model] mode = "eval", or leave it out'
-                if module.training
-                else "which eval mode turns off: clients train without it"
-            )
-            yield CheckResult("dropout", False, module.training, message)
+    dropout = [(n, m) for n, m in fed.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+    for trains in dict.fromkeys(module.training for _, module in dropout):
+        first, *others = [name for name, module in dropout if module.training is trains]
+        message = f"layer {first!r}{f' and {len(others)} others are' if others else ' is'} dropout, " + (
+            'and no attack knows its draws: set [model] mode = "eval", or leave it out'
+            if trains
+            else "which eval mode turns off: clients train without it"
+        )
+        yield CheckResult("dropout", False, trains, message)
     if built.works and not _independent(fed):
         drawn = any(isinstance(m, StochasticLayer) for m in fed.model.modules())
         message = "a layer draws" if drawn else "the model mixes the examples of a batch"

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.outcomes import failure
+from fedgauge.simulations.checks.before_training import PATIENCE, try_first
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 from fedgauge.simulations.experiments.sweep_rows import SweepRow, is_done, matrix, rows, write_rows
 from fedgauge.simulations.run import processes
@@ -56,6 +57,13 @@ class _CellProcess:
         finally:
             processes.sweep(self.mark)
             shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def try_cells(cells: Sequence[SweepCell], console: Console) -> None:
+    """Try each scenario once, whatever its seed, before anything is trained; SpecError names the defense."""
+    distinct = {cell.defense: cell for cell in cells}
+    for name, cell in distinct.items():
+        try_first(Scenario.from_tables(cell.tables), console, f"[[defense]] {name}", PATIENCE / len(distinct))
 
 
 def run_cells(
@@ -109,6 +117,12 @@ def _time_left(seconds: float) -> str:
 
 
 def _claim_folder(sweep: Sweep, folder: Path) -> None:
+    _refuse_folder(sweep, folder)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_bytes(folder / "sweep.toml", sweep.text.encode())
+
+
+def _refuse_folder(sweep: Sweep, folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise SpecError(f"{folder} is a file, but --output needs a folder for the sweep's runs")
     kept = folder / "sweep.toml"
@@ -119,8 +133,6 @@ def _claim_folder(sweep: Sweep, folder: Path) -> None:
         )
     if not kept.exists() and folder.exists() and any(folder.iterdir()):
         raise SpecError(f"{folder} is not empty and holds no sweep; name another folder with --output")
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_bytes(kept, sweep.text.encode())
 
 
 def _prepare_run(cell: SweepCell, folder: Path) -> Run:
@@ -140,6 +152,8 @@ def run_sweep(path: Path, folder: Path, parallel: int) -> int:
     from fedgauge.simulations.reports.report import write_comparison
 
     sweep, console = Sweep.load(path), Console(stderr=True)
+    _refuse_folder(sweep, folder)  # before seconds are spent
+    try_cells([cell for cell in sweep.cells if not (folder / cell.folder).exists()], console)
     with Interrupt().caught() as interrupt:
         result = run_cells(sweep, folder, parallel, interrupt, lambda text: console.print(text, highlight=False))
     if result:

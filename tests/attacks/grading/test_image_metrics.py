@@ -144,6 +144,8 @@ def test_identification_is_the_brute_force_search() -> None:
         ([5], [4], 0.0),
         ([0, 0, 0, 0], [0, 1, 2, 3], 0.25),
         ([9, 0], [9, 9], 0.5),
+        ([5], [4, 5, 6], 1 / 3),
+        ([4, 5, 6], [5], 1 / 3),
     ],
 )
 def test_label_accuracy_counts_multisets(truth: list[int], guess: list[int], accuracy: float) -> None:

@@ -1,6 +1,9 @@
 """What an update says of the local training behind it, where only theta, the update and public examples are known."""
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.training_evidence import TrainingEvidence, training_evidence
@@ -15,6 +19,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import local_training
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
+from fedgauge.server.store.uploads import statistics_moved
 
 BATCH = 8
 HEAD = ("linear.weight", "linear.bias")
@@ -101,7 +106,7 @@ def test_more_steps_than_assumed_show_in_the_rank() -> None:
 
 
 def test_what_one_update_cannot_tell_is_said() -> None:
-    assert "momentum, rate and number of steps cannot be told" in evidence({}, SGD).words
+    assert "momentum, rate, number of steps, augmentation" in evidence({}, SGD).words
     assert "times as large" not in evidence({}, SGD).words
     assert "times as large as the assumed training makes those" in evidence({"rate": 5.0}, SGD).words
     assert "times as large as the assumed training makes those" in evidence({"rate": 1e-3}, {**SGD, "rate": 1.0}).words
@@ -149,7 +154,7 @@ def test_another_size_than_is_assumed_is_a_warning(own: dict[str, Any], assumed:
     ("change", "fits", "words"),
     [
         (lambda k, t: -t, False, "it goes up the loss"),
-        (lambda k, t: t if k in HEAD else 0 * t, False, "conv1.weight did not move"),
+        (lambda k, t: t if k in HEAD else 0 * t, False, "conv1, conv2, conv3 did not move, but would have"),
         (
             lambda k, t: t if k in HEAD else torch.randn(t.shape, generator=generator(k)) * t.norm(),
             None,
@@ -188,7 +193,7 @@ def test_an_update_lost_in_the_rounding_of_half_precision_is_undecided() -> None
     assert (found.kind, found.fits) == ("undecided", None)
     assert "the weights' rounding hides it" in found.words
     coarse = evidence({"momentum": 0.9, "epochs": 10, "rate": 0.1}, {**SGD, "steps": 10}, dtype=torch.float16)
-    assert (coarse.kind, coarse.fits) == ("sum of gradients", True), coarse.words
+    assert coarse.kind == "sum of gradients" and coarse.fits is not False, coarse.words
 
 
 def test_noise_that_nobody_declared_is_explained_by_no_training() -> None:
@@ -198,6 +203,135 @@ def test_noise_that_nobody_declared_is_explained_by_no_training() -> None:
     noisy = {k: t + 1e-3 * torch.randn(t.shape, generator=generator(k)) * t.abs().max() for k, t in update.items()}
     found = training_evidence(fed, Observation(1, 0, params, noisy, buffers))
     assert found.fits is not True, found.words
+
+
+FROZEN = {"use": "freeze", "layers": ["conv1", "conv2", "conv3"]}
+BACKBONE = "conv1, conv2, conv3"
+SUMS = "it sums to zero over the classes"
+
+
+def brought(
+    train: Callable[[nn.Module, Tensor, Tensor], None], assumed: list[dict[str, Any]], network: nn.Module | None = None
+) -> TrainingEvidence:
+    """Of an update by a training as an app's author writes it with torch's own optimizers."""
+    fed = federation(SGD, chain=assumed)
+    if network is not None:
+        fed.__dict__["model"] = network
+    params, buffers = fed.initial()
+    own, batch = copy.deepcopy(fed.model), fed.shards.batch_at(0, 1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        train(own, fed.shards.dataset.normalise(batch.x), batch.y)
+    update = {k: p.detach() - params[k] for k, p in own.named_parameters()}
+    return training_evidence(fed, Observation(1, 0, params, update, buffers))
+
+
+def steps(
+    count: int = 1,
+    head_alone: bool = False,
+    loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy,
+    half: bool = False,
+    make: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+) -> Callable[[nn.Module, Tensor, Tensor], None]:
+    def train(network: nn.Module, x: Tensor, y: Tensor) -> None:
+        for name, p in network.named_parameters():
+            p.requires_grad_(name in HEAD or not head_alone)
+        trained = [p for p in network.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.05) if make is None else make(network)
+        for _ in range(count):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                value = loss(network(x), y)
+            value.backward()  # type: ignore[no-untyped-call]  # torch annotates it in part
+            optimizer.step()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("train", "chain", "fits", "words"),
+    [
+        (steps(head_alone=True), [FROZEN, SGD], True, f"{SUMS}, as a sum of gradients (SGD) does; "),
+        (steps(head_alone=True), [FROZEN, SGD], True, f"; {BACKBONE} did not move, as the chain says"),
+        (steps(head_alone=True), [SGD], False, f"layers = ['conv1', 'conv2', 'conv3'] before local training; of the rest: {SUMS}"),
+        (steps(head_alone=True), [FROZEN, ADAM], False, 'set use = "local_training" with optimizer = "sgd"'),
+        (steps(), [FROZEN, SGD], False, f"{BACKBONE} moved, which the chain freezes: leave it out there"),
+        (steps(5), [FROZEN, {**SGD, "steps": 5}], False, f"{BACKBONE} moved, which the chain freezes"),
+    ],
+)  # fmt: skip
+def test_what_is_frozen_is_named_and_the_rest_is_compared(
+    train: Callable[..., None], chain: list[dict[str, Any]], fits: bool, words: str
+) -> None:
+    found = brought(train, chain)
+    assert found.fits is fits and words in found.words, found.words
+
+
+def up(logits: Tensor, y: Tensor) -> Tensor:
+    return -functional.cross_entropy(logits, y)
+
+
+def decay_of_weights_alone(network: nn.Module) -> torch.optim.Optimizer:
+    weights = {"params": [p for p in network.parameters() if p.dim() > 1], "weight_decay": 0.01}
+    return torch.optim.SGD([weights, {"params": [p for p in network.parameters() if p.dim() == 1]}], lr=0.05)
+
+
+def of_each_class(logits: Tensor, y: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(logits, functional.one_hot(y, 10).float())
+
+
+@pytest.mark.parametrize(
+    ("train", "assumed", "fits", "words"),
+    [
+        (steps(5, loss=up), {**SGD, "steps": 5}, False, "it goes up the loss"),
+        (steps(5, loss=up, make=decay_of_weights_alone), {**TRAINING, "steps": 5, "weight_decay": 0.01}, False, "up the loss"),
+        (steps(loss=up, make=lambda n: torch.optim.Adam(n.parameters())), ADAM, False, "it goes up the loss"),
+        (steps(5), {**SGD, "steps": 5}, True, SUMS),
+        (steps(make=decay_of_weights_alone), {**TRAINING, "weight_decay": 0.01}, True, "-0.0005 times the weights"),
+        (steps(make=lambda n: torch.optim.Adam(n.parameters())), ADAM, True, "nearly one size"),
+        (steps(half=True), SGD, None, "it nearly sums to zero over the classes, as with half precision"),
+        (steps(loss=partial(functional.cross_entropy, label_smoothing=0.1)), SGD, True, "a smoothed or weighted loss"),
+        (steps(loss=partial(functional.cross_entropy, reduction="sum")), SGD, True, "rate"),
+        (steps(loss=of_each_class), SGD, False, "SGD on this loss does not do this; another loss"),
+    ],
+    ids=["ascent", "ascent with decay", "ascent of Adam", "descent", "decay of weights", "Adam", "autocast", "smoothing",
+         "sums", "another loss"],
+)  # fmt: skip
+def test_what_apps_do_beside_the_assumed_training_is_neither_explained_nor_accused_wrongly(
+    train: Callable[..., None], assumed: dict[str, Any], fits: bool | None, words: str
+) -> None:
+    found = brought(train, [assumed])
+    assert found.fits is fits and words in found.words, found.words
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_dropout_is_no_reason_for_an_accusation(count: int) -> None:
+    torch.manual_seed(0)
+    layers = nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Dropout(), nn.Linear(32, 10)
+    found = brought(
+        lambda network, x, y: steps(count)(network.train(), x, y),
+        [{**SGD, "steps": count}],
+        nn.Sequential(*layers).eval(),
+    )
+    assert found.fits is True and "dropout" in found.words, found.words
+
+
+@pytest.mark.parametrize(("trains", "moved"), [(True, False), (False, True)])
+def test_running_statistics_tell_the_mode_that_the_app_trains_in(trains: bool, moved: bool) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.BatchNorm1d(32), nn.Linear(32, 10)).train(trains)
+    fed = federation(SGD)
+    fed.__dict__["model"] = network
+    params, buffers = fed.initial()
+    seen = Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)
+    sent = {**seen.update, "2.running_mean": torch.full((32,), 0.1 * moved), "2.num_batches_tracked": torch.tensor(1)}
+    statistics = statistics_moved(replace(seen, update=sent), network)
+    assert statistics is moved
+    found = training_evidence(fed, seen, statistics)
+    assert found.fits is False
+    assert f'set [model] mode = "{"eval" if trains else "train"}"' in found.words
+    assert training_evidence(fed, seen, trains).fits is True
+    assert training_evidence(fed, seen).fits is True
+    assert statistics_moved(seen, network) is None
 
 
 def test_a_network_of_made_weights_and_mixed_modes_is_read_and_left_as_it_was() -> None:

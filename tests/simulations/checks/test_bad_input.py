@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from rich.console import Console
 
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.server.store.scenario import Scenario
@@ -14,6 +15,9 @@ from fedgauge.simulations.checks.before_training import warnings_before
 from fedgauge.simulations.checks.preflight import preflight
 from fedgauge.simulations.checks.scenario_check import check
 from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.deploy.folder import Deployment
+from fedgauge.simulations.experiments.sweep import try_cells
+from fedgauge.simulations.experiments.sweep_file import Sweep
 
 LOCAL = {"use": "local_sgd", "rate": 0.1}
 HERE = Path(__file__).parent
@@ -48,7 +52,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is brought, what
     "doubles": (defense("doubled"), "link #1 (doubled): it made 'conv.weight' (4, 1, 3, 3) of torch.float64", "keep shapes and"),
     "divides": (defense("dividing"), "link #1 (dividing): it made 'conv.weight' not finite", "a division by zero"),
     "draws": (defense("drawing_by_itself"), "link #1 (drawing_by_itself): it draws without the generator", "generator=rng"),
-    "float each": (defense("scaled_by_a_float", each=True), "link #1 (scaled_by_a_float)", "compute with tensors throughout"),
     "noise if given": (defense("undeclared_if_given"), "(undeclared_if_given): it draws noise and declares none", "in `mean`"),
     "own seed": (defense("seeded_by_itself"), "link #1 (seeded_by_itself): without its noise, it still draws", "in `mean`"),
     "counts": (defense("counting"), "link #1 (counting): it makes another update of the same one", "StatefulTransform"),
@@ -60,6 +63,7 @@ WARNED: dict[str, tuple[dict[str, Any], str, str]] = {
     "kept graph": (model("Kept"), "copy.deepcopy fails (RuntimeError: Only Tensors created", "and tensors computed from"),
     "input": (model("Overwriting"), "it changes its input in place", "begin with x = x.clone()"),
     "float": (defense("scaled_by_a_float"), "link #1 (scaled_by_a_float): attacks cannot differentiate", "compute with tensors"),
+    "float each": (defense("scaled_by_a_float", each=True), "link #1 (scaled_by_a_float): attacks cannot", "compute with tensors"),
     "branch": (defense("branching"), "link #1 (branching): attacks cannot differentiate", "torch.where, clamp and minimum"),
     "numpy": (defense("by_numpy"), "link #1 (by_numpy): attacks cannot differentiate through it", "compute with tensors"),
     "noise": (defense("undeclared_noise"), "link #1 (undeclared_noise): without a generator, as attacks take it", "in `mean`"),
@@ -133,15 +137,47 @@ def test_the_preflight_says_unknown_of_what_is_not_declared_and_never_that_there
     )
 
 
-@pytest.mark.parametrize("command", ["run", "preflight", "doctor"])
+SWEEP: dict[str, Any] = {
+    "seeds": [0, 1],
+    "scenario": {k: v for k, v in TABLES.items() if k not in ("chain", "attack")},
+    "defense": [{"name": "none", "chain": [LOCAL]}, {"name": "theirs", **defense("overwriting")}],
+    "attack": TABLES["attack"],
+}
+COLOUR = "layer 'body.0' (Conv2d) cannot take 4 x 1 x 28 x 28"
+
+
+@pytest.mark.parametrize("command", ["run", "preflight", "doctor", "sweep", "deploy"])
 def test_the_commands_end_with_2_before_flower_is_started(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "mine.toml"
+    path, runs, begun = tmp_path / "mine.toml", tmp_path / "runs", tmp_path / "begun"
     path.write_text(tomli_w.dumps(TABLES | model("Colour")))
-    runs = tmp_path / "runs"
-    assert main([command, str(path), "--allow", "brought", "--runs", str(runs)]) == 2
+    words = [command, str(path)]
+    if command == "sweep":
+        path.write_text(tomli_w.dumps(SWEEP | {"scenario": SWEEP["scenario"] | model("Colour")}))
+        words += ["--output", str(begun)]
+    elif command == "deploy":
+        words = ["deploy", "init", str(begun), "--clients", "2", "--scenario", str(path)]
+    assert main([*words, "--allow", "brought", *([] if command == "deploy" else ["--runs", str(runs)])]) == 2
     told = capsys.readouterr()
-    assert "layer 'body.0' (Conv2d) cannot take 4 x 1 x 28 x 28" in " ".join((told.out + told.err).split())
+    assert COLOUR in " ".join((told.out + told.err).split())
     assert "Traceback" not in told.out + told.err
-    assert not runs.exists()
+    assert not runs.exists() and not begun.exists()
+
+
+def test_a_sweep_tries_each_defense_once_and_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "grid.toml").write_text(tomli_w.dumps(SWEEP))
+    cells = Sweep.load(tmp_path / "grid.toml").cells
+    assert len(cells) == 4
+    try_cells(cells, Console(stderr=True))
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("warning: [[defense]] theirs: [[chain]]: link #1 (overwriting): it changes the update")
+
+
+def test_a_deployment_whose_scenario_was_changed_is_tried_before_its_first_run(tmp_path: Path) -> None:
+    made = Deployment.create(tmp_path / "federation", 2)
+    (made.folder / "scenario.toml").write_text(tomli_w.dumps(TABLES | model("Colour")))
+    with pytest.raises(SpecError) as told:
+        made.begin("first")
+    assert COLOUR in str(told.value) and "scenario.toml: [model]" in str(told.value)
+    assert made.runs() == []

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import tomli_w
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.components import allowing
 from fedgauge.client.data.images import Shards
 from fedgauge.client.rng import generator
 from fedgauge.server.store.scenario import Scenario
@@ -130,9 +132,27 @@ def test_epsilon_is_told_where_it_holds_and_why_where_it_does_not() -> None:
     assert finding(signed, "no epsilon").severity == "note"
 
 
-def test_batch_statistics_and_local_steps_are_told() -> None:
+BROUGHT = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, classes):
+        super().__init__(nn.Conv2d(1, 2, 3, stride=4), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(98, classes))
+"""
+
+
+def test_batch_statistics_and_local_steps_are_told(tmp_path: Path) -> None:
     norms = preflight(scenario(model={"use": "convnet", "width": 1, "mode": "train"}))
-    assert finding(norms, "BatchNorm in train mode ('norm0'").severity == "leaks"
+    told = finding(norms, "BatchNorm in train mode ('norm0'")
+    assert (told.severity, told.change) == ("leaks", '[model] mode = "eval", or norm = "group"')
+    with allowing(["brought_norm"], [tmp_path]):
+        (tmp_path / "brought_norm.py").write_text(BROUGHT)
+        theirs = finding(
+            preflight(scenario(model={"use": "brought_norm:Net", "mode": "train"})),
+            "BatchNorm in train mode",
+            "uploaded",
+        )
+    assert theirs.change == '[model] mode = "eval", or bring a network with GroupNorm instead', "it takes no norm"
     assert "2 local steps" in finding(preflight(scenario(chain=[{**SGD, "steps": 2}])), "unroll").words
 
 
