@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
 from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Batch, Params, Update
@@ -231,7 +232,7 @@ def _choices(batch: list[int], size: int) -> Iterator[tuple[int, ...]]:
 
 def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
     """The classifier's gradient up to scale, in float64: dW (classes, features), and db (classes,) where there is one."""
-    layer = last_linear(known.model)
+    layer = _classifier(known.model)
     weight, bias = -_exact(update[f"{layer}.weight"]), update.get(f"{layer}.bias")
     if len(weight) != known.classes:
         raise ValueError(
@@ -239,6 +240,21 @@ def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
             " label restoration needs a fully connected classifier"
         )
     return weight, None if bias is None else -_exact(bias)
+
+
+def _classifier(model: nn.Module) -> str:
+    return model.parts.head[0].rpartition(".")[0] if isinstance(model, LanguageModel) else last_linear(model)
+
+
+def _of_logits(features: Tensor, known: Knowledge, params: Params, logits: Tensor) -> Tensor:
+    """Features (N, D) of the tokens whose outputs are the model's logits, for a classifier that is applied to every token."""
+    if features.dim() != 3:
+        return features
+    layer = _classifier(known.model)
+    bias = params.get(f"{layer}.bias")
+    outs = features @ _exact(params[f"{layer}.weight"]).T + (0 if bias is None else _exact(bias))
+    token = (outs - logits[:, None]).norm(dim=2).argmin(1)
+    return features[torch.arange(len(features)), token]
 
 
 def _exact(t: Tensor) -> Tensor:
@@ -285,7 +301,7 @@ class Dummies:
         def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             seen.append(_exact(inputs[0]))
 
-        hook = known.model.get_submodule(last_linear(known.model)).register_forward_pre_hook(keep)
+        hook = known.model.get_submodule(_classifier(known.model)).register_forward_pre_hook(keep)
         # copies, since BatchNorm in train mode changes its buffers
         buffers = {k: b.clone() for k, b in known.model.named_buffers()}
         try:
@@ -293,7 +309,7 @@ class Dummies:
                 logits = functional_call(known.model, {**params, **buffers}, (x,))
         finally:
             hook.remove()
-        return seen[0], _exact(logits).softmax(1)
+        return _of_logits(seen[0], known, params, _exact(logits)), _exact(logits).softmax(1)
 
 
 def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -301,7 +317,7 @@ def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[
     weight, bias = _gradient(update, known)
     if bias is None:
         raise ValueError(
-            f"iLRG reads the classifier's bias gradient, and {last_linear(known.model)!r} has no bias; use llg"
+            f"iLRG reads the classifier's bias gradient, and {_classifier(known.model)!r} has no bias; use llg"
         )
     if not (_telling(weight, bias) and bias.any()):
         return _even(known)
@@ -313,7 +329,7 @@ def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[
 
 def _systems(update: Update, params: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
     """What an example of class j adds to B db_i (classes i, classes j), at the weights before and after local training."""
-    layer = last_linear(known.model)
+    layer = _classifier(known.model)
     names = (f"{layer}.weight", f"{layer}.bias")
     features = _class_means(-_exact(update[names[0]]), -_exact(update[names[1]]))
     w, b = (_exact(params[k]) for k in names)

@@ -118,9 +118,18 @@ class PlannedAttack:
 
     @classmethod
     def from_json(cls, text: str) -> "PlannedAttack":
-        """The inverse of `to_json`."""
-        stored = json.loads(text)
-        return cls(**{**stored, "budget": Budget(**stored["budget"])})
+        """The inverse of `to_json`; SpecError if it wrote no such text."""
+        where = "a planned attack"
+        try:
+            stored = dict(coerce(json.loads(text), dict, where))
+        except (ValueError, RecursionError) as error:
+            raise SpecError(f"{where} cannot be read: {error}") from error
+        budget = coerce(stored.pop("budget", {}), dict, f"{where}: budget")
+        spent: Budget = call(Budget, check_arguments(Budget, budget, where), where)
+        planned: PlannedAttack = call(cls, {**check_arguments(cls, stored, where), "budget": spent}, where)
+        if not isinstance(planned.table.get("use"), str):
+            raise SpecError(f"{where} names no component")
+        return planned
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def stages(chain: Chain) -> Stages | None:
     )
     if len(each) + len(whole) + len(last) < len(one_by_one) + len(before) + len(after):
         return None
-    if type(chain.local) is not local_sgd or chain.local.batch_size is not None or (front and chain.local.steps > 1):
+    if not chain.local.plain or chain.local.batch_size is not None or (front and chain.local.steps > 1):
         return None
     return Stages(each, whole, chain.local, last)
 

@@ -19,7 +19,6 @@ from fedgauge.client.chain import Chain
 from fedgauge.client.components import Table
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Params, relative_error
 
@@ -69,7 +68,7 @@ def _obstacle(known: Knowledge) -> str:
         return "all examples share one network: the model needs the architecture separate"
     if any(map(is_per_example, known.chain.links)):
         return "the chain takes examples one by one: each is first in its batch, so one sub-network sees all of them"
-    if type(known.chain.local) is not local_sgd:
+    if not known.chain.local.plain:
         return f"the clients take {known.chain.local.words}, which mix the sub-networks' gradients"
     if known.chain.slice_of(known.batch_size) < known.batch_size:
         return "the batch is trained on in slices, whose examples share sub-networks"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.chain import Chain
-from fedgauge.client.training import local_sgd
 
 Aggregate = Literal["mean", "max"]
 
@@ -30,7 +29,7 @@ def epochs(chain: Chain, batch_size: int) -> int:
             "epochs of unknown order can be tied for one client's update only, and this one is a sum of several"
         )
     slices = -(-batch_size // local.batch_size)
-    if type(local) is local_sgd and batch_size % local.batch_size:
+    if local.plain and batch_size % local.batch_size:
         raise ValueError(
             f"slices of {local.batch_size} do not divide {batch_size} examples, and epochs of unknown order can then be tied "
             "only where local_training describes them"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -79,10 +79,17 @@ class Problems:
         step = None if generally else whole_batch_update(known.chain, known.loss)
         self.way = way_of(known, wave.params, step is not None)
         self.step = step if self.way.route == "one pass" else None
+        # for one problem alone, torch.func's derivatives cost two to three times as much as autograd's
+        self.plain_alone = self.way.composed or (step is not None and self.way.route == "vmap")
         self.update = wave.update
         self.factors: dict[str, FactoredGradient | None] = {}
         self._chosen: tuple[Tensor, ObservedUpdates, Tensor | None] | None = None
         self.checked = False
+
+    @cached_property
+    def plain(self) -> Knowledge:
+        """What the attacker knows, to be differentiated by plain autograd."""
+        return replace(self.known, plain=True)
 
     @property
     def units(self) -> Tensor:
@@ -239,10 +246,13 @@ class Problems:
 
     def _generally(self, x: Tensor, y: Tensor, seen: Update, beside: Variables) -> Tensor:
         """The distances by vmap over whole problems, or one after the other, for any chain and model."""
-        # for one problem alone, torch.func's derivatives cost twice as much as autograd's
-        names, loop = tuple(beside), self.way.route == "loop" or (self.way.composed and len(x) == 1)
-        known = replace(self.known, plain=True) if loop else self.known
-        one = partial(self._at_surrogate if self.settings.surrogate else self._one, known, names)
+        alone = len(x) == 1 and (self.plain_alone or self.way.route == "loop")
+        names, loop = tuple(beside), alone or self.way.route == "loop"
+        one = partial(
+            self._at_surrogate if self.settings.surrogate else self._one, self.plain if loop else self.known, names
+        )
+        if alone:
+            return one(x[0], y[0], {k: t[0] for k, t in seen.items()}, *(t[0] for t in beside.values()))[None]
         inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(beside.values(), 3))}
         arguments: list[Tensor | Update] = [x.detach(), y.detach(), seen, *(t.detach() for t in beside.values())]
         # grad inside vmap: autograd around a vmap of grad is faster, but wrong for some layers (LayerNorm in torch 2.13)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from fedgauge.attacks.engine.gradients.factored import Gradients
 from fedgauge.attacks.engine.gradients.per_problem import gradients, local_training_changes
 from fedgauge.client.chain import Chain
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import UpdateTransform, is_identity, noise_free
 from fedgauge.client.update import Batch, Loss, Params, Update
 
@@ -24,9 +23,9 @@ def whole_batch_update(chain: Chain, loss: Loss = F.cross_entropy) -> Step | Non
     Other links may change the finished update, or the only gradient. The loss is the mean of its examples' losses.
     """
     steps, links = chain.local, [noise_free(link) for link in chain.links]
-    if type(steps) is not local_sgd or steps.batch_size is not None:
+    if not steps.plain or steps.batch_size is not None:
         return None
-    place = next(i for i, link in enumerate(links) if isinstance(link, local_sgd))
+    place = chain.links.index(steps)
     before, after = ([link for link in part if not is_identity(link)] for part in (links[:place], links[place + 1 :]))
     if not before and not after:
         return lambda model, params, x, y, factors: local_training_changes(model, params, x, y, steps, factors, loss)

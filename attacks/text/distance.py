@@ -10,10 +10,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Generator, Tensor
 from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.utils._pytree import tree_map
 
 from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.distances import signs
-from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.attacks.text.ghost_products import (
     ObservedGradients,
     ProductTable,
@@ -179,8 +180,8 @@ class Matcher:
                 with torch.enable_grad():
                     values = self._in_one_pass(guess._replace(x=guess.x.detach().requires_grad_()), False)
                 return values.detach()
-            except Unsupported:
-                self.way = "chain"
+            except Exception as error:  # a user's model may raise anything on many problems at once
+                self._go_slower(error)
         with torch.no_grad():
             values = self._each(self._one, guess)
             assert isinstance(values, Tensor)
@@ -196,12 +197,17 @@ class Matcher:
                     values = self._in_one_pass(moved, True)
                     by_leaf = torch.autograd.grad(values.sum(), leaves, materialize_grads=True)
                 return values.detach(), by_leaf[0], by_leaf[1] if soft else None
-            except Unsupported:
-                self.way = "chain"
+            except Exception as error:  # a user's model may raise anything on many problems at once
+                self._go_slower(error)
         # grad within vmap: autograd around a vmap of grad is wrong for LayerNorm in torch 2.13
         arguments = (0, 1) if soft else (0,)
         slopes, values = self._each(grad_and_value(self._one, arguments), guess)
         return values, slopes[0], slopes[1] if soft else None
+
+    def _go_slower(self, error: Exception) -> None:
+        if exhausted(error):
+            raise error
+        self.way = "chain"
 
     def _in_one_pass(self, guess: SentenceGuess, differentiable: bool) -> Tensor:
         x, y, mask, owners = guess
@@ -218,7 +224,14 @@ class Matcher:
 
     def _each(self, function, guess: SentenceGuess):  # type: ignore[no-untyped-def]  # vmap keeps the structure of what it returns
         seen = {name: t[guess.owners] for name, t in self.seen.gradient.items()}
-        return vmap(function)(guess.x, guess.y, guess.mask, seen)
+        try:
+            return vmap(function)(guess.x, guess.y, guess.mask, seen)
+        except Exception as error:  # a user's model may raise anything under vmap
+            if exhausted(error):
+                raise
+        alone = [{name: t[i] for name, t in seen.items()} for i in range(len(guess.x))]
+        problems = zip(guess.x, guess.y, guess.mask, alone, strict=True)
+        return tree_map(lambda *same: torch.stack(same), *[function(*one) for one in problems])
 
     def _one(self, x: Tensor, y: Tensor, mask: Tensor, seen: Update) -> Tensor:
         """One problem's distance, computed through the whole chain."""

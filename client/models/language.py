@@ -12,7 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fedgauge.client.models.bounds import only_shapes
 from fedgauge.client.models.language_parts import PartFinder
+from fedgauge.client.models.network_calls import call_of
 from fedgauge.client.models.tokenizer import Task, Tokenizer, load_tokenizer, model_place
 from fedgauge.client.models.transformer import Transformer
 
@@ -56,6 +58,7 @@ class LanguageModel(nn.Module):
                 "give [data] the tokenizer of the model"
             )
         self._freeze(freeze, found.biases)
+        self.call = call_of(net, tokenizer, task, self.positions, self.value(self.parts.word))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits.
@@ -69,9 +72,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"sentences of {x.shape[1]} tokens, and the model has {self.positions} positions")
         if mask is None:
             mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if embedded else x != self.pad
-        content = {"inputs_embeds": x} if embedded else {"input_ids": x}
-        logits: Tensor = self.net(**content, attention_mask=self._allowed(mask, x)).logits
-        return logits
+        return self.call(self.net, x, mask, self.pad)
 
     def value(self, name: str, params: Mapping[str, Tensor] | None = None) -> Tensor:
         """A parameter by its name: from params, or the model's own if it is frozen or no params are given."""
@@ -84,15 +85,6 @@ class LanguageModel(nn.Module):
     def embed(self, ids: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
         """The word embeddings (..., width) of token ids, as `forward` takes them."""
         return self.value(self.parts.word, params)[ids]
-
-    def _allowed(self, mask: Tensor, x: Tensor) -> Tensor:
-        """The mask to add to the attention scores, (B, 1, L, L); built here, since libraries branch on values to build it."""
-        dtype = x.dtype if x.is_floating_point() else self.value(self.parts.word).dtype
-        seen = mask[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
-        if self.task == "next_token" and getattr(self.net, "causal", True):
-            seen = seen & torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()
-        floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=x.device)
-        return torch.where(seen, torch.zeros_like(floor), floor)
 
     def _freeze(self, freeze: Sequence[Freeze], biases: frozenset[str]) -> None:
         names = set(biases) if "biases" in freeze else set()
@@ -300,8 +292,11 @@ def _pretrained(
             config = transformers.AutoConfig.from_pretrained(**place, **settings)
             _silence_dropout(config)
             config.use_cache = False
-            net = getattr(transformers, kind).from_pretrained(
-                **place, config=config, attn_implementation="eager", dtype=torch.float32, use_safetensors=True
+            made, settings_ = getattr(transformers, kind), {"attn_implementation": "eager", "dtype": torch.float32}
+            net = (
+                made.from_config(config, **settings_)
+                if only_shapes()  # there from_pretrained refuses to work
+                else made.from_pretrained(**place, config=config, use_safetensors=True, **settings_)
             )
     except (OSError, KeyError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error

@@ -89,7 +89,9 @@ class PartFinder:
         # RoBERTa's positions start behind the row of the padding
         reserved = -1 if rows is None or rows.padding_idx is None else int(rows.padding_idx)
         own = int(getattr(net, "positions", 2**31))
-        self.positions = own if rows is None else int(rows.num_embeddings) - reserved - 1
+        # OPT's table has two rows more than positions
+        most = int(getattr(getattr(net, "config", None), "max_position_embeddings", 2**31))
+        self.positions = own if rows is None else min(int(rows.num_embeddings) - reserved - 1, most)
         self.parts = ModelParts(
             word=self._weight(word),
             position=position and self._weight(position),
@@ -140,6 +142,11 @@ class PartFinder:
     def _projection(self, name: str, place: int) -> Projection:
         """A module's linear map, or its place-th third if the module computes query, key and value together."""
         module = self.modules[name]
+        if module.weight.dim() != 2:
+            raise ValueError(
+                f"layer {name!r} ({type(module).__name__}) of {type(self.net).__name__} is no matrix: expected attention whose "
+                "query, key and value are fully connected, as in BERT and GPT-2"
+            )
         weight, bias = self._weight(name), getattr(module, "bias", None)
         transposed = not isinstance(module, nn.Linear)
         third = int(module.weight.shape[1 if transposed else 0]) // 3
@@ -175,6 +182,8 @@ class PartFinder:
         if self.task == "next_token":
             head: Any = self.net.get_output_embeddings()
         else:
-            head = [m for m in self.modules.values() if isinstance(m, nn.Linear)][-1]
+            body = getattr(self.net, "base_model", self.net)  # some networks register their classifier before it
+            inside = set() if body is self.net else set(body.modules())
+            head = [m for m in self.modules.values() if isinstance(m, nn.Linear) and m not in inside][-1]
         bias = head.bias
         return self.name[id(head.weight)], None if bias is None else self.name[id(bias)]

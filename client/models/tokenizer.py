@@ -91,7 +91,8 @@ def model_place(source: str | Path) -> dict[str, Any]:
     """Where a model's files are, as arguments of from_pretrained; folders, minilm and offline use do not contact the hub.
 
     Raises:
-        ValueError: a folder does not exist, a path is given instead of a name, or minilm's package is not installed.
+        ValueError: a folder does not exist, a path is given instead of a name, minilm's package is not installed, or a server
+            named a model that is not in the hub's cache.
     """
     local = offline()
     if isinstance(source, Path):
@@ -103,12 +104,25 @@ def model_place(source: str | Path) -> dict[str, Any]:
         if spec is None or spec.origin is None:
             raise ValueError(f"minilm comes from the package {MINILM.replace('_', '-')}, which is not installed")
         source, local = str(Path(spec.origin).parent / "model"), True
+    elif HUB_NAME.fullmatch(source) and not may_download.get():
+        # transformers tries any text as a folder first, and a server that names a model must not name a folder here
+        source, local = _cached_snapshot(source), True
     elif not HUB_NAME.fullmatch(source) or Path(source).exists():
-        # transformers tries any text as a folder first, but a server that names a model must not name a path
         raise ValueError(
             f"{source!r} is a path, or not a name on Hugging Face's hub (model, or owner/model): for files, set folder"
         )
-    return {"pretrained_model_name_or_path": source, "local_files_only": local}
+    return {"pretrained_model_name_or_path": source, "local_files_only": local, "trust_remote_code": False}
+
+
+def _cached_snapshot(name: str) -> str:
+    """The folder in the hub's cache of a model that was downloaded before."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise ValueError(f"{name} is not in the cache of Hugging Face's hub on this machine") from error
 
 
 @lru_cache(maxsize=4)

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgauge.client.files import read_file
+
+MOST_WEIGHTS = 64 << 30  # bytes of a file
 Shape = tuple[int, ...]  # (C, H, W)
 Norm = Literal["batch", "group", "none"]
 Activation = Literal["relu", "sigmoid", "tanh"]
@@ -319,9 +322,9 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load
 
     try:
-        stored: dict[str, Tensor] = load(path.read_bytes())
+        stored: dict[str, Tensor] = load(read_file(path, MOST_WEIGHTS))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); paths start from {Path.cwd()}") from error
+        raise ValueError(f"{path} cannot be read ({error.strerror or error}); paths start from {Path.cwd()}") from error
     except (SafetensorError, ValueError) as error:
         raise ValueError(
             f"{path} is not a safetensors file ({error}); write one with safetensors.torch.save_file"
