@@ -22,6 +22,9 @@ from fedgauge.client.arrays import npy_header
 from fedgauge.client.deployment.deployed_client import DeployedClient, self_audit
 from fedgauge.client.deployment.guard import WITHHELD, UpdatePolicy, guard_memory, inspect_message, withheld
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
+from fedgauge.client.deployment.secure_sum_mod import RECORD as SUM
+from fedgauge.client.deployment.secure_sum_mod import secure_sum
+from fedgauge.client.deployment.secure_sum_terms import SecureSum
 from fedgauge.client.deployment.self_grading import batch_to_grade
 from fedgauge.client.deployment.self_grading import grade as grade_images
 from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch, digest_of
@@ -38,6 +41,7 @@ FAILED = 113  # it failed, and only its owner learns why
 NOT_GRADED = 112
 _HEADER = 128  # bytes that NumPy puts before an array of few dimensions
 _FAILURE = "the client failed; its own log says why"
+_UNFIT = "{} is not an array of the shape and dtype that belong here"
 
 app = ClientApp()
 Handler = Callable[[Message, Context], Message]
@@ -162,13 +166,32 @@ def _train_own(message: Message, context: Context) -> Message:
         with state.locked():
             if state.protocol() != protocol:
                 state.keep_protocol(protocol)
+            if own.secure_sum is not None:
+                return _answer_in_a_sum(message, context, own, own.secure_sum, state)
+            if SUM in message.content.config_records:
+                raise RequestRefused("this client's owner has agreed to no secure sum")
             return _answer_with_update(message, context, own, state)
     except RequestRefused as reason:
-        state.note("refused", run=context.run_id, what="train", reason=str(reason))
+        state.note("refused", run=context.run_id, what="train", reason=reason.for_owner)
         raise
     except Exception as error:
         state.note("failed", run=context.run_id, what="train", reason=f"{type(error).__name__}: {error}")
         raise
+
+
+def _answer_in_a_sum(
+    message: Message, context: Context, own: DeployedClient, terms: SecureSum, state: ClientFolder
+) -> Message:
+    """One answer of a secure sum's conversation; to the third question it is the masked update."""
+    if SUM not in message.content.config_records:
+        raise RequestRefused("this client's update leaves in a secure sum alone")
+    if "buffers" in message.content.array_records:
+        raise RequestRefused("a secure sum is of parameters alone, and the server sent buffers")
+    try:
+        mod = secure_sum(terms, "updates")
+        return mod(message, context, lambda asked, where: _answer_with_update(asked, where, own, state))
+    except ValueError as error:  # an answer would reveal a secret, or too few clients are left
+        raise RequestRefused("this client does not answer that question of its secure sum") from error
 
 
 def _answer_with_update(message: Message, context: Context, own: DeployedClient, state: ClientFolder) -> Message:
@@ -212,17 +235,16 @@ def _suspicious(
     state: ClientFolder,
 ) -> str:
     """Why the owner's guard refuses these weights; empty without a guard, and if the guard only logs."""
-    if own.owner.guard is None or own.owner.guard.inspection_policy.inspect == "off":
+    if own.owner.guard is None or own.owner.guard.inspect == "off":
         return ""
+    policy = own.owner.guard.inspection_policy(own.chain.private)
 
     def note(words: str) -> None:
         state.note("inspected", run=run, round=round, found=words)
 
     with state.inspection_memory(run) as met:
         weights, chosen = (params, buffers), torch.tensor(rows)
-        return inspect_message(
-            own.owner.guard.inspection_policy, own, own.owner.client, round, chosen, weights, met, note
-        )
+        return inspect_message(policy, own, own.owner.client, round, chosen, weights, met, note)
 
 
 def _objection(
@@ -249,6 +271,8 @@ def grade(message: Message, context: Context) -> Message:
     owner = _owner(context)
     state = ClientFolder(owner.state)
     try:
+        if owner.secure_sum is not None:
+            raise RequestRefused("its updates leave in secure sums alone, of which no client holds all examples")
         round = _round_of(message, "grade", 2**31)
         with state.locked():
             run = _run_of(message, context)
@@ -257,7 +281,7 @@ def grade(message: Message, context: Context) -> Message:
             images = {name: _tensor(name, array, batch.x.shape) for name, array in records.items()}
             answer = grade_images(owner.grading, state, round, batch, images, run)
     except RequestRefused as reason:
-        state.note("refused", run=context.run_id, what="grade", reason=str(reason))
+        state.note("refused", run=context.run_id, what="grade", reason=reason.for_owner)
         return Message(Error(NOT_GRADED, str(reason)), reply_to=message)
     content = RecordDict({"psnr": MetricRecord({name: list(values) for name, values in answer.psnr.items()})})
     content["refused"] = ConfigRecord(dict(answer.refused))
@@ -302,13 +326,13 @@ def _tensor(name: str, array: Array, shape: torch.Size, dtype: torch.dtype = tor
     data = array.data
     size = math.prod(shape)
     if len(data) > size * kind.itemsize + _HEADER or array.stype != "numpy.ndarray":
-        raise RequestRefused(f"{name} is not an array of shape {tuple(shape)} and dtype {kind}")
+        raise RequestRefused(_UNFIT.format(name)) from ValueError(f"expected shape {tuple(shape)} and dtype {kind}")
     try:
         header = npy_header(data)
     except Exception as error:  # hostile bytes may raise anything
         raise RequestRefused(f"{name} cannot be decoded") from error
     if header.shape != tuple(shape) or header.dtype != kind or len(data) != header.start + size * kind.itemsize:
-        raise RequestRefused(f"{name} is not an array of shape {tuple(shape)} and dtype {kind}")
+        raise RequestRefused(_UNFIT.format(name)) from ValueError(f"expected shape {tuple(shape)} and dtype {kind}")
     flat = np.frombuffer(data, kind, size, header.start)
     array_of = flat.reshape(header.shape[::-1]).T if header.by_columns else flat.reshape(header.shape)
     return torch.from_numpy(array_of.copy())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal, Union
 
 from fedgauge.client import registry
@@ -163,7 +163,8 @@ def path_arguments(table: Table, kind: ComponentKind) -> set[str]:
 
 def _has_path(hint: Any) -> bool:
     """Whether a value of this type may be a path, or hold one."""
-    if isinstance(hint, type) and issubclass(hint, PurePath):
+    of = typing.get_origin(hint) or hint
+    if isinstance(of, type) and issubclass(of, os.PathLike):
         return True
     return any(map(_has_path, typing.get_args(hint)))
 

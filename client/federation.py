@@ -14,7 +14,7 @@ from fedgauge.client.chain import Chain, trained_on
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
 from fedgauge.client.data.own_images import image_dataset_error
-from fedgauge.client.models.build import build_model
+from fedgauge.client.models.build import MODEL, build_model
 from fedgauge.client.models.losses import build_loss, is_mean, predicts_tokens, takes_probabilities
 from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
 from fedgauge.client.protocol import Protocol
@@ -155,8 +155,16 @@ class Federation:
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                 raise SpecError(
                     f"[[chain]] acts per example, and layer {name!r} (BatchNorm in train mode) mixes examples: "
-                    'set [model] mode = "eval" or norm = "group"'
+                    f"set {self.without_batch_statistics}"
                 )
+
+    @property
+    def without_batch_statistics(self) -> str:
+        """What to set so that BatchNorm no longer mixes examples."""
+        chosen = "norm" in inspect.signature(resolve(self.protocol.model, "[model]", MODEL)).parameters
+        return '[model] mode = "eval"' + (
+            ', or norm = "group"' if chosen else ", or bring a network with GroupNorm instead"
+        )
 
     def _refuse_untrained(self, composed: Chain) -> None:
         """Refuse parameters that want no gradient, unless a link keeps them as they are: local training moves all others."""
@@ -171,9 +179,7 @@ class Federation:
                 "[model]: no parameter of the network requires a gradient, so nothing would be trained: let the factory call "
                 "requires_grad_(True) on what clients train"
             )
-        parts = [k for k, m in self.model.named_modules() if k and _within(m, k, still)]
-        outer = [k for k in parts if not any(k.startswith(f"{other}.") for other in parts)]
-        named = outer + sorted(k for k in still if not any(k.startswith(f"{part}.") for part in outer))
+        named = whole_parts(self.model, still)
         raise SpecError(
             f"[model]: {named[0]!r} has requires_grad = False, and clients would train it all the same: say that it is frozen "
             f'with [[chain]] use = "freeze", layers = {named} before local_sgd, or let the factory leave requires_grad alone'
@@ -199,14 +205,18 @@ class Federation:
         """The undefended gradient of the loss, as an attacker computes it: buffers are not updated."""
         return gradient(self.model, self.loss, normalise=self.shards.dataset.normalise)
 
+    @property
+    def own_gradient(self) -> UpdateFn:
+        """The gradient as a client computes it: BatchNorm in train mode updates its statistics."""
+        return gradient(self.model, self.loss, normalise=self.shards.dataset.normalise, track=True)
+
     def update_fn(self, memory: TransformState | None = None) -> UpdateFn:
         """The whole client; BatchNorm in train mode updates the model's running statistics.
 
         Args:
             memory: the client's state from earlier rounds, which is updated; None: as in its first round.
         """
-        chain = self.chain.with_state({} if memory is None else memory)
-        return chain(gradient(self.model, self.loss, normalise=self.shards.dataset.normalise, track=True))
+        return self.chain.with_state({} if memory is None else memory)(self.own_gradient)
 
     def initial(self) -> tuple[Params, dict[str, Tensor]]:
         """The weights and floating-point buffers that the federation starts from."""
@@ -296,6 +306,13 @@ class Federation:
 def federation(protocol_json: str) -> Federation:
     """The built federation of a protocol, kept between messages."""
     return Federation(Protocol.from_json(protocol_json))
+
+
+def whole_parts(model: nn.Module, names: set[str]) -> list[str]:
+    """Parameters of these names, as `freeze` takes them: modules that have no others, then single parameters."""
+    parts = [k for k, m in model.named_modules() if k and _within(m, k, names)]
+    outer = [k for k in parts if not any(k.startswith(f"{other}.") for other in parts)]
+    return outer + sorted(k for k in names if not any(k.startswith(f"{part}.") for part in outer))
 
 
 def _within(module: nn.Module, name: str, still: set[str]) -> bool:

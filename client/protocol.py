@@ -5,10 +5,13 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from fedgauge.client.collusion import check_threshold
 from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.rng import generator
+
+MOST_ROUNDS, MOST_CLIENTS = 1_000_000, 100_000
 
 
 @dataclass(frozen=True)
@@ -26,38 +29,48 @@ class Stragglers:
             raise ValueError(f"probability must be in [0, 1), got {self.probability}")
 
 
-def check_threshold(group: int, least: int) -> None:
-    """Refuse a group of fewer than two, and a threshold of half of it or less.
-
-    A server that tells two halves different stories would get both secrets of one client.
-    """
-    if group < 2:
-        raise ValueError(f"group must be at least 2, got {group}")
-    if not group < 2 * least <= 2 * group:
-        raise ValueError(f"threshold must be above half of group = {group} and at most all of it, got {least}")
-
-
 @dataclass(frozen=True)
 class SecureSumOptions:
     """A simulated, ideal secure sum: the server sees only the mean of each group's updates.
 
     Args:
         group: clients in a sum, at least 2; it divides the number of clients.
-        threshold: the fewest clients in a sum, more than half of the group, as the real protocol needs; default: all.
+        threshold: the fewest clients in a sum, more than half of the group, as the real protocol needs; default: all. The real
+            one with threshold t of n resists a server that lies about who dropped out with up to 2t - n - 1 clients (at most
+            t - 2) on its side, and n - t drop-outs.
         drawn: whether the seed draws new groups each round; otherwise groups are consecutive clients, the same in every round.
+        colluders: how many such clients the threshold must resist; default: as many as are fewer than a third of the group.
+        clip: in a deployment, whose secure sum is real: the largest absolute value of an update's entry, above 0; needed there.
     """
 
     group: int
     threshold: int | None = None
     drawn: bool = False
+    colluders: int | None = field(default=None, repr=False)
+    clip: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_threshold(self.group, self.least)
+        check_threshold(self.group, self.least, self.colluders)
 
     @property
     def least(self) -> int:
         """The threshold."""
         return self.group if self.threshold is None else self.threshold
+
+    def to_table(self) -> Table:
+        """As a scenario has it."""
+        named = {
+            key: value for key, value in asdict(self).items() if key in ("colluders", "clip") and value is not None
+        }
+        return {"group": self.group, "threshold": self.threshold, "drawn": self.drawn, **named}
+
+    @property
+    def real(self) -> Table:
+        """The terms of the real secure sum, as an owner's file has them; SpecError without a clip."""
+        if self.clip is None:
+            raise SpecError("[secure_sum]: a deployment's is real, and needs clip: the largest entry of an update")
+        colluders = {} if self.colluders is None else {"colluders": self.colluders}
+        return {"group": self.group, "threshold": self.least, "clip": self.clip, **colluders}
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,9 @@ class Protocol:
         for key, least in (("seed", 0), ("rounds", 1), ("clients", 1)):
             if numbers[key] < least:
                 raise SpecError(f"{key} must be at least {least}, got {numbers[key]}")
+        for key, most in (("rounds", MOST_ROUNDS), ("clients", MOST_CLIENTS)):
+            if numbers[key] > most:
+                raise SpecError(f"{key} must be at most {most}, got {numbers[key]}")
         data, model = (coerce(spec[k], dict, f"[{k}]") for k in ("data", "model"))
         chain = tuple(coerce(t, dict, f"[[chain]] #{i}") for i, t in enumerate(coerce(spec["chain"], list, "chain"), 1))
         late = coerce(spec.get("stragglers", {}), dict, "[stragglers]")
@@ -121,7 +137,7 @@ class Protocol:
         """
         model = {key: value for key, value in self.model.items() if key != "weights"}
         tables = dict(seed=self.seed, rounds=self.rounds, clients=self.clients, data=self.data, model=model)
-        together = {} if self.secure_sum is None else {"secure_sum": asdict(self.secure_sum)}
+        together = {} if self.secure_sum is None else {"secure_sum": self.secure_sum.to_table()}
         late = {"probability": self.stragglers.probability}
         other = {} if self.loss == CROSS_ENTROPY else {"loss": self.loss}
         watched = {} if self.guard == InspectionPolicy() else {"guard": asdict(self.guard)}

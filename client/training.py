@@ -187,6 +187,11 @@ class local_sgd(Link):
             raise ValueError(f"proximal_mu must not be negative, got {self.proximal_mu}")
 
     @property
+    def plain(self) -> bool:
+        """Whether each step is the gradient of a slice in order times one rate, and the proximal pull."""
+        return True
+
+    @property
     def one_gradient(self) -> bool:
         """Whether the update is one gradient, times -rate."""
         return self.steps == 1

@@ -3,7 +3,7 @@
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +26,9 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
 from fedgauge.server.strategy.client_grading import Grader
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
+from fedgauge.server.strategy.deployed_sum import of_sums, secured
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
+from fedgauge.server.strategy.model_check import ModelCheck
 from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes
 from fedgauge.server.strategy.validator import WEIGHT, RoundReplies
 
@@ -68,26 +70,35 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     seen: list[Participation] = []
     malicious = _malicious(run, ledger, scenario, inner)
 
+    together = scenario.protocol.secure_sum if ledger.deployed else None  # a simulation's is the validator's
+
     def take(intake: RoundReplies) -> None:
+        if together is not None:
+            intake = of_sums(intake, scenario.protocol)
         if malicious is not None:
             malicious.note(intake)
         seen[:] = recorder.put(intake)
 
     def over(round: int, arrays: ArrayRecord) -> None:
         weights = dict(arrays.to_torch_state_dict())
-        _keep(run, ledger, checkpoint.Checkpoint(round, weights, strategy.buffers, vars(inner), tuple(seen)))
+        state = (vars(inner), tuple(seen), strategy.usual_norm)
+        _keep(run, ledger, checkpoint.Checkpoint(round, weights, strategy.buffers, *state))
         recorder.enter(round, seen)
 
+    claimed = None if ledger.deployed else fed.shards.batch_size  # a deployment's clients choose their own
     strategy = CuriousStrategy(
         malicious or inner,
         take,
         buffers,
         scenario.protocol.seed,
         discover_nodes(grid, scenario.protocol.clients, scenario.simulation.round_timeout if ledger.deployed else None),
-        protocol=scenario.protocol,
+        protocol=replace(scenario.protocol, secure_sum=None) if together else scenario.protocol,
         strict=True,
         counts=None if malicious is None else malicious.counts,
+        options=replace(scenario.validator, max_examples=scenario.validator.max_examples or claimed),
+        usable=ModelCheck(fed),
     )
+    strategy.usual_norm = start.usual_norm if start else 0.0
     if malicious is not None:
         malicious.clients = strategy.clients
     between: list[Callable[[], None]] = []
@@ -99,7 +110,8 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         between, finish = [grader.ask, late.admit], grader.finish
     record = _Record(fed, ledger, strategy, recorder, done, between)
     rounds, timeout = scenario.protocol.rounds - done, scenario.simulation.round_timeout
-    continued = checkpoint.ResumedStrategy(strategy, done, over)
+    served = strategy if together is None else secured(strategy, scenario.protocol, timeout)
+    continued = checkpoint.ResumedStrategy(served, done, over)
     result = continued.start(grid, ArrayRecord(params), rounds, timeout, evaluate_fn=record)
     trained = result.arrays.to_torch_state_dict() if result.arrays else params
     if finish is not None:

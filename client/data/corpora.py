@@ -80,7 +80,8 @@ def phrases(
     found = sentences()
     cut = len(found) // 5
     corpus = Corpus(found[cut:], found[:cut])
-    return _text("phrases", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+    found_text = _text("phrases", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+    return replace(found_text, names=("private life", "work") if task == "classification" else ())
 
 
 def csv(
@@ -183,7 +184,9 @@ def held_out(y: Tensor, share: float) -> Tensor:
     return chosen
 
 
-def _labelled(name: str, description: str, read: Callable[[Path], Corpus], *hub: Any) -> Callable[..., Text]:
+def _labelled(
+    name: str, description: str, classes: tuple[str, str], read: Callable[[Path], Corpus], *hub: Any
+) -> Callable[..., Text]:
     """A corpus of two classes as a data set; read reads its local folder, hub are the arguments of _hub."""
 
     def dataset(
@@ -195,7 +198,8 @@ def _labelled(name: str, description: str, read: Callable[[Path], Corpus], *hub:
         longer: Longer = "cut",
     ) -> Text:
         corpus = _local_or_hub(name, read, lambda: _hub(*hub))
-        return _text(name, corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+        found = _text(name, corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+        return replace(found, names=classes if task == "classification" else ())
 
     dataset.__name__ = dataset.__qualname__ = name  # its name in scenarios
     files = f"local files under text/{name}, else downloaded on first use"
@@ -220,13 +224,22 @@ def _rotten_tomatoes(folder: Path) -> Corpus:
 
 
 _GLUE, _PARTS = "nyu-mll/glue", ("train", "validation")
+_OPINIONS = ("negative", "positive")
 cola = _labelled(
-    "cola", "CoLA, whether 8,551 sentences of linguists are acceptable", _cola, _GLUE, "cola", "sentence", _PARTS
+    "cola",
+    "CoLA, whether 8,551 sentences of linguists are acceptable",
+    ("unacceptable", "acceptable"),
+    _cola,
+    _GLUE,
+    "cola",
+    "sentence",
+    _PARTS,
 )
-sst2 = _labelled("sst2", "SST-2, film reviews for or against", _sst2, _GLUE, "sst2", "sentence", _PARTS)
+sst2 = _labelled("sst2", "SST-2, film reviews for or against", _OPINIONS, _sst2, _GLUE, "sst2", "sentence", _PARTS)
 rotten_tomatoes = _labelled(
     "rotten_tomatoes",
     "Rotten Tomatoes, 10,662 film reviews",
+    _OPINIONS,
     _rotten_tomatoes,
     "cornell-movie-review-data/rotten_tomatoes",
     None,

@@ -22,7 +22,7 @@ from fedgauge.server.store.ledger_types import Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors
-from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it
+from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it, statistics_moved
 
 NO_REPLAY = (
     "not possible in a deployment: only a client's own data, which stays with the client, can recompute its update"
@@ -127,7 +127,8 @@ def _check_training(run: Run, ledger: Ledger, scenario: Scenario, taped: Sequenc
         try:
             seen = run.tape().read(taped[0]["round"], taped[0]["client"], taped[0]["digest"])
             fitted = as_the_model_has_it(seen, scenario.federation)
-            evidence = training_evidence(scenario.federation, fitted)
+            statistics = statistics_moved(seen, scenario.federation.model)
+            evidence = training_evidence(scenario.federation, fitted, statistics)
             words, fits = evidence.words, evidence.fits
         except (TapeError, UploadMismatch) as error:
             words = f"whether the update fits this is not known: {error}"

@@ -35,6 +35,8 @@ from fedgauge.server.store.uploads import as_the_model_has_it
 CHECKING = 60.0  # seconds after which no further update is checked against its truth
 MOST_DOUBTS = 3  # in one sentence
 EXAMPLE = "example"  # (B,) in a reconstruction's file: the example of the truth that each was paired with; -1: none
+GRADED = "graded against the examples handed in with --truth"
+NOTHING, EMPTY_HANDED = "nothing came back", ("not_applicable", "diverged")
 _GRADED = re.compile(r"(; (not )?graded[^;]*)+")  # what a card says of its grading
 
 
@@ -57,13 +59,14 @@ def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> s
             raise TruthError(_no_truth(truth, jobs, nodes))
         notes = Counter(_grade(run, ledger, grader, job, found, _assumed(scenario, job)) for job in jobs)
         graded = notes.pop("", 0)
-        words = _graded(graded, len(jobs), truth)
+        every = len(jobs) - notes.pop(NOTHING, 0)
+        words = _graded(graded, every, truth)
         if notes:
-            words += f"; not graded ({sum(notes.values())} of {len(jobs)}): {', '.join(sorted(notes)[:3])}"
+            words += f"; not graded ({sum(notes.values())} of {every}): {', '.join(sorted(notes)[:3])}"
         cards = {
             row["name"]: _GRADED.sub("", row["knowledge"]) for row in ledger.attacks() if row["name"] not in LIMITS
         }
-        ledger.set_cards({name: f"{card}; graded against the truth of a tester" for name, card in cards.items()})
+        ledger.set_cards({name: f"{card}; {GRADED}" for name, card in cards.items()})
         doubts = _doubts(run, ledger, scenario, found)
         ledger.set_meta(grading=words, truth=truth.to_json(), truth_doubts=doubts)
     return words
@@ -78,14 +81,17 @@ def regrade(run: Run, ledger: Ledger, scenario: Scenario) -> None:
     try:
         grade(run, ledger, scenario, truth.check())
     except (SpecError, OSError) as error:
-        every = len(ledger.ungraded(again=True))
+        every = sum(job.status not in EMPTY_HANDED for job in ledger.ungraded(again=True))
+        left = [job for job in left if job.status not in EMPTY_HANDED]
         words = _graded(every - len(left), every, truth)
         why = f"the truth cannot be read any more ({error}): hand it in again with --truth"
         ledger.set_meta(grading=f"{words}; not graded ({len(left)} of {every}): {why}")
 
 
 def _graded(some: int, every: int, truth: TesterTruth) -> str:
-    return f"graded {some} of {every} reconstructions and baselines against the truth of a tester ({truth})"
+    return (
+        f"graded {some} of {every} reconstructions and baselines against the examples handed in with --truth ({truth})"
+    )
 
 
 def _doubts(run: Run, ledger: Ledger, scenario: Scenario, found: Found) -> str:
@@ -130,7 +136,7 @@ def _grade(
     try:
         tensors = run.read_reconstruction(job.round, job.client, job.attack)
     except TapeError:
-        tensors, why = {}, "the attack left no file"
+        tensors, why = {}, NOTHING if job.status in EMPTY_HANDED else "the attack left no file"
     own = found[job.round, job.client]
     result = Reconstruction(tensors.get("x"), tensors.get("y"), math.nan, 0, job.seconds, _status(job.status))
     if why or own is None or not len(own.y):
@@ -145,7 +151,7 @@ def _grade(
         rows += paired(grader, name, job.round, job.other, replace(result, y=None), other)[1]
     if example is not None:
         run.write_reconstruction(job.round, job.client, job.attack, {**tensors, EXAMPLE: example})
-    ledger.grade(job.id, rows, "graded against the truth of a tester", afresh=True)
+    ledger.grade(job.id, rows, GRADED, afresh=True)
     return ""
 
 
@@ -168,7 +174,10 @@ def paired(
     if size < n:
         example = grader.pairing(result.x, truth.x)
         part = Batch(truth.x[example], truth.y[example])
-        _, rows = grader.grade(attack, round, client, result, part)
+        _, rows = grader.grade(attack, round, client, replace(result, y=None), part)
+        # labels against all of the client's: those of the nearest examples were chosen with a look at the truth
+        labels = grader.grade(attack, round, client, replace(result, x=None), truth)[1]
+        rows += [r for r in labels if r.metric == "label_accuracy"]
         return example, [replace(r, example=int(example[r.example])) if r.example >= 0 else r for r in rows]
     example = torch.full((size,), -1, dtype=torch.int64)
     example[grader.pairing(truth.x, result.x)] = torch.arange(n)

@@ -19,15 +19,19 @@ from fedgauge.simulations.benchmarks.learned_inversion import learning
 from fedgauge.simulations.benchmarks.local_training import training
 from fedgauge.simulations.benchmarks.many_clients import load
 from fedgauge.simulations.benchmarks.memory_growth import memory, memory_of_flower
+from fedgauge.simulations.benchmarks.page_crowd import crowd
 from fedgauge.simulations.benchmarks.page_speed import page
 from fedgauge.simulations.benchmarks.quality import quality
+from fedgauge.simulations.benchmarks.random_kills import kills
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Progress
 from fedgauge.simulations.benchmarks.success import success
 from fedgauge.simulations.benchmarks.text_matching_cost import text
 from fedgauge.simulations.run.environment import environment
 
 Benchmark = Callable[[Progress], BenchmarkReport]
-FLOWER = "memory-flower"  # takes minutes and many processes, so it runs only on request
+FLOWER = "memory-flower"
+KILLS = "kills"
+ON_REQUEST = (FLOWER, KILLS)  # they take minutes and many processes
 BENCHMARKS: Mapping[str, Benchmark] = {
     "engine": engine,
     "quality": quality,
@@ -40,7 +44,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "memory": memory,
     "load": load,
     "page": page,
+    "crowd": crowd,
     FLOWER: memory_of_flower,
+    KILLS: kills,
 }
 RESULTS = Path(__file__).parent / "results"
 PLAIN_EVERY = 10.0  # seconds between plain lines of progress
@@ -81,10 +87,12 @@ def main(
 ) -> int:
     """Run benchmarks by name; returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m fedgauge.simulations.benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(benchmarks)}; default: all but {FLOWER}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"{', '.join(benchmarks)}; default: all but {' and '.join(ON_REQUEST)}"
+    )
     parser.add_argument("--json", action="store_true", help="one object per line instead of tables")
     options = parser.parse_args(arguments)
-    names = options.names or [n for n in benchmarks if n != FLOWER]
+    names = options.names or [n for n in benchmarks if n not in ON_REQUEST]
     if unknown := [n for n in names if n not in benchmarks]:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(benchmarks)}")
     missed = False

@@ -66,9 +66,13 @@ def deploy(options: argparse.Namespace) -> int:
 
 def init(options: argparse.Namespace) -> int:
     """Write a deployment's folder."""
+    from fedgauge.server.store.scenario import Scenario
+    from fedgauge.simulations.checks.before_training import try_first
     from fedgauge.simulations.deploy.folder import DEMO, Deployment
 
     chosen = options.scenario or DEMO
+    if options.scenario is not None:  # before anything is handed to the clients' owners
+        try_first(Scenario.load(chosen, [f"clients={options.clients}"]), Console(stderr=True), str(chosen))
     deployment = Deployment.create(
         options.folder, options.clients, options.host, chosen, options.grading, options.sampling
     )

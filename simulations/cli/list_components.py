@@ -27,6 +27,7 @@ from fedgauge.attacks.matching.priors import PRIOR
 from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.components import ComponentKind, SpecError
 from fedgauge.client.deployment.deployed_client import SELF_AUDIT
+from fedgauge.client.deployment.secure_sum_terms import SECURE_SUM
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.losses import LOSS
@@ -47,6 +48,7 @@ KINDS: Mapping[str, ComponentKind] = {
     "architecture": MALICIOUS,
     "strategy": STRATEGY,
     "audit": SELF_AUDIT,
+    "secure_sum": SECURE_SUM,
 }
 # required parameters with these names are filled in by fedgauge, not by the scenario
 FILLED_IN = ("model", "shape", "classes", "tokenizer", "task", "normalise", "batch_size", "examples")

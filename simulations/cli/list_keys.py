@@ -19,7 +19,13 @@ from fedgauge.client.components import spell
 from fedgauge.client.data.images import split
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.protocol import Protocol, SecureSumOptions, Stragglers
-from fedgauge.server.store.scenario import AuditOptions, PrivacyOptions, SimulationOptions, TapeOptions
+from fedgauge.server.store.scenario import (
+    AuditOptions,
+    PrivacyOptions,
+    SimulationOptions,
+    TapeOptions,
+    ValidatorOptions,
+)
 from fedgauge.simulations.cli.generated_blocks import fill_blocks, write_page
 from fedgauge.simulations.cli.list_components import escaped, toml
 
@@ -115,6 +121,7 @@ TABLES: Mapping[str, Callable[[], list[Key]]] = {
     "tape": lambda: _of(TapeOptions),
     "simulation": lambda: _of(SimulationOptions),
     "privacy": lambda: _of(PrivacyOptions),
+    "validator": lambda: _of(ValidatorOptions),
 }
 
 

@@ -1,7 +1,6 @@
 """`fedgauge run` and `audit`: train and attack a federation, attack it again."""
 
 import argparse
-import logging
 import sys
 from contextlib import closing
 from hashlib import sha256
@@ -18,6 +17,7 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, apply_setting
 from fedgauge.server.store.tester_truth import TesterTruth
+from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
 from fedgauge.simulations.cli.options import Commands, add_log, add_settings, numbers
 from fedgauge.simulations.cli.run_summary import print_summary
@@ -66,8 +66,7 @@ def add_to(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """fedgauge run SCENARIO.toml: train a federation and attack it, or continue a run that was interrupted."""
-    from fedgauge.server.app import build_strategy  # imports Flower: seconds, which only this command pays
-    from fedgauge.simulations.checks.before_training import warnings_before
+    from fedgauge.simulations.checks.before_training import try_first
     from fedgauge.simulations.run.create import new_run, resume
     from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
     from fedgauge.simulations.run.simulate import Interrupt, simulate
@@ -78,15 +77,9 @@ def run(options: argparse.Namespace) -> int:
         raise SpecError("--resume continues with the run's own scenario: leave out --set and --rounds")
     before = find_run(options.resume, options.runs) if options.resume is not None else None
     scenario = resume(before) if before else Scenario.load(options.scenario, options.set, options.rounds)
-    logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns that evaluation is off, which is our own choice
-    try:
-        build_strategy(scenario.strategy, scenario.protocol.clients)
-    except SpecError as error:
-        raise SpecError(f"{options.scenario or options.resume}: {error}") from error
     console = Console(stderr=True)
     if before is None:
-        for words in warnings_before(scenario):
-            console.print(f"warning: {words}", highlight=False, markup=False, soft_wrap=True)
+        try_first(scenario, console, str(options.scenario))
     folder = before or new_run(scenario, options.scenario.stem, options.runs)
     if options.log == "auto":
         where = ", in memory" if options.in_memory else ""
@@ -143,6 +136,8 @@ def audit(options: argparse.Namespace) -> int:
             if options.retry:
                 _retry(run, ledger, scenario, options.retry, console)
         waiting = ledger.progress().queued + ledger.progress().leased
+        if waiting and (words := other_sizes(app_clients(ledger), scenario.federation.shards.batch_size)):
+            console.print(f"warning: {words}", highlight=False, markup=False, soft_wrap=True)  # before hours of work
         interrupted = _attack(options, run, ledger, scenario, console) if truth is None or waiting else False
         if truth is not None and not interrupted:
             grade(run, ledger, scenario, truth)

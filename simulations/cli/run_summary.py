@@ -1,6 +1,7 @@
 """What `fedgauge run` and `fedgauge audit` print at their end: scores, failures, the report, and what to do next."""
 
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -8,13 +9,14 @@ from rich.table import Table
 from fedgauge.client.deployment.self_grading import NOT_ALLOWED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
+from fedgauge.server.views.formatting import status_words
 from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
 from fedgauge.server.views.outcomes import MOST_REASONS, failure, inapplicable, none_accepted
-from fedgauge.server.views.participation import participation
+from fedgauge.server.views.participation import app_clients, numbering, other_sizes, participation
 from fedgauge.server.views.reading import state_of, tables_of
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.server_attacks import server_attack_effects
-from fedgauge.server.views.ungraded import ungraded_table
+from fedgauge.server.views.ungraded import UngradedAttack, ungraded_table
 from fedgauge.server.views.verdict import ungraded_reason, verdict
 from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
@@ -75,8 +77,8 @@ def _print_errors(run: Run) -> None:
     with run.ledger() as ledger:
         meta = ledger.meta()
         if meta.get("replay") == "mismatch":
-            print(f"fedgauge: replay check: {meta['replay_detail']}", file=sys.stderr)
-        if text := meta.get("truth_doubts"):
+            print(f"fedgauge: replay check: {meta.get('replay_detail', '')}", file=sys.stderr)
+        for text in _warnings(run, ledger):
             print(f"fedgauge: WARNING: {text}", file=sys.stderr)
         for text in filter(None, (*_nothing_came_back(ledger), _clients(ledger), next_step(run, ledger))):
             print(f"fedgauge: {text}", file=sys.stderr)
@@ -90,22 +92,27 @@ def _print_results(run: Run) -> None:
         of = f"{scores.measure.name} ({scores.measure.unit})"
         values = [f"{which} {of}" for which in ("mean", "best", "baseline")]
         table = Table("round", "accuracy", "attack", *values, "label accuracy", box=None)
-        for line in round_table(scores, ledger):
-            if line.psnr.n or line.psnr.failed:
-                table.add_row(*_cells(line))
+        lines, without_truth = round_table(scores, ledger), ungraded_table(scores, ledger)
+        if any(line.psnr.n for line in lines) or not without_truth:
+            for line in lines:
+                if line.psnr.n or line.psnr.failed:
+                    table.add_row(*_cells(line))
         if table.row_count:
             console.print(table)
-        _print_ungraded(console, ledger, bool(table.row_count))
+        elif not without_truth:
+            _print_line(console, f"no table: {verdict(scores, ledger).sentence}")
+        if without_truth:
+            _print_ungraded(console, ledger, without_truth)
         meta = ledger.meta()
         if "replay_detail" in meta:
-            style = "yellow" if meta["replay"] != "ok" else None
+            style = "yellow" if meta.get("replay") != "ok" else None
             console.print(f"replay check: {meta['replay_detail']}", style=style, markup=False, highlight=False)
         effects = server_attack_effects(run.scenario(), scores, ledger) if tables_of(run).get("server_attack") else {}
         for name, effect in effects.items():
             _print_line(console, f"malicious server, {name}: {effect}")
-        for text in filter(None, (_clients(ledger), _grading(ledger))):
+        for text in filter(None, (numbering(app_clients(ledger)), _clients(ledger), _grading(ledger))):
             _print_line(console, text)
-        if text := meta.get("truth_doubts", ""):
+        for text in _warnings(run, ledger):
             _print_line(console, f"WARNING: {text}", "yellow")
         reasons = ledger.reasons()
         for row in reasons[:MOST_REASONS]:
@@ -118,21 +125,22 @@ def _print_results(run: Run) -> None:
             _print_line(console, text, "yellow" if meta.get("replay") == "mismatch" else None)
 
 
-def _print_ungraded(console: Console, ledger: Ledger, some: bool) -> None:
-    """Print what came back without a truth; or, if nothing else was printed, why there is no table."""
-    scores = Scores.read(ledger)
-    rows = ungraded_table(scores, ledger)
+def _print_ungraded(console: Console, ledger: Ledger, rows: Sequence[UngradedAttack]) -> None:
+    """Print what came back without a truth, and why nobody graded it."""
     table = Table("round", "accuracy", "attack", "came back", "median objective", "ended", box=None)
     for row in rows:
         accuracy = "" if row.accuracy is None else f"{row.accuracy:.1%}"
         objective = "" if row.objective is None else f"{row.objective:.3g}"
         table.add_row(str(row.round), accuracy, row.attack, str(row.reconstructions), objective, row.statuses)
-    if rows:
-        console.print(table)
-    if any(row.reconstructions for row in rows) and (reason := ungraded_reason(ledger)):
+    console.print(table)
+    if reason := ungraded_reason(ledger):
         _print_line(console, f"nobody graded these reconstructions, which the report shows: {reason}")
-    elif not rows and not some:
-        _print_line(console, f"no table: {verdict(scores, ledger).sentence}")
+
+
+def _warnings(run: Run, ledger: Ledger) -> list[str]:
+    """What makes the figures of a user's own app doubtful."""
+    sizes = other_sizes(app_clients(ledger), tables_of(run)["data"].get("batch_size", 1))
+    return [text for text in (sizes, ledger.meta().get("truth_doubts")) if text]
 
 
 def _print_line(console: Console, text: str, style: str | None = None) -> None:
@@ -166,7 +174,7 @@ def _grading(ledger: Ledger) -> str:
 
 def _without_value(leak: Leak) -> str:
     """What gave no value, by status: "4 x failed"; in brackets beside a value."""
-    words = ", ".join(f"{n} x {status.replace('_', ' ')}" for status, n in leak.failed.items())
+    words = ", ".join(f"{n} x {status_words(status)}" for status, n in leak.failed.items())
     return f"({words})" if words and leak.n else words
 
 

@@ -4,14 +4,17 @@ import argparse
 import os
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.options import Commands, add_settings
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
@@ -91,7 +94,12 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         from fedgauge.simulations.checks.scenario_check import check
 
-        results = check(Scenario.load(file, options.set))
+        with warnings.catch_warnings(record=True) as warned:
+            # how fast a transformer infers without a mask: nothing is inferred here
+            warnings.filterwarnings("ignore", "enable_nested_tensor is True", UserWarning)
+            results = check(Scenario.load(file, options.set))
+        for words in dict.fromkeys(str(w.message) for w in warned):  # the network is built and run many times
+            print(f"warning: {words}", file=sys.stderr)
     missing, optional = ("missing", "optional") if file is None else ("wrong", "note")
     table = Table(box=None, show_header=False)
     plug_ins = [
@@ -111,7 +119,7 @@ def doctor(options: argparse.Namespace) -> int:
 def _is_owners(path: Path) -> bool:
     """Whether a file is a client's: it gives a client's number, where a scenario counts its clients."""
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = toml_text.parse(read_file(path, toml_text.MOST))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):  # reading it as a scenario reports this
         return False
     return "client" in tables and "clients" not in tables

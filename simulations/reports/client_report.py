@@ -11,15 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from fedgauge.attacks.plan import describe
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder, DamagedState
 from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
+from fedgauge.client.files import read_file
 from fedgauge.defenses.accounting import PrivacyStatement, privacy_statement
 from fedgauge.server.views.roles import is_attack
 
 SHOWN_REASONS = 10
+MOST_BYTES = 1 << 30  # of a log
 
 
 @dataclass
@@ -68,7 +70,7 @@ def read(path: Path) -> ClientReport:
     reasons: Counter[str] = Counter()
     sent = 0
     for event in _events(ClientFolder(owner.state).log):
-        sent += event["event"] == "sent"
+        sent += event["event"] in ("sent", "withheld")  # silence about an update that was made follows from it
         if "round" in event:
             at = rounds.setdefault((event["run"], event["round"]), ClientRound(event["run"], event["round"]))
             _note(at, event)
@@ -89,17 +91,35 @@ def _note(at: ClientRound, event: Mapping[str, Any]) -> None:
 
 def _events(log: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = log.read_text().splitlines()
+        lines = read_file(log, MOST_BYTES).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise SpecError(f"{log} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
-            if not isinstance(event, dict) or "event" not in event:
-                raise ValueError("no event")
-        except ValueError as error:
+            _check(event)
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"{log}, line {number}, is damaged: {error}") from error
         yield event
+
+
+def _check(event: Any) -> None:
+    """Raise ValueError for what is no event of the log."""
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        raise ValueError("no event")
+    if "round" in event:
+        coerce(event.get("run"), int, "run")
+        coerce(event["round"], int, "round")
+    if event["event"] == "graded":
+        coerce(event.get("round"), int, "round")
+        if not isinstance(event.get("refused"), list | dict):
+            raise ValueError("refused is no list")
+        for key in ("told", "exact"):
+            for values in coerce(event.get(key), dict, key).values():
+                if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
+                    raise ValueError(f"{key} holds other things than numbers")
 
 
 def _privacy(owner: OwnerConfig, sent: int) -> PrivacyStatement | None:
@@ -152,10 +172,8 @@ def show(report: ClientReport, console: Console) -> None:
 
 def _not_covered(rounds: Sequence[ClientRound]) -> str:
     """What the epsilon of the updates does not cover."""
-    answers, withheld = sum(len(r.reported) for r in rounds), sum(r.outcome == "withheld" for r in rounds)
-    parts = [f"{answers} scores" if answers else "", f"{withheld} updates held back" if withheld else ""]
-    cause = " and ".join(filter(None, parts))
-    return f" Of the updates alone: {cause}, which the examples decided, are not in it." if cause else ""
+    answers = sum(len(r.reported) for r in rounds)
+    return f" Of the updates alone: {answers} scores, which the examples decided, are not in it." if answers else ""
 
 
 def _guard(owner: OwnerConfig) -> str:

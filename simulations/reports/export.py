@@ -134,7 +134,7 @@ def write_tensorboard(run: Run, folder: Path) -> str:
     with _replacing_folder(folder.resolve(), run.name) as place, run.ledger() as ledger:
         scores, clock = Scores.read(ledger), RoundTimes(run, ledger)
         with SummaryWriter(place / TRAINING) as writer:
-            writer.add_text("scenario", f"```\n{(run.folder / 'scenario.toml').read_text()}\n```", 0, clock(0))
+            writer.add_text("scenario", f"```\n{run.scenario_text()}\n```", 0, clock(0))
             _write_rounds(writer, ledger, clock)
         leaks = [k for metric in known_metrics(scores) for k in leakage(scores, metric)]
         cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}

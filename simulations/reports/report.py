@@ -17,12 +17,12 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import overview
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.formatting import decibel, number, percent, rounded, scenario_line
+from fedgauge.server.views.formatting import decibel, number, percent, rounded, scenario_line, status_words
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, most_examples
 from fedgauge.server.views.scores import OF_IMAGES, OF_TEXT
 from fedgauge.server.views.success import THRESHOLDS, success_curve
 from fedgauge.server.views.verdict import verdict_of
@@ -72,7 +72,13 @@ def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"number": number, "decibel": decibel, "percent": percent, "interval": interval}
+    environment.filters |= {
+        "number": number,
+        "decibel": decibel,
+        "percent": percent,
+        "interval": interval,
+        "ended": status_words,
+    }
     return environment.get_template(name)
 
 
@@ -88,7 +94,7 @@ def _content(reading: Reading) -> dict[str, Any]:
     """The values of the template."""
     ledger, scores = reading.ledger, reading.scores
     gallery, reasons = Gallery(reading), ledger.reasons()
-    curve = success_curve(scores, ledger) if len(scores) else {}
+    curve = success_curve(scores, ledger, most_examples(reading.tables)) if len(scores) else {}
     certificate, shown = _certificate(reading, curve), sample_examples(gallery)
     known, lines, rounds = overview.knowledge(reading), round_table(scores, ledger), overview.app_rounds(reading)
     return {
@@ -101,7 +107,9 @@ def _content(reading: Reading) -> dict[str, Any]:
         "privacy": overview.privacy(reading),
         "certificate": certificate,
         "lines": _by_round(lines),
-        "graded": any(line.psnr.n or line.psnr.failed for line in lines),
+        "graded": any(line.psnr.n for line in lines),
+        "failed": any(line.psnr.failed for line in lines),
+        "truth_shown": gallery.shards is not None or "truth" in reading.meta,
         "app_metrics": sorted({name for row in rounds for name in row["metrics"]}),
         "reasons": reasons[: overview.REASONS],
         "more_reasons": max(0, len(reasons) - overview.REASONS),
@@ -114,12 +122,11 @@ def _content(reading: Reading) -> dict[str, Any]:
         "replied": len({round for round, _ in reading.sizes}),
         "participation": overview.participation(reading),
         "progress": reading.progress,
-        "errors": ledger.errors(),
         "without_truth": overview.ungraded(reading),
         "app_rounds": rounds,
         "replay": reading.meta.get("replay"),
         "replay_detail": reading.meta.get("replay_detail", ""),
-        "scenario": (reading.run.folder / "scenario.toml").read_text(),
+        "scenario": reading.run.scenario_text(),
         "environment": overview.environment(reading),
         "cap": PSNR_CAP,
         "measure": scores.measure,

@@ -11,6 +11,7 @@ from fedgauge.attacks.grading.audit import NO_TRUTH
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
+from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DEPLOYMENT
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
@@ -102,9 +103,9 @@ def restart_command(run: Run, ledger: Ledger) -> str:
 def _same_versions(run: Run) -> None:
     path = run.folder / "environment.json"
     try:
-        then = json.loads(path.read_text())["packages"]
+        then = json.loads(run_files.read(path))["packages"]
         changed = {name: (then.get(name), version) for name in DECISIVE if then.get(name) != (version := package(name))}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise NotResumable(f"{path} does not say which versions trained this run: {error}") from error
     for name, (before, now) in changed.items():
         raise NotResumable(
@@ -116,7 +117,12 @@ def _same_versions(run: Run) -> None:
 def check_deployable(scenario: Scenario) -> None:
     """Raise SpecError for a scenario that only a simulation can run."""
     if scenario.protocol.secure_sum is not None:
-        raise SpecError("[secure_sum] works in simulations only, where the server stands in for it: leave it out")
+        _ = scenario.protocol.secure_sum.real
+        if scenario.federation.initial()[1]:
+            raise SpecError(
+                "[secure_sum]: in a deployment it sums parameters alone, and the network has BatchNorm's statistics: set [model] "
+                'norm = "group", or another network'
+            )
     for planned in scenario.plan.attacks:
         if planned.labels == "given":
             raise SpecError(f"[[attack]] {planned.name}: {NO_TRUTH}")

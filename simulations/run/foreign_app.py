@@ -40,4 +40,4 @@ def curious(strategy: Strategy, audit: str | Path, run: str | Path, allow: Seque
         folder = Path(run).with_name(f"{Path(run).name}-{attempt}")
     begun = create_run(scenario, folder, "deployment")
     recorder = UpdateRecorder(begun.ledger(), begun.tape(), scenario.plan, scenario.tape.keep, scenario.federation)
-    return CuriousStrategy(strategy, recorder, replies="weights")
+    return CuriousStrategy(strategy, recorder, replies="weights", options=scenario.validator)

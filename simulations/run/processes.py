@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedgauge.server.children import die_with_parent
+from fedgauge.server.store import run_files
 
 MARK = "FEDGAUGE_LAUNCH"  # in the environment of every process that one launch started, grandchildren included
 
 
 def start(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a child whose output goes to a log file. It gets SIGTERM when we die (Linux), and no Ctrl-C from the terminal."""
-    with log.open("ab") as out:
+    with os.fdopen(run_files.opened(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as out:
         return subprocess.Popen(
             list(command),
             stdin=subprocess.DEVNULL,

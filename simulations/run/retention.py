@@ -1,16 +1,18 @@
 """Retention: deletes the parts of an old run that can be inverted; its scores stay."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedgauge.server.store import run_files
 from fedgauge.server.store.run import ROUNDS, Run
 
 DAY = 86400.0  # seconds
+TENSORBOARD = "tensorboard"  # a folder of them
 DERIVED = (
     "report.html",
     "report.pdf",
-    "tensorboard",
     "checkpoint.json",
 )  # made from the private files, or useless without them
 
@@ -26,24 +28,29 @@ def prune(run: Run, days: float, now: float) -> int:
 
     Raises:
         RunBusy: a process trains or attacks it.
+        RefusedFile: something in it is a link, no file, or not ours.
     """
+    run.check()
     with run.lock("training"), run.lock("server"), run.lock("audit"):
         files = list(private(run))
-        if not files or now - max(path.stat().st_mtime for path in files) < days * DAY:
+        if not files or now - max(os.lstat(path).st_mtime for path in files) < days * DAY:
             return 0
         with run.ledger() as ledger:
             for round in {o["round"] for o in ledger.observations() if o["digest"]}:
                 ledger.mark_deleted(round)
             ledger.set_meta(pruned="yes")
         for path in files:
-            path.unlink(missing_ok=True)
-        shutil.rmtree(run.folder / "tensorboard", ignore_errors=True)
+            run_files.delete(path)
+        shutil.rmtree(run.folder / TENSORBOARD, ignore_errors=True)
     return len(files)
 
 
 def private(run: Run) -> Iterator[Path]:
-    """The files of a run that reveal clients' data."""
-    for name in (*ROUNDS, *DERIVED):
-        path = run.folder / name
-        yield from (p for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file())
-    yield from run.folder.glob("checkpoint-*.safetensors")
+    """The files of a run that reveal clients' data; RefusedFile if one is a link, no file, or not ours."""
+    for name in ROUNDS:
+        yield from (run.folder / name / n for n in run_files.names(run.folder / name))
+    yield from (path for path in (run.folder / name for name in DERIVED) if run_files.look(path))
+    names = run_files.names(run.folder)
+    yield from (run.folder / n for n in names if n.startswith("checkpoint-") and n.endswith(".safetensors"))
+    if TENSORBOARD in names:
+        yield from (path for path in (run.folder / TENSORBOARD).rglob("*") if not path.is_dir())

@@ -30,7 +30,8 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape
 from fedgauge.server.strategy.curious_strategy import UpdateRecorder
-from fedgauge.server.strategy.validator import AcceptedReply, RoundReplies
+from fedgauge.server.strategy.reply_checks import AcceptedReply
+from fedgauge.server.strategy.validator import RoundReplies
 
 Tables = dict[str, Any]
 Tamper = Callable[[int, list[Message]], list[Message]]  # (round, replies) -> the replies that arrive

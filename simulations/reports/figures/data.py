@@ -13,7 +13,7 @@ from fedgauge.server.views.formatting import RATES
 from fedgauge.server.views.gallery import Card, Gallery
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate, leakage
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, most_examples, tables_of
 from fedgauge.server.views.roles import Role, attack_order, is_attack, is_baseline, role_of
 from fedgauge.server.views.scores import Scores, capped, known_metrics
 from fedgauge.server.views.success import success_curve
@@ -45,7 +45,7 @@ class RunResults:
             scores = Scores.read(ledger)
             planned = [row["name"] for row in ledger.attacks()]
             order = attack_order(ledger, {*scores.attacks, *planned})
-            curve = success_curve(scores, ledger) if len(scores) else {}
+            curve = success_curve(scores, ledger, most_examples(tables_of(run))) if len(scores) else {}
             mechanism = _mechanism(run)
             return cls(
                 run=run,

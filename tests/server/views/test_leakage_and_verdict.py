@@ -90,7 +90,7 @@ def table_of(ledger: Ledger) -> list[RoundLeak]:
 
 
 def curve_of(ledger: Ledger) -> dict[str, list[Rate]]:
-    return success_curve(Scores.read(ledger), ledger)
+    return success_curve(Scores.read(ledger), ledger, 100)
 
 
 def verdict_of(ledger: Ledger) -> Verdict:
@@ -300,8 +300,8 @@ def test_where_nobody_grades_there_is_no_curve_and_no_word_of_a_missing_image(le
     said = verdict_of(ledger)
     assert said.word == "undetermined"
     assert said.sentence == (
-        "Nothing can be said about leakage: 2 reconstructions, none graded (the owner does not allow it); "
-        "without one: 1 x not_applicable."
+        "Nothing can be said about leakage: 2 reconstructions came back, and nobody graded any (the owner does not allow it); "
+        "nothing came back from: matching (not applicable)."
     )
 
 
@@ -340,6 +340,32 @@ def test_chance_alone_leaks_seldom_and_three_decibels_always(tmp_path: Path) -> 
     alarms = [judged(tmp_path, drawn(seed, gain=0.0)).word == "leaks" for seed in range(25)]
     assert sum(alarms) <= 1
     assert all(judged(tmp_path, drawn(seed, gain=3.0)).word == "leaks" for seed in range(25))
+
+
+def test_of_many_attacks_the_best_must_be_rarer_by_luck(tmp_path: Path) -> None:
+    """A gain that one attack alone would hardly reach by luck is nothing in the best of ten."""
+    gains = (
+        np.array([1.0, -1.0] * 6) + 0.72
+    )  # t = 0.72 / (1.044 / sqrt(12)) = 2.4: beyond 2.2 for one, below 3.5 for ten
+    blind = [f"blind{k}" for k in range(9)]
+    attacks = [PlannedAttack(name, {"use": "inverting_gradients"}) for name in blind]
+    plan = AttackPlan((*PLAN.attacks, *attacks))
+
+    def with_others(others: Sequence[str]) -> Verdict:
+        cells: dict[Cell, Values | None] = {
+            (1, client, name): {"psnr": [12.0 + shift] * 4}
+            for client, gain in enumerate(gains)
+            for name, shift in {"matching": float(gain), "mean_image": 0.0, **dict.fromkeys(others, -1.0)}.items()
+        }
+        with Ledger(tmp_path / f"{len(others)}.sqlite", create=True) as ledger:
+            ledger.add_attacks(plan, {p.name: "" for p in plan.attacks})
+            score(ledger, cells, examples=4, plan=plan)
+            return verdict_of(ledger)
+
+    alone, best = with_others([]), with_others(blind)
+    assert (alone.word, best.word) == ("leaks", "not shown to leak")
+    assert alone.strongest is not None and best.strongest is not None
+    assert best.strongest.attack == "matching" and (alone.strongest.attacks, best.strongest.attacks) == (1, 10)
 
 
 def test_a_single_image_brought_back_is_a_leak_even_where_the_mean_hides_it(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """fedgauge init and doctor."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,29 @@ def test_variables_of_the_former_name_are_warned_of(
         assert [(line[0], line[1]) for line in lines] == [(mark, "FEDLEAK_ALLOW"), (mark, "FEDLEAK_DATA")]
         assert ["FEDGAUGE_ALLOW" in lines[0], "FEDGAUGE_DATA" in lines[1]] == [True, True]
     assert main(["doctor", str(scenario)]) == 0, "a warning is no mistake"
+
+
+WORDY = """
+import warnings
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        warnings.warn("enable_nested_tensor is True, but it is not used", stacklevel=1)
+        self.head = nn.Linear(784, classes)
+
+    def forward(self, x):
+        warnings.warn("the author's own words", stacklevel=1)
+        warnings.warn("the author's own words", stacklevel=1)
+        return self.head(x.flatten(1))
+"""
+
+
+def test_what_a_network_warns_of_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "wordy.py").write_text(WORDY)
+    scenario = scenario_file(tmp_path, model={"use": "wordy:Net"})
+    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "doctor", str(scenario), "--allow", "wordy"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert told.stderr.count("warning: the author's own words") == 1 and "nested" not in told.stderr

@@ -61,7 +61,7 @@ def test_pictures_are_the_private_images_and_what_came_back(attacked: Run) -> No
         assert shown["label"] == int(truth.y[example])
         right = "✓" if found["y"][example] == truth.y[example] else "✗"
         assert matched["label"] == f"label {int(found['y'][example])} {right}"
-        assert (failed["image"], failed["note"]) == (None, "not_applicable")
+        assert (failed["image"], failed["note"]) == (None, "not applicable")
 
 
 def test_captions_and_table_hold_the_ledgers_numbers(attacked: Run) -> None:
@@ -78,7 +78,7 @@ def test_captions_and_table_hold_the_ledgers_numbers(attacked: Run) -> None:
     assert [(int(row[0]), row[1]) for row in cells] == [(1, "10\xa0% → 20\xa0%"), (2, "20\xa0% → 30\xa0%")]
     assert [float(row[3]) for row in cells] == pytest.approx([mean[1], mean[2]], abs=0.051)
     assert all("2 clients" in row[4] for row in cells), "few clusters stand beside the interval"
-    assert any(row[0].startswith("analytic") and "4 not_applicable" in row[0] for row in page.rows)
+    assert any(row[0].startswith("analytic") and "4 not applicable" in row[0] for row in page.rows)
 
 
 def test_the_figures_data_is_the_analysis(attacked: Run) -> None:

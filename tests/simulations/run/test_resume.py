@@ -174,7 +174,7 @@ def test_a_run_that_never_began_a_round_begins(tmp_path: Path) -> None:
 def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL of driver, SuperLink, ServerApp, clients and attack service, all at once."""
+    """SIGKILL of driver, ServerApp, clients and attack service, all at once."""
     ours = uuid.uuid4().hex
     monkeypatch.setenv("FEDGAUGE_TEST", ours)
     whole = create_run(Scenario.from_tables(TABLES), tmp_path / "whole")
