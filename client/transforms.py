@@ -1,8 +1,10 @@
 """Transforms: what a defense derives from, and what it says of the update's distribution."""
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -91,6 +93,16 @@ def _probe(params: Params, batch: Batch, rng: Generator | None) -> Update:
     raise AssertionError("is_identity compares this function, and nobody calls it")
 
 
+def transformed() -> bool:
+    """Whether this is called inside a transform of torch.func, such as vmap."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@cache
+def _say_once(words: str) -> None:
+    logging.getLogger("fedgauge").warning(words)
+
+
 @dataclass(frozen=True)
 class per_example:
     """Apply a transform to each example's update by itself, then average: what clipping in DP-SGD needs."""
@@ -112,9 +124,12 @@ class per_example:
                 updates: Update = vmap(one, randomness="different")(batch.x, batch.y)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # whatever a network raises under vmap; one by one, an example fails for itself alone
-                if torch._C._functorch.peek_interpreter_stack() is not None:
+            except (
+                Exception
+            ) as error:  # whatever a network raises under vmap; one by one, an example fails for itself alone
+                if transformed():
                     raise
+                _say_once(f"examples are taken one by one, as torch.func.vmap fails: {type(error).__name__}: {error}")
                 each = [one(x, y) for x, y in zip(*batch, strict=True)]
                 updates = {k: torch.stack([update[k] for update in each]) for k in each[0]}
             return {k: u.mean(0) for k, u in updates.items()}

@@ -85,11 +85,12 @@ def check_parameters(model: nn.Module, params: Params) -> None:
 
 
 def check_lookups(model: nn.Module, params: Params, x: Tensor) -> None:
-    """Refuse a model that computes with a parameter other than the one under its name, as with one kept in a list.
+    """Refuse a model that computes with a parameter other than the one under its name, kept in a list or from a pass before.
 
     Raises:
         ValueError: the gradient of such a parameter is missed wherever weights are handed in; the message names it.
     """
+    _check_memory(model, params, x)
     own = {k: p for k, p in model.named_parameters() if p.requires_grad}
     held = {k: b.clone() for k, b in model.named_buffers()}
     devices = [x.device] if x.device.type == "cuda" else []
@@ -104,6 +105,48 @@ def check_lookups(model: nn.Module, params: Params, x: Tensor) -> None:
             f"the forward pass takes parameter {found[0]!r} from a list, dict or other object, where weights that are handed "
             "in do not reach it, so its gradient is missed: let forward read it by its module's attribute (self.layer.weight)"
         )
+
+
+def _check_memory(model: nn.Module, params: Params, x: Tensor) -> None:
+    """Refuse layers that keep something made of parameters from one pass to the next: it would not follow the weights."""
+    buffers = {k: b.clone() for k, b in model.named_buffers()}
+    leaves = {k: p.detach().clone().requires_grad_() for k, p in params.items()}
+    before = {id(t) for t in (*model.parameters(), *model.buffers(), *leaves.values())}
+    devices = [x.device] if x.device.type == "cuda" else []
+    with (
+        _forgetting(model),
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=devices),
+        without_running_stats(model),
+    ):
+        functional_call(model, {**leaves, **buffers}, (x.clone(),))
+        for name, module in model.named_modules():
+            for attribute, held in _containers(module).items():
+                kept = [t for t in tree_leaves(held) if isinstance(t, Tensor) and id(t) not in before]
+                if any(t.requires_grad for t in kept):
+                    raise ValueError(
+                        f"layer {name!r} ({type(module).__name__}) keeps what it made of its parameters from one pass to the next "
+                        f"({attribute}), so their gradient is missed: let it compute this anew in every pass; some layers do so in "
+                        "train mode"
+                    )
+
+
+def _containers(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes that may hold tensors, beside its parameters and buffers."""
+    own = ("_parameters", "_buffers", "_modules")
+    return {k: v for k, v in vars(module).items() if k not in own and isinstance(v, dict | list)}
+
+
+@contextmanager
+def _forgetting(model: nn.Module) -> Iterator[None]:
+    """A context after which the model's dicts and lists hold what they held before."""
+    held = [(v, v.copy()) for m in model.modules() for v in _containers(m).values()]
+    try:
+        yield
+    finally:
+        for now, before in held:
+            now.clear()
+            now.update(before) if isinstance(now, dict) else now.extend(before)
 
 
 def layer_without(model: nn.Module, params: Params, x: Tensor, error: Exception) -> str:
@@ -137,7 +180,7 @@ def _passed(model: nn.Module, params: Params, x: Tensor, seed: int = 0) -> Any:
     """The output for a copy of x, with the model's buffers and torch's random numbers left as they are."""
     buffers = {k: b.clone() for k, b in model.named_buffers()}
     devices = [x.device] if x.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), without_running_stats(model):
+    with _forgetting(model), torch.no_grad(), torch.random.fork_rng(devices=devices), without_running_stats(model):
         torch.manual_seed(seed)
         return functional_call(model, {**params, **buffers}, (x.clone(),))
 

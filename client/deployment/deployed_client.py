@@ -26,7 +26,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator
-from fedgauge.client.transforms import TransformState
+from fedgauge.client.transforms import TransformState, transformed
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
 STATISTICS = (
@@ -129,7 +129,7 @@ class DeployedClient(Federation):
             try:
                 return compute(params, batch, rng)
             except Exception as error:  # whatever a network raises
-                if torch._C._functorch.peek_interpreter_stack() is not None:
+                if transformed():
                     raise  # of all examples together: `per_example` takes them one by one
                 reason = f"a gradient counts as zero: {type(error).__name__}: {error}"
                 ClientFolder(self.owner.state).note("failed", what="gradient", reason=reason)

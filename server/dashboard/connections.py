@@ -83,6 +83,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's is
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
+        self.app_state = {**self.app_state, "peer": {}}  # what `guards` learns of the visitor, once a connection
         self.crowd.enter(self)
         self._start(inf)
 

@@ -123,7 +123,12 @@ def host_of(scope: Scope) -> tuple[str, int] | None:
 
 def _user(scope: Scope) -> int | None:
     client, server = scope["client"], scope["server"]
-    return user_of(client, server) if server[1] is not None else None  # None: asked within this process
+    if server[1] is None:  # asked within this process
+        return None
+    peer: dict[str, int | None] = scope.get("state", {}).get("peer", {})
+    if "user" not in peer:
+        peer["user"] = user_of(client, server)  # takes milliseconds where there are many connections
+    return peer["user"]
 
 
 class OwnHost:

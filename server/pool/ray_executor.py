@@ -40,14 +40,14 @@ class RayExecutor:
         self._node: subprocess.Popen[bytes] | None = None
         # a short path, because socket paths are limited; removed at the end
         self._scratch = tempfile.mkdtemp(prefix="fedgauge-ray-")
-        before = dict(os.environ)
-        if address is None:
-            os.environ.update(private_ray(Path(self._scratch)))  # Ray reads it when it is imported
-        import ray
-
-        self._ray = ray
+        settings = private_ray(Path(self._scratch)) if address is None else {}
+        before = {key: os.environ.get(key) for key in settings}
+        os.environ.update(settings)  # Ray reads it when it is imported
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
+            import ray
+
+            self._ray = ray
             if address is None:
                 # a folder inside ours, as Ray opens its own to everybody, with the sockets of its store in it
                 below = f"{self._scratch}/r"
@@ -61,8 +61,11 @@ class RayExecutor:
             else:
                 self._join(address, quiet)
         except BaseException:
-            os.environ.clear()
-            os.environ.update(before)
+            for key, value in before.items():
+                if value is None:
+                    del os.environ[key]
+                else:
+                    os.environ[key] = value
             self._leave()
             raise
 

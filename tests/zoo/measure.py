@@ -73,7 +73,9 @@ def report(rows: Sequence[Mapping[str, object]]) -> BenchmarkReport:
         figures += [middle, Figure(f"the same, K = {k}, worst", own[worst], "x", at_most=1.1, note=worst)]
     settings = dict(
         attack="cosine distance, one local step, one example", iterations=ITERATIONS, repetitions=REPETITIONS, threads=1,
-        clock="CPU seconds, medians of interleaved repetitions, float32",
+        clock="CPU seconds, medians of interleaved repetitions, float32; networks of the full suite only are not timed",
+        compared="objective and slopes with plain autograd in float64, relative 1e-9", processes=PROCESSES,
+        seeds="weights 0, examples 1, updates 2",
     )  # fmt: skip
     return BenchmarkReport(tuple(figures), settings, tuple(rows))
 
@@ -98,7 +100,8 @@ def _row(network: Network) -> Mapping[str, object]:
             "route": problems.way.route,
             "composed": problems.way.composed,
         }
-        if network.quick:  # what an iteration of the large ones costs is their kernels'
+        # what an iteration of the large ones costs is their kernels'; some odd ones fail in the published loop itself
+        if network.quick and network.family != "odd":
             row |= {f"cost at {k}": _cost(network, k) for k in TOGETHER}
     except ValueError as error:
         row |= {"outcome": "declined", "reason": str(error)}

@@ -108,6 +108,20 @@ class Listed(nn.Module):
         return F.linear(x.flatten(1), *self.kept)
 
 
+class Remembering(nn.Module):
+    """Makes a bias of its parameters in the first pass and keeps it, as LeViT's attention does in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases, self.net = nn.Parameter(torch.linspace(-1, 1, 3)), flat()
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "bias" not in self.kept:
+            self.kept["bias"] = self.biases[torch.arange(CLASSES) % 3]
+        return self.net(x) + self.kept["bias"]
+
+
 class Holding(nn.Module):
     """Has a parameter of its own before those of a network, and does not use it."""
 
@@ -137,6 +151,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     "not finite": (not_finite, False, "not finite"),
     "lazy": (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES)), False, "no weights before its first batch"),
     "parameters in a list": (Listed, False, "takes parameter 'last.weight' from a list"),
+    "keeps a bias": (Remembering, False, "layer '' (Remembering) keeps what it made of its parameters"),
     "whole numbers first": (lambda: Holding(torch.ones(3, dtype=torch.int64)), False, "parameter 'own' holds whole numbers"),
     "no parameters": (lambda: Lambda(lambda x: x.flatten(1)[:, :CLASSES]), False, "no parameters"),
     "TorchScript": (

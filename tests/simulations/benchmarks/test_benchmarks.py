@@ -355,6 +355,7 @@ def test_the_kept_results_are_what_their_readme_shows() -> None:
         "learning",
         "training",
         "text",
+        "zoo",
     }
     assert (RESULTS / "README.md").read_text() == readme(stored)
 
