@@ -8,7 +8,7 @@ from threading import Lock
 from typing import TypeVar
 
 from fedgauge.server.store import predecessor
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError, reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import verdict_of
@@ -64,6 +64,7 @@ class RunCatalog:
     def _inside(self, folder: Path) -> bool:
         return not folder.is_symlink()  # which may point anywhere
 
+    @reads_again
     def use(self, name: str, ask: Callable[[Reading], View]) -> View:
         """The result of `ask` on a run's current state.
 
@@ -94,6 +95,7 @@ class RunCatalog:
             self._words[name] = version, word
         return word
 
+    @reads_again
     def compare(self, names: Sequence[str], ask: Callable[[list[Reading]], View]) -> View:
         """The result of `ask` on several runs together."""
         readings = [self._reading(name) for name in dict.fromkeys(names)]

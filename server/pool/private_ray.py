@@ -6,6 +6,8 @@ Ray runs any code that reaches its ports, and by itself listens on every network
 import secrets
 from pathlib import Path
 
+SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+
 
 def private_ray(folder: Path) -> dict[str, str]:
     """The environment in which Ray listens on the loopback address alone, and answers only those who hold a fresh token.

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from fedgauge.attacks.plan import AttackPlan
+from fedgauge.server.store import typed_rows
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
 from fedgauge.server.store.ledger_types import DEPLOYMENT, ROUND_NOTE, STARTED, Participation, json_table, sanitised
@@ -15,7 +16,13 @@ class Ledger(JobQueue, LedgerReads):
     """One run's ledger: what happened in its rounds, with the queue of attacks and all queries."""
 
     def set_meta(self, **values: str) -> None:
-        """Set facts about the whole run: its state, its replay check."""
+        """Set facts about the whole run: its state, its replay check; LedgerError if one is longer than a reader takes."""
+        checks = typed_rows.columns(("key", "fact"))
+        for fact in values.items():
+            try:
+                typed_rows.check(checks, fact)
+            except typed_rows.WrongValue as error:
+                raise LedgerError(f"{self.path}: {fact[0]:.60} cannot be written: {error}") from error
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
 

@@ -3,11 +3,11 @@
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
 from fedgauge.server.store import run_files, typed_rows
@@ -20,6 +20,13 @@ _LONGEST = 16 << 20  # bytes of a value or row
 _MANY = 1000  # objects of a schema
 # of SQLite's machine for each byte of the file; a long run's dearest queries take a tenth
 _STEPS_OF_READERS, _STEPS_OF_WRITERS = 64, 1000
+# what ANALYZE leaves
+_STATISTICS = frozenset(
+    ("table", name, name, f"CREATE TABLE {name}({columns})")
+    for name, columns in (("sqlite_stat1", "tbl,idx,stat"), ("sqlite_stat4", "tbl,idx,neq,nlt,ndlt,sample"))
+)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MIGRATIONS: tuple[str, ...] = (
     """
@@ -68,15 +75,34 @@ MIGRATIONS: tuple[str, ...] = (
 )
 
 
+class LedgerChanged(LedgerError):
+    """Somebody wrote to a ledger at rest while it was read, so what was read is not of one moment: open it and read again."""
+
+
+def reads_again(read: Callable[P, T]) -> Callable[P, T]:
+    """Call what opens a ledger and reads it again, twice at most, if it was changed meanwhile."""
+
+    @wraps(read)
+    def patient(*args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(2):
+            try:
+                return read(*args, **kwargs)
+            except LedgerChanged:
+                pass  # a writer at work is seen by the next opening, which then waits for its locks
+        return read(*args, **kwargs)
+
+    return patient
+
+
 class _Connection(sqlite3.Connection):
     """Connects to a file that may come from anybody: its schema is not trusted, and no query takes more steps than rows explain."""
 
     steps = 0  # millions, since the last query began
     most = 0
 
-    def limit(self, size: int, steps_a_byte: int) -> None:
-        """Set the limits for a file of so many bytes: one of few pages may look like one of 10^50 rows."""
-        self.most = 4 + size * steps_a_byte // _MILLION
+    def limit(self, path: Path, steps_a_byte: int) -> None:
+        """Set the limits for a file by its bytes, with those that wait: one of few pages may look like one of 10^50 rows."""
+        self.path, self.steps_a_byte = path, steps_a_byte
         self.set_progress_handler(self._step, _MILLION)
         self.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
         self.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
@@ -85,6 +111,9 @@ class _Connection(sqlite3.Connection):
 
     def _step(self) -> bool:
         self.steps += 1
+        if self.steps > self.most:  # the file may have grown since it was asked last
+            size = sum(os.stat(p).st_size for p in (self.path, f"{self.path}-wal") if os.path.exists(p))
+            self.most = 4 + size * self.steps_a_byte // _MILLION
         return self.steps > self.most
 
     def execute(self, *query: Any) -> sqlite3.Cursor:
@@ -105,12 +134,19 @@ def _files(path: Path, write: bool) -> int:
     run_files.look(path, alone=write or bool(waiting and waiting.st_size))
     run_files.look(Path(f"{path}-shm"), alone=True)
     if os.path.lexists(journal := f"{path}-journal"):
-        raise LedgerError(f"{journal} is not of fedgauge, which keeps no such file: delete it")
+        raise LedgerError(
+            f"{journal} is not of fedgauge, which keeps no such file, and may belong to a change that somebody has not ended: "
+            "copy the run's folder without it, and open the copy"
+        )
     return waiting.st_size if waiting else 0
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
-    found = path.stat()
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Changes with the file; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
@@ -145,9 +181,15 @@ class LedgerFile:
         Raises:
             LedgerError: the file is missing, not a ledger, damaged, locked, or of a newer fedgauge (readonly: of any other
                 version).
+            LedgerChanged: somebody wrote to a ledger at rest while it was read (`snapshot` and the end of `with` raise it, too).
         """
         self.path = path
-        self._unchanging: tuple[int, int, int] | None = None
+        self._open(create, readonly)
+
+    def _open(self, create: bool, readonly: bool) -> None:
+        path = self.path
+        self._unchanging: tuple[int, int, int] | None = None  # of a file at rest, which is read without locks
+        self._described: Any = None
         if not create and not path.exists():
             raise LedgerError(f"{path} is missing: {path.parent} is not a run folder")
         try:
@@ -165,6 +207,7 @@ class LedgerFile:
                     if version < len(MIGRATIONS):
                         self._migrate()
         except (sqlite3.DatabaseError, UnicodeDecodeError, run_files.RefusedFile) as error:
+            self._refuse_changed(error)
             raise self._unreadable(error) from error
         self._db.row_factory = self._row
 
@@ -183,11 +226,9 @@ class LedgerFile:
             uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=not readonly, factory=_Connection
         )
         try:
-            size = waiting + (self.path.stat().st_size if self.path.exists() else 0)
-            db.limit(size, _STEPS_OF_READERS if readonly else _STEPS_OF_WRITERS)
-            if (
-                readonly
-            ):  # it may not write, but whoever closes a ledger last tidies up, which a connection of mode=ro cannot
+            db.limit(self.path, _STEPS_OF_READERS if readonly else _STEPS_OF_WRITERS)
+            # it may not write, but whoever closes a ledger last tidies up, which a connection of mode=ro cannot
+            if readonly:
                 db.execute("PRAGMA query_only = ON")
                 db.execute("SELECT 1 FROM sqlite_master LIMIT 1")
         except sqlite3.OperationalError as error:
@@ -224,7 +265,8 @@ class LedgerFile:
         if not fresh:
             expected = _schema(MIGRATIONS[: max(version, 0)])
             # views and triggers are programs, and a view may be called like a table
-            if strange := expected ^ _objects(self._db, len(expected) + 1):
+            found = _objects(self._db, len(expected) + len(_STATISTICS) + 1)
+            if strange := expected ^ (found - _STATISTICS):
                 kind, name = min((str(kind), str(name)) for kind, name, *_ in strange)
                 raise LedgerError(f"{self.path} is not as fedgauge makes a ledger: see its {kind} {name:.60}")
         self._db.execute("COMMIT")
@@ -238,6 +280,37 @@ class LedgerFile:
         waiting = run_files.look(Path(f"{self.path}-wal"))
         return bool(waiting and waiting.st_size) or _stamp(self.path) != self._unchanging
 
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Everything read inside is of one moment.
+
+        Raises:
+            LedgerError: the file cannot be read.
+            LedgerChanged: at the end; it was at rest, and somebody has written to it meanwhile.
+        """
+        if self.stale:
+            self.close()
+            self._open(create=False, readonly=True)
+        try:
+            self._db.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._db.execute("COMMIT")
+        except Exception as error:
+            self._refuse_changed(error)
+            if isinstance(error, sqlite3.DatabaseError):
+                raise self._unreadable(error) from error
+            raise
+        self._refuse_changed(None)
+
+    def _refuse_changed(self, error: Exception | None) -> None:
+        """Raise LedgerChanged if a file that is read without locks is another one now; rows that only wait leave it as it is."""
+        now = _stamp(self.path)
+        # a file that was deleted stays whole for whoever has it open
+        if self._unchanging and now and now != self._unchanging and not isinstance(error, LedgerChanged):
+            raise LedgerChanged(f"{self.path} was written to while it was read: ask again") from error
+
     def _row(self, cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> sqlite3.Row:
         """A row by name, with every value checked."""
         self._tuple(cursor, row)
@@ -245,8 +318,11 @@ class LedgerFile:
 
     def _tuple(self, cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[Any, ...]:
         """A row of which there are many, with every value checked."""
+        if cursor.description is not self._described:  # once for all rows of a query
+            self._described = cursor.description
+            self._columns = typed_rows.columns(column[0] for column in cursor.description)
         try:
-            typed_rows.check([column[0] for column in cursor.description], row)
+            typed_rows.check(self._columns, row)
         except typed_rows.WrongValue as error:
             raise LedgerError(f"{self.path} is damaged: {error}") from error
         return row
@@ -280,6 +356,8 @@ class LedgerFile:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
+        if error is None or isinstance(error, Exception):
+            self._refuse_changed(error)
         if isinstance(error, UnicodeDecodeError):  # SQLite's message quotes what is damaged
             raise self._unreadable(error) from error
         if not isinstance(error, sqlite3.DatabaseError):

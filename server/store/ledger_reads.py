@@ -2,7 +2,6 @@
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, wrong_client
@@ -73,18 +72,6 @@ class LedgerReads(LedgerFile):
 
     # ---------------------------------------------------------------------------------------- reading what is new alone
 
-    @contextmanager
-    def snapshot(self) -> Iterator[None]:
-        """Everything read inside is of one moment; LedgerError if the file cannot be read."""
-        try:
-            self._db.execute("BEGIN")
-            try:
-                yield
-            finally:
-                self._db.execute("COMMIT")
-        except sqlite3.DatabaseError as error:
-            raise self._unreadable(error) from error
-
     def last_round(self) -> int:
         """The last round recorded; 0 before the first."""
         last: int | None = self._db.execute("SELECT max(round) latest FROM rounds").fetchone()[0]
@@ -111,9 +98,9 @@ class LedgerReads(LedgerFile):
             f" {of} WHERE {blind} AND j.finished > ?1 AND s.metric = ?2"
             " AND j.graded IS NULL AND NOT EXISTS (SELECT 1 FROM scores g WHERE g.job_id = j.id AND g.metric != s.metric)"
         )
-        rows = self._db.cursor()
+        rows = self._db.execute(query, (finished, OBJECTIVE))
         rows.row_factory = self._tuple  # a large run has many
-        yield from rows.execute(query, (finished, OBJECTIVE))
+        yield from rows
 
     def objectives(self) -> list[sqlite3.Row]:
         """What attacks without truth minimised, at their end: round, client, attack, value, status; ordered by these."""

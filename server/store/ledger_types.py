@@ -15,7 +15,10 @@ STARTED = (
     "flower_run_from_round_"  # prefix in the meta table: Flower's number for a deployment's training from that round on
 )
 EMPTY = "empty"  # key in the meta table: why a run that has all its rounds has failed, as no client gave any update
-ROUND_NOTE = "note_on_round_"  # prefix in the meta table: what was wrong with the replies of that round together
+ROUND_NOTE = (
+    "note_on_round_"  # prefix in the meta table: what stood out in that round's replies; only of the first such rounds
+)
+MORE_NOTED = "more_rounds_with_notes"  # key in the meta table: how many more rounds there were
 USUAL_NORM = "usual_norm"  # key in the meta table: the largest median of a round's norms of updates
 UNGRADED = "not_graded"  # status of a row that stands for a reconstruction which nobody has graded
 _MOST_LETTERS = 300  # of a client's message

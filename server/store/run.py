@@ -41,9 +41,8 @@ class Run:
     folder: Path
 
     def __post_init__(self) -> None:
-        if (
-            self.folder.is_symlink()
-        ):  # whoever names a run by a link means what it points to; in the run no link is followed
+        # whoever names a run by a link means what it points to; in the run no link is followed
+        if self.folder.is_symlink():
             object.__setattr__(self, "folder", self.folder.resolve())
 
     @classmethod
@@ -58,9 +57,8 @@ class Run:
             shutil.copyfile(weights, run._private(WEIGHTS))
         unfinished = run._private(".part-ledger.sqlite")  # SQLite gives its own files beside a ledger the ledger's mode
         Ledger(unfinished, create=True).close()
-        unfinished.replace(
-            folder / "ledger.sqlite"
-        )  # complete from the first moment, as another process may wait for it
+        # complete from the first moment, as another process may wait for it
+        unfinished.replace(folder / "ledger.sqlite")
         return run
 
     @classmethod

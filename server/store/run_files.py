@@ -6,8 +6,9 @@ in the open folder: whoever replaces a part of the path in between leads nowhere
 
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -15,7 +16,6 @@ from fedgauge.client.files import read_to, replacing_in
 
 FOLDERS = ("tape", "reconstructions", "memories", "logs", "tensorboard")
 SCRAP = ".part-"  # what the names of unfinished files begin with; nobody reads them
-CONTAINER_USER = 10001  # the user of a deployment's containers, to whom root hands over a deployment that root makes
 MOST_TEXT = 64 << 20  # bytes of a file of JSON or TOML
 _FILES = (".toml", ".json", ".sqlite", "-wal", "-shm", ".safetensors", ".lock", ".html", ".pdf", ".parquet", ".log")
 _DEEPEST = 6  # folders within folders: TensorBoard's are the deepest
@@ -43,8 +43,7 @@ def _check(found: os.stat_result, path: Path, folder: bool = False, alone: bool 
         raise RefusedFile(
             f"{path} is {kind} where a run has {wanted}; nothing in a run's folder is followed: put {wanted} there, or delete it"
         )
-    owners = (os.geteuid(),) if os.geteuid() else (0, CONTAINER_USER)
-    if found.st_uid not in owners:
+    if os.geteuid() not in (0, found.st_uid) and _owner_of_ours(found.st_dev, path.parent) != found.st_uid:
         raise RefusedFile(
             f"{path} belongs to another user (number {found.st_uid}): copy the run, which makes it yours, and open the copy"
         )
@@ -53,6 +52,20 @@ def _check(found: os.stat_result, path: Path, folder: bool = False, alone: bool 
             f"{path} is a file with {found.st_nlink} names (hard links), and to write to it would change all: copy the run, and "
             "open the copy"
         )
+
+
+_owners: dict[int, int] = {}  # of files that we make, by the device they are on
+
+
+def _owner_of_ours(device: int, folder: Path) -> int | None:
+    """Whose a file is that we make in a folder: NFS and mounts with a fixed owner give all files to one; None if we may not."""
+    if device not in _owners:
+        try:
+            with tempfile.TemporaryFile(dir=folder) as made:
+                _owners[device] = os.fstat(made.fileno()).st_uid
+        except OSError:
+            return None
+    return _owners[device]
 
 
 def _named(error: OSError, path: Path) -> OSError:
@@ -167,14 +180,19 @@ def check(folder: Path, whole: bool = True) -> None:
         here, depth = waiting.pop()
         if depth > _DEEPEST:
             raise RefusedFile(f"{here} lies deeper than any folder of a run: delete it")
-        for name in names(here):
-            path = here / name
-            try:
-                found = os.lstat(path)
-            except FileNotFoundError:  # a run at work deletes files
-                continue
+        for name, found in _all(here):
             if not name.startswith(SCRAP):
                 wanted = name in FOLDERS or not name.endswith(_FILES) and stat.S_ISDIR(found.st_mode)
-                _check(found, path, folder=wanted)
+                _check(found, here / name, folder=wanted)
                 if wanted and whole:
-                    waiting.append((path, depth + 1))
+                    waiting.append((here / name, depth + 1))
+
+
+def _all(folder: Path) -> list[tuple[str, os.stat_result]]:
+    """Names in a folder, in order, with what they are; links are not followed."""
+    found = {}
+    with suppress(FileNotFoundError), _folder(folder) as at, os.scandir(at) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # a run at work deletes files
+                found[entry.name] = entry.stat(follow_symlinks=False)
+    return sorted(found.items())

@@ -81,7 +81,8 @@ class ValidatorOptions:
     """What the server refuses of a client's reply, beside what no training can use.
 
     Args:
-        max_norm: the largest Euclidean norm of an update, above 0; default: 1000 times the weights' and the usual update's.
+        max_norm: the largest Euclidean norm of an update, above 0; default: 1000 times the weights' and the usual update's
+            (1000000 times in a round with fewer than three replies).
         max_examples: the largest number of examples that a client may claim, at least 1; default: in a simulation what it
             trains on, otherwise 1000000000.
     """

@@ -1,10 +1,11 @@
 """What a ledger's rows may hold: SQLite stores any value in any column, and a ledger may come from anybody."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 MOST = 2**21 - 1  # rounds, clients, examples: the columns that `Scores` packs into one number
 _LONGEST = 1 << 20  # letters of a text
+_LONG = 16 << 20  # of a fact about a run: an app of a user's own may have 10^5 nodes
 _SHORT = 300  # letters of a name, state or digest
 _SECONDS = 1e12  # since 1970, or of work; a clock may go backwards
 
@@ -50,7 +51,8 @@ COLUMNS: dict[str, tuple[Fits, str]] = {
     **dict.fromkeys(("seconds", "intercept_seconds", "span"), (or_null(_seconds), "a number of seconds, or nothing")),
     **dict.fromkeys(("name", "attack", "status", "state", "metric", "key"), (_NAME, f"a text of at most {_SHORT} letters")),
     **dict.fromkeys(("digest", "memory"), (or_null(_NAME), f"a text of at most {_SHORT} letters, or nothing")),
-    **dict.fromkeys(("planned", "knowledge", "fact"), (text(), f"a text of at most {_LONGEST} letters")),
+    **dict.fromkeys(("planned", "knowledge"), (text(), f"a text of at most {_LONGEST} letters")),
+    "fact": (text(_LONG), f"a text of at most {_LONG} letters"),
     **dict.fromkeys(("reason", "error", "note", "metrics"), (or_null(text()), f"a text of at most {_LONGEST} letters, or nothing")),
 }  # fmt: skip
 
@@ -59,8 +61,13 @@ class WrongValue(ValueError):
     """A row holds what no ledger holds; the message names the column and the value."""
 
 
-def check(names: Sequence[str], row: Sequence[Any]) -> None:
-    """Raise WrongValue for the first value that does not fit its column; other names are a query's own business."""
-    for name, value in zip(names, row, strict=True):
-        if name in COLUMNS and not COLUMNS[name][0](value):
-            raise WrongValue(f"expected {COLUMNS[name][1]} as its {name}, got {value!r:.60}")
+def columns(names: Iterable[str]) -> list[tuple[int, str, Fits]]:
+    """Place, name and check of each column that has one; other names are a query's own business."""
+    return [(at, name, COLUMNS[name][0]) for at, name in enumerate(names) if name in COLUMNS]
+
+
+def check(columns: Iterable[tuple[int, str, Fits]], row: Sequence[Any]) -> None:
+    """Raise WrongValue for the first value that does not fit its column."""
+    for at, name, fits in columns:
+        if not fits(row[at]):
+            raise WrongValue(f"expected {COLUMNS[name][1]} as its {name}, got {row[at]!r:.60}")

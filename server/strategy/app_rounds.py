@@ -110,11 +110,12 @@ class AppRounds:
 
 
 def _worth_keeping(metrics: MetricRecord) -> Iterator[tuple[str, object]]:
-    """The metrics that a run shows; names and lists of any length would come from one client."""
+    """The metrics that a run shows, None for what is not finite; names and lists of any length would come from one client."""
     for name, value in metrics.items():
         numbers = value if isinstance(value, list) else [value]
-        if len(name) <= MOST_LETTERS and len(numbers) <= MOST_METRICS and all(map(math.isfinite, numbers)):
-            yield name, value
+        if len(name) <= MOST_LETTERS and len(numbers) <= MOST_METRICS:
+            finite = [n if math.isfinite(n) else None for n in numbers]
+            yield name, finite if isinstance(value, list) else finite[0]
 
 
 def test_figures(metrics: Mapping[str, Mapping[str, object]]) -> tuple[float | None, float | None]:

@@ -1,5 +1,6 @@
 """The curious strategy: any Flower strategy behind the validator, with every accepted update kept on the tape for attack."""
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -17,13 +18,14 @@ from fedgauge.attacks.base import Observation
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import ROUND_NOTE, USUAL_NORM, Participation
+from fedgauge.server.store.ledger_types import MORE_NOTED, ROUND_NOTE, USUAL_NORM, Participation
 from fedgauge.server.store.tape import Keep, Tape
 from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it
 from fedgauge.server.strategy.app_rounds import AppRounds, Evaluate
 from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 
 STEPS = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate", "summary")
+MOST_NOTED = 10  # rounds with notes that are kept in words, and notes of one round: the meta table is read as a whole
 
 
 @dataclass
@@ -65,9 +67,18 @@ class UpdateRecorder:
 
     def _note(self, intake: RoundReplies) -> None:
         """Write what was found about the round as a whole, if anything was."""
-        if intake.notes:
-            words = {f"{ROUND_NOTE}{intake.round}": "; ".join(intake.notes), USUAL_NORM: repr(intake.usual_norm)}
-            self.ledger.set_meta(**words)
+        if not intake.notes:
+            return
+        facts, key = self.ledger.meta(), f"{ROUND_NOTE}{intake.round}"
+        if key in facts or sum(known.startswith(ROUND_NOTE) for known in facts) < MOST_NOTED:
+            more = len(intake.notes) - MOST_NOTED
+            new = {key: "; ".join(intake.notes[:MOST_NOTED]) + (f"; and {more} more" if more > 0 else "")}
+        else:
+            before = facts.get(MORE_NOTED, "")
+            new = {MORE_NOTED: str((int(before) if re.fullmatch(r"\d{1,7}", before) else 0) + 1)}
+        if any(p.status == "rejected" for p in intake.refused):
+            new[USUAL_NORM] = repr(intake.usual_norm)
+        self.ledger.set_meta(**new)
 
     def _compare(self, intake: RoundReplies) -> None:
         """Once, say whether a user's uploads fit the model that the scenario names."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from fedgauge.client.deployment.secure_sum_terms import build_secure_sum
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger_types import Participation
-from fedgauge.server.strategy.secure_aggregation import IN_SUM, SecureSumStrategy
+from fedgauge.server.strategy.secure_aggregation import SecureSumStrategy
 from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 
 
@@ -30,15 +30,14 @@ def of_sums(intake: RoundReplies, protocol: Protocol) -> RoundReplies:
 
     An attack computes what the scenario's whole group would send; a sum that lacks a member is another function.
     """
-    summed = {p.client for p in intake.refused if p.reason.startswith(IN_SUM)}
+    groups = {client: group for group in protocol.groups(intake.round) for client in group}
     complete, partial = [], []
     for reply in intake.accepted:
-        (group,) = (group for group in protocol.groups(intake.round) if reply.client in group)
-        gone = [client for client in group if client not in {reply.client, *summed}]
+        gone = [c for c in groups[reply.client] if c != reply.client and c not in intake.summed]
         if not gone:
             complete.append(reply)
             continue
         why = f"the sum of its group without client {', '.join(map(str, gone))}: trained on, not attacked"
         partial.append(Participation(reply.client, "accepted", why, reply.examples))
-    others = [p for p in intake.refused if p.client not in summed]
+    others = [p for p in intake.refused if p.client not in intake.summed]
     return replace(intake, accepted=tuple(complete), refused=(*others, *partial))

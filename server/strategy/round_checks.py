@@ -2,14 +2,19 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median_low
 
 import torch
+from flwr.serverapp.strategy import Bulyan, FedMedian, FedTrimmedAvg, MultiKrum, QFedAvg, Strategy
 from torch import Tensor
 
 from fedgauge.client.update import Params
 from fedgauge.server.strategy.reply_checks import VARIANCE
 
 OUTSIZED = 1000  # times the weights' norm and the usual norm of an update: no training gets there in a round
+OF_FEW = 10**6  # instead, where too few replies came to have a usual one: two honest clients may differ by thousands
+FEW = 3  # replies below which no majority says what is usual
+UNWEIGHTED = (Bulyan, FedMedian, FedTrimmedAvg, MultiKrum, QFedAvg)  # these do not average all replies by examples
 LARGE_SHARE = 0.9  # of a round's average: from here on the others hardly count
 ONE_BY_ONE = 16  # replies that are tried one by one, after those that spoil a round were found together
 
@@ -20,21 +25,22 @@ def norm(tensors: Mapping[str, Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
 
 
-def lower_median(values: Sequence[float]) -> float:
+def usual_norm(norms: Sequence[float]) -> float:
     """The median; of an even number the lower one, so that one of two cannot set it by being large. 0 of none."""
-    return sorted(values)[(len(values) - 1) // 2] if values else 0.0
+    return median_low(norms) if norms else 0.0
 
 
 def outsized(norms: Sequence[float], of_weights: float, usual: float) -> list[bool]:
-    """Which updates are beyond OUTSIZED times the norm of the weights, of the round's median and of earlier rounds' medians.
+    """Which updates are beyond a multiple of the norm of the weights, of the round's median and of earlier rounds' medians.
 
     Args:
         norms: of the round's updates.
         usual: the largest median of the earlier rounds; 0 before the first.
     """
     # a reply that is alone in the first round has nothing to be compared with
-    among = lower_median(norms) if len(norms) > 1 or not usual else 0.0
-    return [n > OUTSIZED * max(of_weights, among, usual, 1.0) for n in norms]
+    among = usual_norm(norms) if len(norms) > 1 or not usual else 0.0
+    times = OF_FEW if len(norms) < FEW else OUTSIZED
+    return [n > times * max(of_weights, among, usual, 1.0) for n in norms]
 
 
 def negative_variances(updates: Sequence[Params], sent: Sequence[Params], examples: Sequence[int]) -> dict[int, str]:
@@ -85,13 +91,20 @@ def spoilers(sizes: Sequence[float], sound: Callable[[Sequence[int]], bool]) -> 
     return sorted(left_out)
 
 
-def large_share(clients: Sequence[int], examples: Sequence[int]) -> str:
-    """A sentence if one client is nearly the whole average, though others took part; empty otherwise."""
+def large_share(clients: Sequence[int], examples: Sequence[int]) -> dict[int, str]:
+    """The client that is nearly the whole average, though others took part, and a sentence on it; empty if none is."""
     if len(clients) < 2:
-        return ""
+        return {}
     most = max(range(len(clients)), key=lambda i: examples[i])
     share = examples[most] / sum(examples)
     if share <= LARGE_SHARE:
-        return ""
-    shown = f"{math.floor(1000 * share) / 10:g} %"
-    return f"client {clients[most]} said {examples[most]} examples, which makes it {shown} of the average by examples"
+        return {}
+    who, shown = clients[most], f"{math.floor(1000 * share) / 10:g} %"
+    return {who: f"client {who} said {examples[most]} examples, which makes it {shown} of an average by examples"}
+
+
+def may_weigh_by_examples(strategy: Strategy) -> bool:
+    """Whether a strategy averages replies by examples, as far as can be known: a user's own may."""
+    while isinstance(inner := getattr(strategy, "inner", None) or getattr(strategy, "strategy", None), Strategy):
+        strategy = inner
+    return not isinstance(strategy, UNWEIGHTED)

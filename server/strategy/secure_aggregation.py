@@ -18,7 +18,6 @@ from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
 SUMMED = 101  # our error codes: the client's update is part of another reply
 NO_SUM = 102  # its group has no sum
-IN_SUM = "in a secure sum of"  # how the reason of the first begins
 
 
 class GroupSum(Protocol):
@@ -167,7 +166,7 @@ class _Group:
     def outcome(self, replies: str) -> Iterator[Message]:
         """The replies that the wrapped strategy gets."""
         members = () if self.total is None else self.total.members
-        fate = f"{IN_SUM} {len(members)} clients" if members else f"no secure sum: {self.reason}"
+        fate = f"in a secure sum of {len(members)} clients" if members else f"no secure sum: {self.reason}"
         lost = "dropped out of its secure sum"
         for node, message in self.sent.items():
             if self.total is not None and node == members[0]:

@@ -1,5 +1,6 @@
 """A strategy's state, put back as it was: a round that is undone must leave no trace in moments and momenta."""
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from copy import deepcopy
@@ -22,7 +23,7 @@ class StateSnapshot:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._undo = [_undoing(part) for part in _parts(strategy)]
+        self._undo = [_undoing(part) for _, part in _parts(strategy)]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -30,29 +31,31 @@ class StateSnapshot:
             undo()
 
 
-def count_not_finite(strategy: Strategy) -> int:
-    """How many entries of a strategy's arrays are infinite or no numbers."""
-    return sum(_not_finite(part) for part in _parts(strategy))
+def not_finite(strategy: Strategy) -> set[str]:
+    """The arrays of a strategy with entries that are infinite or no numbers: "v_t.fc.weight"; each number in a name is 0."""
+    # without the numbers, a new entry in a list or one by round has the name of the ones before
+    return {re.sub(r"\d+", "0", name) for name, part in _parts(strategy) if not _is_finite(part)}
 
 
-def _parts(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
-    """Every part of a value that can be changed in place, once, the outer ones first."""
+def _parts(value: Any, name: str = "", seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
+    """Every part of a value that can be changed in place, once, with its name, the outer ones first."""
     seen = {} if seen is None else seen
     if id(value) in seen:
         return
     if isinstance(value, Strategy):
         seen[id(value)] = value
-        yield from _parts(vars(value), seen)
+        yield from _parts(vars(value), name, seen)
     elif isinstance(value, (MutableMapping, set, tuple, *_SEQUENCES)):
         seen[id(value)] = value  # held, so that no other object gets its id
         if not isinstance(value, tuple):
-            yield value
-        inner = () if isinstance(value, _RECORDS) else value.values() if isinstance(value, MutableMapping) else value
-        for item in list(inner):
-            yield from _parts(item, seen)
+            yield name, value
+        if isinstance(value, _RECORDS):
+            return
+        for key, item in list(value.items() if isinstance(value, MutableMapping) else enumerate(value)):
+            yield from _parts(item, f"{name}.{key}" if name else str(key), seen)
     elif isinstance(value, np.ndarray | Tensor) or _has_state(value):
         seen[id(value)] = value
-        yield value
+        yield name, value
 
 
 def _has_state(value: Any) -> bool:
@@ -83,13 +86,11 @@ def _refilling(array: Any, values: Any) -> Callable[[], None]:
     return refill
 
 
-def _not_finite(part: Any) -> int:
+def _is_finite(part: Any) -> bool:
     if isinstance(part, ArrayRecord):
-        return sum(_not_finite(array.numpy()) for array in part.values())
+        return all(_is_finite(array.numpy()) for array in part.values())
     if _has_state(part):
-        return sum(_not_finite(inner) for inner in _parts(part.state_dict()))
+        return all(_is_finite(inner) for _, inner in _parts(part.state_dict()))
     if isinstance(part, Tensor):
-        return int((~torch.isfinite(part)).sum()) if part.is_floating_point() else 0
-    if isinstance(part, np.ndarray) and part.dtype.kind == "f":
-        return int((~np.isfinite(part)).sum())
-    return 0
+        return not part.is_floating_point() or bool(torch.isfinite(part).all())
+    return not (isinstance(part, np.ndarray) and part.dtype.kind == "f") or bool(np.isfinite(part).all())

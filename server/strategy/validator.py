@@ -28,6 +28,7 @@ from fedgauge.server.strategy import reply_checks, round_checks
 from fedgauge.server.strategy.aggregation import Aggregation
 from fedgauge.server.strategy.ordered_grid import OrderedGrid
 from fedgauge.server.strategy.reply_checks import MOST_EXAMPLES, AcceptedReply, ReplyRejected
+from fedgauge.server.strategy.secure_aggregation import SUMMED
 
 WEIGHT = "num-examples"
 OUT = "out of all proportion"
@@ -43,6 +44,7 @@ class RoundReplies:
             and only if no member was sent params.
         notes: sentences on what was wrong with the round as a whole.
         usual_norm: the largest median so far of a round's norms of accepted updates.
+        summed: clients whose updates are part of another client's reply.
     """
 
     round: int
@@ -53,6 +55,7 @@ class RoundReplies:
     sent: Mapping[int, Params] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     usual_norm: float = 0.0
+    summed: frozenset[int] = frozenset()
 
 
 class UpdateValidator(Strategy):
@@ -103,6 +106,8 @@ class UpdateValidator(Strategy):
         self._sent: dict[int, Params] = {}  # by client, if the wrapped strategy sends it other weights
         self._asked: set[int] = set()  # node ids
         self._away: set[int] = set()  # clients
+        self._forgiven: set[str] = set()  # of the wrapped strategy's state
+        self._large: set[int] = set()  # clients whose share of a round was named
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -161,16 +166,24 @@ class UpdateValidator(Strategy):
         passed, unlike = self._alike(passed)
         rejected |= unlike
         notes = [f"round {server_round}: client {p.client}: {p.reason}" for p in unlike.values() if OUT in p.reason]
-        aggregation = Aggregation(self.inner, server_round, self._params, self.buffers, self.usable, self.counts)
+        aggregation = Aggregation(
+            self.inner, server_round, self._params, self.buffers, self.usable, self.counts, self._forgiven
+        )
         try:
             result, left_out, found = aggregation.of(passed)
             notes += found
             passed = [pair for i, pair in enumerate(passed) if i not in left_out]
             rejected |= {p.client: p for p in left_out.values()}
+            notes += [f"round {server_round}: {share}" for share in self._large_shares([reply for reply, _ in passed])]
         finally:  # whatever the wrapped strategy raises, the replies are recorded
             refused = (*rejected.values(), *self._missing(received))
             accepted = tuple(reply for reply, _ in passed)
-            facts = (dict(self.buffers), accepted, refused, sent, tuple(notes), self.usual_norm)
+            summed = frozenset(
+                self._client(m.metadata.src_node_id)
+                for m in received
+                if m.has_error() and m.error.code == SUMMED and m.metadata.src_node_id in self._asked
+            )
+            facts = (dict(self.buffers), accepted, refused, sent, tuple(notes), self.usual_norm, summed)
             self.record(RoundReplies(server_round, self._params, *facts))
         self.buffers = result.buffers
         return result.arrays, result.metrics
@@ -247,10 +260,10 @@ class UpdateValidator(Strategy):
         updates, examples = [reply.update for reply in replies], [reply.examples for reply in replies]
         negative = round_checks.negative_variances(updates, sent, examples) if self.replies == "weights" else {}
         reasons = {i: f"{name} is negative, and it is a variance" for i, name in negative.items()}
-        usual = max(self.usual_norm, round_checks.lower_median(norms))
+        usual = max(self.usual_norm, round_checks.usual_norm(norms))
         words = f"others' usual one is {usual:.3g}" if usual else "there is no other to compare it with"
         for i, is_large, is_far in zip(honest, large, far, strict=True):
-            if is_large:
+            if is_large and limit is None:
                 reasons[i] = f"its update's norm is {norms[i]:.3g}, {OUT} ({words})"
             elif is_far:
                 reasons[i] = f"it moves the model's buffers by {moved[i]:.3g}, {OUT} to the others' steps"
@@ -259,11 +272,20 @@ class UpdateValidator(Strategy):
                 reasons[i] = f"its update's norm is {n:.3g}, above [validator] max_norm = {limit:g} ({words})"
         kept = [pair for i, pair in enumerate(passed) if i not in reasons]
         self.usual_norm = max(
-            self.usual_norm, round_checks.lower_median([n for i, n in enumerate(norms) if i not in reasons])
+            self.usual_norm, round_checks.usual_norm([n for i, n in enumerate(norms) if i not in reasons])
         )
         return kept, {
             replies[i].client: Participation(replies[i].client, "rejected", reason) for i, reason in reasons.items()
         }
+
+    def _large_shares(self, accepted: Sequence[AcceptedReply]) -> list[str]:
+        """A sentence on a client that is nearly the whole average, the first time that it is."""
+        if not round_checks.may_weigh_by_examples(self.inner):
+            return []
+        found = round_checks.large_share([a.client for a in accepted], [a.examples for a in accepted])
+        new = [sentence for client, sentence in found.items() if client not in self._large]
+        self._large |= found.keys()
+        return new
 
     def _altered(self, messages: Iterable[Message], arrays: ArrayRecord) -> dict[int, Params]:
         """By client, the weights of messages that carry other weights than the federation's."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fedgauge.attacks.grading.image_metrics import LPIPS_PIXELS
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger_types import EMPTY, ROUND_NOTE, USUAL_NORM
+from fedgauge.server.store.ledger_types import EMPTY, MORE_NOTED, ROUND_NOTE, USUAL_NORM, json_table
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.server.views.reading import Reading
@@ -37,9 +37,24 @@ def _training_notices(reading: Reading) -> Iterator[Notice]:
         yield f"{how.get(state, 'The training ended')} {what}{logs}.", ""
     if noted := [key for key in reading.meta if key.startswith(ROUND_NOTE)]:
         noted.sort(key=lambda key: (len(key), key))
-        more = f" (and {len(noted) - MOST_ROUNDS} more rounds)" if len(noted) > MOST_ROUNDS else ""
+        others = max(len(noted) - MOST_ROUNDS, 0) + int(as_number(reading.meta.get(MORE_NOTED, "")))
+        more = f" (and {others} more rounds)" if others else ""
         words = "; ".join(shortened(reading.meta[key]) for key in noted[:MOST_ROUNDS])
-        yield f"Replies that no training can use, or that outweigh all others: {words}{more}.{_norm_bound(reading)}", ""
+        yield f"What stood out in the clients' replies: {words}{more}.{_norm_bound(reading)}", ""
+    yield from _diverged(reading)
+
+
+def _diverged(reading: Reading) -> Iterator[Notice]:
+    """What a user's own app returned that was no number."""
+    for number in sorted(reading.rounds):
+        returned = json_table(reading.rounds[number]["metrics"] or "{}", reading.ledger.path, "metrics")
+        tables = {who: own for who, own in returned.items() if isinstance(own, dict)}
+        named = [f"{who}: {name}" for who, own in tables.items() for name, value in own.items() if value is None]
+        if named:
+            more = f" and {len(named) - MOST_ROUNDS} more" if len(named) > MOST_ROUNDS else ""
+            words = shortened(", ".join(named[:MOST_ROUNDS]))
+            yield f"In round {number} first, the app returned what is infinite or no number ({words}{more}).", ""
+            return
 
 
 def _norm_bound(reading: Reading) -> str:

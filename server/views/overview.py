@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeGuard
 
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP
 from fedgauge.attacks.limits import known_noise
@@ -82,17 +82,19 @@ def training(reading: Reading) -> dict[str, Any]:
 
 
 def app_rounds(reading: Reading) -> list[dict[str, Any]]:
-    """What a user's own app returned in each round; empty for other runs."""
+    """What a user's own app returned in each round, None for what was not finite; empty for other runs."""
     rows = []
     for number in sorted(reading.rounds):
         returned = json_table(reading.rounds[number]["metrics"] or "{}", reading.ledger.path, "metrics")
         tables = {who: own for who, own in returned.items() if isinstance(own, dict)}
         flat = {f"{who}: {name}": value for who, own in tables.items() for name, value in own.items()}
-        rows.append({"round": number, "metrics": {k: rounded(v) for k, v in flat.items() if _is_number(v)}})
+        rows.append(
+            {"round": number, "metrics": {k: rounded(v) for k, v in flat.items() if v is None or _is_number(v)}}
+        )
     return rows if any(row["metrics"] for row in rows) else []
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 

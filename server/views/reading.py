@@ -17,7 +17,7 @@ from fedgauge.client.protocol import MOST_CLIENTS, MOST_ROUNDS
 from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerChanged, LedgerError
 from fedgauge.server.store.ledger_types import EMPTY, ScoreRow
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -100,6 +100,7 @@ class Reading:
         self.run = run
         self.lock = Lock()
         self.ledger = run.ledger(readonly=True)
+        self._torn = False
         self.inode = self.ledger.path.stat().st_ino
         self.tables = tables_of(run)
         self.scores = Scores.empty()
@@ -118,14 +119,15 @@ class Reading:
 
     @contextmanager
     def now(self) -> Iterator["Reading"]:
-        """The run's current state, for one thread; LedgerError if it cannot be read."""
+        """The run's current state, for one thread; LedgerError if it cannot be read, or was changed meanwhile."""
         with self.lock:
-            if self.ledger.stale:
-                self.ledger.close()
-                self.ledger = self.run.ledger(readonly=True)
-            with self.ledger.snapshot():
-                self.refresh()
-                yield self
+            try:
+                with self.ledger.snapshot():
+                    self.refresh()
+                    yield self
+            except LedgerChanged:
+                self._torn = True
+                raise
 
     def close(self) -> None:
         """Close the ledger, unless somebody is reading: then it closes when the reader lets go of it."""
@@ -135,9 +137,9 @@ class Reading:
 
     @property
     def gone(self) -> bool:
-        """Whether the file that was opened has been deleted or replaced."""
+        """Whether the file that was opened has been deleted, replaced, or changed while it was read: make another reading."""
         path = self.ledger.path
-        return not path.exists() or path.stat().st_ino != self.inode
+        return self._torn or not path.exists() or path.stat().st_ino != self.inode
 
     def refresh(self) -> None:
         """Read what is new."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.views import formatting
 from fedgauge.server.views.reading import state_of, tables_of, version_of
@@ -9,6 +10,7 @@ from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import best_so_far
 
 
+@reads_again
 def run_summary(run: Run) -> dict[str, Any]:
     """State, rounds, chain, attacks, accuracy, and the best PSNR (of text, ROUGE-1) so far; LedgerError if it cannot be read."""
     run.check(whole=False)

@@ -1,5 +1,7 @@
 """Finds runs by folder, or by name under runs/."""
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from fedgauge.client.components import SpecError
@@ -17,11 +19,27 @@ def find_run(named: Path, folder: Path) -> Run:
 
 
 def find_runs(named: Path, folder: Path) -> list[Run]:
-    """A run, or every run of a sweep's folder."""
+    """A run, or every run of a sweep's folder; LedgerError if there is none, or one is refused."""
     place = named if named.exists() else folder / named
     if not (place / "sweep.toml").exists():
         return [find_run(named, folder)]
-    return [Run.open(path.parent) for path in sorted(place.glob("*/ledger.sqlite")) if not path.parent.is_symlink()]
+    return [Run.open(path) for path in cells(place)]
+
+
+def cells(sweep: Path) -> list[Path]:
+    """The folders of a sweep's runs."""
+    return _without_links(path.parent for path in sorted(sweep.glob("*/ledger.sqlite")))
+
+
+def _without_links(folders: Iterable[Path]) -> list[Path]:
+    """These folders, less the links, which may point anywhere and are named on standard error."""
+    kept = []
+    for folder in folders:
+        if folder.is_symlink():
+            print(f"fedgauge: {folder} is a link and left out: name the run that it points to", file=sys.stderr)
+        else:
+            kept.append(folder)
+    return kept
 
 
 def all_runs(folder: Path) -> list[Run]:
@@ -31,4 +49,4 @@ def all_runs(folder: Path) -> list[Run]:
     if folder != RUNS and not folder.is_dir():
         raise SpecError(f"{folder} is not a folder: --runs names the folder in which runs are kept")
     found = sorted(folder.glob("*/ledger.sqlite"), reverse=True)
-    return [Run(path.parent) for path in found if not path.parent.is_symlink()]  # a link may point anywhere
+    return [Run(path) for path in _without_links(path.parent for path in found)]

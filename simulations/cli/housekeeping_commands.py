@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fedgauge.attacks.plan import describe
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError, reads_again
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.views.reading import state_of, tables_of
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import best_so_far
-from fedgauge.simulations.cli.finding_runs import all_runs, find_run, find_runs
+from fedgauge.simulations.cli.finding_runs import all_runs, cells, find_run
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, days
 from fedgauge.simulations.cli.run_summary import next_step, wide_console
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
@@ -51,6 +51,7 @@ def runs(options: argparse.Namespace) -> int:
     return 0
 
 
+@reads_again
 def _columns(run: Run) -> list[str | Text]:
     """State, rounds, chain, attacks by name, how many are done, and the best value that an attack reached."""
     run.check(whole=False)
@@ -88,9 +89,10 @@ def prune(options: argparse.Namespace) -> int:
     """fedgauge prune [RUN ...]: delete what can be inverted, of runs older than --days or their retention_days; scores stay."""
     from fedgauge.simulations.run.retention import prune as delete
 
-    chosen, status = [run for named in options.run for run in find_runs(named, options.runs)], 0
-    for run in chosen or reversed(all_runs(options.runs)):
+    status = 0
+    for place in _named(options) if options.run else [run.folder for run in reversed(all_runs(options.runs))]:
         try:
+            run = find_run(place, options.runs)
             age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
             if age is None:
                 print(f"{run.name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")
@@ -100,9 +102,20 @@ def prune(options: argparse.Namespace) -> int:
             print(f"{run.name}: kept, as it is at work: {error}")
             continue
         except (LedgerError, OSError) as error:  # the others' retention does not wait for this one
-            print(f"{run.name}: kept, as it cannot be read")
+            print(f"{place.name}: kept, as it cannot be read")
             print(f"fedgauge: {error}", file=sys.stderr)
             status = MISTAKE
             continue
         print(f"{run.name}: {deleted} files deleted" if deleted else f"{run.name}: kept; it is younger than {age} days")
     return status
+
+
+def _named(options: argparse.Namespace) -> list[Path]:
+    """The runs that the command line names, with those of sweeps; each is opened when its turn comes."""
+    places = [named if named.exists() else options.runs / named for named in options.run]
+    sweeps = [(place / "sweep.toml").exists() for place in places]
+    return [
+        p
+        for place, swept, named in zip(places, sweeps, options.run, strict=True)
+        for p in (cells(place) if swept else [named])
+    ]

@@ -20,9 +20,8 @@ from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.registry import OWN
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerChanged, LedgerError, reads_again
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.run_files import CONTAINER_USER
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.before_training import try_first
 from fedgauge.simulations.deploy.pki import alternative_names, write_authority, write_node_key, write_secret
@@ -31,6 +30,7 @@ from fedgauge.simulations.run.create import check_deployable, create_run
 
 DEMO = Path(__file__).parents[1] / "deployment.toml"
 VERSION = "0.1.0"  # of the image
+CONTAINER_USER = 10001  # to whom root hands over a deployment that it makes, as the containers do not run as root
 IN_COMPOSE = 3  # clients in docker-compose.yml
 MEMORY = "4g"  # of each container, unless FEDGAUGE_MEMORY sets another size
 FIRST_RUN = "federation"  # the containers' name for their run, unless FEDGAUGE_RUN sets another
@@ -215,11 +215,14 @@ class Deployment:
             os.chown(path, user, user)
 
 
+@reads_again
 def state_of_training(run: Run) -> str:
     """Empty before the training starts; then training, trained, failed or interrupted."""
     try:
         with run.ledger(readonly=True) as ledger:
             return ledger.meta().get("state", "")
+    except LedgerChanged:
+        raise
     except LedgerError as error:
         raise SpecError(str(error)) from error
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.views.participation import ObservationRow
@@ -160,6 +161,7 @@ def _park(local: LocalDeployment, view: View, interrupt: Interrupt) -> None:
         time.sleep(POLL)
 
 
+@reads_again
 def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:
     """Which services of a local start are alive, and lines on the state of its last run."""
     pids = _facts(deployment).get("pids", {})

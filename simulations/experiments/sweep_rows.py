@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table as Grid
 
 from fedgauge.attacks.grading.image_metrics import AUGMENTED
+from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.overview import privacy
@@ -61,6 +62,7 @@ def is_done(path: Path) -> bool:
         return meta.get("state") == "trained" and meta.get("cell") == "ended"
 
 
+@reads_again
 def rows(found: Sweep, folder: Path, failures: Mapping[str, str] | None = None) -> list[SweepRow]:
     """The rows of all finished cells, in the order of the file: each has a number, or the reason why there is none."""
     result = []

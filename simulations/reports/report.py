@@ -12,6 +12,7 @@ from markupsafe import Markup
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER, PSNR_CAP
 from fedgauge.client.components import SpecError
 from fedgauge.server.dashboard import DRAWING, STATIC
+from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import overview
@@ -33,6 +34,7 @@ OWN_COLUMNS = (OF_IMAGES.metric, OF_TEXT.metric, "identified", "label_accuracy")
 AT = 20  # dB: threshold at which the text states certified rates
 
 
+@reads_again
 def write_report(run: Run) -> Path:
     """Write report.html into the run folder, atomically and for its owner only; returns its path."""
     run.ledger().close()  # migrates an older schema
@@ -41,6 +43,7 @@ def write_report(run: Run) -> Path:
     return _write(run.folder / "report.html", "report.html", content)
 
 
+@reads_again
 def write_comparison(runs: Sequence[Run], path: Path) -> Path:
     """Write one HTML file that compares several runs, atomically and for its owner only; returns its path."""
     readings = []

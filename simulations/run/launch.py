@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from fedgauge.client.local_data import data_folder
-from fedgauge.server.pool.private_ray import private_ray
+from fedgauge.server.pool.private_ray import SETTINGS, private_ray
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import processes
 
@@ -123,7 +123,8 @@ def child_environment(scratch: Path, mark: str) -> dict[str, str]:
 
     It is this process's, with a mark by which children are found, Ray's files in the scratch folder, and the data folder.
     """
-    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}  # it would break Flower's own ray.init
+    # an address would break Flower's own ray.init; how Ray is reached is decided for each child anew
+    env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", *SETTINGS)}
     data = data_folder()
     env |= {processes.MARK: mark, "RAY_TMPDIR": str(scratch / "ray"), **_SETTINGS}
     # Flower starts its own programs, which lie beside Python's

@@ -6,7 +6,7 @@ import socket
 import sqlite3
 import stat
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -214,9 +214,62 @@ def test_another_users_run_is_refused_with_what_to_do(
     theirs: Run, attacked_run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_files.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(run_files, "_owner_of_ours", lambda device, folder: None)  # a folder in which we may not write
     for command in COMMANDS:
         said = refused(theirs, attacked_run, command, capsys)
         assert "belongs to another user" in said and "copy the run, which makes it yours" in said
+
+
+def test_a_file_of_root_is_refused_by_anybody_else() -> None:
+    us = os.geteuid()
+    if not us:
+        os.seteuid(12345)
+    try:
+        with pytest.raises(run_files.RefusedFile, match=r"belongs to another user \(number 0\)"):
+            run_files.read(Path("/etc/passwd"))
+    finally:
+        os.seteuid(us)
+
+
+def test_where_every_file_has_one_owner_that_owner_is_ours(theirs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS with squashed users: what we make there belongs to somebody else."""
+    monkeypatch.setattr(run_files, "_owners", {})
+    monkeypatch.setattr(run_files.os, "geteuid", lambda: os.getuid() + 1)
+    before = sorted(theirs.folder.rglob("*"))
+    with Run.open(theirs.folder).ledger(readonly=True) as ledger:
+        assert ledger.progress().total
+    assert sorted(theirs.folder.rglob("*")) == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
+def test_root_reads_whosever_run_it_is_and_follows_no_link_in_it_either(theirs: Run) -> None:
+    for path in [theirs.folder, *theirs.folder.rglob("*")]:
+        os.chown(path, 12345, 12345)
+    assert Run.open(theirs.folder).scenario_text()
+    (theirs.folder / "note.json").symlink_to("/etc/passwd")
+    with pytest.raises(run_files.RefusedFile, match="is a link"):
+        Run.open(theirs.folder)
+
+
+@pytest.mark.parametrize("named", [["--runs", "RUNS"], ["RUNS"], ["RUNS/linked", "RUNS/good"]])
+def test_one_bad_run_keeps_no_other_from_being_pruned(
+    theirs: Run, named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder of runs, in a sweep, and named one by one; a folder that is a link itself is said, not passed over."""
+    runs = theirs.folder.parent
+    for name in ("linked", "good"):
+        shutil.copytree(theirs.folder, runs / name)
+    shutil.rmtree(theirs.folder)
+    (runs / "linked" / "note.json").symlink_to("/etc/hosts")
+    (runs / "elsewhere").symlink_to(runs / "good")
+    if named == ["RUNS"]:
+        (runs / "sweep.toml").touch()
+    assert main(["prune", "--days", "0", *(word.replace("RUNS", str(runs)) for word in named)]) == 2
+    done, said = capsys.readouterr()
+    assert "linked: kept, as it cannot be read" in done and "good: " in done and " files deleted" in done
+    assert "note.json is a link where a run has a file" in said
+    assert ("elsewhere is a link and left out: name the run that it points to" in said) == ("RUNS/good" not in named)
+    assert not list((runs / "good" / "tape").iterdir()) and list((runs / "linked" / "tape").iterdir())
 
 
 def test_a_journal_that_names_a_file_to_delete_is_not_played_back(theirs: Run) -> None:
@@ -269,7 +322,7 @@ def test_a_reader_of_a_run_at_rest_leaves_no_file(theirs: Run) -> None:
 
 
 def test_a_reader_notices_who_begins_to_write(theirs: Run) -> None:
-    with theirs.ledger(readonly=True) as reader, theirs.ledger() as writer:
+    with closing(theirs.ledger(readonly=True)) as reader, theirs.ledger() as writer:
         assert not reader.stale
         writer.set_meta(state="failed")
         assert reader.stale

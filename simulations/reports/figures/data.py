@@ -8,6 +8,7 @@ import numpy as np
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.formatting import RATES
 from fedgauge.server.views.gallery import Card, Gallery
@@ -75,6 +76,7 @@ def _mechanism(run: Run) -> GaussianMechanism | None:
     return gaussian_mechanism(federation.chain, federation.shards.batch_size, federation.model)
 
 
+@reads_again
 def _sampled_cards(run: Run) -> list[Card]:
     """The cards for the gallery: those whose true example is on this machine."""
     with closing(Reading(run)) as reading, reading.now():

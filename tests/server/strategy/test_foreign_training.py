@@ -1,5 +1,6 @@
 """A foreign app's local training: what is assumed of it is compared with its first update before anything is attacked."""
 
+import math
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -7,9 +8,16 @@ from typing import Any
 
 import pytest
 import tomli_w
+from flwr.app import MetricRecord
 
+from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy import app_rounds
+from fedgauge.server.views import overview
+from fedgauge.server.views.notices import notices
+from fedgauge.server.views.reading import Reading
 from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.reports.report import write_report
+from fedgauge.simulations.run.create import create_run
 from tests.server.strategy.test_three_apps import ADAM, ForeignApp, app, train
 
 __all__ = ["app"]  # a fixture
@@ -34,6 +42,32 @@ def test_an_adam_taken_for_sgd_is_a_warning_on_the_card_and_the_run(kit: Any, ap
     if app.chain != TAKEN_FOR_SGD:
         assert "the assumed local training (3 local steps of Adam) fits" in words
         assert "the order of each epoch assumed" in cards["inverting_gradients"]
+
+
+def test_a_metric_that_is_not_finite_keeps_its_name_and_is_said(tmp_path: Path) -> None:
+    tables = {
+        "clients": 2,
+        "rounds": 2,
+        "data": {"use": "mnist5k", "batch_size": 4},
+        "model": {"use": "mlp", "hidden": [8]},
+        "chain": [{"use": "local_sgd", "rate": 0.1}],
+    }
+    run = create_run(Scenario.from_tables(tables), tmp_path / "run")
+    with run.ledger() as ledger:
+        rounds = app_rounds.AppRounds(ledger, {}, evaluates=False)
+        for round, loss in ((1, 2.5), (2, math.nan)):
+            rounds.trained(round, MetricRecord({"train_loss": loss, "norms": [1.0, loss]}), {})
+            rounds.evaluated(round, MetricRecord({"eval_loss": loss, "eval_acc": 0.5}))
+        shown = {row["round"]: (row["accuracy"], row["loss"]) for row in ledger.rounds()}
+        assert shown == {1: (0.5, 2.5), 2: (0.5, None)}
+    reading = Reading(run)
+    with reading.now():
+        (_, last), found = overview.app_rounds(reading), [sentence for sentence, _ in notices(reading)]
+    nothing = {"training: train_loss": None, "evaluation: eval_loss": None}
+    assert last == {"round": 2, "metrics": nothing | {"evaluation: eval_acc": 0.5}}
+    words = "In round 2 first, the app returned what is infinite or no number (training: train_loss, evaluation: eval_loss)."
+    assert words in found
+    assert "eval_loss" in write_report(run).read_text()
 
 
 @pytest.mark.parametrize("app", [replace(ADAM, chain=TAKEN_FOR_SGD)], indirect=True, ids=["as SGD"])
