@@ -132,9 +132,7 @@ def _reply(message: Message, fed: Federation, update: Update, buffers: bool) -> 
             "metrics": MetricRecord({"num-examples": fed.shards.batch_size}),
         }
     )
-    if (
-        fed.model.training and buffers
-    ):  # BatchNorm in train mode updated its statistics; the server averages them apart from the update
+    if buffers and fed.sends_buffers:  # BatchNorm's statistics, which the server averages apart from the update
         content["buffers"] = ArrayRecord(_contiguous(floating_buffers(fed.model)))
     return Message(content, reply_to=message)
 

@@ -65,8 +65,7 @@ class Chain:
         bounded = False
         for link in _parts(self.links):
             bounded = bounded or link.bounds
-            declared = link.update_distribution(UpdateDistribution())
-            if bounded and declared is not None and declared.noisy:
+            if bounded and _noisy(link):
                 return True
         return False
 
@@ -93,14 +92,24 @@ class Chain:
         """Parameters whose updates one of the links hides."""
         return frozenset().union(*map(_hidden, self.links))
 
-    def with_state(self, memory: TransformState) -> "Chain":
-        """The same chain with its stateful links bound to a client's state, which they read and update."""
-        return Chain(
-            tuple(
-                link.bound(memory, f"{i}.") if isinstance(link, StatefulTransform) else link
-                for i, link in enumerate(self.links)
-            )
-        )
+    def with_state(self, memory: TransformState, within: Transform | None = None) -> "Chain":
+        """The same chain with its stateful links bound to a client's state, which they read and update.
+
+        Args:
+            within: a further transform just inside each link that bounds the update or adds noise.
+        """
+        links: list[Transform] = []
+        for i, link in enumerate(self.links):
+            if within is not None and any(part.bounds or _noisy(part) for part in _parts([link])):
+                links.append(within)
+            links.append(link.bound(memory, f"{i}.") if isinstance(link, StatefulTransform) else link)
+        return Chain(tuple(links))
+
+    @property
+    def before_noise(self) -> "Chain":
+        """The links before the first that adds noise."""
+        noisy = (i for i, link in enumerate(self.links) if any(map(_noisy, _parts([link]))))
+        return Chain(self.links[: next(noisy, None)])
 
     def check(self) -> None:
         """Refuse an order of links that makes no sense.
@@ -143,6 +152,11 @@ def _parts(links: Iterable[Transform]) -> Iterator[Link]:
             yield from _parts([link.inner])
         elif isinstance(link, Link):
             yield link
+
+
+def _noisy(link: Link) -> bool:
+    declared = link.update_distribution(UpdateDistribution())
+    return declared is not None and declared.noisy
 
 
 def _drops(link: Transform) -> bool:

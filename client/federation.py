@@ -207,8 +207,17 @@ class Federation:
 
     @property
     def own_gradient(self) -> UpdateFn:
-        """The gradient as a client computes it: BatchNorm in train mode updates its statistics."""
-        return gradient(self.model, self.loss, normalise=self.shards.dataset.normalise, track=True)
+        """The gradient as a client computes it: layers in train mode update the buffers that it sends."""
+        return gradient(self.model, self.loss, normalise=self.shards.dataset.normalise, track=self.sends_buffers)
+
+    @property
+    def sends_buffers(self) -> bool:
+        """Whether clients update the network's buffers and send them: in train mode, but not beside noise that protects.
+
+        BatchNorm in train mode is the exception: the trained network needs its statistics, and there is no epsilon then.
+        """
+        norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in self.model.modules())
+        return self.model.training and (norms or not self.chain.private)
 
     def update_fn(self, memory: TransformState | None = None) -> UpdateFn:
         """The whole client; BatchNorm in train mode updates the model's running statistics.
@@ -263,7 +272,8 @@ class Federation:
         """
         self.load_buffers(buffers)
         rng = generator(self.protocol.seed, "client", client, round)
-        return (compute or self.update_fn(memory))(params, self.shards.batch_at(client, round), rng)
+        update = (compute or self.update_fn(memory))(params, self.shards.batch_at(client, round), rng)
+        return {k: t.to(params[k].dtype) for k, t in update.items()}
 
     def trained_on(self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int) -> Batch | None:
         """`batch_at` after the chain's batch transforms; None if it has none."""

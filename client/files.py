@@ -1,13 +1,20 @@
 """Files that are written completely or not at all, readable by their owner only; and files that are read to a limit."""
 
+import errno
 import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+SCRAP = ".part-"  # what the names of unfinished files and folders begin with; nobody reads them
+# bytes of a user's own data
+MOST_TABLE = 2 << 30  # text, line by line
+MOST_ARCHIVE = 16 << 30  # arrays or weights, and all that is packed in one file of them
+MOST_PICTURE = MOST_WORDS = 256 << 20  # a picture; a vocabulary, or the description of a dataset or model
+_ARRAYS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".gguf", ".h5", ".msgpack")  # names of a model's large files
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -30,7 +37,7 @@ def replacing(path: Path, durable: bool = False) -> Iterator[IO[bytes]]:
 @contextmanager
 def replacing_in(folder: int, name: str, durable: bool = False) -> Iterator[IO[bytes]]:
     """The same in an open folder, whatever has become of its path; a link of this name is replaced, not followed."""
-    scratch = f".part-{secrets.token_hex(8)}"
+    scratch = f"{SCRAP}{secrets.token_hex(8)}"
     opened = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     with os.fdopen(opened, "w+b") as file:
         try:
@@ -48,16 +55,51 @@ def replacing_in(folder: int, name: str, durable: bool = False) -> Iterator[IO[b
 
 def read_file(path: Path, most: int) -> bytes:
     """The bytes of a file that somebody else named; OSError if it is no file (a device has no end), or larger than `most` bytes."""
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe would wait for its writer
-    with os.fdopen(opened, "rb") as file:
-        found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"{path} is no file")
-        return read_to(file, found.st_size, most, path)
+    with open_data(path, most) as file:
+        return read_to(file, os.fstat(file.fileno()).st_size, most, path)
+
+
+def open_data(path: Path, most: int) -> IO[bytes]:
+    """An open file that somebody else named; links are followed.
+
+    Raises:
+        OSError: it is no file (a device has no end, a pipe waits for its writer), an unfinished one, or larger than `most` bytes.
+    """
+    _check_data(os.stat(path), path, most)  # before it is opened: to open a device may already do something
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _check_data(os.fstat(opened), path, most)
+        return os.fdopen(opened, "rb")
+    except BaseException:
+        os.close(opened)
+        raise
+
+
+def _check_data(found: os.stat_result, path: Path, most: int) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{path} is no file")
+    if any(part.startswith(SCRAP) for part in path.parts):
+        raise OSError(f"{path} is unfinished (a name in it begins with {SCRAP}): name another")
+    _check_size(found.st_size, most, path)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise OSError, as `open_data`, unless what a library reads in a model's folder, and in the folders of it, are files."""
+    folders = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    for path in (path for here in (folder, *folders) for path in here.iterdir()):
+        with suppress(FileNotFoundError):  # a link that leads nowhere is not there for a library either
+            if not stat.S_ISDIR((found := os.stat(path)).st_mode):
+                _check_data(found, path, MOST_ARCHIVE if path.suffix in _ARRAYS else MOST_WORDS)
 
 
 def read_to(file: IO[bytes], size: int, most: int, path: Path) -> bytes:
     """What an open file holds; OSError if that is more than `most` bytes."""
+    _check_size(size, most, path)
+    return file.read(size)
+
+
+def _check_size(size: int, most: int, path: Path) -> None:
     if size > most:
         raise OSError(f"{path} has {size} bytes, and no such file has more than {most}")
-    return file.read(size)

@@ -2,13 +2,14 @@
 
 import os
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 
 import numpy as np
 
-from fedgauge.client.files import replacing
+from fedgauge.client.files import MOST_ARCHIVE, open_data, replacing
 
 may_download = ContextVar("may_download", default=True)  # False while a run is only displayed
 
@@ -31,13 +32,31 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedgauge"
 
 
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an npz file that anybody may have made; a damaged one may raise anything.
+
+    Raises:
+        OSError: as `open_data`.
+        ValueError: it unpacks to more than the largest file, or is packed as NumPy packs none.
+    """
+    with open_data(path, MOST_ARCHIVE) as file:
+        with zipfile.ZipFile(file) as packed:
+            parts = packed.infolist()
+        if (size := sum(part.file_size for part in parts)) > MOST_ARCHIVE:
+            raise ValueError(f"its arrays have {size} bytes, and no such file has more than {MOST_ARCHIVE}")
+        if any(part.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for part in parts):
+            raise ValueError("it is packed in another way than NumPy's: write it with np.savez or np.savez_compressed")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as stored:
+            return {key: stored[key] for key in stored.files}
+
+
 def cached(name: str, make: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:
     """Arrays from the cache folder, computed and stored on first use; a damaged entry is computed again."""
     path = cache_folder() / f"{name}.npz"
     if path.exists():
         try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                return {k: stored[k] for k in stored.files}
+            return read_npz(path)
         except Exception as error:  # damage shows as zlib.error, TokenError, BadZipFile, NotImplementedError and more
             warnings.warn(f"{path} is damaged ({error}) and is made again", stacklevel=2)
     made = make()

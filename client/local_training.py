@@ -103,7 +103,7 @@ class LocalTraining(local_sgd):
             first: Update = {}
             second: Update = {}
             for step, parts in enumerate(islice(self.order(len(batch.x), rng), self.steps)):
-                here = {k: p + change[k] for k, p in params.items()} if change else params
+                here = {k: (p + change[k]).to(p.dtype) for k, p in params.items()} if change else params
                 found = [compute(here, Batch(batch.x[rows], batch.y[rows]), rng) for rows in parts]
                 g = {k: sum((other[k] for other in found[1:]), t) / self.accumulate for k, t in found[0].items()}
                 if self.proximal_mu and change:

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from fedgauge.client.chain import Chain
 from fedgauge.client.rng import secret_generator
 from fedgauge.client.transforms import UpdateTransform
-from fedgauge.client.update import Transform
+from fedgauge.client.update import Params, Transform, at_least_single
 
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
@@ -19,6 +19,9 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
 
     Attach it to training, `@app.train(mods=[as_mod(clip(1.0)), as_mod(gaussian(1e-3))])`; the last one in the
     list is nearest to the training. It expects one ArrayRecord in the message, and one with the same names in the reply.
+
+    Put a clip and its noise into one mod, `as_mod(chain(clip(1.0), gaussian(1e-3)))`, for an epsilon: between two mods the
+    weights are rounded to the app's dtype, and so the clipped update moves beyond its bound.
 
     An epsilon of clip and noise covers these weights alone: not metrics that the app sends beside them (its loss, accuracy or
     number of examples), and not whether it answers at all.
@@ -45,10 +48,13 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
         weights = record.to_torch_state_dict()
         if wrong := [k for k in sorted(sent.keys() | weights.keys()) if _form(sent.get(k)) != _form(weights.get(k))]:
             raise ValueError(f"the reply's arrays do not match the message's: {', '.join(wrong)} differ")
-        update = {k: t - sent[k] for k, t in weights.items() if torch.is_floating_point(t)}
+        trained, start = at_least_single(_floating(weights)), at_least_single(_floating(sent))
+        update = {k: t - start[k] for k, t in trained.items()}
         for defense in defenses:
             update = defense.apply(update, rng)
-        defended = {k: (sent[k] + update[k]).to(t.dtype).contiguous() if k in update else t for k, t in weights.items()}
+        defended = {
+            k: (start[k] + update[k]).to(t.dtype).contiguous() if k in update else t for k, t in weights.items()
+        }
         reply.content[key] = ArrayRecord(defended)
         return reply
 
@@ -63,6 +69,10 @@ def _defenses(transform: Transform) -> Iterator[UpdateTransform]:
         yield transform
     else:
         raise ValueError(f"a mod acts on the finished update, but {transform} needs the examples or trains")
+
+
+def _floating(tensors: Params) -> Params:
+    return {k: t for k, t in tensors.items() if torch.is_floating_point(t)}
 
 
 def _form(tensor: Tensor | None) -> tuple[torch.Size, bool] | None:

@@ -229,7 +229,7 @@ class local_sgd(Link):
             # accumulates the change itself: theta + change - theta would cost 2.5e-6 of rounding
             change: Update = {}
             for step in range(self.steps):
-                here = {k: p + change[k] for k, p in params.items()} if change else params
+                here = {k: (p + change[k]).to(p.dtype) for k, p in params.items()} if change else params
                 g = compute(here, self._slice(batch, step), rng)
                 if self.proximal_mu and change:
                     g = {k: t + self.proximal_mu * change[k] for k, t in g.items()}

@@ -39,9 +39,17 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
 
+def at_least_single(update: Update) -> Update:
+    """Half precision as float32, in which squares and sums of small entries do not vanish; other dtypes as they are."""
+    return {k: t.to(torch.promote_types(t.dtype, torch.float32)) for k, t in update.items()}
+
+
 def norm(update: Update) -> Tensor:
-    """Euclidean norm over all entries of an update, a scalar; NaN with a NaN among them; safe to differentiate at zero."""
-    squares = torch.stack([t.square().sum() for t in update.values()]).sum()
+    """Euclidean norm over all entries of an update, a scalar of single precision or better; NaN with a NaN among them.
+
+    It is safe to differentiate at zero.
+    """
+    squares = torch.stack([t.square().sum() for t in at_least_single(update).values()]).sum()
     return torch.where(squares > 0, torch.where(squares > 0, squares, 1.0).sqrt(), squares.detach())
 
 

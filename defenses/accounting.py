@@ -7,9 +7,10 @@ record is replaced by another, or a client's whole data by any other: what is cl
 noise is post-processing (sign, prune, aggregation, the next rounds' weights). Of gaussian and laplace the guarantee holds in
 real numbers, and with secret draws; a simulation's noise, in floating point and from a known seed, is weaker. A deployment's
 client runs their discrete forms: the accounting then adds what rounding to their grid, float32 before it, and the difference
-between discrete and rounded normal noise can cost. In a deployment the server cannot verify that a client draws in secret:
-amplification then counts only in the client's own computation. An epsilon covers the updates of the chain, and so refusals
-that follow from them; not the time that an answer takes, gradings, or metrics that an app of one's own sends beside them.
+between discrete and rounded normal noise can cost. Updates of half precision are float32 from the clip until the noise is in.
+In a deployment the server cannot verify that a client draws in secret: amplification then counts only in the client's own
+computation. An epsilon covers the updates of the chain, and so refusals that follow from them; not the time that an answer
+takes, gradings, or metrics that an app of one's own sends beside them.
 """
 
 import math
@@ -92,12 +93,14 @@ class Mechanism:
 def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> Mechanism:
     """The first clipping and noise of a chain.
 
+    Beside them clients send no buffers (`Federation.sends_buffers`) but those of BatchNorm in train mode.
+
     If each example is clipped, one example changes the mean of b by at most max_norm / b; if the whole is clipped, the release
     has a norm of at most max_norm. The release is a step's gradient, or after local_sgd the update.
 
     Args:
         batch_size: examples of a round.
-        model: its buffers may be sent with the update.
+        model: the network.
 
     Raises:
         NoGuarantee: the chain lacks clipping or noise, or another link makes their guarantee unknown.

@@ -4,12 +4,13 @@ A data set comes with its tokenizer, and a model that was trained with another t
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Callable, Iterator, Sequence
 from csv import DictReader
 from csv import Error as CsvError
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data.images import Dataset
+from fedgauge.client.files import MOST_TABLE, open_data, read_file
 from fedgauge.client.local_data import cached, data_folder
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.models.tokenizer import WORDPIECE, Task, Tokenizer, framed, load_tokenizer, offline, wordpiece
@@ -25,6 +27,7 @@ from fedgauge.client.rng import generator
 Longer = Literal["cut", "drop"]
 MOST_TESTED = 2000  # pieces; every round evaluates them all
 MOST_CLASSES = 100_000  # of a table: each is a row of a model's last layer
+MOST_LINE = 16 << 20  # characters of a table
 LEAST_WORDS = 200  # of a vocabulary, which has every letter twice
 
 
@@ -128,8 +131,11 @@ def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
     """The columns of a table with these names, stripped; rows without text are left out."""
     columns: list[list[str]] = [[] for _ in names]
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:  # Excel begins its files with a mark
-            table = DictReader(file, strict=True)
+        with (
+            open_data(path, MOST_TABLE) as file,
+            io.TextIOWrapper(file, "utf-8-sig", newline="") as lines,  # Excel begins its files with a mark
+        ):
+            table = DictReader(_short(lines), strict=True)
             found = list(table.fieldnames or [])
             for name in names:
                 if found.count(name) != 1:
@@ -149,6 +155,14 @@ def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
     except (UnicodeDecodeError, CsvError, OSError) as error:
         raise ValueError(f"{path} is not a CSV file in UTF-8 that can be read: {error}") from error
     return columns if len(names) > 1 else [*columns, []]
+
+
+def _short(file: IO[str]) -> Iterator[str]:
+    """A file's lines; csv's error if one has no end."""
+    while line := file.readline(MOST_LINE):
+        if len(line) == MOST_LINE:
+            raise CsvError(f"a line of it has {MOST_LINE} characters or more")
+        yield line
 
 
 def _classes(
@@ -378,11 +392,11 @@ def _hub(path: str, subset: str | None, column: str, parts: Sequence[str]) -> Co
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return read_file(path, MOST_TABLE).decode().splitlines()
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{path} is missing: put it there, or unset FEDGAUGE_DATA to download") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8: {error}") from error
+    except (UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path} is not text in UTF-8 that can be read: {error}") from error
 
 
 def _table(path: Path, sentence: int, label: int) -> list[Row]:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.local_data import cache_folder, cached, data_folder, may_download
+from fedgauge.client.files import MOST_TABLE, open_data
+from fedgauge.client.local_data import cache_folder, cached, data_folder, may_download, read_npz
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Batch
 
@@ -269,8 +270,8 @@ def _read_idx(folder: Path, kind: str, dimensions: int) -> np.ndarray:
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: put the four idx files there, or unset FEDGAUGE_DATA to download")
     try:
-        with gzip.open(path) as file:
-            raw = file.read()
+        with open_data(path, MOST_TABLE) as packed, gzip.open(packed) as file:
+            raw = file.read(MOST_TABLE)
         if raw[:4] != bytes([0, 0, 8, dimensions]):
             raise ValueError(f"its header is {raw[:4].hex()}")
         sizes = np.frombuffer(raw, ">u4", dimensions, offset=4)
@@ -290,8 +291,8 @@ def _cifar(name: str, torchvision_name: str, classes: int, mean: tuple[float, ..
 
 def _read_npz(path: Path) -> tuple[Tensor, Tensor]:
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
+        stored = read_npz(path)
+        images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
     except Exception as error:  # a damaged file may raise anything
         raise ValueError(f"{path} is not an npz file with images (N, H, W, C) and labels (N,): {error}") from error
     return images.permute(0, 3, 1, 2).contiguous(), labels.long()

@@ -5,6 +5,7 @@ becomes the test part, the same for every seed.
 """
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from fedgauge.client.data.corpora import Text, held_out, text_dataset_error
 from fedgauge.client.data.images import Dataset
+from fedgauge.client.files import MOST_ARCHIVE, MOST_PICTURE, MOST_WORDS, open_data, read_file
+from fedgauge.client.local_data import read_npz
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 Layout = Literal["auto", "NHWC", "NCHW"]
@@ -68,8 +71,7 @@ def npz(
         mean, std: as for image_folder.
     """
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            arrays = {key: stored[key] for key in stored.files}
+        arrays = read_npz(path)
     except FileNotFoundError as error:
         raise ValueError(f"{path}: there is no such file") from error
     except Exception as error:  # a damaged file raises BadZipFile, zlib.error, ValueError, MemoryError and more
@@ -112,6 +114,7 @@ def hugging_face(
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; expected one that save_to_disk of Hugging Face's datasets wrote")
     try:
+        _check_stored(path)
         stored: Any = datasets.load_from_disk(str(path))
     except Exception as error:  # missing or damaged files of several formats
         raise ValueError(f"{path} is not a dataset that save_to_disk wrote: {error}") from error
@@ -138,6 +141,17 @@ def hugging_face(
     x = pictures(used["train"])
     apart = (pictures(used["test"]), numbers["test"]) if "test" in used else None
     return replace(_dataset(path, x, numbers["train"], apart, test, classes, mean, std), names=names)
+
+
+def _check_stored(path: Path) -> None:
+    """Raise what comes unless all that load_from_disk opens there are files of a size that data has."""
+    alone = all((path / name).is_file() for name in ("dataset_info.json", "state.json"))
+    parts = [""] if alone else json.loads(read_file(path / "dataset_dict.json", MOST_WORDS))["splits"]
+    for part in parts:
+        folder = path / part
+        open_data(folder / "dataset_info.json", MOST_WORDS).close()
+        for file in json.loads(read_file(folder / "state.json", MOST_WORDS))["_data_files"]:
+            open_data(folder / file["filename"], MOST_ARCHIVE).close()
 
 
 def _stored(row: Mapping[str, Any], name: str, size: int | None, grey: bool) -> Tensor:
@@ -195,7 +209,10 @@ def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) 
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(source) as opened:
+        with (
+            open_data(source, MOST_PICTURE) if isinstance(source, Path) else source as file,
+            Image.open(file) as opened,
+        ):
             upright = ImageOps.exif_transpose(opened).convert("L" if grey else "RGB")
     except Exception as error:  # broken files raise SyntaxError, OSError, DecompressionBombError and more
         raise ValueError(f"{name} is not a picture that can be read: {error}") from error

@@ -4,7 +4,6 @@ From the server's protocol it takes the seed, the number of rounds and clients, 
 only what the server assumes.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,9 +93,10 @@ class DeployedClient(Federation):
         """Refuse a network whose statistics would leave without noise, or that fails whatever the examples are."""
         if any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules()):
             raise RequestRefused(STATISTICS)
-        x, y = self.owner.batch([0])
+        x, y = self.owner.batch([0] * self.owner.batch_size)
+        empty = Batch(torch.zeros_like(x), torch.zeros_like(y))
         try:
-            self.gradient(detached_params(self.model), Batch(torch.zeros_like(x), torch.zeros_like(y)), None)
+            self.chain.before_noise(self.gradient)(detached_params(self.model), empty, secret_generator())
         except Exception as error:  # whatever a network raises
             raise RequestRefused(FAILS) from error
 
@@ -117,13 +117,16 @@ class DeployedClient(Federation):
     def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: TransformState) -> Update:
         """The update that leaves the client, with noise that nobody else can reproduce."""
         self.load_buffers(buffers)
-        compute = self.own_gradient
-        if self.chain.private:
-            compute = self._without_failures(compute)
-        return self.chain.with_state(memory)(compute)(params, batch, secret_generator())
+        chain = self.chain.with_state(memory, self._without_failures if self.chain.private else None)
+        update = chain(self.own_gradient)(params, batch, secret_generator())
+        return {k: t.to(params[k].dtype) for k, t in update.items()}
+
+    @property
+    def sends_buffers(self) -> bool:
+        return self.model.training and not self.chain.private
 
     def _without_failures(self, compute: UpdateFn) -> UpdateFn:
-        """A failure is NaN, of which the chain's clip makes zeros: whether examples make a network fail must not be seen."""
+        """A failure of the network, in whatever link runs it, counts as zeros: that examples cause one must not be seen."""
 
         def tried(params: Params, batch: Batch, rng: Generator | None) -> Update:
             try:
@@ -133,7 +136,7 @@ class DeployedClient(Federation):
                     raise  # of all examples together: `per_example` takes them one by one
                 reason = f"a gradient counts as zero: {type(error).__name__}: {error}"
                 ClientFolder(self.owner.state).note("failed", what="gradient", reason=reason)
-                return {k: torch.full_like(p, math.nan) for k, p in params.items()}
+                return {k: torch.zeros_like(p) for k, p in params.items()}
 
         return tried
 

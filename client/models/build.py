@@ -69,5 +69,6 @@ def _refuse_other_examples(table: Table, where: str, offered: Mapping[str, Any])
         )
     if not asks and "tokenizer" in offered:
         raise SpecError(
-            f"{where}: {table['use']} reads images, and [data] is text: name a model of text such as tiny_bert"
+            f"{where}: {table['use']} reads images, and [data] is text: name a model of text such as tiny_bert. A network of text "
+            "of your own is a function with an argument `tokenizer` (docs/bring-your-own.md)"
         )

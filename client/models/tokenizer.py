@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgauge.client.files import check_folder
 from fedgauge.client.local_data import cached, may_download
 
 Task = Literal["classification", "next_token"]
@@ -98,6 +99,10 @@ def model_place(source: str | Path) -> dict[str, Any]:
     if isinstance(source, Path):
         if not source.is_dir():
             raise ValueError(f"{source} is not a folder of a model")
+        try:
+            check_folder(source)
+        except OSError as error:
+            raise ValueError(f"{source} is not a folder of a model: {error}") from error
         source, local = str(source.absolute()), True
     elif source == "minilm":
         spec = importlib.util.find_spec(MINILM)

@@ -2,9 +2,10 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import TypeVar
 
 from fedgauge.server.store import predecessor
@@ -43,6 +44,8 @@ class RunCatalog:
         self._readings: OrderedDict[str, Reading] = OrderedDict()
         self._lock = Lock()
         self._words: dict[str, tuple[str, str]] = {}  # the verdict on each run, and the version that it is of
+        self._asked: dict[str, Future[str]] = {}  # verdicts that are being made
+        self._judging = Lock()
 
     def names(self) -> list[str]:
         """The runs, newest first."""
@@ -80,20 +83,39 @@ class RunCatalog:
             self._drop(name)  # it may be repaired by the time it is opened again
             raise
 
-    def word(self, name: str, version: str, wait: bool) -> str | None:
-        """The verdict on a run in a word; None if it is not known and nobody waits for its scores to be read.
+    def word(self, name: str, version: str, patience: float) -> str | None:
+        """The verdict on a run in a word; None if it is not known within so many seconds: its scores and data are read on.
 
         Raises:
             UnknownRun: there is no such run.
             LedgerError: its ledger cannot be read.
         """
         known, word = self._words.get(name, ("", ""))
-        if known != version:
-            if not wait:
-                return None
-            word = self.use(name, lambda reading: verdict_of(reading).word)
+        if known == version:
+            return word
+        if patience <= 0:
+            return None
+        with self._lock:
+            asked = self._asked.get(name)
+            if asked is None:
+                asked = self._asked[name] = Future()
+                Thread(target=self._judge, args=(name, version, asked), daemon=True).start()
+        try:
+            return asked.result(patience)
+        except TimeoutError:
+            return None
+
+    def _judge(self, name: str, version: str, asked: Future[str]) -> None:
+        try:
+            with self._judging:  # one at a time, as a run's data may be large
+                word = self.use(name, lambda reading: verdict_of(reading).word)
             self._words[name] = version, word
-        return word
+            asked.set_result(word)
+        except Exception as error:  # of whoever asks
+            asked.set_exception(error)
+        finally:
+            with self._lock:
+                del self._asked[name]
 
     @reads_again
     def compare(self, names: Sequence[str], ask: Callable[[list[Reading]], View]) -> View:

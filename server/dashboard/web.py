@@ -276,7 +276,7 @@ def _lines(catalog: RunCatalog) -> list[dict[str, Any]]:
     versions = {line["id"]: line["version"] for line in lines if "error" not in line}
     until = monotonic() + PATIENCE
     for line in [line for line in lines if line["id"] in versions]:
-        line |= _or_error(line["id"], lambda name: {"verdict": catalog.word(name, versions[name], monotonic() < until)})
+        line |= _or_error(line["id"], lambda name: {"verdict": catalog.word(name, versions[name], until - monotonic())})
     return lines
 
 

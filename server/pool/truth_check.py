@@ -18,10 +18,8 @@ Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)
 
 MOST_UPDATES = 12  # checked, the first of each round before the second of any
 MOST_OTHERS = 4  # other clients, and other rounds, that each is compared with
-ORDERS, STEPS = (
-    16,
-    64,
-)  # where the order of the examples is the client's own: so many are tried, fewer if each has many steps
+# where the order of the examples is the client's own: so many are tried, fewer if each has many steps
+ORDERS, STEPS = 16, 64
 SAME = 0.999  # cosine from which nothing can explain an update better
 SURE = 0.99  # cosine from which another brightness does
 IN_ORDER, ANY_ORDER = 0.8, 0.5  # the least cosine of a truth that is right
@@ -132,7 +130,7 @@ def _draws_order(fed: Federation) -> bool:
 def _is_noisy(fed: Federation) -> bool:
     """Whether chance, or what a client keeps of earlier rounds, is in the update: then a truth that is right may be far off."""
     chance = (nn.modules.dropout._DropoutNd, StochasticLayer)
-    if any(isinstance(module, chance) and module.training for module in fed.model.modules()):
+    if any(isinstance(m, chance) and m.training and getattr(m, "p", 1) for m in fed.model.modules()):
         return True
     rest = [link for link in fed.chain.links if link is not fed.chain.local]
     return any(isinstance(link, StatefulTransform | BatchTransform) or noise_free(link) != link for link in rest)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedgauge.client.files import SCRAP
 from fedgauge.server.store import predecessor, run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
@@ -175,7 +176,7 @@ class Run:
         for name in ROUNDS:
             sweep(self.folder / name, round)
         for name in run_files.names(self.folder / "tape"):
-            if name.startswith(run_files.SCRAP):  # left by a killed server; nobody else writes there
+            if name.startswith(SCRAP):  # left by a killed server; nobody else writes there
                 run_files.delete(self.folder / "tape" / name)
 
     @contextmanager

@@ -12,10 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from fedgauge.client.files import read_to, replacing_in
+from fedgauge.client.files import SCRAP, read_to, replacing_in
 
 FOLDERS = ("tape", "reconstructions", "memories", "logs", "tensorboard")
-SCRAP = ".part-"  # what the names of unfinished files begin with; nobody reads them
 MOST_TEXT = 64 << 20  # bytes of a file of JSON or TOML
 _FILES = (".toml", ".json", ".sqlite", "-wal", "-shm", ".safetensors", ".lock", ".html", ".pdf", ".parquet", ".log")
 _DEEPEST = 6  # folders within folders: TensorBoard's are the deepest
@@ -181,11 +180,14 @@ def check(folder: Path, whole: bool = True) -> None:
         if depth > _DEEPEST:
             raise RefusedFile(f"{here} lies deeper than any folder of a run: delete it")
         for name, found in _all(here):
-            if not name.startswith(SCRAP):
-                wanted = name in FOLDERS or not name.endswith(_FILES) and stat.S_ISDIR(found.st_mode)
-                _check(found, here / name, folder=wanted)
-                if wanted and whole:
-                    waiting.append((here / name, depth + 1))
+            scrap = name.startswith(SCRAP)
+            # a report that is printed, and an export, keep a folder in the run's own until they end
+            if scrap and (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) and not depth):
+                continue
+            wanted = name in FOLDERS or not scrap and not name.endswith(_FILES) and stat.S_ISDIR(found.st_mode)
+            _check(found, here / name, folder=wanted)
+            if wanted and whole:
+                waiting.append((here / name, depth + 1))
 
 
 def _all(folder: Path) -> list[tuple[str, os.stat_result]]:

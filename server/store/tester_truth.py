@@ -8,7 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from fedgauge.client.components import SpecError, Table, build, coerce, with_abs
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import DATASET
 from fedgauge.client.files import read_file
+from fedgauge.client.local_data import read_npz
 from fedgauge.client.update import Batch
 from fedgauge.server.store.run_files import MOST_TEXT
 from fedgauge.server.store.scenario import apply_setting
@@ -138,8 +138,7 @@ def _file(
 def _read(path: Path, changed: int, shape: tuple[int, ...]) -> Batch:
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as stored:
-                arrays = {key: torch.from_numpy(stored[key]) for key in stored.files}
+            arrays = {key: torch.from_numpy(array) for key, array in read_npz(path).items()}
         else:
             arrays = tensors_of(read_file(path, most_bytes()), path)
     except Exception as error:  # a damaged archive raises BadZipFile, zlib.error, ValueError, TapeError and more

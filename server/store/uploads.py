@@ -11,8 +11,6 @@ from fedgauge.attacks.base import Observation
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Params
 
-WRAPPERS = ("_orig_mod.", "module.")  # what torch.compile and DataParallel put before every name
-
 
 class UploadMismatch(ValueError):
     """What an app uploads does not fit the [model] that its scenario names; the message says what differs and what to do."""
@@ -72,17 +70,27 @@ def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
                 f"{len(own[1])} of them parameters: name the network that the app trains"
             )
         return dict(zip(sorted(arrays, key=int), fits[0], strict=True))
+    known = _names(model)
+    outer = {name.partition(".")[0] for name in known}
     names = {name: name for name in arrays}
-    for wrapper in WRAPPERS:
-        if all(name.startswith(wrapper) for name in names.values()):
-            names = {k: name.removeprefix(wrapper) for k, name in names.items()}
+    while not known.issuperset(names.values()):
+        inside = {k: f"{part}.{name}" for part in outer if len(outer) == 1 for k, name in names.items()}
+        if inside and known.issuperset(inside.values()):
+            return inside  # ours wraps the app's network, as it does those of Hugging Face
+        if len({name.partition(".")[0] for name in names.values()}) > 1 or not all("." in n for n in names.values()):
+            return {name: name for name in arrays}
+        names = {k: name.partition(".")[2] for k, name in names.items()}  # the app wraps it, as torch.compile does
     return names
+
+
+def _names(model: nn.Module) -> set[str]:
+    # a tied parameter has several names, of which named_parameters() lists the first
+    return {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
 
 
 def _check(
     update: Mapping[str, Tensor], own: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: nn.Module
 ) -> None:
-    # a tied parameter has several names, of which named_parameters() lists the first
     known = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     if unknown := [k for k in update if k not in known]:
         raise UploadMismatch(

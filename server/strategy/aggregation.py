@@ -96,7 +96,11 @@ class Aggregation:
             return not attempt(kept).flaw
 
         clients, everybody = [reply.client for reply in replies], range(len(passed))
-        result = attempt(everybody)
+        try:
+            result = attempt(everybody)
+        except Exception:  # over replies that do not fit together, perhaps: without some it may be tried again
+            state.restore()
+            raise
         if result.state:  # is it so, too, if nobody has trained?
             state.restore()
             aggregate(everybody, [self._untrained(content) for content in contents])

@@ -12,6 +12,7 @@ from logging import INFO
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.common.logger import log
 
+from fedgauge.client.registry import allowed
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import Run
@@ -67,7 +68,8 @@ class AppRounds:
         if not updates:
             log(INFO, "fedgauge recorded no update in %s", folder)
             return
-        log(INFO, "fedgauge recorded %d updates in %s. Attack them with: fedgauge audit %s", updates, folder, folder)
+        command = " ".join((f"fedgauge audit {folder}", *(f"--allow {package}" for package in allowed())))
+        log(INFO, "fedgauge recorded %d updates in %s. Attack them with: %s", updates, folder, command)
 
     def trained(self, round: int, metrics: MetricRecord | None, clients: Mapping[int, int]) -> None:
         """The clients' training of a round is over.

@@ -45,6 +45,7 @@ class UpdateRecorder:
     keep: Keep = "all"
     federation: Federation | None = None
     seconds: dict[int, float] = field(default_factory=dict)  # what recording cost, by round
+    counted: int | None = None  # the latest round with notes that is only counted
 
     def __call__(self, intake: RoundReplies) -> None:
         self.enter(intake.round, self.put(intake))
@@ -69,15 +70,27 @@ class UpdateRecorder:
         """Write what was found about the round as a whole, if anything was."""
         if not intake.notes:
             return
-        facts, key = self.ledger.meta(), f"{ROUND_NOTE}{intake.round}"
+        self.note(intake.round, intake.notes)
+        if any(p.status == "rejected" for p in intake.refused):
+            self.ledger.set_meta(**{USUAL_NORM: repr(intake.usual_norm)})
+
+    def note(self, round: int, notes: Sequence[str], beside: bool = False) -> None:
+        """Write sentences on a round, of many rounds only how many there are.
+
+        Args:
+            beside: keep what was written of this round before.
+        """
+        facts, key = self.ledger.meta(), f"{ROUND_NOTE}{round}"
         if key in facts or sum(known.startswith(ROUND_NOTE) for known in facts) < MOST_NOTED:
-            more = len(intake.notes) - MOST_NOTED
-            new = {key: "; ".join(intake.notes[:MOST_NOTED]) + (f"; and {more} more" if more > 0 else "")}
+            more = len(notes) - MOST_NOTED
+            earlier = [facts[key]] if beside and key in facts else []
+            new = {key: "; ".join([*earlier, *notes[:MOST_NOTED]]) + (f"; and {more} more" if more > 0 else "")}
+        elif beside and round == self.counted:
+            return
         else:
+            self.counted = round
             before = facts.get(MORE_NOTED, "")
             new = {MORE_NOTED: str((int(before) if re.fullmatch(r"\d{1,7}", before) else 0) + 1)}
-        if any(p.status == "rejected" for p in intake.refused):
-            new[USUAL_NORM] = repr(intake.usual_norm)
         self.ledger.set_meta(**new)
 
     def _compare(self, intake: RoundReplies) -> None:
@@ -198,6 +211,8 @@ class CuriousStrategy(UpdateValidator):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The validator's."""
         metrics = super().aggregate_evaluate(server_round, replies)
+        if self.evaluation_notes and isinstance(self.record, UpdateRecorder):
+            self.record.note(server_round, self.evaluation_notes, beside=True)
         if self._rounds is not None:
             self._rounds.evaluated(server_round, metrics)
         return metrics

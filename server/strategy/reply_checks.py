@@ -1,12 +1,13 @@
 """What one reply must be before anything is computed with it: its arrays, its number of examples, its metrics."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from fedgauge.client.update import Params, Update
 
 MOST_EXAMPLES = 10**9  # that one client may claim if the server does not know better
 MOST_STEPS = 2**53  # in a counter: beyond it an average in floating point skips whole numbers
+_Form = TypeVar("_Form", bound=Hashable)
 VARIANCE, STEPS = "running_var", "num_batches_tracked"  # how torch names BatchNorm's variances and its counter
 
 
@@ -103,6 +105,30 @@ def examples_of(message: Message, key: str, most: int) -> int:
     if not isinstance(examples, int | float) or not 1 <= examples <= most or examples != int(examples):
         raise ReplyRejected(f"{key} must be a whole number from 1 to {most}, got {str(examples)[:40]}")
     return int(examples)
+
+
+def wrong_weight(value: object, key: str, most: int) -> str:
+    """Why no average can be weighted by a client's number of examples, which may be 0 in an evaluation; empty if one can."""
+    fits = isinstance(value, int | float) and 0 <= value <= most
+    return "" if fits else f"{key} must be a number from 0 to {most}, got {str(value)[:40]}"
+
+
+def commonest(forms: Sequence[_Form]) -> _Form | None:
+    """The form that more replies have than any other; None if there is none."""
+    ranked = Counter(forms).most_common(2)
+    return ranked[0][0] if ranked and (len(ranked) < 2 or ranked[0][1] > ranked[1][1]) else None
+
+
+def unlike_most(contents: Sequence[RecordDict]) -> list[int]:
+    """The positions of replies whose records, or arrays, have other names than most; none if no form is the commonest."""
+
+    def form(content: RecordDict) -> tuple[frozenset[tuple[str, ...]], frozenset[str]]:
+        arrays = frozenset((name, *sorted(record)) for name, record in content.array_records.items())
+        return arrays, frozenset(content.metric_records)
+
+    forms = [form(content) for content in contents]
+    usual = commonest(forms)
+    return [i for i, own in enumerate(forms) if usual is not None and own != usual]
 
 
 def metrics_of(message: Message) -> MetricRecord:

@@ -16,7 +16,7 @@ OF_FEW = 10**6  # instead, where too few replies came to have a usual one: two h
 FEW = 3  # replies below which no majority says what is usual
 UNWEIGHTED = (Bulyan, FedMedian, FedTrimmedAvg, MultiKrum, QFedAvg)  # these do not average all replies by examples
 LARGE_SHARE = 0.9  # of a round's average: from here on the others hardly count
-ONE_BY_ONE = 16  # replies that are tried one by one, after those that spoil a round were found together
+ONE_BY_ONE = 8  # replies that are found one by one to spoil a round; beyond it the most unusual ones go together
 
 
 def norm(tensors: Mapping[str, Tensor]) -> float:
@@ -75,20 +75,27 @@ def spoilers(sizes: Sequence[float], sound: Callable[[Sequence[int]], bool]) -> 
     def sound_without(left_out: Sequence[int]) -> bool:
         return sound(sorted(set(order) - set(left_out)))
 
-    low, high = 0, 1  # too few are left out, perhaps enough
-    while high < len(order) and not sound_without(order[:high]):
-        low, high = high, 2 * high
-    high = min(high, len(order))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if sound_without(order[:middle]) else (middle, high)
-    if high == len(order):
-        return []
-    left_out = order[:high]
-    for i in reversed(left_out[-ONE_BY_ONE:-1]):  # unusual, but perhaps harmless
-        if sound_without(fewer := [j for j in left_out if j != i]):
-            left_out = fewer
-    return sorted(left_out)
+    def fewest(rest: Sequence[int], found: Sequence[int]) -> int:
+        """How many of the rest must be left out besides those found, the most unusual first; all if no fewer will do."""
+        low, high = 0, 1  # too few are left out, perhaps enough
+        while high < len(rest) and not sound_without([*found, *rest[:high]]):
+            low, high = high, 2 * high
+        high = min(high, len(rest))
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if sound_without([*found, *rest[:middle]]) else (middle, high)
+        return high
+
+    found, rest = list[int](), order
+    while len(found) < ONE_BY_ONE and len(rest) > 1:
+        guilty = rest[
+            fewest(rest, found) - 1
+        ]  # without those before it the round is spoiled, without it, too, it is not
+        found, rest = [*found, guilty], [i for i in rest if i != guilty]
+        if sound_without(found):
+            return sorted(found)
+    high = fewest(rest, found)
+    return sorted([*found, *rest[:high]]) if high < len(rest) else []
 
 
 def large_share(clients: Sequence[int], examples: Sequence[int]) -> dict[int, str]:

@@ -24,7 +24,7 @@ from fedgauge.client.rng import seed_of
 from fedgauge.client.update import Params, average
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.scenario import ValidatorOptions
-from fedgauge.server.strategy import reply_checks, round_checks
+from fedgauge.server.strategy import evaluation, reply_checks, round_checks
 from fedgauge.server.strategy.aggregation import Aggregation
 from fedgauge.server.strategy.ordered_grid import OrderedGrid
 from fedgauge.server.strategy.reply_checks import MOST_EXAMPLES, AcceptedReply, ReplyRejected
@@ -105,6 +105,8 @@ class UpdateValidator(Strategy):
         self._params: Params = {}
         self._sent: dict[int, Params] = {}  # by client, if the wrapped strategy sends it other weights
         self._asked: set[int] = set()  # node ids
+        self._evaluating: set[int] | None = None  # node ids; None: the wrapped strategy's own loop chose them
+        self.evaluation_notes: list[str] = []  # on the latest evaluation's replies
         self._away: set[int] = set()  # clients
         self._forgiven: set[str] = set()  # of the wrapped strategy's state
         self._large: set[int] = set()  # clients whose share of a round was named
@@ -170,7 +172,14 @@ class UpdateValidator(Strategy):
             self.inner, server_round, self._params, self.buffers, self.usable, self.counts, self._forgiven
         )
         try:
-            result, left_out, found = aggregation.of(passed)
+            try:
+                result, left_out, found = aggregation.of(passed)
+            except Exception:  # Flower's strategies refuse a round whose replies have several forms
+                if not (unlike := self._unlike_most(passed)):
+                    raise
+                passed = [pair for pair in passed if pair[0].client not in unlike]
+                rejected |= unlike
+                result, left_out, found = aggregation.of(passed)
             notes += found
             passed = [pair for i, pair in enumerate(passed) if i not in left_out]
             rejected |= {p.client: p for p in left_out.values()}
@@ -193,15 +202,24 @@ class UpdateValidator(Strategy):
     ) -> Iterable[Message]:
         """The wrapped strategy's, with the same order of nodes."""
         random.seed(seed_of(self.seed, "sample evaluate", server_round))
-        return self.inner.configure_evaluate(
-            server_round, arrays, config, OrderedGrid(grid, self._client, self.clients if self.strict else None)
+        messages = list(
+            self.inner.configure_evaluate(
+                server_round, arrays, config, OrderedGrid(grid, self._client, self.clients if self.strict else None)
+            )
         )
+        self._evaluating = {message.metadata.dst_node_id for message in messages}
+        return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """The wrapped strategy's, over replies ordered by client."""
+        """The wrapped strategy's, over replies ordered by client, without those that spoil it; None if it fails."""
         # a dead node's error comes from the SuperLink, which is not a client
         ordered = sorted(replies, key=lambda m: self.clients.get(m.metadata.src_node_id, math.inf))
-        return self.inner.aggregate_evaluate(server_round, ordered)
+        asked, self._evaluating = self._evaluating, None
+        key, most = getattr(self.inner, "weighted_by_key", WEIGHT), self.options.max_examples or MOST_EXAMPLES
+        metrics, self.evaluation_notes = evaluation.aggregate(
+            self.inner, server_round, ordered, asked, self.clients, key, most
+        )
+        return metrics
 
     def summary(self) -> None:
         """The wrapped strategy's."""
@@ -277,6 +295,12 @@ class UpdateValidator(Strategy):
         return kept, {
             replies[i].client: Participation(replies[i].client, "rejected", reason) for i, reason in reasons.items()
         }
+
+    def _unlike_most(self, passed: Sequence[tuple[AcceptedReply, Message]]) -> dict[int, Participation]:
+        """The rejections of replies that do not fit the others."""
+        odd = [passed[i][0].client for i in reply_checks.unlike_most([message.content for _, message in passed])]
+        reason = "its records or arrays have other names than the other clients', and the strategy takes one form only"
+        return {client: Participation(client, "rejected", reason) for client in odd}
 
     def _large_shares(self, accepted: Sequence[AcceptedReply]) -> list[str]:
         """A sentence on a client that is nearly the whole average, the first time that it is."""

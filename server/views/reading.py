@@ -255,6 +255,7 @@ class Reading:
         if self._scenario is None:
             allowed = may_download.set(False)
             try:
+                self.run.check()  # the scenario may name data in the run's own folder
                 self._scenario = self.run.scenario()
             except (SpecError, OSError, ValueError) as error:
                 self._scenario = str(error)

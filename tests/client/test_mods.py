@@ -186,6 +186,27 @@ def test_a_reply_keeps_its_precision() -> None:
     assert reply["bias"].tolist() == [3.0, 2.0]
 
 
+@pytest.mark.parametrize("value", [1e-4, 2e-3])
+def test_an_update_of_half_precision_is_clipped_and_rounded_once(value: float) -> None:
+    """A clip to 0.05 let a norm of 0.2 pass."""
+    start, trained = ({"w": torch.full((250_000,), entry, dtype=torch.float16)} for entry in (0.0, value))
+    seen: list[tuple[str, Update]] = []
+    mod = as_mod(chain(clip(0.02), tell("clipped", seen), gaussian(1e-3), tell("noisy", seen)))
+    message = Message(RecordDict({"arrays": ArrayRecord(start)}), dst_node_id=1, message_type="train")
+
+    def train(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"arrays": ArrayRecord(trained)}), reply_to=message)
+
+    reply = mod(message, Context(1, 1, {}, RecordDict(), {}), train)
+    sent = reply.content.array_records["arrays"].to_torch_state_dict()["w"]
+    (_, clipped), (_, noisy) = seen
+    assert float(clipped["w"].double().norm()) == pytest.approx(0.02, rel=2.0**-10), (
+        "no further, as the accounting adds"
+    )
+    assert sent.dtype == torch.float16
+    assert torch.equal(sent, noisy["w"].half()), "rounded behind the noise"
+
+
 def test_exceptions_of_the_training_pass() -> None:
     def broken(message: Message) -> RecordDict:
         raise ArithmeticError("diverged")

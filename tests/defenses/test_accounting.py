@@ -529,8 +529,24 @@ def test_statistics_that_travel_without_noise_leave_no_epsilon(make_federation: 
     links = [LOCAL, {"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 8.0}]
     assert spent(make_federation(model=model, chain=links), {0: 1}).client > 0
     training = make_federation(model={**model, "mode": "train"}, chain=links)
+    assert training.sends_buffers
     with pytest.raises(NoGuarantee, match=r"\(BatchNorm in train mode\) mixes examples, and its statistics are sent"):
         spent(training, {0: 1})
+
+
+def test_other_buffers_cost_no_epsilon_as_they_are_not_sent(make_federation: Make) -> None:
+    """Which layers move their buffers is not known; beside noise after a clip no client moves any, or sends it."""
+    model = {"use": "convnet", "norm": "group", "width": 4, "mode": "train"}
+    links = [LOCAL, {"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 8.0}]
+    private = make_federation(model=model, chain=links)
+    private.model.add_module("beside", torch.nn.InstanceNorm2d(1, track_running_stats=True))
+    assert not private.sends_buffers
+    assert spent(private, {0: 1}).client > 0
+    for weaker in (links[:1], links[:2], [LOCAL, links[2]]):
+        bare = make_federation(model=model, chain=weaker)
+        assert bare.sends_buffers
+        with pytest.raises(NoGuarantee):
+            spent(bare, {0: 1})
 
 
 @pytest.mark.parametrize(("links", "words"), [

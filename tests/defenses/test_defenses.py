@@ -11,7 +11,8 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 from torch import Generator
 
-from fedgauge.client.update import Update, norm
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch, Update, norm
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian, identity, laplace
@@ -65,6 +66,18 @@ def test_clip_counts_every_tensor_into_one_norm() -> None:
 @pytest.mark.parametrize("max_norm", [5.0, 5.1, 1e30])
 def test_clip_leaves_a_small_update_as_it_is_to_the_bit(max_norm: float) -> None:
     assert clip(max_norm).apply(vector(3.0, 4.0), None)["w"].tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [1e-3, 1e-4])
+def test_clip_bounds_half_precision_as_close_as_single(dtype: torch.dtype, value: float) -> None:
+    """Squares below 2^-24 vanish in float16, and rounding up after the clip may double float16's smallest entries."""
+    update = {"w": torch.full((1_000_000,), value, dtype=dtype)}
+    clipped = clip(0.04).apply(update, None)["w"]
+    assert float(clipped.double().norm()) == pytest.approx(0.04, rel=1e-5)
+    one = per_example(clip(0.04))(lambda params, batch, rng: {k: t * batch.x.sum() for k, t in update.items()})
+    both = one({}, Batch(torch.ones(2, 1, dtype=dtype), torch.zeros(2)), None)["w"]
+    assert float(both.double().norm()) == pytest.approx(0.04, rel=1e-5), "their mean, too, is rounded behind the noise"
 
 
 @given(arrays(np.float64, 5, elements=st.floats(-1e6, 1e6)), st.floats(1e-3, 1e3))

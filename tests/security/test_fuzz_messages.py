@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Krum
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -221,6 +222,60 @@ MOVING = (
     "FedYogi",
     "FedAdagrad",
 )  # these may move an average of variances below zero by themselves
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation replies
+
+FIGURES: dict[str, Any] = {"loss": 0.7, "per-class": [0.25, 0.5], "num-examples": 4}
+VALUES: list[Any] = [
+    *COUNTS, 0.0, -0.0, 5e-324, 1.7e308, -1.7e308, -(2**63), [], [0.5, 0.5], [math.nan, 0.1], [1, -(2**63)], [0.0] * 10_000
+]  # fmt: skip
+
+
+@st.composite
+def evaluations(draw: st.DrawFn) -> RecordDict:
+    """What a client may say of its evaluation: honest figures, of which some are others, elsewhere, or not there."""
+    names = st.sampled_from([*FIGURES, "accuracy", "", "x" * 10_000, "\x00", "<b>"])
+    said = MetricRecord({**FIGURES, **draw(st.dictionaries(names, st.sampled_from(VALUES), max_size=3))})
+    for name in draw(st.sets(st.sampled_from(list(FIGURES)), max_size=1)):
+        del said[name]
+    content = RecordDict({draw(st.sampled_from(["metrics", "metrics", "m", ""])): said})
+    if draw(st.booleans()):
+        content["more"] = draw(st.sampled_from([MetricRecord({"a": 1}), ConfigRecord({"a": "b"}), ArrayRecord(START)]))
+    return content if draw(st.integers(0, 9)) else RecordDict()
+
+
+@settings(FUZZ)
+@given(
+    said=evaluations(),
+    times=st.sampled_from([1, 1, 1, 2]),
+    use=st.sampled_from([FedAvg, FedAdam, FedMedian, Krum]),
+    place=st.integers(0, CLIENTS - 1),
+)
+def test_what_one_client_says_of_its_evaluation_ends_nothing(
+    said: RecordDict, times: int, use: type[FedAvg], place: int
+) -> None:
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    grid = Grid()
+    clients = {node: (client + place) % CLIENTS for node, client in grid.clients.items()}  # hostile: first, or last
+    validator = UpdateValidator(use(min_available_nodes=CLIENTS), clients=clients, replies="weights")
+    asked = list(validator.configure_evaluate(1, ArrayRecord(START), ConfigRecord(), grid))
+    assert len(asked) == CLIENTS, "fraction_evaluate is 1"
+    replies = []
+    for message in asked:
+        if message.metadata.dst_node_id == HOSTILE + 1:
+            replies += [Message(said, reply_to=message)] * times
+        else:
+            replies.append(Message(RecordDict({"metrics": MetricRecord(FIGURES)}), reply_to=message))
+    found = validator.aggregate_evaluate(1, replies)
+    assert found is not None and found.keys() == {"loss", "per-class"}
+    everything: list[Any] = [found["loss"], *found["per-class"]]  # type: ignore[misc]
+    assert all(math.isfinite(n) for n in everything)
+    hostile = clients[HOSTILE + 1]
+    assert all(note.startswith(f"round 1: client {hostile} was left out") for note in validator.evaluation_notes)
+    if validator.evaluation_notes:
+        assert len(validator.evaluation_notes) == 1
+        assert dict(found) == {"loss": FIGURES["loss"], "per-class": FIGURES["per-class"]}
 
 
 # ------------------------------------------------------------------------------------------------ whole runs and reports

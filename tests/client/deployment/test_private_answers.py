@@ -23,7 +23,8 @@ from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.deployment.terms import ServerTerms
-from fedgauge.client.federation import Federation
+from fedgauge.client.federation import TRANSFORM, Federation
+from fedgauge.client.models.vision import floating_buffers
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Params
@@ -206,6 +207,155 @@ def test_a_guard_by_which_examples_decide_does_not_go_with_a_promise(
     with pytest.raises(SpecError, match="the examples decide whether the client answers"):
         DeployedClient.of(OwnerConfig.load(own), ServerTerms.parse(text))
     DeployedClient.of(OwnerConfig.load(path(chain=[SGD], guard=guard)), ServerTerms.parse(text))
+
+
+IN_ANY_LINK = """
+import torch
+from torch import nn
+
+
+class Fussy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(784, 8), nn.Linear(8, 10)
+
+    def forward(self, x):
+        features = self.first(x.flatten(1))
+        if (x.flatten(1)[:, 28 * 14 + 14] > 0).any():
+            raise ValueError("the middle is lit")
+        return self.last(features.sigmoid())
+
+
+def net(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Fussy()
+"""
+CLIP, NOISE = {"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 100.0}
+# what stands before a clip, by the link's name; a new link needs a line here
+BEFORE: dict[str, list[dict[str, Any]]] = {
+    "ats": [{"use": "ats", "policy": "24", "crop_and_flip": False}, SGD],  # posterize leaves a lit pixel lit
+    "clip": [{**CLIP, "each": True}, SGD],
+    "dp_sgd": [{"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 1.0}, SGD],
+    "freeze": [{"use": "freeze", "layers": ["first"]}, SGD],
+    "gaussian": [{"use": "gaussian", "sigma": 1.0}, SGD],
+    "identity": [{"use": "identity"}, SGD],
+    "laplace": [{"use": "laplace", "scale": 1.0}, SGD],
+    "local_sgd": [{**SGD, "steps": 2}],
+    "local_training": [{"use": "local_training", "rate": 0.1, "optimizer": "adam", "epochs": 2}],
+    "mask": [{"use": "mask", "keep": 0.5}, SGD],
+    "mixup": [{"use": "mixup", "alpha": 0.4}, SGD],
+    "prune": [{"use": "prune", "keep": 0.5}, SGD],
+    "quantize": [{"use": "quantize", "bits": 4}, SGD],
+    "sign": [{"use": "sign"}, SGD],
+    "soteria": [{"use": "soteria"}, SGD],
+    "top_k": [SGD, {"use": "top_k", "keep": 0.5}],
+}
+ORDERS = {
+    **{name: [*links, CLIP, NOISE] for name, links in BEFORE.items()},
+    "soteria after training": [SGD, {"use": "soteria"}, CLIP, NOISE],
+    "soteria of each": [{"use": "soteria"}, *CHAINS["dp_sgd"]],
+    "soteria between clip and noise": [CLIP, {"use": "soteria"}, NOISE, SGD],
+}
+
+
+def test_every_link_is_tried_before_a_clip() -> None:
+    assert set(BEFORE) == set(TRANSFORM.names())
+
+
+@pytest.mark.parametrize("links", ORDERS.values(), ids=list(ORDERS))
+def test_no_link_shows_that_the_network_fails_on_an_example(
+    path: Callable[..., Path], links: list[dict[str, Any]]
+) -> None:
+    """soteria runs the network itself: the client answered if, and only if, a pixel was dark in all examples."""
+    own_path = path(chain=links, allow=["fussy_in_links"])
+    (own_path.parent / "fussy_in_links.py").write_text(IN_ANY_LINK)
+    named = protocol(model={"use": "fussy_in_links:net"})
+    own = DeployedClient.of(OwnerConfig.load(own_path), ServerTerms.parse(named.to_json()))
+    params, y = own.initial()[0], torch.tensor([0, 9])
+    assert own.chain.private
+    for value in (0.0, 1.0):
+        assert not ClientFolder(own.owner.state).log.is_file(), "nothing has failed so far"
+        update = own.compute(params, {}, Batch(torch.full((2, 1, 28, 28), value), y), {})
+        assert {k: t.shape for k, t in update.items()} == {k: p.shape for k, p in params.items()}
+        assert all(bool(torch.isfinite(t).all()) for t in update.values())
+    assert "the middle is lit" in ClientFolder(own.owner.state).log.read_text()
+
+
+MOVING = """
+from torch import nn
+import torch
+
+
+class Own(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.last = kind, nn.Linear(784, 10)
+        self.norm = nn.InstanceNorm2d(1, track_running_stats=True, momentum=1.0) if kind == "instance" else nn.Identity()
+        self.register_buffer("mean", torch.zeros(28, 28))
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, x):
+        if self.training and self.kind == "moved":
+            self.mean.copy_(x.detach().mean((0, 1)))
+        if self.training and self.kind == "replaced":
+            self.mean = x.detach().mean((0, 1))
+        return self.last((self.norm(x) + self.mean).flatten(1))
+
+
+def net(shape: tuple[int, ...], classes: int, kind: str) -> nn.Module:
+    return Own(kind)
+"""
+
+
+@pytest.mark.parametrize("kind", ["instance", "moved", "replaced"])
+@pytest.mark.parametrize("chain", ["dp_sgd", "clip of the update"])
+def test_no_buffer_leaves_beside_noise(path: Callable[..., Path], kind: str, chain: str) -> None:
+    """The mean image of the batch, or the last example's mean, left the client as it was."""
+    package = f"moving_{kind}"
+    asked = protocol(model={"use": f"{package}:net", "kind": kind, "mode": "train"})
+    for links, sent in ((CHAINS[chain], False), ([SGD], True)):
+        own_path = path(chain=links, allow=[package], state=f"state-{sent}")
+        (own_path.parent / f"{package}.py").write_text(MOVING)
+        own = DeployedClient.of(OwnerConfig.load(own_path), ServerTerms.parse(asked.to_json()))
+        params, buffers = own.initial()
+        update = own.compute(params, buffers, own.owner.batch([0, 1]), {})
+        assert bool(update["last.weight"].any()), "it trains"
+        held = floating_buffers(own.model)
+        assert all(torch.equal(held[k], buffers[k]) for k in buffers) is not sent, "nor is one kept for the next round"
+        content = RecordDict({"arrays": ArrayRecord(params), "config": ConfigRecord({"server-round": 1})})
+        content["buffers"] = ArrayRecord(buffers)
+        where = Context(1, 7, {"client": str(own_path), "partition-id": 1}, RecordDict(), {"protocol": asked.to_json()})
+        reply = app(Message(content, dst_node_id=7, message_type="train"), where)
+        assert set(reply.content.array_records) == {"update"} | ({"buffers"} if sent else set())
+
+
+HALF = """
+import torch
+from torch import nn
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(784, 10, dtype=torch.float16)
+
+    def forward(self, x):
+        return self.last(x.flatten(1).half()).float()
+
+
+def net(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Half()
+"""
+
+
+@pytest.mark.parametrize("chain", ["dp_sgd", "clip of the update"])
+def test_an_update_of_half_precision_leaves_in_it(path: Callable[..., Path], chain: str) -> None:
+    own_path = path(chain=CHAINS[chain], allow=["half_network"])
+    (own_path.parent / "half_network.py").write_text(HALF)
+    asked = protocol(model={"use": "half_network:net"})
+    own = DeployedClient.of(OwnerConfig.load(own_path), ServerTerms.parse(asked.to_json()))
+    update = own.compute(*own.initial(), own.owner.batch([0, 1]), {})
+    assert {t.dtype for t in update.values()} == {torch.float16}
+    assert not ClientFolder(own.owner.state).log.is_file(), "no gradient failed"
 
 
 def test_statistics_are_not_sent_beside_noise(path: Callable[..., Path]) -> None:

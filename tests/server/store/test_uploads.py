@@ -58,6 +58,17 @@ def test_a_wrappers_prefix_is_left_out(normed: Federation) -> None:
     assert list(as_the_model_has_it(uploaded(state), normed).params) == [k for k, _ in normed.model.named_parameters()]
 
 
+@pytest.mark.parametrize("wrapper", ["", "model.", "module._orig_mod."])
+def test_an_apps_network_of_hugging_face_has_its_own_names(make_federation: Make, wrapper: str) -> None:
+    """[model] holds it as `net`; the app sends the network itself, or holds it under another name."""
+    fed = make_federation(data={"use": "phrases"}, model={"use": "tiny_bert"}, clients=1)
+    theirs = fed.model.net.state_dict()
+    assert isinstance(theirs, dict) and not any(k.startswith("net.") for k in theirs)
+    seen = as_the_model_has_it(uploaded({f"{wrapper}{k}": t for k, t in theirs.items()}), fed)
+    assert list(seen.params) == [k for k, _ in fed.model.named_parameters()]
+    assert all(torch.equal(seen.params[k], p) for k, p in fed.model.named_parameters())
+
+
 def test_frozen_layers_need_not_be_uploaded(make_federation: Make) -> None:
     chain = [{"use": "freeze", "layers": ["hidden"]}, {"use": "local_sgd", "rate": 0.1}]
     plain = make_federation(model={"use": "mlp", "hidden": [8]})

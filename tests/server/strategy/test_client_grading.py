@@ -349,7 +349,7 @@ def test_what_nobody_graded_is_shown_and_scored_by_nothing(tmp_path: Path) -> No
         picture = shown["inverting_gradients"].image
         x = run.read_reconstruction(1, card.client, "inverting_gradients")["x"][card.example]
         assert picture is not None and (pixels(picture) == (x.clamp(0, 1) * 255).round().byte()[0].numpy()).all()
-        assert shown["analytic"].image is None and shown["analytic"].note == "not_applicable"
+        assert shown["analytic"].image is None and shown["analytic"].note == "not applicable"
     came_back = {row["attack"]: row["reconstructions"] for row in seen["ungraded"].pop("rows")}
     assert came_back == {"inverting_gradients": 3, "analytic": 0}
     assert seen["ungraded"] == {"count": 3, "reason": "the owner does not allow it"}
@@ -374,7 +374,7 @@ def test_beyond_an_owners_number_of_questions_the_floors_go_first(tmp_path: Path
         told = psnr(ledger)
         assert all(v is not None for v in told[1, 0, "inverting_gradients"])
         assert told[1, 0, "mean_image"] == [None]
-        assert "1 questions about these examples were answered" in cards(ledger)["mean_image"]
+        assert "as many questions about these examples were answered as the owner allows" in cards(ledger)["mean_image"]
 
 
 def test_waiting_ends_when_the_service_is_done(tmp_path: Path) -> None:
@@ -482,9 +482,9 @@ def test_labels_cannot_be_given_where_nobody_has_them(tmp_path: Path, observe: C
     assert str(told.value) == NO_TRUTH
 
 
-def test_a_simulated_secure_sum_is_refused_in_a_deployment(tmp_path: Path) -> None:
+def test_a_deployments_secure_sum_needs_the_largest_entry(tmp_path: Path) -> None:
     scenario = small(secure_sum={"group": 3})
-    with pytest.raises(SpecError, match=r"\[secure_sum\] works in simulations only"):
+    with pytest.raises(SpecError, match=r"\[secure_sum\]: a deployment's is real, and needs clip"):
         create_run(scenario, tmp_path / "run", mode="deployment")
 
 
@@ -531,13 +531,16 @@ def private() -> Federation:
 
 
 def test_what_the_server_may_know_amplifies_nothing(private: Federation) -> None:
-    """Without amplification it is the exact Gaussian mechanism: sensitivity 2 C / B, composed over the rounds."""
+    """Without amplification it is the exact Gaussian mechanism: sensitivity 2 C / B, composed over the rounds.
+
+    What rounding costs a deployment's discrete noise comes on top, some thousandths.
+    """
     import dp_accounting
 
     shard = len(private.shards.indices[0])
     secret, agreed = (Accountant.of(private, secret=s).spent(2, shard) for s in (True, False))
     exact = dp_accounting.get_epsilon_gaussian(1.0 / (2 * 1.0 / 2) / math.sqrt(2), 1e-5)
-    assert agreed.record == pytest.approx(exact, rel=1e-9)
+    assert exact < agreed.record < 1.005 * exact
     assert secret.record < agreed.record
     assert secret.client == agreed.client, "all of a client's data is in whatever is drawn of it"
 
