@@ -45,7 +45,7 @@ class SecureSum(ABC):
 
 
 SECURE_SUM = ComponentKind("a secure sum", ("fedgauge.secure_sums",), SecureSum)
-PAIRWISE = "pairwise_masking"  # clients may not import defenses, so the registry finds it by name
+PAIRWISE = "PairwiseMasking"  # clients may not import defenses, so the registry finds it by name
 
 
 def build_secure_sum(table: Table, where: str = "[secure_sum]") -> SecureSum:

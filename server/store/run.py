@@ -240,7 +240,7 @@ def _misshapen(tensors: Mapping[str, Tensor]) -> str:
     if trace:
         steps = trace[0].shape[:1]
         one_each = len(trace) == 3 and all(t.shape == steps for t in trace[1:]) and not trace[1].is_floating_point()
-        if x is None or not one_each or trace[0].shape[1:] != x.shape or not trace[0].is_floating_point():
+        if x is None or not one_each or trace[0].shape[1:] != x.shape or trace[0].dtype != torch.uint8:
             return "its trace does not fit"
     return ""
 

@@ -175,8 +175,8 @@ def test_a_run_in_memory_is_the_same_run(finished: Run, tmp_path: Path) -> None:
     assert [e["round"] for e in events if e["event"] == "round"] == [0, 1, 2, 3, 4]
     assert (events[-1]["event"], events[-1]["state"]) == ("finished", "complete")
     run = Run.open(Path(events[-1]["folder"]))
-    assert b"Simulation" not in run.log("flower.log").read_bytes(), "Flower's engine was not started"
-    assert b"Simulation" in finished.log("flower.log").read_bytes()
+    assert b"run_simulation" not in run.log("flower.log").read_bytes(), "Flower's engine was not started"
+    assert b"run_simulation" in finished.log("flower.log").read_bytes()
     assert (run.folder / "report.html").stat().st_size > 100_000
     assert run.model.read_bytes() == finished.model.read_bytes()
     tapes = [{p.name: p.read_bytes() for p in (r.folder / "tape").glob("*.safetensors")} for r in (run, finished)]
