@@ -78,6 +78,7 @@ def tensors_of(record: ArrayRecord, reference: Mapping[str, Tensor], loose: bool
 
 def _check_counter(name: str, array: NDArray[Any], sent: NDArray[Any]) -> None:
     """Refuse whole numbers that no training counts to: an average of them would overflow, or become negative."""
+    array = array.astype(np.float64) if array.dtype.kind == "f" else array  # half precision does not reach the bound
     if ((array > MOST_STEPS) | (array < -MOST_STEPS)).any():
         raise ReplyRejected(f"{name} must be from -{MOST_STEPS} to {MOST_STEPS}")
     if name.endswith(STEPS) and ((array <= -1) & (sent >= 0)).any():

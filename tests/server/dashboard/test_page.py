@@ -523,13 +523,13 @@ def test_a_report_shows_what_nobody_graded_and_claims_no_rate(
             rows = [ScoreRecord(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
             ledger.grade(job.id, rows, "not graded: the owner does not allow it")
     page = watched.open(write_report(run).resolve().as_uri())
-    expect(page.locator(".verdict")).to_contain_text("none graded (the owner does not allow it)")
+    expect(page.locator(".verdict")).to_contain_text("nobody graded any (the owner does not allow it)")
     cards = page.locator(".gallery .card")
     expect(cards.first).to_contain_text("the truth stays with the client")
     expect(cards.first).to_contain_text("not graded")
     assert cards.count() > 0 and page.locator(".gallery .pair img").count() >= cards.count()
     expect(page.locator("#success")).to_have_count(0)
-    expect(page.locator("main")).to_contain_text("No score: ")
+    expect(page.locator("main")).to_contain_text("Nothing is graded")
     expect(page.locator("main")).not_to_contain_text("0 % of the attacked examples")
 
 
