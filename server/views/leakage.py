@@ -108,7 +108,8 @@ def _median(values: Floats) -> float:
 
 def as_rate(leak: Leak) -> Rate:
     """A Leak of a metric that is 0 or 1 (identified) as a rate."""
-    return Rate(round((leak.mean or 0.0) * leak.n), leak.n)
+    # clipped, as a ledger from elsewhere may hold any number
+    return Rate(round(min(max(leak.mean or 0.0, 0.0), 1.0) * leak.n), leak.n)
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,8 @@ def _gain(graded: Scores, attack: str) -> _PairedDifference | None:
 
 
 def _rate_of(rows: Scores) -> Rate | None:
-    return Rate(int(rows.value.sum()), len(rows)) if len(rows) else None
+    # clipped, as a ledger from elsewhere may hold any number
+    return Rate(int(np.clip(rows.value, 0, 1).sum()), len(rows)) if len(rows) else None
 
 
 def _lookup(rows: Scores, keys: Ints) -> Floats:
