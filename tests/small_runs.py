@@ -9,6 +9,15 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 
+SMALLEST: dict[str, Any] = {
+    "rounds": 1,
+    "clients": 2,
+    "data": {"use": "mnist5k"},
+    "model": {"use": "mlp", "hidden": [4]},
+    "chain": [{"use": "local_sgd", "rate": 0.1}],
+    "audit": {"executor": "local"},
+}
+
 
 def scenario(**changes: Any) -> Scenario:
     """A small scenario whose audit runs in this process; tables changed by name."""

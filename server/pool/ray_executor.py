@@ -40,34 +40,7 @@ class RayExecutor:
         self._node: subprocess.Popen[bytes] | None = None
         # a short path, because socket paths are limited; removed at the end
         self._scratch = tempfile.mkdtemp(prefix="fedgauge-ray-")
-        settings = private_ray(Path(self._scratch)) if address is None else {}
-        before = {key: os.environ.get(key) for key in settings}
-        os.environ.update(settings)  # Ray reads it when it is imported
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        try:
-            import ray
-
-            self._ray = ray
-            if address is None:
-                # a folder inside ours, as Ray opens its own to everybody, with the sockets of its store in it
-                below = f"{self._scratch}/r"
-                ray.init(address="local", num_cpus=workers, include_dashboard=False, _temp_dir=below, **quiet)
-                if (at := ray.util.get_node_ip_address()) != LOOPBACK:
-                    ray.shutdown()
-                    raise RuntimeError(
-                        f"Ray was imported before the attack workers were asked for, and listens at {at}; expected "
-                        f"{LOOPBACK}: set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray is imported"
-                    )
-            else:
-                self._join(address, quiet)
-        except BaseException:
-            for key, value in before.items():
-                if value is None:
-                    del os.environ[key]
-                else:
-                    os.environ[key] = value
-            self._leave()
-            raise
+        self._connect(workers, address)
 
         class Worker:
             """Defined in this method, so that Ray sends it by value."""
@@ -85,10 +58,44 @@ class RayExecutor:
 
         # Ray itself retries and restarts nothing: the ledger counts attempts, and a restarting actor would refuse every
         # task it is given meanwhile and so use them up
-        gpus = 1 if address is not None and ray.cluster_resources().get("GPU") else 0
-        self._actor: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, max_task_retries=0)(Worker)
+        gpus = 1 if address is not None and self._ray.cluster_resources().get("GPU") else 0
+        self._actor: Any = self._ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, max_task_retries=0)(Worker)
         self._idle = deque(self._actor.remote() for _ in range(workers))
         self._flying: dict[Any, tuple[int, Any]] = {}
+
+    def _connect(self, workers: int, address: str | None) -> None:
+        """Start Ray here or join the cluster; where that fails, nothing of it is left."""
+        settings = private_ray(Path(self._scratch)) if address is None else {}
+        before = {key: os.environ.get(key) for key in settings}
+        os.environ.update(settings)  # Ray reads it when it is imported
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        try:
+            import ray
+
+            self._ray = ray
+            if address is None:
+                self._start(workers, quiet)
+            else:
+                self._join(address, quiet)
+        except BaseException:
+            for key, value in before.items():
+                if value is None:
+                    del os.environ[key]
+                else:
+                    os.environ[key] = value
+            self._leave()
+            raise
+
+    def _start(self, workers: int, quiet: Mapping[str, Any]) -> None:
+        # a folder inside ours, as Ray opens its own to everybody, with the sockets of its store in it
+        below = f"{self._scratch}/r"
+        self._ray.init(address="local", num_cpus=workers, include_dashboard=False, _temp_dir=below, **quiet)
+        if (at := self._ray.util.get_node_ip_address()) != LOOPBACK:
+            self._ray.shutdown()
+            raise RuntimeError(
+                f"Ray was imported before the attack workers were asked for, and listens at {at}; expected "
+                f"{LOOPBACK}: set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray is imported"
+            )
 
     def pids(self) -> list[int]:
         """The idle workers' process ids; waits until each is up."""

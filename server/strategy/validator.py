@@ -138,28 +138,7 @@ class UpdateValidator(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check and record the replies, and pass the accepted ones on as weights, ordered by client."""
         received = list(replies)
-        answers = Counter(m.metadata.src_node_id for m in received if not m.has_error())
-        passed: list[tuple[AcceptedReply, Message]] = []
-        rejected: dict[int, Participation] = {}
-        for message in received:
-            if message.has_error():
-                continue
-            client = self._client(message.metadata.src_node_id)
-            try:
-                if (
-                    times := answers[message.metadata.src_node_id]
-                ) > 1:  # which one came first is chance, so neither counts
-                    raise ReplyRejected(f"the client answered {times} times")
-                reply, weights = self._check(client, message)
-            except ReplyRejected as reason:
-                rejected[client] = Participation(client, "rejected", str(reason))
-                continue
-            if weights is not None:  # replaces the raw reply, so that memory does not hold all replies twice
-                message.content = RecordDict(
-                    {"arrays": ArrayRecord(weights), "metrics": reply_checks.metrics_of(message)}
-                )
-            passed.append((reply, message))
-        passed.sort(key=lambda pair: pair[0].client)
+        passed, rejected = self._checked(received)
         sent = self._sent
         if self.protocol is not None and self.protocol.secure_sum is not None:
             sent = self._sent_to_groups(self.protocol, server_round, [reply.client for reply, _ in passed])
@@ -196,6 +175,32 @@ class UpdateValidator(Strategy):
             self.record(RoundReplies(server_round, self._params, *facts))
         self.buffers = result.buffers
         return result.arrays, result.metrics
+
+    def _checked(
+        self, received: Sequence[Message]
+    ) -> tuple[list[tuple[AcceptedReply, Message]], dict[int, Participation]]:
+        """Each reply by itself: those that pass, ordered by client and as weights, and by client those that do not."""
+        answers = Counter(m.metadata.src_node_id for m in received if not m.has_error())
+        passed: list[tuple[AcceptedReply, Message]] = []
+        rejected: dict[int, Participation] = {}
+        for message in received:
+            if message.has_error():
+                continue
+            node = message.metadata.src_node_id
+            client = self._client(node)
+            try:
+                if answers[node] > 1:  # which one came first is chance, so neither counts
+                    raise ReplyRejected(f"the client answered {answers[node]} times")
+                reply, weights = self._check(client, message)
+            except ReplyRejected as reason:
+                rejected[client] = Participation(client, "rejected", str(reason))
+                continue
+            if weights is not None:  # replaces the raw reply, so that memory does not hold all replies twice
+                message.content = RecordDict(
+                    {"arrays": ArrayRecord(weights), "metrics": reply_checks.metrics_of(message)}
+                )
+            passed.append((reply, message))
+        return sorted(passed, key=lambda pair: pair[0].client), rejected
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

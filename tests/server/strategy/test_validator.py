@@ -256,6 +256,8 @@ class Exploding:
         return pytest.exit, ("a reply was unpickled",)
 
 
+EXPLODING = np.array([Exploding()], dtype=object)
+
 BIAS = "linear.bias"
 BAD_TENSORS: dict[str, tuple[Tensor | Array, str]] = {
     "nan": (torch.tensor([0.0, math.nan, 0.0]), f"{BIAS} has entries that are not finite"),
@@ -280,9 +282,7 @@ BAD_TENSORS: dict[str, tuple[Tensor | Array, str]] = {
         f"{BIAS} cannot be decoded",
     ),
     "pickle": (
-        npy(
-            np.array([Exploding()], dtype=object), allow_pickle=True
-        ),  # written, never read: the validator must refuse it
+        npy(EXPLODING, allow_pickle=True),  # written, never read: the validator must refuse it
         f"{BIAS} cannot be decoded",
     ),
     "object header": (header("{'descr': '|O', 'fortran_order': False, 'shape': (3,), }"), f"{BIAS} cannot be decoded"),

@@ -14,24 +14,16 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy import submission
 from fedgauge.simulations.deploy.submission import Submission
 from fedgauge.simulations.run.launch import TrainingFailed, blame, child_environment
+from tests.small_runs import SMALLEST
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads a process's session in /proc: Linux")
 Answering = Callable[..., Submission]
-
-TABLES = {
-    "rounds": 1,
-    "clients": 2,
-    "data": {"use": "mnist5k"},
-    "model": {"use": "mlp", "hidden": [4]},
-    "chain": [{"use": "local_sgd", "rate": 0.1}],
-    "audit": {"executor": "local"},
-}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run that nobody has submitted."""
-    return Run.create(tmp_path / "run", Scenario.from_tables(TABLES))
+    return Run.create(tmp_path / "run", Scenario.from_tables(SMALLEST))
 
 
 def status(run: Run, submitted: Submission) -> str:

@@ -13,17 +13,10 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.launch import TrainingProcess
 from tests.listening import LOOPBACK, listening
+from tests.small_runs import SMALLEST
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 
-TABLES = {
-    "rounds": 1,
-    "clients": 2,
-    "data": {"use": "mnist5k"},
-    "model": {"use": "mlp", "hidden": [4]},
-    "chain": [{"use": "local_sgd", "rate": 0.1}],
-    "audit": {"executor": "local"},
-}
 DEAF = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -36,7 +29,7 @@ time.sleep(120)
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run that has not started anything."""
-    return Run.create(tmp_path / "run", Scenario.from_tables(TABLES))
+    return Run.create(tmp_path / "run", Scenario.from_tables(SMALLEST))
 
 
 def test_a_process_of_a_run_loads_no_folder_of_the_user_as_fedgauge(
@@ -85,7 +78,7 @@ def test_a_training_listens_on_the_loopback_address_alone_and_starts_nothing_tha
     tmp_path: Path,
 ) -> None:
     """A SuperLink would take one from any user of the machine, and Ray's own default is every interface."""
-    run = Run.create(tmp_path / "run", Scenario.from_tables(TABLES | {"rounds": 200}))
+    run = Run.create(tmp_path / "run", Scenario.from_tables(SMALLEST | {"rounds": 200}))
     with TrainingProcess(run) as training:
         _until(lambda: training.finished() or _rounds(run) >= 1)
         assert not training.finished(), run.log("flower.log").read_text()[-3000:]
