@@ -4,7 +4,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -98,7 +98,7 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-@cache
+@lru_cache  # of bounded size, as the words may hold what a server sent
 def _say_once(words: str) -> None:
     logging.getLogger("fedgauge").warning(words)
 

@@ -18,6 +18,22 @@ SMALLEST: dict[str, Any] = {
     "audit": {"executor": "local"},
 }
 
+DEPLOYED = """
+seed = 5
+rounds = 4
+clients = 3
+[data]
+use = "mnist5k"
+batch_size = 1
+auxiliary = 200
+[model]
+use = "mlp"
+hidden = [16]
+[[chain]]
+use = "local_sgd"
+rate = 0.1
+"""  # what a deployment of three clients trains; more tables may follow
+
 
 def scenario(**changes: Any) -> Scenario:
     """A small scenario whose audit runs in this process; tables changed by name."""

@@ -31,26 +31,16 @@ from fedgauge.simulations.deploy.train import register
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.launch import TrainingFailed
 from fedgauge.simulations.run.simulate import Interrupt
+from tests.small_runs import DEPLOYED
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux"),
 ]
 
-SCENARIO = """
-seed = 5
-rounds = 4
-clients = 3
-[data]
-use = "mnist5k"
-batch_size = 1
-auxiliary = 200
-[model]
-use = "mlp"
-hidden = [16]
-[[chain]]
-use = "local_sgd"
-rate = 0.1
+SCENARIO = (
+    DEPLOYED
+    + """
 [simulation]
 round_timeout = 100
 [audit]
@@ -58,6 +48,7 @@ executor = "local"
 [[attack]]
 use = "analytic"
 """
+)
 
 ENTERED = "SuperNode ID:"  # what one says that was let in
 

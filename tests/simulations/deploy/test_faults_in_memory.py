@@ -14,26 +14,17 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.strategy.curious_strategy import UpdateRecorder
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
+from tests.small_runs import DEPLOYED
 
-SCENARIO = """
-seed = 5
-rounds = 4
-clients = 3
-[data]
-use = "mnist5k"
-batch_size = 1
-auxiliary = 200
-[model]
-use = "mlp"
-hidden = [16]
-[[chain]]
-use = "local_sgd"
-rate = 0.1
+SCENARIO = (
+    DEPLOYED
+    + """
 [audit]
 executor = "local"
 [[attack]]
 use = "analytic"
 """
+)
 
 
 class Died(BaseException):

@@ -22,21 +22,11 @@ from fedgauge.server.store.run import Run
 from fedgauge.simulations.checks.owner_check import check_owner
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
+from tests.small_runs import DEPLOYED
 
-SCENARIO = """
-seed = 5
-rounds = 3
-clients = 3
-[data]
-use = "mnist5k"
-batch_size = 1
-auxiliary = 200
-[model]
-use = "mlp"
-hidden = [16]
-[[chain]]
-use = "local_sgd"
-rate = 0.1
+SCENARIO = (
+    DEPLOYED.replace("rounds = 4", "rounds = 3")
+    + """
 [simulation]
 round_timeout = 100
 [audit]
@@ -45,6 +35,7 @@ executor = "local"
 use = "inverting_gradients"
 iterations = 3
 """
+)
 SUMMED = SCENARIO + "[secure_sum]\ngroup = 3\nthreshold = 2\nclip = 1.0\n"
 
 
