@@ -147,9 +147,9 @@ class several_rounds(StatefulAttack):
                 weights = _weights(torch.stack([_misfit(r, z.detach(), y, known, distance) for r in rounds]))
             misfits = [w * _misfit(r, z, y, known, distance) for r, w in zip(rounds, weights, strict=True) if w > 0]
             objective = torch.stack(misfits).sum() / weights.sum() + self.tv * smooth(z)
-            adam.zero_grad()
-            objective.backward()
-            if z.grad is None or not bool(torch.isfinite(z.grad).all()):
+            # of z alone: backward() would also enter functions whose author gave a first derivative only
+            (z.grad,) = torch.autograd.grad(objective, z, materialize_grads=True)
+            if not bool(z.grad.isfinite().all()):
                 return Reconstruction(
                     None, y, float(objective.detach()), spent, 0.0, "diverged", "the gradient is not finite"
                 )

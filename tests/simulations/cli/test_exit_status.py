@@ -33,6 +33,8 @@ class Guess(Attack):
         how = Path(__file__).with_name("how").read_text()
         if how == "faulty" or (how == "faulty with client 1" and 1 in wave.clients):
             raise RuntimeError("view size is not compatible")
+        if how == "faulty after the trial":
+            Path(__file__).with_name("how").write_text("faulty")
         if how == "leaving":
             raise SystemExit(0)
         if how == "shy":
@@ -199,6 +201,13 @@ def test_a_sweep_whose_attacks_failed_is_a_failure(
     }
     (tmp_path / "grid.toml").write_text(tomli_w.dumps(sweep))
     command = ["sweep", str(tmp_path / "grid.toml"), "-o", str(tmp_path / "grid")]
+    assert main(command) == 2, (
+        "an attack that fails on an update of the first scenario is told before anything is trained"
+    )
+    assert "none of the planned attacks works: attack guess: it fails: RuntimeError" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    (mine / "how").write_text("faulty after the trial")
     assert main(command) == 1
     told = " ".join(capsys.readouterr().err.split())
     assert "none-seed0: every attack failed: guess (2 x): RuntimeError: view size is not compatible" in told
