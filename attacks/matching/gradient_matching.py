@@ -279,7 +279,10 @@ def _seeded(iteration: int) -> torch.Generator:
 def _refusal(known: Knowledge) -> str:
     for name, module in known.model.named_modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            return f"layer {name!r} is dropout in train mode, and the attacker's differentiable update lacks its draws"
+            return (
+                f"layer {name!r} is dropout in train mode, and the attacker's differentiable update lacks its draws: set its p "
+                "to 0"
+            )
     return ""
 
 

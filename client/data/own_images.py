@@ -21,6 +21,7 @@ from fedgauge.client.files import MOST_ARCHIVE, MOST_PICTURE, MOST_WORDS, open_d
 from fedgauge.client.local_data import read_npz
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow hands others, as EPS, to programs of their own
 Layout = Literal["auto", "NHWC", "NCHW"]
 Statistics = Sequence[float] | None
 
@@ -211,7 +212,7 @@ def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) 
     try:
         with (
             open_data(source, MOST_PICTURE) if isinstance(source, Path) else source as file,
-            Image.open(file) as opened,
+            Image.open(file, formats=FORMATS) as opened,
         ):
             upright = ImageOps.exif_transpose(opened).convert("L" if grey else "RGB")
     except Exception as error:  # broken files raise SyntaxError, OSError, DecompressionBombError and more

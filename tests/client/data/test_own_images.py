@@ -122,6 +122,8 @@ def test_what_cannot_be_used_is_named(pictures: Path, tmp_path: Path) -> None:
     assert "the sub-folder 'dogs' has no picture (.png, .jpg, .jpeg)" in told()
     (pictures / "dogs" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and nothing more")
     assert str(pictures / "dogs" / "broken.png") + " is not a picture that can be read" in told()
+    Image.fromarray(pixels(0)).save(pictures / "dogs" / "broken.png", format="EPS")  # whatever its name
+    assert str(pictures / "dogs" / "broken.png") + " is not a picture that can be read" in told()
     (tmp_path / "one" / "only").mkdir(parents=True)
     Image.fromarray(pixels(0)).save(tmp_path / "one" / "only" / "a.png")
     assert "has images of one class only" in told(path=tmp_path / "one")
