@@ -56,6 +56,18 @@ class Wave:
     def __len__(self) -> int:
         return len(self.clients)
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return next(iter(self.params.values())).device
+
+    def to(self, device: torch.device) -> "Wave":
+        """The wave on a device."""
+        params, update, buffers = (
+            {name: t.to(device) for name, t in part.items()} for part in (self.params, self.update, self.buffers)
+        )
+        return replace(self, params=params, update=update, buffers=buffers)
+
     def of(self, chosen: Sequence[int]) -> "Wave":
         """A wave of only the chosen observations."""
         update = {name: t[list(chosen)] for name, t in self.update.items()}
@@ -139,6 +151,15 @@ class Knowledge:
             return self._chained(step)(params, batch, rng)
 
         return client
+
+    def to(self, device: torch.device) -> "Knowledge":
+        """The same with its tensors on a device; the model and the chain stay where they are."""
+        moved = replace(self, labels=_moved(self.labels, device))
+        if self.auxiliary is not None:
+            moved = replace(moved, auxiliary=Batch(self.auxiliary.x.to(device), self.auxiliary.y.to(device)))
+        if self.text is not None:
+            moved = replace(moved, text=replace(self.text, lengths=_moved(self.text.lengths, device)))
+        return moved
 
     @property
     def scale(self) -> float:
@@ -235,6 +256,17 @@ class Reconstruction:
     reason: str = ""
     trace: Trace | None = None
 
+    def to(self, device: torch.device) -> "Reconstruction":
+        """The same with its tensors on a device."""
+        trace = self.trace
+        if trace is not None:
+            trace = Trace(*(t.to(device) for t in (trace.iteration, trace.objective, trace.x)))
+        return replace(self, x=_moved(self.x, device), y=_moved(self.y, device), trace=trace)
+
+
+def _moved(t: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if t is None else t.to(device)
+
 
 class Attack(ABC):
     """A frozen dataclass whose fields are the attack's hyperparameters."""
@@ -247,6 +279,11 @@ class Attack(ABC):
     @property
     def needs_derivative(self) -> bool:
         """Whether it descends through the clients' chain, so that a chain without a useful derivative matters to it."""
+        return False
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is to run on the CPU beside a GPU, because its work is small, or exact in double precision there."""
         return False
 
     @abstractmethod

@@ -1,5 +1,6 @@
 """A federation: a protocol with its data loaded, its model built and its chain composed."""
 
+import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -299,6 +300,13 @@ class Federation:
     def rows_at(self, client: int, round: int) -> Tensor:
         """The rows of these examples among the training images."""
         return torch.cat([self.shards.rows_at(member, round) for member in self.protocol.members(client, round)])
+
+    def on(self, device: torch.device) -> "Federation":
+        """This federation with a model of its own on a device; the data stay where they are."""
+        moved = Federation(self.protocol)
+        # cached properties live in __dict__: the data are the same, and the chain is built anew around the moved model
+        vars(moved).update(shards=self.shards, model=copy.deepcopy(self.model).to(device))
+        return moved
 
     def load_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Set the model's buffers to what the server sent."""

@@ -30,7 +30,7 @@ class mask(UpdateTransform):
 
     def _draw(self, name: str, like: Tensor, rng: Generator | None) -> Tensor:
         if self.seed is None:
-            return torch.rand(like.shape, generator=rng, device=like.device)
+            return torch.rand(like.shape, generator=rng).to(like.device)
         # NumPy: inside vmap torch refuses to draw, or draws another mask for each example
         draws = np.random.default_rng(seed_of(self.seed, "mask", name)).random(tuple(like.shape), dtype=np.float32)
         return torch.from_numpy(draws).to(like.device)

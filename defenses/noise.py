@@ -75,7 +75,7 @@ class gaussian(_Noise):
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {
-            k: t + self.sigma * torch.randn(t.shape, generator=rng, dtype=t.dtype, device=t.device)
+            k: t + self.sigma * torch.randn(t.shape, generator=rng, dtype=t.dtype).to(t.device)
             for k, t in update.items()
         }
 
@@ -102,7 +102,7 @@ class laplace(_Noise):
         noisy = {}
         for k, t in update.items():
             # inverse of the distribution function; the clamp keeps log away from 0 at u = -0.5 exactly
-            u = torch.rand(t.shape, generator=rng, dtype=t.dtype, device=t.device) - 0.5
+            u = torch.rand(t.shape, generator=rng, dtype=t.dtype).to(t.device) - 0.5
             noisy[k] = t - self.scale * u.sign() * torch.log1p((-2 * u.abs()).clamp_min(-1 + 1e-7))
         return noisy
 

@@ -61,7 +61,7 @@ class _VariationalBottleneck(StochasticLayer):
         self.penalty = self.beta * _divergence(mu, sigma)
         noise = self.noise
         if noise is None and self.rng is not None:
-            noise = torch.randn(mu.shape, generator=self.rng, dtype=mu.dtype, device=mu.device)
+            noise = torch.randn(mu.shape, generator=self.rng, dtype=mu.dtype).to(mu.device)
         found: Tensor = self.decoder(mu if noise is None else mu + sigma * noise)
         return found
 

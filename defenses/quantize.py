@@ -54,7 +54,7 @@ class quantize(UpdateTransform):
         level = torch.where(size > 0, size, 1) / self.levels
         exact = t.abs() / level
         below = exact.floor()
-        draws = torch.rand(t.shape, generator=rng, dtype=t.dtype, device=t.device)
+        draws = torch.rand(t.shape, generator=rng, dtype=t.dtype).to(t.device)
         # rounding must not carry the largest entry above the top level, which the bits cannot represent
         rounded = (below + (draws < exact - below)).clamp(max=self.levels)
         return t.sign() * rounded * level

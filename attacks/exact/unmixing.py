@@ -205,7 +205,7 @@ def _labels(x: Tensor, signals: Tensor, params: Params, layer: FirstLayer, known
     try:
         logits = functional_call(known.model, dict(params), (known.normalise(x),))
         for label in range(known.classes):
-            loss = known.loss(logits, torch.full((len(x),), label))
+            loss = known.loss(logits, torch.full((len(x),), label, device=x.device))
             (signal,) = torch.autograd.grad(loss, seen[0], retain_graph=True)
             fits.append(F.cosine_similarity(signal.double(), signals, dim=1))
     finally:
@@ -223,6 +223,10 @@ class spear(Attack):
     B - 1 neurons that are all off for one example determine its direction; about one set in 2^(B-1) is like that. The
     budget's iterations count sets of neurons, in thousands.
     """
+
+    @property
+    def on_cpu(self) -> bool:
+        return True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -329,7 +333,7 @@ class cocktail_party(Attack):
         for restart in range(budget.restarts):
             if restart and clock.over():
                 break
-            rows = torch.randn(mixture.size, mixture.size, generator=rng, dtype=white.dtype).requires_grad_()
+            rows = torch.randn(mixture.size, mixture.size, generator=rng).to(white).requires_grad_()
             adam = torch.optim.Adam([rows], self.rate)
             for _ in range(budget.iterations):
                 loss = self._loss(F.normalize(rows, dim=1), white, shape)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+import torch
+
 from fedgauge.attacks.base import (
     Attack,
     Budget,
@@ -19,6 +21,7 @@ from fedgauge.attacks.base import (
 )
 from fedgauge.attacks.defense_inference.evidence import Inferred
 from fedgauge.attacks.defense_inference.infer import infer
+from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, ungraded_rows, wrong_client
 from fedgauge.attacks.learned.auxiliary import check_disjoint
 from fedgauge.attacks.limits import GaussianPrior, bayes_limit
@@ -56,11 +59,18 @@ class Auditor:
         federation: gives the attacker its public knowledge and, in a simulation, the grader its truth.
         seed: of the attacker's randomness.
         blind: there is no truth, as in a deployment: rows hold the attack's own objective, or say that nothing can be graded.
+        device: where attacks run; waves come from the CPU, and results are graded there.
     """
 
     federation: Federation
     seed: int = 0
     blind: bool = False
+    device: torch.device = CPU
+
+    @cached_property
+    def _moved(self) -> Federation:
+        """The federation whose model is on the device."""
+        return self.federation if self.device == CPU else self.federation.on(self.device)
 
     @cached_property
     def auxiliary(self) -> Batch:
@@ -89,7 +99,11 @@ class Auditor:
             members: clients whose updates are seen as one, under a secure sum; default: a whole group.
             inferred: the defense, where the plan leaves it to the attacker to infer it from the updates.
         """
-        fed = self.federation
+        return self._knowledge(self.federation, planned, members, inferred)
+
+    def _knowledge(
+        self, fed: Federation, planned: PlannedAttack, members: int | None, inferred: Inferred | None
+    ) -> Knowledge:
         chain = fed.chain if planned.defense == "known" else Chain((fed.chain.local,))
         if planned.defense == "inferred":
             if inferred is None:
@@ -167,13 +181,21 @@ class Auditor:
     ) -> list[tuple[Reconstruction, ClientState | None]]:
         """Each client's reconstruction; the attack gets of the truth what its threat model gives it and no more."""
         inferred = self.infer_defense(wave, members) if planned.defense == "inferred" else None
-        attack, known = planned.build(), self.knowledge(planned, members, inferred)
+        attack = planned.build()
+        device, fed = (CPU, self.federation) if attack.on_cpu else (self.device, self._moved)
+        known = self._knowledge(fed, planned, members, inferred)
         private = [truth(client, wave.round) for client in wave.clients] if needs_truth(planned) else []
         known = with_given_truth(planned, known, private)
-        self.federation.load_buffers(wave.buffers)
+        fed.load_buffers(wave.buffers)
+        if device != CPU:
+            known, wave = known.to(device), wave.to(device)
+            memories = {client: _on(memory, device) for client, memory in memories.items()}
         streams = [self.stream(planned, wave.round, client) for client in wave.clients]
         started = time.perf_counter()
         reconstructions, remembered = _reconstruct(attack, wave, known, planned.budget, streams, memories)
+        if device != CPU:
+            reconstructions = [result.to(CPU) for result in reconstructions]
+            remembered = [None if memory is None else _on(memory, CPU) for memory in remembered]
         seconds = (time.perf_counter() - started) / len(wave)
         assert len(reconstructions) == len(wave)
         note = f"chain inferred: {inferred}: {inferred.evidence}" if inferred is not None else ""
@@ -224,6 +246,10 @@ class Auditor:
             )
             for client in wave.clients
         ]
+
+
+def _on(memory: ClientState, device: torch.device) -> ClientState:
+    return {name: t.to(device) for name, t in memory.items()}
 
 
 def _reconstruct(

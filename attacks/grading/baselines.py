@@ -15,6 +15,10 @@ from fedgauge.client.models.tokenizer import framed
 class mean_image(Attack):
     """Guess the mean auxiliary image, which is the prior's mean, for every update."""
 
+    @property
+    def on_cpu(self) -> bool:
+        return True
+
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
@@ -28,6 +32,10 @@ class mean_image(Attack):
 class random_image(Attack):
     """Guess random auxiliary images for every update."""
 
+    @property
+    def on_cpu(self) -> bool:
+        return True
+
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
@@ -40,6 +48,10 @@ class random_image(Attack):
 @dataclass(frozen=True)
 class random_words(Attack):
     """Guess words at the auxiliary text's frequencies, with the lengths that are known or else the auxiliary text's."""
+
+    @property
+    def on_cpu(self) -> bool:
+        return True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

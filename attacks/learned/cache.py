@@ -14,6 +14,7 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
+from fedgauge.attacks.engine.devices import CPU
 from fedgauge.client.files import replacing
 from fedgauge.client.local_data import cache_folder
 
@@ -63,10 +64,12 @@ class TensorCache:
 
     Args:
         bound: bytes of all files together; larger entries are not kept at all.
+        device: where tensors come out.
     """
 
     folder: Path
     bound: int = BOUND
+    device: torch.device = CPU
 
     @classmethod
     def own(cls) -> "TensorCache":
@@ -80,7 +83,7 @@ class TensorCache:
                 return kept
             made = make()
             self.put(name, made)
-        return made
+        return {name: t.to(self.device) for name, t in made.items()}
 
     def read(self, name: str) -> dict[str, Tensor] | None:
         """The tensors of a name; None if there are none, or the file is damaged."""
@@ -96,7 +99,7 @@ class TensorCache:
         except (SafetensorError, ValueError) as error:
             warnings.warn(f"{path} is damaged ({error}) and will be computed again", stacklevel=2)
             return None
-        return kept
+        return {name: t.to(self.device) for name, t in kept.items()}
 
     def put(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep tensors, and evict the least recently read ones to make room."""

@@ -5,7 +5,7 @@ Here the chain's own links draw noise from the attacker's generator; noise-free 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -294,6 +294,7 @@ class ShadowTrainer:
     def __post_init__(self) -> None:
         if self.passes < 1:
             raise ValueError(f"passes must be at least 1, got {self.passes}")
+        object.__setattr__(self, "cache", replace(self.cache, device=self.device))
         given, size = self.known.labels, self.known.batch_size
         if given is not None and given.shape[1] != size:
             raise ValueError(
@@ -341,14 +342,14 @@ class ShadowTrainer:
     @cached_property
     def split(self) -> tuple[Tensor, Tensor]:
         """The images for training, and a tenth that is held out."""
-        order = torch.randperm(len(self.auxiliary.x), generator=generator("held out", self.name))
+        order = torch.randperm(len(self.auxiliary.x), generator=generator("held out", self.name)).to(self.device)
         held = max(self.known.batch_size, len(order) // 10)
         return order[held:], order[:held]
 
     def groups(self, held: bool, passed: int = 0) -> Tensor:
         """Batches (N, B) of the images in random order, each by ascending labels; an incomplete batch is left out."""
         images, size = self.split[held], self.known.batch_size
-        order = torch.randperm(len(images), generator=generator("groups", self.name, held, passed))
+        order = torch.randperm(len(images), generator=generator("groups", self.name, held, passed)).to(self.device)
         found = images[order][: len(images) // size * size].view(-1, size)
         labels = self.auxiliary.y[found]
         if labels.dim() > found.dim():  # next words, which define no order of sentences
@@ -371,14 +372,15 @@ class ShadowTrainer:
         # checked for the largest table, so that buckets that fit now fit for all of them
         largest = self.passes * (len(self.split[0]) // self.known.batch_size)
         each = self.known.batch_size if self.view.by_label else 1
-        check_memory(largest * each, self.view.columns(self.entries), self._device)
+        check_memory(largest * each, self.view.columns(self.entries), self.device)
         name = f"updates-{digest(self.key, held, quiet)}"
         if most is not None:  # simulating a part is as fast as reading it, and caching it would evict whole tables
             return ShadowDataset(**self._simulated(groups, name, quiet))
         return ShadowDataset(**self.cache.get(name, lambda: self._simulated(groups, name, quiet)))
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """Where updates are simulated."""
         return next(iter(self.params.values())).device
 
     def _simulated(self, groups: Tensor, name: str, quiet: bool) -> dict[str, Tensor]:
@@ -409,6 +411,6 @@ def aligned_orders(groups: Tensor, y: Tensor, labels: Tensor) -> Tensor:
 
     found = groups.clone()
     for k in (y != labels).any(1).nonzero().flatten().tolist():
-        order = linear_sum_assignment((labels[k][:, None] != y[k]).numpy())[1]
-        found[k] = groups[k][torch.from_numpy(order)]
+        order = linear_sum_assignment((labels[k][:, None] != y[k]).cpu().numpy())[1]
+        found[k] = groups[k][torch.from_numpy(order).to(groups.device)]
     return found

@@ -235,6 +235,10 @@ class read_carried(Attack):
     Images whose label is unique count as proven if they are on the 8-bit grid, or if all images together give the update.
     """
 
+    @property
+    def on_cpu(self) -> bool:
+        return True
+
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:

@@ -210,7 +210,7 @@ class lone_example(DelegatingAttack):
             known,
             chain=Chain((*links, rest)),
             batch_size=1,
-            labels=torch.full((len(wave), 1), row),
+            labels=torch.full((len(wave), 1), row, device=wave.device),
         )
         update = {k: torch.stack([rest.apply(wave.alone(i), None)[k] for i in range(len(wave))]) for k in wave.update}
         unthresholded = replace(wave, params=_without_threshold(wave.params, known, row), update=update)

@@ -160,6 +160,10 @@ class read_imprint(Attack):
     Clients may take several local steps, and the batch may be that of a secure sum.
     """
 
+    @property
+    def on_cpu(self) -> bool:
+        return True
+
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:

@@ -217,6 +217,10 @@ class read_features(Attack):
         if self.ridge < 0:
             raise ValueError(f"ridge must be at least 0, got {self.ridge}")
 
+    @property
+    def on_cpu(self) -> bool:
+        return True
+
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:

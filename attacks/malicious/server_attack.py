@@ -107,6 +107,10 @@ class DelegatingAttack(Attack):
         _ = self.inner  # so that an unknown attack is an error here
 
     @property
+    def on_cpu(self) -> bool:
+        return self.inner.on_cpu
+
+    @property
     def inner(self) -> Attack:
         """The attack that inverts the isolated part."""
         built: Attack = build(self.attack, "attack", ATTACK)

@@ -97,6 +97,10 @@ class read_rows(Attack):
     rows agree come after the proven ones.
     """
 
+    @property
+    def on_cpu(self) -> bool:
+        return True
+
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:

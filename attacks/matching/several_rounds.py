@@ -106,8 +106,9 @@ class several_rounds(StatefulAttack):
             restored.append(tuple(labelling.restore(alone, known)[0].tolist()))
         update_distribution = known.chain.update_distribution
         if update_distribution is not None and update_distribution.noisy:
-            return rounds, torch.tensor(max(reversed(restored), key=restored.count))
-        return [one for one, y in zip(rounds, restored, strict=True) if y == restored[-1]], torch.tensor(restored[-1])
+            return rounds, torch.tensor(max(reversed(restored), key=restored.count), device=wave.device)
+        agreeing = [one for one, y in zip(rounds, restored, strict=True) if y == restored[-1]]
+        return agreeing, torch.tensor(restored[-1], device=wave.device)
 
     def _best(
         self, rounds: Sequence[_RoundUpdate], met: int, y: Tensor, known: Knowledge, budget: Budget, stream: Stream

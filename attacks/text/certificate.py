@@ -67,6 +67,8 @@ class GuessVerifier:
     def update_of(self, batch: Batch) -> Update:
         """The update that a client would send for a batch, without its noise."""
         self.spent += 1
+        device = self.wave.device
+        batch = Batch(batch.x.to(device), batch.y.to(device))
         return {name: t.detach() for name, t in self.known.forward(self.params, batch, None).items()}
 
     def error(self, batch: Batch) -> float:
@@ -153,7 +155,7 @@ class GuessVerifier:
         weight = model.parts.head[0]
         features = layer_inputs(model, self.params, module_of_weight(model, weight), x).double()  # (B, width)
         raised: Tensor = self.update[weight].double() @ torch.linalg.pinv(features)  # (classes, B)
-        return raised.argmax(0)
+        return raised.argmax(0).cpu()
 
 
 def sentences_are_labels(known: Knowledge) -> bool:

@@ -197,9 +197,8 @@ class _SpanReader:
             for i, ids in enumerate(some):
                 x[i, : len(ids)] = torch.tensor(ids)
                 mask[i, : len(ids)] = True
-            x = x.to(self.verifier.update[layer.query.weight].device)
-            vectors = layer_inputs(self.model, self.verifier.params, part, x, mask.to(x.device))
-            measured = self.spans[1].distance(vectors) * mask
+            vectors = layer_inputs(self.model, self.verifier.params, part, x, mask)
+            measured = self.spans[1].distance(vectors).cpu() * mask
             distances.append(torch.nn.functional.pad(measured, (0, self.length - measured.shape[1])))
         return torch.cat(distances)
 
@@ -273,6 +272,6 @@ def _try_vocabulary(readers: Sequence[_SpanReader], model: LanguageModel) -> Non
     vocabulary = torch.tensor([i for i in range(model.vocabulary) if i != model.pad])
     for words in vocabulary.split(CHUNK):
         x = words[:, None].expand(-1, first.length).contiguous()
-        vectors = layer_inputs(model, first.verifier.params, part, x.to(first.spans[0].sketch.device))
+        vectors = layer_inputs(model, first.verifier.params, part, x)
         for reader in open_:
             reader.try_words(words, vectors)

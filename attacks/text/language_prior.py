@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.learned.cache import TensorCache, digest
 from fedgauge.client.models.language import LanguageModel, import_transformers
 from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer, model_place
@@ -103,9 +104,16 @@ class TrainedPrior(LanguagePrior):
     """
 
     def __init__(
-        self, text: Tensor, pad: int, vocabulary: int, training: LanguageModelTraining, cache: TensorCache | None = None
+        self,
+        text: Tensor,
+        pad: int,
+        vocabulary: int,
+        training: LanguageModelTraining,
+        cache: TensorCache | None = None,
+        device: torch.device = CPU,
     ) -> None:
         super().__init__()
+        text = text.cpu()
         if int((text[:, 1:] != pad).sum()) == 0:
             raise ValueError("the auxiliary text has no sentence of two words to train a language model on")
         counts = torch.bincount(text[text != pad].flatten(), minlength=vocabulary)
@@ -114,9 +122,9 @@ class TrainedPrior(LanguagePrior):
         self._place[known] = torch.arange(1, len(known) + 1)
         self._others = max(vocabulary - len(known), 1)
         self._longest = text.shape[1]
-        self._net = _gpt2(training, len(known) + 1, self._longest)
-        name = digest("language model", VERSION, text.cpu(), pad, vocabulary, training)
-        kept = (cache or TensorCache.own()).get(name, lambda: self._train(text.cpu(), pad, training))
+        self._net = _gpt2(training, len(known) + 1, self._longest).to(device)
+        name = digest("language model", VERSION, text, pad, vocabulary, training)
+        kept = (cache or TensorCache.own()).get(name, lambda: self._train(text, pad, training))
         self._net.load_state_dict({k: t for k, t in kept.items() if k != "told"})
         before, after = kept["told"].tolist()
         self.held_out_nll: tuple[float, float] = (before, after)
@@ -127,7 +135,9 @@ class TrainedPrior(LanguagePrior):
 
     @torch.no_grad()
     def _nll(self, ids: Tensor, seen: Tensor) -> Tensor:
-        shared = torch.zeros(self._net.config.vocab_size).index_fill(0, torch.tensor([0]), -math.log(self._others))
+        ids, seen = ids.to(self._net.device), seen.to(self._net.device)
+        shared = torch.zeros(self._net.config.vocab_size, device=ids.device)
+        shared[0] = -math.log(self._others)
         # log p of one of the other words is that of all of them minus the logarithm of their number
         return nll(_log(self._net, ids, seen) + shared, ids, seen)
 
@@ -220,7 +230,7 @@ class PretrainedPrior(LanguagePrior):
         words: the victim's tokenizer.
     """
 
-    def __init__(self, source: str | Path, words: Tokenizer) -> None:
+    def __init__(self, source: str | Path, words: Tokenizer, device: torch.device = CPU) -> None:
         super().__init__()
         place = model_place(source)
         transformers = import_transformers()
@@ -233,7 +243,7 @@ class PretrainedPrior(LanguagePrior):
             )
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"the language model {source} cannot be loaded: {error}") from error
-        self._net = net.eval().requires_grad_(False)
+        self._net = net.eval().requires_grad_(False).to(device)
         start = net.config.bos_token_id
         self._start = [] if start is None else [int(start)]
         self._longest = int(getattr(net.config, "max_position_embeddings", 1024))
@@ -241,7 +251,7 @@ class PretrainedPrior(LanguagePrior):
     @torch.no_grad()
     def score(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
         ids, seen = _padded([self._start + self._read(s) for s in sentences], self._own.pad)
-        ids, seen = ids[:, : self._longest], seen[:, : self._longest]
+        ids, seen = (t[:, : self._longest].to(self._net.device) for t in (ids, seen))
         return nll(_log(self._net, ids, seen), ids, seen)
 
     def _read(self, sentence: tuple[int, ...]) -> list[int]:
@@ -250,7 +260,12 @@ class PretrainedPrior(LanguagePrior):
 
 
 def load_prior(
-    name: str, folder: Path | None, model: LanguageModel, text: Tensor | None, training: LanguageModelTraining
+    name: str,
+    folder: Path | None,
+    model: LanguageModel,
+    text: Tensor | None,
+    training: LanguageModelTraining,
+    device: torch.device = CPU,
 ) -> LanguagePrior:
     """The prior that an attack names.
 
@@ -263,12 +278,12 @@ def load_prior(
         ValueError: there is no such model, or no text to train on.
     """
     if folder is not None:
-        return PretrainedPrior(folder, model.tokenizer)
+        return PretrainedPrior(folder, model.tokenizer, device)
     if name != AUXILIARY:
-        return PretrainedPrior(name, model.tokenizer)
+        return PretrainedPrior(name, model.tokenizer, device)
     if text is None or not len(text):
         raise ValueError(
             "the language model is trained on auxiliary text, and there is none: set [data] auxiliary, name a public model "
             '(lm = "gpt2", or lm_folder), or use none (lm_weight = 0)'
         )
-    return TrainedPrior(text, model.pad, model.vocabulary, training)
+    return TrainedPrior(text, model.pad, model.vocabulary, training, device=device)

@@ -31,7 +31,8 @@ def layer_inputs(
     handle = part.register_forward_pre_hook(keep)
     try:
         with torch.no_grad():
-            functional_call(model, dict(params), (ids, mask))
+            device = next(iter(params.values())).device
+            functional_call(model, dict(params), (ids.to(device), None if mask is None else mask.to(device)))
     except _InputsReached:
         return captured[0]
     finally:

@@ -195,7 +195,8 @@ class _PositionTraining:
         """An untrained network, as torch initialises it."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of("rows", self.name))
-            return _PositionNetwork(features, self.attack.hidden, self.shadow.known.shape[0])
+            network = _PositionNetwork(features, self.attack.hidden, self.shadow.known.shape[0])
+        return network.to(self.shadow.device)
 
     def _train(self, clock: Deadline) -> dict[str, Tensor]:
         rows, truth = self._shadow_data(False)
@@ -234,10 +235,10 @@ class _PositionTraining:
             sizes = self.reader.loudness(part)
             loudest = sizes.topk(min(LOUDEST, sizes.shape[1]), dim=1).indices
             drawn = torch.randint(sizes.shape[1], (len(sentences), DRAWN), generator=rng)
-            candidates = torch.cat([sentences, loudest, drawn], 1)
+            candidates = torch.cat([sentences, loudest, drawn.to(sentences.device)], 1)
             first = (candidates[:, :, None] == candidates[:, None]).int().argmax(2)  # the first of equal words
             rows = self.reader.rows(part)
             features = rows.gather(1, candidates[..., None].expand(-1, -1, rows.shape[2]))
-            again = first != torch.arange(candidates.shape[1])
+            again = first != torch.arange(candidates.shape[1], device=first.device)
             features[again] = F.one_hot(torch.tensor(rows.shape[2] - 1), rows.shape[2]).to(rows)
             yield features, first[:, : sentences.shape[1]]

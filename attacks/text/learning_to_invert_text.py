@@ -255,7 +255,8 @@ def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tens
     """
     from scipy.optimize import linear_sum_assignment
 
-    special = torch.tensor(sorted(model.special), device=log.device)
+    log, lengths = log.cpu(), None if lengths is None else lengths.cpu()
+    special = torch.tensor(sorted(model.special))
     best = log.index_fill(2, special, -torch.inf).max(2)
     start, end = torch.tensor(model.start, dtype=torch.int64), torch.tensor(model.end, dtype=torch.int64)
     least, longest = len(start) + len(end) + 1, log.shape[1]

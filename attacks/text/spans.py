@@ -70,5 +70,6 @@ def span(
         return None
     outside = basis[rank:]
     drawn = torch.randn(len(outside), directions, generator=rng, dtype=torch.float64)
-    sketch = (outside.mT @ drawn).to(update[maps[0].weight].dtype)
-    return Span(basis[:rank], min(noise / float(values[rank - 1]), LOOSEST), sketch)
+    like = update[maps[0].weight]
+    sketch = (outside.mT @ drawn).to(like)
+    return Span(basis[:rank].to(like.device), min(noise / float(values[rank - 1]), LOOSEST), sketch)

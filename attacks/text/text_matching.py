@@ -122,7 +122,8 @@ class TextMatching(Attack):
     def _prior(self, known: Knowledge) -> LanguagePrior:
         assert isinstance(known.model, LanguageModel)
         text = None if known.auxiliary is None else known.auxiliary.x
-        return load_prior(self.lm, self.lm_folder, known.model, text, self.training)
+        device = next(known.model.parameters()).device
+        return load_prior(self.lm, self.lm_folder, known.model, text, self.training, device)
 
     def _answers(
         self, search: "_BatchDescent", done: int, interrupted: bool, budget: Budget, seconds: float
@@ -213,7 +214,7 @@ class _BatchDescent:
             return tokens, objectives
         last, others = self._scored(self.state.x, self.state.soft)
         better = others < torch.where(objectives.isfinite(), objectives, torch.inf)
-        return torch.where(better[:, None, None], last, tokens), torch.where(better, others, objectives)
+        return torch.where(better.to(last.device)[:, None, None], last, tokens), torch.where(better, others, objectives)
 
     # ------------------------------------------------------------------------------------------------------ the start
 

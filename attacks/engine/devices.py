@@ -1,0 +1,117 @@
+"""The devices that attacks run on, and how these compute: equal waves give equal bits on one device."""
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+CPU = torch.device("cpu")
+Precision = Literal["ieee", "tf32"]
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS gives equal bits in workspaces of a fixed size only
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What decides the last digits of a result.
+
+    Args:
+        device: "cpu", "cuda:0" and so on; name: its model's.
+        precision: ieee: float32 throughout; tf32: products of 10 bits of mantissa, sums in float32.
+        deterministic: whether every operator gave equal bits for equal inputs.
+        torch: version; driver: the GPU's, "" without one.
+    """
+
+    device: str
+    name: str
+    precision: Precision
+    deterministic: bool
+    torch: str
+    driver: str
+
+
+def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
+    """The devices that a setting names.
+
+    Args:
+        wanted: "auto": every GPU, or the CPU where there is none; "cpu"; "cuda": every GPU; or names such as "cuda:1".
+
+    Raises:
+        ValueError: there is no such device here, or none that torch can use; the message says what to do.
+    """
+    if wanted == "auto":
+        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [CPU]
+    found: list[torch.device] = []
+    for name in [wanted] if isinstance(wanted, str) else wanted:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            device = torch.device("meta")
+        if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+            raise ValueError(f'there is no device {name!r}; expected "auto", "cpu", "cuda" or names such as "cuda:0"')
+        if device.type == "cuda":
+            check_cuda(device)
+        every = device.type == "cuda" and device.index is None
+        found += [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if every else [device]
+    if not found:
+        raise ValueError('devices is empty: name some, or set it to "auto"')
+    if len(set(found)) < len(found):
+        raise ValueError(f"devices names one twice: {', '.join(map(str, found))}")
+    return found
+
+
+def check_cuda(device: torch.device) -> None:
+    """Raise ValueError if a CUDA device cannot be used, with the cause and its remedy."""
+    if not torch.backends.cuda.is_built():
+        beside = " although this machine has an NVIDIA GPU" if driver() else ""
+        raise ValueError(
+            f"device {device} needs a torch with CUDA, and {torch.__version__} has none{beside}: install torch from "
+            'its index for your CUDA version, or set devices = "cpu"'
+        )
+    count = torch.cuda.device_count()
+    if not count:
+        raise ValueError(
+            f"device {device}: torch sees no GPU here (nvidia-smi and CUDA_VISIBLE_DEVICES say which there are): "
+            'mend that, or set devices = "cpu"'
+        )
+    if device.index is not None and device.index >= count:
+        last = f"to cuda:{count - 1}" if count > 1 else "alone"
+        raise ValueError(f"there is no device {device}: this machine has cuda:0 {last}")
+
+
+def compute_on(device: torch.device, precision: Precision = "ieee", deterministic: bool = True) -> None:
+    """Set how this process computes from now on.
+
+    TF32 is torch's default for convolutions on a GPU; attention by fused kernels has no second derivative.
+
+    Args:
+        deterministic: refuse operators whose bits change from call to call.
+    """
+    if device.type != "cuda":
+        return
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+    torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(deterministic)
+    for switch in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"):
+        getattr(torch.backends.cuda, switch)(False)
+
+
+def numerics(device: torch.device, precision: Precision = "ieee", deterministic: bool = True) -> Numerics:
+    """What is to be known of results from a device."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return Numerics(str(device), name, precision, deterministic, torch.__version__, driver())
+    name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else ""
+    return Numerics(str(device), f"{platform.machine()} {name}".strip(), "ieee", True, torch.__version__, "")
+
+
+def driver(root: Path = Path("/")) -> str:
+    """The NVIDIA driver's version; "" if there is none."""
+    path = root / "proc/driver/nvidia/version"
+    words = path.read_text().split() if path.is_file() else []
+    return next((word for word in words if word[:1].isdigit() and "." in word), "")

@@ -1,0 +1,147 @@
+"""Attacks on a device beside the CPU: every tensor that they make is where the wave is, and the results are the CPU's."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from fedgauge.attacks.base import Observation, Wave
+from fedgauge.attacks.engine.devices import CPU
+from fedgauge.attacks.grading.audit import Auditor, AuditResult
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
+from fedgauge.attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
+from fedgauge.attacks.threat_model import public_knowledge
+from fedgauge.client.components import build
+from fedgauge.client.rng import generator
+from tests.attacks.test_attack_contract import ATTACKS, FEW
+from tests.attacks.text.test_text_contract import SMALL, TASKS
+from tests.separate_device import DEVICE, separate_device
+
+Make = Callable[..., Any]
+# what makes an attack small enough for seconds
+LITTLE: Mapping[str, Mapping[str, Any]] = {
+    "gi_gip": {"latent": 8, "width": 4, "training": 5},
+    "learning_to_invert": {"hidden": 16, "batch": 32},
+    "ridge_inversion": {"buckets": 64},
+    **SMALL,
+}
+TEXT = [entry.name for entry in ATTACK.entries() if entry.group == TEXT_ATTACKS]
+SGD = {"use": "local_sgd", "rate": 0.1}
+MLP = {"use": "mlp", "hidden": [16]}
+LENET = {"model": {"use": "lenet"}, "data": FEW}
+FEDERATIONS: Mapping[str, Mapping[str, Any]] = {
+    "fully connected": {"model": MLP, "data": FEW},
+    "convolutions": LENET,
+    "batch norm": {"model": {"use": "convnet", "width": 4, "mode": "train"}, "data": {**FEW, "batch_size": 2}},
+    "noise": {
+        **LENET,
+        "chain": [{"use": "clip", "max_norm": 1.0, "each": True}, SGD, {"use": "gaussian", "sigma": 0.01}],
+    },
+    "local steps": {**LENET, "chain": [{"use": "local_sgd", "rate": 0.1, "steps": 2}, {"use": "top_k", "keep": 0.5}]},
+    "soteria": {**LENET, "chain": [{"use": "soteria", "rate": 0.5}, SGD]},
+}
+
+
+def test_the_device_refuses_to_mix() -> None:
+    with separate_device() as device:
+        there, here = torch.ones(3, device=device), torch.ones(3)
+        assert there.device == DEVICE and (there + 1).tolist() == [2.0] * 3 and float(there.sum()) == 3
+        for wrong in (
+            lambda: there + here,
+            lambda: torch.rand(3, device=device, generator=torch.Generator()),
+            lambda: here[there.long()],
+            lambda: there.copy_(here) @ here,
+        ):
+            with pytest.raises(RuntimeError, match="expected|cannot be indexed"):
+                wrong()
+        with pytest.raises(TypeError, match="copy it to the CPU first"):
+            there.numpy()
+        assert torch.equal(there.cpu() + here, 2 * here)
+
+
+def planned(name: str, **more: Any) -> PlannedAttack:
+    table = {"use": name, **LITTLE.get(name, {}), "iterations": 2, "name": name, **more}
+    return PlannedAttack.from_table(table, "[[attack]]")
+
+
+def audited(make: Make, tables: Mapping[str, Any], plan: PlannedAttack, there: bool) -> list[AuditResult]:
+    """What an auditor finds in the updates of two clients, on the CPU or beside it."""
+    fed = make(clients=2, **tables)
+    params, buffers = fed.initial()
+    wave = Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(2)])
+    if not there:
+        return Auditor(fed).audit(plan, wave)
+    with separate_device() as device:
+        return Auditor(fed, device=device).audit(plan, wave)
+
+
+def same(expected: list[AuditResult], found: list[AuditResult]) -> None:
+    for one, other in zip(expected, found, strict=True):
+        first, then = one.reconstruction, other.reconstruction
+        assert (first.status, first.reason, first.iterations) == (then.status, then.reason, then.iterations)
+        assert then.objective == pytest.approx(first.objective, rel=1e-5, nan_ok=True)
+        for a, b in ((first.x, then.x), (first.y, then.y)):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert type(b) is torch.Tensor and torch.allclose(a.float(), b.float(), atol=1e-4)
+        assert [(row.metric, row.example) for row in one.rows] == [(row.metric, row.example) for row in other.rows]
+        assert (one.memory is None) == (other.memory is None)
+        assert all(t.device == CPU for t in (other.memory or {}).values())
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_finds_on_a_device_what_it_finds_on_the_cpu(name: str, make_federation: Make) -> None:
+    plan, tables = planned(name), FEDERATIONS["fully connected"]
+    expected, found = (audited(make_federation, tables, plan, there) for there in (False, True))
+    same(expected, found)
+    assert any(one.reconstruction.status != "not_applicable" for one in found)
+
+
+ELSEWHERE = ("inverting_gradients", "bayes", "feedback_blending", "several_rounds", "surrogate", "ridge_inversion")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FEDERATIONS if kind != "fully connected"])
+@pytest.mark.parametrize(
+    "name", [*ELSEWHERE[:1], *(pytest.param(name, marks=pytest.mark.full) for name in ELSEWHERE[1:])]
+)
+def test_networks_and_defenses_are_on_the_device_too(name: str, kind: str, make_federation: Make) -> None:
+    plan = planned(name)
+    expected, found = (audited(make_federation, FEDERATIONS[kind], plan, there) for there in (False, True))
+    same(expected, found)
+
+
+@pytest.mark.parametrize("task", ["classification", pytest.param("next_token", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", TEXT)
+def test_sentences_are_found_on_a_device_too(name: str, task: str, make_federation: Make) -> None:
+    data = {"use": "phrases", "length": 12, "task": task, "auxiliary": 40}
+    plan = planned(name)
+    expected, found = (audited(make_federation, {"data": data, **TASKS[task]}, plan, there) for there in (False, True))
+    same(expected, found)
+
+
+FISHED: Mapping[str, Mapping[str, Any]] = {
+    "lone_example": {"use": "class_fishing"},
+    "lone_target": {"use": "dead_layer"},
+    "separated": {"use": "separate_models", "count": 2},
+}
+
+
+@pytest.mark.parametrize("name", FISHED)
+def test_what_a_malicious_server_isolated_is_inverted_on_a_device_too(name: str, make_federation: Make) -> None:
+    tables: dict[str, Any] = {"model": MLP, "data": {**FEW, "batch_size": 2}, "clients": 2}
+    if name == "lone_target":
+        tables |= {"clients": 3, "secure_sum": {"group": 3}}
+    server_attack = build(FISHED[name], "server_attack", SERVER_ATTACK)
+    if server_attack.architecture is not None:
+        tables["model"] = {**MLP, "architectures": [server_attack.architecture]}
+    fed = make_federation(**tables)
+    params, buffers = fed.initial()
+    sent = server_attack.craft(params, public_knowledge(fed), generator("craft"))
+    crafted = params if name == "lone_target" else sent  # which the target got, as honest weights
+    wave = Wave.stack([Observation(1, 0, crafted, fed.client_update(crafted, buffers, 0, 1), buffers)])
+    plan = planned(name, attack={"use": "inverting_gradients"})
+    expected = Auditor(fed).audit(plan, wave)
+    with separate_device() as device:
+        same(expected, Auditor(fed, device=device).audit(plan, wave))
+    assert expected[0].reconstruction.x is not None
