@@ -202,7 +202,7 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
         return target(**arguments)
     except Exception as error:
         if is_in(str(getattr(target, "__module__", "")), _users()):  # it may raise anything
-            raise SpecError(f"{where}: {_raised(error)}") from error
+            raise SpecError(f"{where}: {type(error).__name__}: {error}{own_line(error)}") from error
         if isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
             raise SpecError(f"{where}: {error}") from error
         raise
@@ -213,16 +213,15 @@ def _users() -> tuple[str, ...]:
     return (*allowed(), *registry.plug_in_packages())
 
 
-def _raised(error: BaseException) -> str:
-    """An exception with its type, and the line of a user's package that raised it."""
+def own_line(error: BaseException) -> str:
+    """The line of a user's package that raised an exception, in brackets; empty if none of them did."""
     users = _users()
     own = [
         f"{frame.f_code.co_filename}, line {line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
         if is_in(frame.f_globals.get("__name__", ""), users)
     ]
-    place = f" ({own[-1]})" if own else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f" ({own[-1]})" if own else ""
 
 
 def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]:
@@ -262,7 +261,9 @@ def _registered(name: str, where: str, kind: ComponentKind) -> Callable[..., Any
     except (Exception, SystemExit) as error:  # importing a plug-in may raise anything
         if entry.own:
             raise
-        raise SpecError(f"{where}: {name!r} cannot be imported from {entry.package}: {_raised(error)}") from error
+        raise SpecError(
+            f"{where}: {name!r} cannot be imported from {entry.package}: {type(error).__name__}: {error}{own_line(error)}"
+        ) from error
     if not entry.own and not kind.admits_outside(target, (entry.module.split(".")[0],)):
         raise SpecError(f"{where}: {name!r} of {entry.package} is not {kind.noun}: {_expected(kind, entry.module)}")
     return typing.cast(Callable[..., Any], target)
@@ -367,7 +368,9 @@ def _hints(target: Callable[..., Any], where: str) -> dict[str, Any]:
     try:
         return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     except Exception as error:  # an annotation is a program, and a user's may raise anything
-        raise SpecError(f"{where}: the annotations of {target.__name__}() cannot be read: {_raised(error)}") from error
+        raise SpecError(
+            f"{where}: the annotations of {target.__name__}() cannot be read: {type(error).__name__}: {error}{own_line(error)}"
+        ) from error
 
 
 def coerce(value: Any, hint: Any, where: str) -> Any:

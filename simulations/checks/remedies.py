@@ -1,5 +1,7 @@
 """What to change after an exception of torch, whose words do not say it to somebody who never wrote vmap."""
 
+from fedgauge.client.components import own_line
+
 LONGEST = 120  # characters of an exception's own words; torch explains itself at length
 TENSORS_ONLY = (
     "compute with tensors throughout: a number taken out of one (float(), .item(), .numpy(), `if` on a value) has left what can "
@@ -33,7 +35,7 @@ def remedy(error: BaseException, otherwise: str = "see the line of your own code
 
 
 def sentence(error: BaseException) -> str:
-    """An exception as one short line."""
+    """An exception as one short line, with the place in a user's code that raised it."""
     first = " ".join(str(error).split())
     short = first if len(first) <= LONGEST else first[:LONGEST].rsplit(" ", 1)[0] + " ..."
-    return f"{type(error).__name__}: {short}" if short else type(error).__name__
+    return (f"{type(error).__name__}: {short}" if short else type(error).__name__) + own_line(error)

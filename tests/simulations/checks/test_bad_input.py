@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is brought, what
     "noise if given": (defense("undeclared_if_given"), "(undeclared_if_given): it draws noise and declares none", "in `mean`"),
     "own seed": (defense("seeded_by_itself"), "link #1 (seeded_by_itself): without its noise, it still draws", "in `mean`"),
     "counts": (defense("counting"), "link #1 (counting): it makes another update of the same one", "StatefulTransform"),
-    "raises": (defense("failing"), "link #1 (failing): KeyError: 'momentum'", ""),
+    "raises": (defense("failing"), "link #1 (failing): KeyError: 'momentum'", "brought.py, line 220)"),
 }  # fmt: skip
 WARNED: dict[str, tuple[dict[str, Any], str, str]] = {
     "softmax": (model("Softmax"), "its outputs are probabilities", "without its last softmax"),
