@@ -1,9 +1,18 @@
 """What a secure sum resists: how many of a group's clients may side with the server, and how many may drop out.
 
 Of n clients each holds one share of every client's two secrets, and any t shares give a secret. An honest client hands out its
-share of one of the two, and answers only where it is told that t clients are left. So c clients beside a server that lies about
-who dropped out get both secrets of one client if and only if 2t <= n + c (Bonawitz et al., CCS 2017, section 6). A server that
-follows the protocol learns a sum of t clients or more, of which c are its own: two others are left if c <= t - 2.
+share of one of the two, and only after t clients, itself included, have confirmed to it the survivors and dropouts that it was
+told of (Bonawitz et al., CCS 2017, section 6). It confirms once a session.
+
+1. Two different lists need t confirmations each. The c clients beside a lying server may confirm both, the other n - c one. So
+   there is one list only, if 2t > n + c; otherwise the server gets both secrets of one client.
+2. With one list a survivor gives its seed alone, and a client that dropped out its key alone: the mask of two survivors stays
+   secret, and so does the vector of one that dropped out.
+3. At least t - c honest survivors confirmed the list, and each of them masks with all survivors, as it knows their shares. Any
+   other honest survivor masked with at least t clients, whichever the server showed it: one of those t - c among them, since
+   t + (t - c) > n. So the masks connect all honest survivors, and the server learns their sum, of t - c or more, and no part of it.
+
+Two are left at least if c <= t - 2, and this holds for a server that follows the protocol, too: it learns a sum of t or more.
 """
 
 from dataclasses import dataclass
@@ -15,8 +24,8 @@ class Tolerance:
 
     Args:
         curious: clients on the side of a server that follows the protocol, and wants to know.
-        lying: on the side of one that tells clients different things about who dropped out, but passes on their public keys
-            as they are. Below 0: it needs no client's help.
+        lying: on the side of one that tells clients different things about who sent shares and who dropped out, but passes on
+            their public keys as they are. Below 0: it needs no client's help.
         dropouts: clients that may drop out while there is a sum.
     """
 

@@ -6,13 +6,18 @@ group (Shamir, 1979). If a client's vector arrived, the others send the server t
 their shares of its key; never both, so a vector that arrives late stays masked.
 
 The server passes on the clients' public keys unchanged. Without an authority that certifies keys, a server that forges keys, or
-invents most of a group, reads everything. It may lie about who dropped out: `PairwiseMasking.tolerance` says how many clients may
-help it. A client that lies spoils the sum, but learns nothing.
+invents most of a group, reads everything. It may lie about who sent shares and who dropped out: before anybody hands out a share,
+the clients confirm to each other which survivors and dropouts they were told of, under keys that the server does not have.
+`PairwiseMasking.tolerance` says how many clients may help it. A client that lies spoils the sum, but learns nothing.
 """
 
+import hashlib
+import hmac
 import secrets
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -23,7 +28,8 @@ from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Train
 
 PRIME = 2**521 - 1  # a Mersenne prime, above every 256-bit secret
 SHARE = 66  # bytes of a number below it
-SECRET = 32  # bytes of keys and seeds
+SECRET = 32  # bytes of keys, seeds and tags
+SEALED = 2 * SHARE + 16  # bytes of two encrypted shares
 
 Parsed = TypeVar("Parsed")
 
@@ -72,6 +78,9 @@ class ClientSession:
     keys: tuple[bytes, ...] = ()  # all clients', by number: for shares, for masks, for shares ...
     senders: tuple[int, ...] = ()
     shares: tuple[bytes, ...] = ()  # of each sender's seed and key, together
+    context: bytes = b""  # digest of terms, session and keys: shares and tags from clients with other ones do not fit
+    survivors: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
 
     @classmethod
     def kept(cls, state: Mapping[str, Value]) -> "ClientSession | None":
@@ -95,9 +104,9 @@ class PairwiseMasking(SecureSum):
     Args:
         group: the most clients in one sum, >= 2.
         clip: above 0, in units of the update.
-        threshold: the fewest clients in a sum. With t of n, a server that says to some that a client dropped out, and to others
-            that it did not, gets enough shares of only one of its secrets, if at most 2t - n - 1 clients help it. Default: more
-            than two thirds, which fewer than a third of the group cannot break.
+        threshold: the fewest clients in a sum. With t of n, a server that tells clients different things about who dropped out
+            learns one sum all the same, of t clients or more, if at most 2t - n - 1 clients help it. Default: more than two
+            thirds, which fewer than a third of the group cannot break.
         most_examples: of one client; a client with more drops out.
         colluders: how many helpers of a lying server the threshold must resist; default: all that are fewer than a third.
     """
@@ -187,15 +196,18 @@ class PairwiseMasking(SecureSum):
         member = ClientSession.kept(state)
         if member is None or member.session != session:
             raise ValueError(f"asked to {step} in a session that this client is not in")
-        if (member.step, step) not in {("advertise", "share"), ("share", "mask"), ("mask", "unmask")}:
+        if (member.step, step) not in {*pairwise(("advertise", "share", "mask", "confirm", "unmask"))}:
             raise ValueError(f"asked to {step} after {member.step}: each question is answered once, in its order")
         if step == "share":
             return self._share(member, cast(list[bytes], question["keys"]))
         if step == "mask":
             senders, sealed = cast(list[int], question["senders"]), cast(list[bytes], question["sealed"])
             return self._mask(member, dict(zip(senders, sealed, strict=True)), train)
-        survivors, dropped = (tuple(cast(list[int], question[k])) for k in ("survivors", "dropped"))
-        return self._unmask(member, UnmaskRequest(survivors, dropped))
+        if step == "confirm":
+            survivors, dropped = (tuple(cast(list[int], question[k])) for k in ("survivors", "dropped"))
+            return self._confirm(member, UnmaskRequest(survivors, dropped))
+        confirmed, tags = cast(list[int], question["confirmed"]), cast(list[bytes], question["tags"])
+        return self._unmask(member, dict(zip(confirmed, tags, strict=True)))
 
     def _share(self, member: ClientSession, keys: list[bytes]) -> tuple[Record, Record]:
         """Shares of both secrets for all clients, each encrypted for its receiver."""
@@ -208,7 +220,9 @@ class PairwiseMasking(SecureSum):
         numbers = [n for n in range(1, count + 1) if keys[2 * n - 2 : 2 * n] == own]
         if not numbers:
             raise ValueError("this client's own keys are not among those that the server passes on")
-        member = replace(member, step="share", seed=secrets.token_bytes(SECRET), number=numbers[0], keys=tuple(keys))
+        context = hashlib.sha256(repr((self.terms, member.session, keys)).encode()).digest()
+        seed = secrets.token_bytes(SECRET)
+        member = replace(member, step="share", seed=seed, number=numbers[0], keys=tuple(keys), context=context)
         both = [shamir_share(int.from_bytes(secret), self.least, count) for secret in (member.seed, member.mask_key)]
         parts = {n: b"".join(s[n - 1].to_bytes(SHARE) for s in both) for n in range(1, count + 1)}
         sealed = {
@@ -234,19 +248,33 @@ class PairwiseMasking(SecureSum):
         senders, kept = (*member.senders, *others), (*member.shares, *shares)
         return replace(member, step="mask", senders=senders, shares=kept).to_record(), {"masked": masked}
 
-    def _unmask(self, member: ClientSession, request: UnmaskRequest) -> tuple[Record, Record]:
-        """One share of one secret of each sender; the session ends, and its secrets are deleted."""
+    def _confirm(self, member: ClientSession, request: UnmaskRequest) -> tuple[Record, Record]:
+        """A tag for each other survivor: this client was told of the same survivors and dropouts."""
         asked = [*request.survivors, *request.dropped]
         if sorted(asked) != sorted(member.senders):
-            raise ValueError(f"asked to unmask clients {sorted(asked)}; those who share are {sorted(member.senders)}")
+            raise ValueError(f"asked to confirm clients {sorted(asked)}; those who share are {sorted(member.senders)}")
         if member.number not in request.survivors:
             raise ValueError("the server says that this client dropped out, but still asks it")
         if len(request.survivors) < self.least:
             raise TooFewSurvivors(f"{len(request.survivors)} clients are left, fewer than the threshold {self.least}")
+        member = replace(member, step="confirm", survivors=request.survivors, dropped=request.dropped)
+        tags = {n: _tag(member, n, sends=True) for n in request.survivors if n != member.number}
+        return member.to_record(), {"receivers": list(tags), "tags": list(tags.values())}
+
+    def _unmask(self, member: ClientSession, tags: Mapping[int, bytes]) -> tuple[Record, Record]:
+        """One share of one secret of each sender; the session ends, and its secrets are deleted."""
+        others = tags.keys() & {*member.survivors} - {member.number}
+        # a wrong tag counts as none: a single client that lies stops nobody
+        agreeing = 1 + sum(hmac.compare_digest(tags[n], _tag(member, n, sends=False)) for n in others)
+        if agreeing < self.least:
+            raise TooFewSurvivors(
+                f"{agreeing} clients confirm what the server told this one about who is left, fewer than the threshold "
+                f"{self.least}: clients dropped out, or the server told others something else"
+            )
         held = dict(zip(member.senders, member.shares, strict=True))
-        shares = [held[n][:SHARE] if n in request.survivors else held[n][SHARE:] for n in asked]
+        shares = {n: held[n][:SHARE] for n in member.survivors} | {n: held[n][SHARE:] for n in member.dropped}
         over = ClientSession(member.session, "unmask", b"", b"")
-        return over.to_record(), {"owners": asked, "shares": shares}
+        return over.to_record(), {"owners": list(shares), "shares": list(shares.values())}
 
     # --------------------------------------------------------------------------------------------------- the server
 
@@ -269,11 +297,16 @@ class PairwiseMasking(SecureSum):
         session = secrets.token_bytes(16)
         base: Record = {"session": session, "terms": self.terms}
         answers = yield {m: {**base, "step": "advertise"} for m in members}
-        advertised = self._usable(answers, members, lambda m, answer: _byte_strings(answer.get("keys"), [SECRET] * 2))
+        advertised = self._usable(answers, members, lambda m, answer: _public_keys(answer))
+        uses = Counter(key for pair in advertised.values() for key in pair)  # clients refuse keys that are not distinct
+        advertised = {m: pair for m, pair in advertised.items() if uses[pair[0]] == uses[pair[1]] == 1}
         number = {m: i for i, m in enumerate(advertised, 1)}
         keys = [key for pair in advertised.values() for key in pair]
         answers = yield {m: {**base, "step": "share", "keys": keys} for m in number}
-        sealed = self._usable(answers, number, lambda m, answer: _sealed(answer, number[m], len(number)))
+        everybody = list(number.values())
+        sealed = self._usable(
+            answers, number, lambda m, a: _addressed(a, "sealed", "receivers", _without(everybody, number[m]), SEALED)
+        )
         answers = yield {
             m: {
                 **base,
@@ -287,8 +320,22 @@ class PairwiseMasking(SecureSum):
         # made once: later vectors are ignored, or the server might learn both secrets of a sender
         request = UnmaskRequest(tuple(number[m] for m in masked), tuple(number[m] for m in sealed if m not in masked))
         asked: Record = {"survivors": list(request.survivors), "dropped": list(request.dropped)}
-        answers = yield {m: {**base, "step": "unmask", **asked} for m in masked}
-        disclosed = self._usable(answers, masked, lambda m, answer: _disclosed_shares(answer, request))
+        answers = yield {m: {**base, "step": "confirm", **asked} for m in masked}
+        confirmed = self._usable(
+            answers,
+            masked,
+            lambda m, a: _addressed(a, "tags", "receivers", _without(request.survivors, number[m]), SECRET),
+        )
+        answers = yield {
+            m: {
+                **base,
+                "step": "unmask",
+                "confirmed": [number[s] for s in confirmed if s != m],
+                "tags": [confirmed[s][number[m]] for s in confirmed if s != m],
+            }
+            for m in confirmed
+        }
+        disclosed = self._usable(answers, confirmed, lambda m, answer: _disclosed_shares(answer, request))
         vectors = {number[m]: vector for m, vector in masked.items()}
         total = self.unmask(vectors, request, keys, session, {number[m]: shares for m, shares in disclosed.items()})
         if not len(masked) <= int(total[-1]) <= len(masked) * self.most_examples:
@@ -427,14 +474,25 @@ def _pair(key: bytes, other: bytes, session: bytes) -> bytes:
     return _agreed(key, other, b"mask" + session + b"".join(sorted([_public(key), other])))
 
 
-def _cipher(member: ClientSession, other: int, sends: bool) -> Any:
-    """The cipher for shares between two clients in one direction."""
-    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-
+def _one_way(member: ClientSession, other: int, sends: bool, purpose: bytes) -> bytes:
+    """32 bytes for one purpose between two clients in one direction, which nobody else can compute."""
     theirs = member.keys[2 * other - 2]
     ends = [_public(member.cipher_key), theirs]
     direction = b"".join(ends if sends else reversed(ends))
-    return ChaCha20Poly1305(_agreed(member.cipher_key, theirs, b"shares" + member.session + direction))
+    return _agreed(member.cipher_key, theirs, purpose + member.context + direction)
+
+
+def _cipher(member: ClientSession, other: int, sends: bool) -> Any:
+    """The cipher for shares."""
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+    return ChaCha20Poly1305(_one_way(member, other, sends, b"shares"))
+
+
+def _tag(member: ClientSession, other: int, sends: bool) -> bytes:
+    """What only these two can say: that the sender was told of these survivors and dropouts."""
+    told = hashlib.sha256(repr((member.survivors, member.dropped)).encode()).digest()
+    return _one_way(member, other, sends, b"confirm" + told)
 
 
 # -------------------------------------------------------------------------------------- answers that the server may use
@@ -460,17 +518,30 @@ def _byte_strings(value: Value | None, sizes: Sequence[int]) -> list[bytes] | No
     return found if len(found) == len(sizes) else None
 
 
-def _sealed(answer: Mapping[str, Value], own: int, count: int) -> dict[int, bytes] | None:
-    """A client's encrypted shares for each other client."""
-    others = [n for n in range(1, count + 1) if n != own]
-    found = _byte_strings(answer.get("sealed"), [2 * SHARE + 16] * len(others))
-    return dict(zip(others, found, strict=True)) if found and answer.get("receivers") == others else None
+def _public_keys(answer: Mapping[str, Value]) -> list[bytes] | None:
+    """A client's two keys, or None: with a key of low order nobody could agree on anything, and all others would fail."""
+    keys = _byte_strings(answer.get("keys"), [SECRET] * 2)
+    try:
+        for key in keys or ():
+            _agreed(secrets.token_bytes(SECRET), key, b"")
+    except ValueError:
+        return None
+    return keys
+
+
+def _without(numbers: Iterable[int], own: int) -> list[int]:
+    return [n for n in numbers if n != own]
+
+
+def _addressed(
+    answer: Mapping[str, Value], values: str, numbers: str, expected: list[int], size: int
+) -> dict[int, bytes] | None:
+    """A byte string for each of the expected numbers, or None."""
+    found, of = _byte_strings(answer.get(values), [size] * len(expected)), answer.get(numbers)
+    return dict(zip(expected, found, strict=True)) if found and isinstance(of, list) and of == expected else None
 
 
 def _disclosed_shares(answer: Mapping[str, Value], request: UnmaskRequest) -> dict[int, int] | None:
     """A client's share of each client's secret."""
-    owners = [*request.survivors, *request.dropped]
-    found = _byte_strings(answer.get("shares"), [SHARE] * len(owners))
-    if not found or answer.get("owners") != owners:
-        return None
-    return dict(zip(owners, map(int.from_bytes, found), strict=True))
+    found = _addressed(answer, "shares", "owners", [*request.survivors, *request.dropped], SHARE)
+    return {n: int.from_bytes(share) for n, share in found.items()} if found else None

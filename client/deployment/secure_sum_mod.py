@@ -7,8 +7,10 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fedgauge.client.arrays import npy_header
 from fedgauge.client.deployment.secure_sum_terms import Record, Train, Value, Vector
 from fedgauge.client.mods import Mod
 
@@ -75,9 +77,18 @@ def to_config_record(record: Mapping[str, Value]) -> RecordDict:
 
 
 def read(content: RecordDict) -> Record:
-    """The question or answer in a message; {} if there is none."""
+    """The question or answer in a message; {} if there is none.
+
+    Raises:
+        Exception: hostile bytes may raise anything, before memory is taken for what they claim to be.
+    """
     plain = cast(Record, dict(content.config_records.get(RECORD, ConfigRecord())))
-    return {**plain, **{k: array.numpy() for k, array in content.array_records.get(ARRAYS, ArrayRecord()).items()}}
+    return {**plain, **{k: _array(v) for k, v in content.array_records.get(ARRAYS, ArrayRecord()).items()}}
+
+
+def _array(sent: Array) -> NDArray[Any]:
+    npy_header(sent.data)
+    return sent.numpy()
 
 
 def _update(message: Message, reply: Message, replies: str) -> Vector:

@@ -48,7 +48,7 @@ class SecureSumServer(Protocol):
         """The smallest number of clients in one sum."""
 
     def rounds(self, members: Sequence[int], size: int) -> Generator[dict[int, Record], Mapping[int, Record], GroupSum]:
-        """Yields four questions by member and is sent the answers; the third question trains. ValueError: there is no sum."""
+        """Yields questions by member and is sent the answers; the third question trains. ValueError: there is no sum."""
 
 
 class SecureSumStrategy(Wrapper):
@@ -103,7 +103,8 @@ class SecureSumStrategy(Wrapper):
         """Unmask each group's sum and pass it on."""
         assert self._grid is not None, "configure_train comes first"
         self._collect(list(replies))
-        self._collect(self._grid.send_and_receive(self._questions(), timeout=self.timeout))
+        while questions := self._questions():
+            self._collect(self._grid.send_and_receive(questions, timeout=self.timeout))
         merged = [reply for group in self._groups for reply in group.outcome(self.replies)]
         few = f"left out of this round: too few clients are left for another group of {self.protocol.least}"
         merged += [Message(Error(NO_SUM, few), reply_to=message) for message in self._left_out]

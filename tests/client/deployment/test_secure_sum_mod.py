@@ -6,13 +6,15 @@ with warnings.catch_warnings():  # typer asks click for names that Click 9 will 
     warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
     import flwr.clientapp  # noqa: F401
 
+import io
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
@@ -76,7 +78,7 @@ class Nodes:
         server = TERMS.rounds(CLIENTS, 6)
         questions, replies = next(server), []
         try:
-            for step in range(4):
+            for step in range(5):
                 asked = {n: self.ask(n, q, arrays=step == 2) for n, q in questions.items()}
                 replies.append(asked)
                 came = {
@@ -85,7 +87,7 @@ class Nodes:
                 questions = server.send(came)
         except StopIteration as end:
             return end.value, replies
-        raise AssertionError("a fifth question")
+        raise AssertionError("a sixth question")
 
 
 def test_the_sum_is_that_of_the_updates_weighed_by_their_examples() -> None:
@@ -110,7 +112,7 @@ def test_nothing_but_masked_integers_leaves() -> None:
         assert vector.numpy().dtype == np.uint64
         assert vector.numpy().shape == (7,), "six entries and the number of examples"
         assert not set(vector.numpy().tolist()) & set(TERMS.quantise(np.zeros(6), node).tolist())
-    assert all(sorted(m.content) == [RECORD] for step in (0, 1, 3) for m in replies[step].values())
+    assert all(sorted(m.content) == [RECORD] for step in (0, 1, 3, 4) for m in replies[step].values())
 
 
 def test_the_clientapp_trains_once_and_sees_an_ordinary_message() -> None:
@@ -184,11 +186,11 @@ def test_a_client_refuses_to_give_both_secrets_of_one() -> None:
     for node in CLIENTS:
         nodes.ask(node, questions[node], arrays=True)
     base = {k: v for k, v in questions[5].items() if k in ("session", "terms")}
-    both: Record = {**base, "step": "unmask", "survivors": [1, 2, 3], "dropped": [3]}
+    both: Record = {**base, "step": "confirm", "survivors": [1, 2, 3], "dropped": [3]}
     with pytest.raises(ValueError, match="both secrets of client 3 are asked for"):
         nodes.ask(5, both)
     assert not nodes.ask(5, {**both, "dropped": []}).has_error()
-    with pytest.raises(ValueError, match="asked to unmask after unmask"):
+    with pytest.raises(ValueError, match="asked to confirm after confirm"):
         nodes.ask(5, {**both, "survivors": [1, 2], "dropped": [3]})
 
 
@@ -229,6 +231,19 @@ def test_records_travel_as_they_are() -> None:
     assert isinstance(found["f"], np.ndarray)
     assert found["f"].tolist() == [2**63, 1]
     assert read(RecordDict()) == {}
+
+
+def test_an_array_that_claims_more_than_came_takes_no_memory() -> None:
+    claims = io.BytesIO()
+    np.lib.format.write_array_header_1_0(claims, {"descr": "<u4", "fortran_order": False, "shape": (3 * 10**9,)})
+    vector = Array("uint32", (3,), "numpy.ndarray", claims.getvalue() + bytes(64))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="the header claims 12000000000 bytes .* but 64 follow"):
+            read(RecordDict({ARRAYS: ArrayRecord({"masked": vector})}))
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 # ------------------------------------------------------------------------------------------- the ideal one of simulations

@@ -19,7 +19,7 @@ from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.client.app import train as fedgauges_train
 from fedgauge.client.components import SpecError
-from fedgauge.client.deployment.secure_sum_mod import RECORD, read, secure_sum
+from fedgauge.client.deployment.secure_sum_mod import RECORD, read, secure_sum, to_config_record
 from fedgauge.client.federation import Federation
 from fedgauge.client.training import gradient
 from fedgauge.defenses.secure_sum import PairwiseMasking
@@ -35,7 +35,7 @@ from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading
 
-STEPS = ("advertise", "share", "mask", "unmask")
+STEPS = ("advertise", "share", "mask", "confirm", "unmask")
 THETA = {"w": torch.tensor([[1.0, 2.0, 3.0]]), "n": torch.tensor(4), "b": torch.tensor([-1.0])}
 
 
@@ -127,7 +127,7 @@ def test_fedavg_trains_as_it_would_on_the_updates_themselves(kit: Any) -> None:
 def test_any_one_of_five_may_drop_out(kit: Any, step: str, gone: int) -> None:
     """What the strategy is handed is the sum of the fixed-point integers of the others, to the last bit."""
     _, recorder, _ = train(kit, FIVE, 5, {step: {gone}})
-    members = [c for c in range(5) if c != gone or step == "unmask"]
+    members = [c for c in range(5) if c != gone or step in ("confirm", "unmask")]
     flat = [torch.cat([update_of(c, 1)[k].flatten() for k in ("w", "b")]) for c in members]
     theta = torch.cat([THETA[k].flatten() for k in ("w", "b")])
     moved = [((theta + u).double() - theta.double()).numpy() for u in flat]  # weights travel in float32
@@ -228,13 +228,13 @@ def groups_of(grid: Any) -> list[set[int]]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("lost", [{}, {"mask": {1, 4}}, {"share": {0}, "mask": {2}}, {"unmask": {3}}])
+@pytest.mark.parametrize("lost", [{}, {"mask": {1, 4}}, {"share": {0}, "mask": {2}}, {"confirm": {3}}, {"unmask": {3}}])
 def test_no_client_is_asked_for_both_secrets_of_one(kit: Any, lost: dict[str, set[int]]) -> None:
     _, _, grid = train(kit, FIVE, 5, lost, rounds=2)
     asked: dict[bytes, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for m in grid.sent:
         question = read(m.content)
-        if question["step"] == "unmask":
+        if question["step"] == "confirm":
             survivors, dropped = (tuple(question[k]) for k in ("survivors", "dropped"))  # type: ignore[arg-type]
             assert not set(survivors) & set(dropped)
             asked.setdefault(question["session"], set()).add((survivors, dropped))  # type: ignore[arg-type]
@@ -258,6 +258,33 @@ def test_an_answer_that_cannot_be_decoded_is_none(kit: Any) -> None:
     )
     (reply,) = (m for m in recorder.handed[0] if not m.has_error())
     assert reply.content.metric_records["metrics"]["num-examples"] == 1 + 2 + 4 + 5
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "value"),
+    [
+        ("advertise", "keys", [bytes(32), bytes(31) + b"\1"]),
+        ("share", "receivers", np.array([1, 2, 4, 5])),
+        ("confirm", "receivers", np.array([1, 2, 4, 5])),
+        ("unmask", "owners", np.array([1, 2, 3, 4, 5])),
+    ],
+)
+def test_an_odd_answer_costs_its_client_alone(kit: Any, step: str, name: str, value: Any) -> None:
+    """Keys with which nobody can agree on a secret, and arrays where lists belong."""
+    grid, intakes = kit.MemoryGrid("", 5, app=app_of(FIVE)), []
+
+    def spoil(round: int, replies: list[Message]) -> list[Message]:
+        for m in replies:
+            if grid.nodes[m.metadata.src_node_id] == 2 and grid.sent[-1].content[RECORD]["step"] == step:
+                m.content = to_config_record({**read(m.content), name: value})
+        return replies
+
+    grid.tamper = spoil
+    validator = UpdateValidator(Recorder(), intakes.append, clients=dict(grid.nodes), replies="weights")
+    SecureSumStrategy(validator, FIVE).start(grid, ArrayRecord(THETA), 1)
+    (accepted,) = intakes[0].accepted
+    lost = {s.client for s in intakes[0].refused if s.reason == "dropped out of its secure sum"}
+    assert (accepted.examples, lost) == ((1 + 2 + 4 + 5, {2}) if step in ("advertise", "share") else (15, set()))
 
 
 def test_a_clients_error_keeps_it_out_of_the_sum(kit: Any) -> None:

@@ -91,7 +91,9 @@ def test_a_deployment_trains_on_sums_through_drop_outs_and_attacks_the_complete_
     grid = Leaving(run.scenario().protocol, owners)
     with in_memory.flower():
         federate(run, grid)
-    assert len(grid.left) == 3 * 3 * 4 - 1, "four answers of each in each round; one was not asked to unmask"
+    assert len(grid.left) == 3 * 3 * 5 - 2, (
+        "five answers of each in each round; one was not asked to confirm and unmask"
+    )
     assert all({*reply.content} <= {RECORD, ARRAYS} for reply in grid.left), "no update by itself ever left"
     serve(run, LocalExecutor())
     with run.ledger() as ledger:
