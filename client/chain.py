@@ -62,12 +62,17 @@ class Chain:
     @property
     def private(self) -> bool:
         """Whether noise follows a bound: then nothing that leaves the client may depend on its examples in another way."""
-        bounded = False
-        for link in _parts(self.links):
+        return self.behind_noise is not None
+
+    @property
+    def behind_noise(self) -> tuple[Link, ...] | None:
+        """The links behind the first noise that follows a bound; None: no noise follows one."""
+        bounded, parts = False, tuple(_parts(self.links))
+        for i, link in enumerate(parts):
             bounded = bounded or link.bounds
             if bounded and _noisy(link):
-                return True
-        return False
+                return parts[i + 1 :]
+        return None
 
     @property
     def visible(self) -> "Chain":
@@ -152,6 +157,11 @@ def _parts(links: Iterable[Transform]) -> Iterator[Link]:
             yield from _parts([link.inner])
         elif isinstance(link, Link):
             yield link
+
+
+def may_read_examples(link: Transform) -> bool:
+    """Whether a link may use the examples by itself, beside what it wraps, as soteria does."""
+    return not isinstance(link, UpdateTransform | BatchTransform | StatefulTransform | local_sgd)
 
 
 def _noisy(link: Link) -> bool:

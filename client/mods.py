@@ -36,8 +36,9 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
             message's.
     """
     if rng is None:
-        rng, transform = secret_generator(), Chain((transform,)).deployed
-    defenses = list(_defenses(transform))
+        transform = Chain((transform,)).deployed
+    # a generator for each: what a mask shows of its own must not lead to another defense's draws
+    defenses = [(defense, secret_generator() if rng is None else rng) for defense in _defenses(transform)]
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         sent = _only_arrays(message)[1].to_torch_state_dict()
@@ -50,8 +51,8 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
             raise ValueError(f"the reply's arrays do not match the message's: {', '.join(wrong)} differ")
         trained, start = at_least_single(_floating(weights)), at_least_single(_floating(sent))
         update = {k: t - start[k] for k, t in trained.items()}
-        for defense in defenses:
-            update = defense.apply(update, rng)
+        for defense, draws in defenses:
+            update = defense.apply(update, draws)
         defended = {
             k: (start[k] + update[k]).to(t.dtype).contiguous() if k in update else t for k, t in weights.items()
         }

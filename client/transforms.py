@@ -113,6 +113,10 @@ class per_example:
     def mean(self) -> "per_example":
         return per_example(noise_free(self.inner))
 
+    @property
+    def deployed(self) -> "per_example":
+        return per_example(getattr(self.inner, "deployed", self.inner))
+
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         defended = self.inner(compute)
 

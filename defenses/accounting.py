@@ -20,7 +20,7 @@ from typing import Literal
 
 from torch import nn
 
-from fedgauge.client.chain import Chain
+from fedgauge.client.chain import Chain, may_read_examples
 from fedgauge.client.federation import Federation
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import (
@@ -28,7 +28,6 @@ from fedgauge.client.transforms import (
     Link,
     StatefulTransform,
     UpdateDistribution,
-    UpdateTransform,
     is_identity,
     noise_free,
     per_example,
@@ -190,7 +189,7 @@ def _mixed(links: Sequence[tuple[Transform, bool]]) -> bool:
 
 def _check_around(after: Sequence[tuple[Transform, bool]]) -> None:
     for link, _ in after:
-        if not isinstance(link, UpdateTransform | BatchTransform | StatefulTransform | local_sgd):
+        if may_read_examples(link):
             raise UnknownGuarantee(f"no epsilon is known: {_name(link)}, after the noise, may read the examples again")
 
 

@@ -7,9 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Generator
 
 FINENESS = 24
 STEPS = 2**FINENESS  # the normal distribution's standard deviation, and the Laplace distribution's scale
@@ -27,11 +25,9 @@ class RandomBits:
         self._stream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
 
     @classmethod
-    def of(cls, rng: Generator | None) -> "RandomBits":
-        """With a key from a generator, which it advances; None: from the operating system's entropy."""
-        if rng is None:
-            return cls(secrets.token_bytes(32))
-        return cls(bytes(torch.randint(256, (32,), generator=rng, dtype=torch.uint8, device=rng.device).tolist()))
+    def secret(cls) -> "RandomBits":
+        """With a key from the operating system's entropy."""
+        return cls(secrets.token_bytes(32))
 
     def below(self, exponent: int, count: int) -> Whole:
         """Uniform whole numbers in [0, 2^exponent), (count,); exponent at most 62."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
+from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform, transformed
 from fedgauge.client.update import Update, UpdateFn
 from fedgauge.defenses.discrete_draws import STEPS, RandomBits, Whole, laplace_draws, normal_draws
 
@@ -101,9 +101,11 @@ class laplace(_Noise):
     def apply(self, update: Update, rng: Generator | None) -> Update:
         noisy = {}
         for k, t in update.items():
-            # inverse of the distribution function; the clamp keeps log away from 0 at u = -0.5 exactly
-            u = torch.rand(t.shape, generator=rng, dtype=t.dtype).to(t.device) - 0.5
-            noisy[k] = t - self.scale * u.sign() * torch.log1p((-2 * u.abs()).clamp_min(-1 + 1e-7))
+            # inverse of the distribution function; the clamp, which half precision would round away, keeps log from 0 at u = -0.5
+            wide = torch.promote_types(t.dtype, torch.float32)
+            u = torch.rand(t.shape, generator=rng, dtype=wide).to(t.device) - 0.5
+            drawn = self.scale * u.sign() * torch.log1p((-2 * u.abs()).clamp_min(-1 + 1e-7))
+            noisy[k] = t - drawn.to(t.dtype)
         return noisy
 
 
@@ -121,10 +123,14 @@ class _DiscreteNoise(_Noise):
         """Independent numbers of steps, (count,)."""
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
-        if not self.width:
-            return dict(update)
-        bits = RandomBits.of(rng)
-        return {k: self._noisy(t, bits) for k, t in update.items()}
+        if transformed():  # vmap would give every example the same noise
+            raise RuntimeError("discrete noise is drawn outside of torch.func's transforms, for one example at a time")
+        # a key of its own: other links draw from rng, and a server that sees their draws (a mask's zeros) computes its state
+        return self.with_bits(update, RandomBits.secret())
+
+    def with_bits(self, update: Update, bits: RandomBits) -> Update:
+        """The update with noise of these bits."""
+        return {k: self._noisy(t, bits) for k, t in update.items()} if self.width else dict(update)
 
     def _noisy(self, t: Tensor, bits: RandomBits) -> Tensor:
         step = self.width / STEPS

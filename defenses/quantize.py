@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
-from fedgauge.client.update import Update
+from fedgauge.client.update import Update, norm
 from fedgauge.defenses.noise import identity
 
 
@@ -50,11 +50,13 @@ class quantize(UpdateTransform):
         return {k: self._quantize(t, rng) for k, t in update.items()}
 
     def _quantize(self, t: Tensor, rng: Generator | None) -> Tensor:
-        size = t.square().sum().sqrt() if self.kind == "qsgd" else t.abs().amax()
-        level = torch.where(size > 0, size, 1) / self.levels
+        info = torch.finfo(t.dtype)
+        size = norm({"": t}) if self.kind == "qsgd" else t.abs().amax()
+        # neither a norm that overflows nor a level that underflows may make NaN of finite entries
+        level = (size.clamp_max(info.max).to(t.dtype) / self.levels).clamp_min(info.tiny * info.eps)
         exact = t.abs() / level
         below = exact.floor()
         draws = torch.rand(t.shape, generator=rng, dtype=t.dtype).to(t.device)
         # rounding must not carry the largest entry above the top level, which the bits cannot represent
         rounded = (below + (draws < exact - below)).clamp(max=self.levels)
-        return t.sign() * rounded * level
+        return (t.sign() * rounded * level).clamp(info.min, info.max)

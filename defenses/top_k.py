@@ -33,7 +33,9 @@ class top_k(StatefulTransform):
     def advance(self, update: Update, memory: Update, rng: Generator | None) -> tuple[Update, Update]:
         whole = {k: t + memory[k] for k, t in update.items()} if self.error_feedback else update
         sent = largest(whole, self.keep)
-        return sent, {k: t - sent[k] for k, t in whole.items()} if self.error_feedback else {}
+        # what is not finite must not stay for ever: one such update would make all later ones useless
+        left = {k: (t - sent[k]).nan_to_num(0.0, 0.0, 0.0) for k, t in whole.items()} if self.error_feedback else {}
+        return sent, left
 
     @property
     def mean(self) -> Link:

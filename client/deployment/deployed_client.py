@@ -5,7 +5,8 @@ only what the server assumes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedgauge.client.chain import Chain
+from fedgauge.client.chain import Chain, may_read_examples
 from fedgauge.client.components import ComponentKind, SpecError, build, call, check_arguments
 from fedgauge.client.data.images import Shards, split
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
@@ -56,6 +57,7 @@ class DeployedClient(Federation):
                 if owner.guard is not None:
                     self_audit(owner.guard)
                     owner.guard.check(own.chain.private)
+                _refuse_second_reading(own.chain)
         except SpecError as error:
             raise SpecError(f"{owner.path}: {error}") from error
         if own.chain.private:
@@ -96,7 +98,8 @@ class DeployedClient(Federation):
         x, y = self.owner.batch([0] * self.owner.batch_size)
         empty = Batch(torch.zeros_like(x), torch.zeros_like(y))
         try:
-            self.chain.before_noise(self.gradient)(detached_params(self.model), empty, secret_generator())
+            with _buffers_put_back(self.model):
+                self.chain.before_noise(self.gradient)(detached_params(self.model), empty, secret_generator())
         except Exception as error:  # whatever a network raises
             raise RequestRefused(FAILS) from error
 
@@ -115,10 +118,16 @@ class DeployedClient(Federation):
         return drawn[: self.owner.batch_size].tolist()
 
     def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: TransformState) -> Update:
-        """The update that leaves the client, with noise that nobody else can reproduce."""
+        """The update that leaves the client, with noise that nobody else can reproduce.
+
+        Beside noise behind a clip the network's buffers are afterwards as the server sent them.
+        """
         self.load_buffers(buffers)
-        chain = self.chain.with_state(memory, self._without_failures if self.chain.private else None)
-        update = chain(self.own_gradient)(params, batch, secret_generator())
+        private = self.chain.private
+        bound = self.chain.with_state(memory, self._without_failures if private else None)
+        chain = Chain(tuple(part for link in bound.links for part in (_draws_of_its_own, link)))
+        with _buffers_put_back(self.model) if private else nullcontext():
+            update = chain(self.own_gradient)(params, batch, secret_generator())
         return {k: t.to(params[k].dtype) for k, t in update.items()}
 
     @property
@@ -126,11 +135,13 @@ class DeployedClient(Federation):
         return self.model.training and not self.chain.private
 
     def _without_failures(self, compute: UpdateFn) -> UpdateFn:
-        """A failure of the network, in whatever link runs it, counts as zeros: that examples cause one must not be seen."""
+        """A failure in whatever link, or an update that is not finite, counts as zeros: that examples cause it must not be seen."""
 
         def tried(params: Params, batch: Batch, rng: Generator | None) -> Update:
             try:
-                return compute(params, batch, rng)
+                update = compute(params, batch, rng)
+                finite = torch.stack([t.isfinite().all() for t in update.values()]).all()
+                return {k: torch.where(finite, t, 0.0) for k, t in update.items()}
             except Exception as error:  # whatever a network raises
                 if transformed():
                     raise  # of all examples together: `per_example` takes them one by one
@@ -139,6 +150,39 @@ class DeployedClient(Federation):
                 return {k: torch.zeros_like(p) for k, p in params.items()}
 
         return tried
+
+
+def _draws_of_its_own(compute: UpdateFn) -> UpdateFn:
+    """Draws from a generator that the link outside does not share: a mask's zeros give a generator's whole state away."""
+
+    def apart(params: Params, batch: Batch, rng: Generator | None) -> Update:
+        return compute(params, batch, secret_generator())
+
+    return apart
+
+
+@contextmanager
+def _buffers_put_back(model: nn.Module) -> Iterator[None]:
+    """Afterwards the network's buffers are what they were, also those that its forward pass replaces or adds."""
+    copies = {id(b): b.detach().clone() for b in model.buffers()}
+    held = [(m, {k: None if b is None else copies[id(b)] for k, b in m._buffers.items()}) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, buffers in held:
+            for name in set(module._buffers.keys()) - buffers.keys():
+                del module._buffers[name]
+            for name, buffer in buffers.items():  # by name, which a scripted module takes, too
+                module._buffers[name] = buffer
+
+
+def _refuse_second_reading(chain: Chain) -> None:
+    """SpecError if a link behind the noise may use the examples again, which no noise would then hide."""
+    if named := [type(link).__name__ for link in chain.behind_noise or () if may_read_examples(link)]:
+        raise SpecError(
+            f"[[chain]]: {named[0]} stands behind the noise and may use the examples again, which that noise does not hide: "
+            "move it before the clip, or remove it"
+        )
 
 
 class SelfAudit(ABC):

@@ -81,6 +81,24 @@ class tell(UpdateTransform):
         return dict(update)
 
 
+def test_defenses_of_one_mod_share_no_secret_generator() -> None:
+    """A mask's zeros give Mersenne Twister's state, and so all that others draw from the same one."""
+
+    @dataclass(frozen=True)
+    class note(UpdateTransform):
+        seen: list[Generator | None] = field(default_factory=list)
+
+        def apply(self, update: Update, rng: Generator | None) -> Update:
+            self.seen.append(rng)
+            return dict(update)
+
+    first, second = note(), note()
+    answer([as_mod(chain(first, second)), as_mod(chain(first, second), shared := Generator())])
+    assert first.seen[0] is second.seen[0] is shared, "the last mod is nearest to the training"
+    assert None not in (first.seen[1], second.seen[1])
+    assert first.seen[1] is not second.seen[1]
+
+
 @dataclass(frozen=True)
 class flatten_images(Link):
     """A defense of the data: it averages each image's pixels before the gradient is taken."""

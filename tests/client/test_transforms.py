@@ -12,7 +12,7 @@ from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import BatchTransform, Link, StatefulTransform, TransformState, noise_free, per_example
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 from fedgauge.defenses.clip import clip
-from fedgauge.defenses.noise import gaussian, identity
+from fedgauge.defenses.noise import discrete_gaussian, discrete_laplace, gaussian, identity, laplace
 from tests.client.networks import autograd, examples, largest_difference, network, params_of
 
 
@@ -63,13 +63,20 @@ def test_per_example_of_nothing_is_the_mean_gradient() -> None:
     assert largest_difference(per_example(identity())(gradient(model))(params_of(model), batch, None), whole) < 1e-15
 
 
-def test_each_example_gets_its_own_noise() -> None:
+@pytest.mark.parametrize("noise", [per_example(gaussian(1.0)), per_example(gaussian(1.0)).deployed], ids=repr)
+def test_each_example_gets_its_own_noise(noise: per_example) -> None:
     def zeros(params: Params, batch: Batch, rng: Generator | None) -> Update:
         return {"w": torch.zeros(10_000) + 0 * batch.x.sum()}
 
-    sixteen = per_example(gaussian(1.0))(zeros)({}, examples(16), Generator().manual_seed(1))["w"]
+    sixteen = noise(zeros)({}, examples(16), Generator().manual_seed(1))["w"]
     # a mean of 16 independent draws has deviation 1/4; the sample deviation of n draws errs by 1/sqrt(2n)
     assert abs(float(sixteen.std()) * 4 - 1) < 5 / (2 * 10_000) ** 0.5
+
+
+def test_a_deployment_draws_discrete_noise_wherever_it_stands() -> None:
+    links = chain(per_example(clip(1.0)), per_example(gaussian(1.0)), per_example(laplace(1.0)), gaussian(1.0))
+    discrete = (per_example(discrete_gaussian(1.0)), per_example(discrete_laplace(1.0)), discrete_gaussian(1.0))
+    assert links.deployed == chain(per_example(clip(1.0)), *discrete)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,14 @@ from fedgauge.client.components import build
 from fedgauge.client.federation import TRANSFORM
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.training import gradient, local_sgd
-from fedgauge.client.transforms import Link, StatefulTransform, UpdateTransform, noise_free, per_example
+from fedgauge.client.transforms import (
+    Link,
+    StatefulTransform,
+    TransformState,
+    UpdateTransform,
+    noise_free,
+    per_example,
+)
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn
 
 # arguments under which a defense changes a small gradient visibly; a new defense needs a line here
@@ -164,6 +171,24 @@ def test_a_zero_update_stays_finite(name: str) -> None:
     assert all(torch.isfinite(t).all() for t in defended.values())
     if name not in NOISE:
         assert same(defended, zero)
+
+
+@of_updates
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_what_is_finite_stays_finite(name: str, dtype: torch.dtype) -> None:
+    """From the smallest number to the largest: a gradient's size is the weights' choice, and noise does not hide infinity."""
+    info, link = torch.finfo(dtype), make(name)
+    smallest = info.tiny * info.eps
+    sizes = [0.0, smallest, 7 * smallest, 71 * smallest, info.tiny, 1.0, 2 * info.max**0.5, info.max]
+    for a, b in itertools.combinations_with_replacement(sizes, 2):
+        update = {k: t.fill_(a) for k, t in an_update(dtype).items()}
+        for t in update.values():
+            t.view(-1)[::2] = -b
+        memory: TransformState = {}
+        rounds = link.bound(memory, "") if isinstance(link, StatefulTransform) else link
+        for seed in range(3):
+            defended = applied(rounds, update, seeded(seed))
+            assert all(torch.isfinite(t).all() for t in (*defended.values(), *memory.values())), (a, b)
 
 
 @every

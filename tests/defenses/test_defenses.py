@@ -201,7 +201,9 @@ def test_noise_is_added_in_the_units_of_its_place() -> None:
     assert float((gaussian(0.1).apply(big, seeded())["w"] - 1e3).std()) == pytest.approx(0.1, rel=0.02)
 
 
-def test_the_largest_laplace_draw_is_finite() -> None:
-    drawn = laplace(1.0).apply({"w": torch.zeros(3_000_000)}, seeded())["w"]
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_largest_laplace_draw_is_finite(dtype: torch.dtype) -> None:
+    drawn = laplace(1.0).apply({"w": torch.zeros(3_000_000, dtype=dtype)}, seeded())["w"]
+    assert drawn.dtype == dtype
     assert torch.isfinite(drawn).all()
     assert float(norm({"w": drawn})) == pytest.approx((2 * 3_000_000) ** 0.5, rel=0.01)

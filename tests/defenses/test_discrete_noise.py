@@ -18,7 +18,7 @@ from fedgauge.defenses.noise import discrete_gaussian, discrete_laplace, gaussia
 
 
 def bits(seed: int = 0) -> RandomBits:
-    return RandomBits.of(Generator().manual_seed(seed))
+    return RandomBits(seed.to_bytes(32, "little"))
 
 
 @pytest.mark.parametrize(("draws", "law"), [(normal_draws, stats.norm()), (laplace_draws, stats.laplace())])
@@ -57,13 +57,22 @@ def test_exponentials_are_exact_in_their_parts() -> None:
     assert bits(4).one_in(3, n).mean() == pytest.approx(1 / 3, abs=6 * 0.5 / math.sqrt(n))
 
 
-def test_a_generator_gives_the_same_noise_again_and_none_gives_ones_own() -> None:
+def test_the_same_bits_give_the_same_noise_again() -> None:
     update = {"w": torch.randn(100, generator=Generator().manual_seed(5)), "none": torch.zeros(0)}
     noise = discrete_gaussian(0.1)
-    first, again = (noise.apply(update, Generator().manual_seed(1)) for _ in range(2))
+    first, again = (noise.with_bits(update, bits(1)) for _ in range(2))
     assert torch.equal(first["w"], again["w"]) and first["none"].shape == (0,)
-    assert not torch.equal(noise.apply(update, None)["w"], noise.apply(update, None)["w"])
     assert torch.equal(discrete_laplace(0.0).apply(update, None)["w"], update["w"])
+
+
+@pytest.mark.parametrize("noise", [discrete_gaussian(0.1), discrete_laplace(0.1)], ids=repr)
+def test_who_knows_the_generator_does_not_know_the_noise(noise: UpdateTransform) -> None:
+    """The zeros of a mask behind the noise gave the generator's state, and that gave the noise."""
+    rng, untouched = Generator().manual_seed(1), Generator().manual_seed(1)
+    update = {"w": torch.zeros(100)}
+    first, again = noise.apply(update, rng)["w"], noise.apply(update, Generator().manual_seed(1))["w"]
+    assert not torch.equal(first, again)
+    assert torch.equal(rng.get_state(), untouched.get_state()), "nor does it draw its key from there"
 
 
 # ----------------------------------------------------------------------------------------- the side channel of floats
@@ -71,7 +80,7 @@ def test_a_generator_gives_the_same_noise_again_and_none_gives_ones_own() -> Non
 ENTRIES, RELEASES = 20_000, 40
 
 
-def told_apart(noise: UpdateTransform, sigma: float) -> int:
+def told_apart(noise: Callable[[Update, Generator], Update], sigma: float) -> int:
     """In how many of 40 releases rounding alone names the batch, of two whose updates are far below the noise.
 
     Where noise nearly cancels an entry u, the sum is a multiple of float32's spacing at u / 2 if the entry was u; from another
@@ -82,7 +91,7 @@ def told_apart(noise: UpdateTransform, sigma: float) -> int:
     for release in range(RELEASES):
         pair = [sigma / 30 * torch.randn(ENTRIES, generator=rng) for _ in range(2)]
         secret = release % 2
-        seen = noise.apply({"w": pair[secret]}, rng)["w"]
+        seen = noise({"w": pair[secret]}, rng)["w"]
         broken = [impossible(seen, u) for u in pair]
         coin = bool(torch.rand((), generator=rng) < 0.5)
         right += (coin if broken[0] == broken[1] else broken[0] > broken[1]) == bool(secret)
@@ -98,14 +107,15 @@ def impossible(seen: torch.Tensor, u: torch.Tensor) -> int:
 
 def test_noise_in_floating_point_names_the_batch_in_every_release() -> None:
     """The reason for discrete noise: what a simulation measures with protects nobody."""
-    assert told_apart(gaussian(0.3), 0.3) == RELEASES
-    assert told_apart(laplace(0.3), 0.3) == RELEASES
+    assert told_apart(gaussian(0.3).apply, 0.3) == RELEASES
+    assert told_apart(laplace(0.3).apply, 0.3) == RELEASES
 
 
 @pytest.mark.parametrize("noise", [gaussian(0.3).deployed, laplace(0.3).deployed], ids=repr)
 def test_discrete_noise_leaves_it_to_chance(noise: UpdateTransform) -> None:
     assert isinstance(noise, discrete_gaussian | discrete_laplace)
-    right = told_apart(noise, 0.3)
+    drawn = bits()
+    right = told_apart(lambda update, _: noise.with_bits(update, drawn), 0.3)
     assert stats.binomtest(right, RELEASES).pvalue > 1e-4
 
 

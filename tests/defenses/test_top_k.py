@@ -8,6 +8,7 @@ with warnings.catch_warnings():  # typer asks click for names that Click 9 will 
     warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
     import flwr.clientapp  # noqa: F401
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,19 @@ def test_nothing_is_lost_with_error_feedback(keep: float, rounds: int, seed: int
         kept = max(1, round(keep * 30))
         assert float(memory["w"].square().sum()) <= (1 - kept / 30) * whole * (1 + 1e-12)
     torch.testing.assert_close(total + memory["w"], torch.stack([u["w"] for u in updates]).sum(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("entry", [float("inf"), float("nan"), 1.7e308])
+def test_an_update_that_is_not_finite_spoils_no_later_one(entry: float) -> None:
+    """It stayed in the memory, and behind a clip the client sent nothing more for ever."""
+    link = top_k(0.25)
+    _, held = link.advance(update(1.7e308, entry, 1.0, -entry), link.initial(update(0, 0, 0, 0)), None)
+    for _ in range(4):
+        sent, held = link.advance(update(1.7e308, 1.0, 3.0, entry), held, None)
+        assert all(map(math.isfinite, flat(held)))
+    for _ in range(3):
+        sent, held = link.advance(update(1.0, 1.0, 3.0, 0.0), held, None)
+    assert all(map(math.isfinite, flat(sent)))
 
 
 def test_without_error_feedback_nothing_is_remembered() -> None:

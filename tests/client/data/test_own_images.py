@@ -200,6 +200,7 @@ def test_a_test_part_of_its_own_is_kept_apart(written: Callable[..., Path]) -> N
         ({"y": np.arange(11) % 3}, "has 12 images and 11 labels"),
         ({"y": np.zeros(12, np.int64)}, "has images of one class only"),
         ({"y": np.arange(12) - 1}, "y has the label -1; labels count from 0"),
+        ({"y": np.arange(12) % 3 * 4 * 10**8}, "y has the label 800000000; labels count from 0, to 99999 at most"),
         ({"y": np.arange(12.0)}, "y has dtype float64 and shape (12,), expected whole numbers (N,)"),
         ({"y": np.eye(12, 3, dtype=np.int64)}, "y has dtype int64 and shape (12, 3), expected whole numbers (N,)"),
         ({"y": np.arange(12)}, "no class has the two images that test = 0.2 needs"),

@@ -128,14 +128,17 @@ def test_a_client_of_a_simulation_asks_in_one_call(make_federation: MakeFederati
 
     def ask(inspection_policy: InspectionPolicy, round: int, weights: Params) -> str:
         rows = fed.shards.rows_at(0, round)
-        return inspect_message(inspection_policy, fed, 0, round, rows, (weights, buffers), memory, told.append)
+        inspection = inspect_message(inspection_policy, fed, 0, round, rows, (weights, buffers), memory)
+        told.append(inspection.words)
+        assert inspection.alarm == (inspection.suspicion >= 1) == bool(inspection.words)
+        return inspection.withhold
 
     assert ask(InspectionPolicy("off"), 1, params) == ""
     assert memory == {}
     assert ask(InspectionPolicy("refuse"), 1, params) == ""
     assert "linear.weight" in ask(InspectionPolicy("refuse"), 2, swapped(params))
     assert ask(InspectionPolicy("warn"), 3, swapped(params)) == ""
-    assert [line.split(":")[0] for line in told] == ["round 2", "round 3"]
+    assert [line.split(":")[0] for line in told] == ["", "", "round 2", "round 3"]
     assert bytes(memory[FIRST_NETWORK].tolist()).decode() == fingerprint(fed.model)
 
 

@@ -117,7 +117,7 @@ def test_a_pixel_that_decides_on_overflow_is_not_read(
 
 def test_without_a_promise_such_an_update_is_held_back(path: Callable[..., Path]) -> None:
     """Noise without a clip bounds nothing: what is not finite stays, and the server sees that."""
-    own = path(chain=[SGD, {"use": "gaussian", "sigma": 1.0}], guard={})
+    own = path(chain=[SGD, {"use": "gaussian", "sigma": 1.0}], guard={}, data={**DATA, "sampling": "agreed"})
     kinds = {answer(own, one_pixel(28 * 14 + 14), round)[0] for round in range(1, 13)}
     assert kinds == {"finite", "111 withheld by the client's guard"}
 
@@ -230,35 +230,88 @@ def net(shape: tuple[int, ...], classes: int) -> nn.Module:
     return Fussy()
 """
 CLIP, NOISE = {"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 100.0}
-# what stands before a clip, by the link's name; a new link needs a line here
-BEFORE: dict[str, list[dict[str, Any]]] = {
-    "ats": [{"use": "ats", "policy": "24", "crop_and_flip": False}, SGD],  # posterize leaves a lit pixel lit
-    "clip": [{**CLIP, "each": True}, SGD],
-    "dp_sgd": [{"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 1.0}, SGD],
-    "freeze": [{"use": "freeze", "layers": ["first"]}, SGD],
-    "gaussian": [{"use": "gaussian", "sigma": 1.0}, SGD],
-    "identity": [{"use": "identity"}, SGD],
-    "laplace": [{"use": "laplace", "scale": 1.0}, SGD],
-    "local_sgd": [{**SGD, "steps": 2}],
-    "local_training": [{"use": "local_training", "rate": 0.1, "optimizer": "adam", "epochs": 2}],
-    "mask": [{"use": "mask", "keep": 0.5}, SGD],
-    "mixup": [{"use": "mixup", "alpha": 0.4}, SGD],
-    "prune": [{"use": "prune", "keep": 0.5}, SGD],
-    "quantize": [{"use": "quantize", "bits": 4}, SGD],
-    "sign": [{"use": "sign"}, SGD],
-    "soteria": [{"use": "soteria"}, SGD],
-    "top_k": [SGD, {"use": "top_k", "keep": 0.5}],
+# what stands before a clip, between it and its noise, and behind; a new link needs a line here
+LINKS: dict[str, dict[str, Any]] = {
+    "ats": {"use": "ats", "policy": "24", "crop_and_flip": False},  # posterize leaves a lit pixel lit
+    "clip": {**CLIP, "each": True},
+    "dp_sgd": {"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 1.0},
+    "freeze": {"use": "freeze", "layers": ["first"]},
+    "gaussian": {"use": "gaussian", "sigma": 1.0},
+    "identity": {"use": "identity"},
+    "laplace": {"use": "laplace", "scale": 1.0},
+    "local_sgd": {**SGD, "steps": 2},
+    "local_training": {"use": "local_training", "rate": 0.1, "optimizer": "adam", "epochs": 2},
+    "mask": {"use": "mask", "keep": 0.5},
+    "mixup": {"use": "mixup", "alpha": 0.4},
+    "prune": {"use": "prune", "keep": 0.5},
+    "quantize": {"use": "quantize", "bits": 4},
+    "sign": {"use": "sign"},
+    "soteria": {"use": "soteria"},
+    "top_k": {"use": "top_k", "keep": 0.5},
 }
+VARIANTS = {
+    **LINKS,
+    "gaussian of each": {**LINKS["gaussian"], "each": True},
+    "quantize uniform": {"use": "quantize", "bits": 8, "kind": "uniform"},
+    "adam without eps": {**LINKS["local_training"], "eps": 0.0},
+}
+PLACES = ("before", "between", "behind")
+
+
+def placed(link: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    """A chain with a link before, between or behind a clip and its noise."""
+    each = link.get("each", link["use"] == "dp_sgd")
+    order = [{**CLIP, "each": each}, {**NOISE, "each": each}]
+    order.insert(PLACES.index(place), link)
+    if link["use"] in ("local_sgd", "local_training"):
+        return order
+    return [SGD, *order] if link["use"] == "top_k" else [*order, SGD]
+
+
 ORDERS = {
-    **{name: [*links, CLIP, NOISE] for name, links in BEFORE.items()},
+    **{f"{name} {place}": placed(link, place) for name, link in VARIANTS.items() for place in PLACES},
     "soteria after training": [SGD, {"use": "soteria"}, CLIP, NOISE],
     "soteria of each": [{"use": "soteria"}, *CHAINS["dp_sgd"]],
-    "soteria between clip and noise": [CLIP, {"use": "soteria"}, NOISE, SGD],
+}
+REREADING = {
+    "soteria behind": ORDERS.pop("soteria behind"),
+    "soteria behind the update's": [SGD, CLIP, NOISE, {"use": "soteria"}],
+    "soteria behind dp_sgd": [*CHAINS["dp_sgd"], {"use": "soteria"}],
 }
 
 
-def test_every_link_is_tried_before_a_clip() -> None:
-    assert set(BEFORE) == set(TRANSFORM.names())
+def test_every_link_is_tried_around_a_clip_and_its_noise() -> None:
+    assert set(LINKS) == set(TRANSFORM.names())
+
+
+@pytest.mark.parametrize("links", REREADING.values(), ids=list(REREADING))
+def test_no_link_reads_the_examples_behind_the_noise(path: Callable[..., Path], links: list[dict[str, Any]]) -> None:
+    """The columns that soteria prunes followed from the examples, and the client failed where the network did on one."""
+    text = protocol().to_json()
+    with pytest.raises(SpecError, match="soteria stands behind the noise and may use the examples again"):
+        DeployedClient.of(OwnerConfig.load(path(chain=links)), ServerTerms.parse(text))
+    without = [link for link in links if link["use"] not in ("gaussian", "dp_sgd")]
+    DeployedClient.of(OwnerConfig.load(path(chain=without)), ServerTerms.parse(text))
+
+
+@pytest.mark.parametrize("links", ORDERS.values(), ids=list(ORDERS))
+def test_no_size_of_a_gradient_makes_an_answer_other_than_finite(
+    path: Callable[..., Path], links: list[dict[str, Any]]
+) -> None:
+    """Between a clip and noise, quantize made NaN of a gradient of 1e-44, which a pixel made from weights of 1e-43."""
+    own_path = path(chain=links, allow=["any_size"])
+    (own_path.parent / "any_size.py").write_text(IN_ANY_LINK.replace("> 0", "> 1e9"))
+    named = protocol(model={"use": "any_size:net"})
+    own = DeployedClient.of(OwnerConfig.load(own_path), ServerTerms.parse(named.to_json()))
+    assert own.chain.private
+    initial, rng = own.initial()[0], torch.Generator().manual_seed(0)
+    memory: Params = {}
+    for size in (3e-44, 1e19, 3e38):
+        weights = {k: (size * torch.randn(p.shape, generator=rng)).clamp(-3e38, 3e38) for k, p in initial.items()}
+        weights["last.weight"][:, ::2] = 0.0  # so that some entries of the gradient are zero
+        for x in (torch.zeros(2, 1, 28, 28), torch.ones(2, 1, 28, 28)):
+            update = own.compute(weights, {}, Batch(x, torch.tensor([0, 9])), memory)
+            assert all(bool(torch.isfinite(t).all()) for t in update.values()), size
 
 
 @pytest.mark.parametrize("links", ORDERS.values(), ids=list(ORDERS))
@@ -304,6 +357,28 @@ class Own(nn.Module):
 def net(shape: tuple[int, ...], classes: int, kind: str) -> nn.Module:
     return Own(kind)
 """
+
+
+@pytest.mark.parametrize("chain", ["dp_sgd", "clip of the update"])
+@pytest.mark.parametrize("kind", ["moved", "replaced"])
+def test_a_buffer_that_moves_in_eval_mode_is_put_back(path: Callable[..., Path], kind: str, chain: str) -> None:
+    """It was the mean image of the batch, and the next round's update followed from it; under vmap it was no tensor."""
+    package = f"restless_{kind}"
+    own_path = path(chain=CHAINS[chain], allow=[package])
+    added = 'self.register_buffer("added", x.detach().mean((0, 1)))\n        return'
+    (own_path.parent / f"{package}.py").write_text(
+        MOVING.replace("self.training and ", "").replace("return self", f"{added} self")
+    )
+    asked = protocol(model={"use": f"{package}:net", "kind": kind})
+    own = DeployedClient.of(OwnerConfig.load(own_path), ServerTerms.parse(asked.to_json()))
+    params, buffers = own.initial()
+    assert not bool(buffers["mean"].any()), "nor does the trial on an empty example move it"
+    sent = {**buffers, "mean": torch.full((28, 28), 0.5)}
+    update = own.compute(params, sent, own.owner.batch([0, 1]), {})
+    assert bool(update["last.weight"].any()), "it trains"
+    held = floating_buffers(own.model)
+    assert held.keys() == sent.keys()
+    assert all(torch.equal(held[k], t) for k, t in sent.items())
 
 
 @pytest.mark.parametrize("kind", ["instance", "moved", "replaced"])
