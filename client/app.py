@@ -104,19 +104,20 @@ def train(message: Message, context: Context) -> Message:
             f"the server's weights {sorted(params)} are not the model's {sorted(expected)}, or their shapes"
         )
     buffers = message.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
-    alarms: list[str] = []
     with guard_memory(context.state) as met:
         rows = fed.shards.rows_at(client, round)
         rng = generator(fed.protocol.seed, "inspection", client, round)
-        why = inspect_message(fed.protocol.guard, fed, client, round, rows, (params, buffers), met, alarms.append, rng)
-    if why:  # nothing in a simulation is secret: the run records what only the owner would learn
-        return Message(Error(WITHHELD, f"{REASON}: {why}"), reply_to=message)
+        inspection = inspect_message(fed.protocol.guard, fed, client, round, rows, (params, buffers), met, rng)
+    if inspection.withhold:  # nothing in a simulation is secret: the run records what only the owner would learn
+        return Message(Error(WITHHELD, f"{REASON}: {inspection.withhold}"), reply_to=message)
     memory = context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict()
     update = fed.own_update(dict(params), buffers, client, round, memory)
     _remember(context, memory)
     reply = _reply(message, fed, update, bool(buffers))
-    if alarms:
-        reply.content["guard"] = ConfigRecord({"found": alarms[0]})
+    if inspection.words:
+        reply.content["guard"] = ConfigRecord(
+            {"words": inspection.words, "alarm": inspection.alarm, "suspicion": inspection.suspicion}
+        )
     return reply
 
 
@@ -236,13 +237,12 @@ def _suspicious(
     if own.owner.guard is None or own.owner.guard.inspect == "off":
         return ""
     policy = own.owner.guard.inspection_policy(own.chain.private)
-
-    def note(words: str) -> None:
-        state.note("inspected", run=run, round=round, found=words)
-
     with state.inspection_memory(run) as met:
         weights, chosen = (params, buffers), torch.tensor(rows)
-        return inspect_message(policy, own, own.owner.client, round, chosen, weights, met, note)
+        inspection = inspect_message(policy, own, own.owner.client, round, chosen, weights, met)
+    if inspection.words:
+        state.note("inspected", run=run, round=round, found=inspection.words)
+    return inspection.withhold
 
 
 def _objection(

@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from torch import Generator, Tensor
 
 from fedgauge.client.federation import Federation
-from fedgauge.client.inspection.policy import ALARM, REASON, InspectionPolicy
+from fedgauge.client.inspection.policy import REASON, InspectionPolicy
 from fedgauge.client.inspection.probes import ProbeSet, probe_examples
 from fedgauge.client.mods import Mod
 from fedgauge.client.transforms import TransformState
@@ -34,6 +34,22 @@ _STATISTICS = (
 )  # of BatchNorm: they jump with an honest server, too
 Audit = Callable[[Params, Update], float]  # (weights as sent, update) -> PSNR in dB of the best reconstructed example
 Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What came of inspecting the weights of a round; by default there was none.
+
+    Args:
+        words: for the owner; "" where the mode keeps quiet.
+        withhold: why not to answer, for the owner only; "" if the client may.
+        suspicion: the largest score over its threshold, >= 0; an alarm from 1 on.
+    """
+
+    words: str = ""
+    withhold: str = ""
+    alarm: bool = False
+    suspicion: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,8 +115,10 @@ def guard(
         if vigilant.inspect != "off":
             _load_buffers(sent, probes)
             with guard_memory(context.state) as memory:
-                suspicion = inspect_params(vigilant, probes, _learnt(sent, probes), _round(memory), memory, note)
-            if suspicion:
+                inspection = inspect_params(vigilant, probes, _learnt(sent, probes), _round(memory), memory)
+            if inspection.words:
+                note(inspection.words)
+            if inspection.withhold:
                 return withheld(message)
         reply = call_next(message, context)
         if reply.has_error():
@@ -136,10 +154,9 @@ def inspect_message(
     rows: Tensor,
     weights: tuple[Params, Mapping[str, Tensor]],
     memory: TransformState,
-    note: Note = _LOG.warning,
     rng: Generator | None = None,
-) -> str:
-    """Why a client should not answer to the weights that it got, for its owner only; empty if it may.
+) -> Inspection:
+    """What a client finds in the weights that it got.
 
     Args:
         rows: the training images of the round.
@@ -148,11 +165,11 @@ def inspect_message(
         rng: None: the client's own entropy.
     """
     if inspection_policy.inspect == "off":
-        return ""
+        return Inspection()
     params, buffers = weights
     own.load_buffers(buffers)
     probes = ProbeSet(own.model, probe_examples(own.shards, client, rows), own.loss, own.shards.dataset.normalise)
-    return inspect_params(inspection_policy, probes, params, round, memory, note, rng)
+    return inspect_params(inspection_policy, probes, params, round, memory, rng)
 
 
 def inspect_params(
@@ -161,18 +178,19 @@ def inspect_params(
     params: Params,
     round: int,
     memory: TransformState,
-    note: Note = _LOG.warning,
     rng: Generator | None = None,
-) -> str:
+) -> Inspection:
     """`inspect_message` for weights whose buffers the model of the probes already has."""
     if inspection_policy.inspect == "off":
-        return ""
+        return Inspection()
     results = inspection_policy.findings(probes, params, round, memory, rng)
+    withhold = results.reasons if inspection_policy.inspect == "refuse" else ""
+    words = ""
     if results.alarms:
-        note(f"round {round}: {ALARM} {results.suspicion:.3g}: {results.reasons}")
+        words = f"round {round}: alarm, suspicion {results.suspicion:.3g}: {results.reasons}"
     elif inspection_policy.inspect == "log":
-        note(f"round {round}: suspicion {results.suspicion:.3g}")
-    return results.reasons if inspection_policy.inspect == "refuse" else ""
+        words = f"round {round}: suspicion {results.suspicion:.3g}"
+    return Inspection(words, withhold, bool(results.alarms), results.suspicion)
 
 
 def _learnt(sent: Mapping[str, Tensor], probes: ProbeSet | None) -> Params:

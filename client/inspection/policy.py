@@ -20,14 +20,6 @@ from fedgauge.client.update import Batch, Params
 
 MOST_APART = 5  # rounds that can explain a jump: the server says how many have passed
 REASON = "withheld by the client's guard"  # the same for every cause
-ALARM = "alarm, suspicion"
-
-
-def is_alarm(reason: str) -> bool:
-    """Whether a guard's message, as a server records it, reports an alarm or a withheld update."""
-    return ALARM in reason or reason.startswith(REASON)
-
-
 Mode = Literal["off", "log", "warn", "refuse"]
 
 

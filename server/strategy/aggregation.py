@@ -1,12 +1,14 @@
 """Aggregation with its result checked: replies that make it unusable are left out, and if that does not help the round is undone.
 
+A strategy that fails is such a result, unless it fails over any replies.
+
 The strategy's state is put back before each new attempt, so that nothing of what was left out remains in moments or momenta.
 State that is not finite counts only where the updates make it so: a strategy may keep an infinity of its own, such as each
 reply's distance to itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 
 import numpy as np
@@ -17,12 +19,16 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedgauge.client.update import Params
-from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.store.ledger_types import Participation, sanitised
 from fedgauge.server.strategy import reply_checks, round_checks
 from fedgauge.server.strategy.reply_checks import AcceptedReply
 from fedgauge.server.strategy.strategy_state import StateSnapshot, not_finite
 
+UNLIKE = "its records or arrays have other names than the other clients', and the strategy takes one form only"
 MOST_NAMES = 3  # of arrays, in a sentence
+MOST_SWAPPED = (
+    16  # replies of which each is swapped for another's, to find who makes a strategy fail that needs them all
+)
 Usable = Callable[[Params, Mapping[str, Tensor]], str]
 
 
@@ -34,13 +40,15 @@ class Aggregate:
         arrays: the next weights; None: those of before stay.
         fault: why the next round could not begin with it; empty if it could.
         state: what of the strategy's state the updates have made infinite or no number.
+        error: what the strategy raised, if it did.
     """
 
     arrays: ArrayRecord | None
     metrics: MetricRecord | None
     buffers: dict[str, Tensor]
-    fault: str
+    fault: str = ""
     state: frozenset[str] = frozenset()
+    error: Exception | None = None
 
     @property
     def flaw(self) -> str:
@@ -70,66 +78,41 @@ class Aggregation:
     def of(
         self, passed: Sequence[tuple[AcceptedReply, Message]]
     ) -> tuple[Aggregate, dict[int, Participation], list[str]]:
-        """What comes of a round; by position, the replies that were left out for that; and sentences on the round."""
-        replies = [reply for reply, _ in passed]
-        contents = [message.content for _, message in passed]
-        state = StateSnapshot(self.inner)
+        """What comes of a round; by position, the replies that were left out for that; and sentences on the round.
 
-        def aggregate(
-            kept: Sequence[int], said: Sequence[RecordDict]
-        ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-            metrics = reply_checks.shared([_metrics(said[i]) for i in kept])
-            for i, own in zip(kept, metrics, strict=True):
-                passed[i][1].content = _with_metrics(said[i], own)  # anew, as a strategy may change what it gets
-            with np.errstate(over="ignore", invalid="ignore"):  # looked for below
-                return self.inner.aggregate_train(self.round, [passed[i][1] for i in kept])
-
-        def attempt(kept: Sequence[int]) -> Aggregate:
-            arrays, aggregated = aggregate(kept, contents)
-            buffers = self._averaged_buffers([replies[i] for i in kept])
-            arrays, weights = self._as_sent(arrays)
-            fault = "" if arrays is None else self._fault(weights, buffers)
-            return Aggregate(arrays, aggregated, buffers, fault, frozenset(not_finite(self.inner) - self.forgiven))
-
-        def sound(kept: Sequence[int]) -> bool:
-            state.restore()
-            return not attempt(kept).flaw
-
-        clients, everybody = [reply.client for reply in replies], range(len(passed))
-        try:
-            result = attempt(everybody)
-        except Exception:  # over replies that do not fit together, perhaps: without some it may be tried again
-            state.restore()
-            raise
+        Raises:
+            Exception: what the strategy raises over any two equal replies, so that no client makes it fail.
+        """
+        attempts = _Attempts(self, passed)
+        result, reasons = attempts.fitting()
+        notes: list[str] = []
         if result.state:  # is it so, too, if nobody has trained?
-            state.restore()
-            aggregate(everybody, [self._untrained(content) for content in contents])
-            self.forgiven.update(not_finite(self.inner))
-            state.restore()
-            result = attempt(everybody)
-        if not result.flaw:
-            return result, {}, []
-        sizes = [round_checks.norm(reply.update) + round_checks.norm(reply.moved(self.buffers)) for reply in replies]
-        left_out = round_checks.spoilers(sizes, sound)
-        state.restore()
-        if not left_out and not result.fault and len(passed) > 1:
-            self.forgiven.update(result.state)
-            named = ", ".join(sorted(result.state)[:MOST_NAMES])
-            note = f"round {self.round}: the strategy's state ({named}) is not finite whoever is left out; the training goes on"
+            self.forgiven.update(attempts.untrained().state)
+            result = attempts.of(attempts.kept)
+        if flaw := result.flaw:
+            found = attempts.culprits(result)
+            reasons |= dict.fromkeys(found, f"left out, as with its update {flaw}")
+            attempts.kept = [i for i in attempts.kept if i not in found]
+            if found:
+                named = ", ".join(str(attempts.client(i)) for i in found)
+                what = f"{flaw} with the updates of clients {named}, which were left out"
+            elif result.fault or len(attempts.kept) < 2:
+                what = f"{flaw} whoever is left out, so the round was undone, and the next one begins with the same weights"
+            else:
+                self.forgiven.update(result.state)
+                named = ", ".join(sorted(result.state)[:MOST_NAMES])
+                what = f"the strategy's state ({named}) is not finite whoever is left out; the training goes on"
+            notes.append(f"round {self.round}: {what}")
+            result = attempts.of(attempts.kept)
+            if result.flaw:
+                attempts.state.restore()
+                result = Aggregate(None, None, dict(self.buffers), flaw)
+        result, left_out_of_figures = attempts.with_figures_of_most(result)
+        notes += left_out_of_figures
+        for note in notes:
             log(WARNING, "fedgauge: %s", note)
-            return attempt(everybody), {}, [note]
-        if left_out:
-            named = ", ".join(str(clients[i]) for i in left_out)
-            what = f"with the updates of clients {named}, which were left out"
-            kept = [i for i in range(len(passed)) if i not in left_out]
-            charge = f"left out, as with its update {result.flaw}"
-            result_of_rest = attempt(kept)
-        else:
-            what = "whoever is left out, so the round was undone, and the next one begins with the same weights"
-            result_of_rest, charge = Aggregate(None, None, dict(self.buffers), result.flaw), ""
-        note = f"round {self.round}: {result.flaw} {what}"
-        log(WARNING, "fedgauge: %s", note)
-        return result_of_rest, {i: Participation(clients[i], "rejected", charge) for i in left_out}, [note]
+        left_out = {i: Participation(attempts.client(i), "rejected", reason) for i, reason in reasons.items()}
+        return result, left_out, notes
 
     def _fault(self, weights: Params, buffers: Mapping[str, Tensor]) -> str:
         """Why no round can begin with what was aggregated; empty if one can."""
@@ -163,6 +146,108 @@ class Aggregation:
             for name, record in content.array_records.items()
         }
         return RecordDict({**content, **sent})
+
+
+class _Attempts:
+    """A round's replies, given to the strategy in parts; each part as if it were the only one.
+
+    Args:
+        kept: the positions of the replies that count.
+    """
+
+    def __init__(self, aggregation: Aggregation, passed: Sequence[tuple[AcceptedReply, Message]]) -> None:
+        self.at = aggregation
+        self.passed = passed
+        self.contents = [message.content for _, message in passed]  # before a strategy empties them, as QFedAvg does
+        self.odd_figures = reply_checks.odd_figures([_metrics(content) for content in self.contents])
+        self.kept = list(range(len(passed)))
+        self.state = StateSnapshot(aggregation.inner)
+        self.tried = False
+
+    def client(self, position: int) -> int:
+        """Whose a reply is."""
+        return self.passed[position][0].client
+
+    def of(self, kept: Sequence[int], said: Sequence[RecordDict] | None = None) -> Aggregate:
+        """What comes of the replies at some positions, or of others' contents there."""
+        at, contents = self.at, self.contents if said is None else said
+        metrics = reply_checks.shared([_metrics(contents[i]) for i in kept])
+        for i, own in zip(kept, metrics, strict=True):
+            self.passed[i][1].content = _with_metrics(contents[i], own)  # anew, as a strategy may change what it gets
+        if self.tried:  # a strategy that is called once is not touched
+            self.state.restore()
+        self.tried = True
+        try:
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # looked for below
+                made, figures = at.inner.aggregate_train(at.round, [self.passed[i][1] for i in kept])
+            arrays, weights = at._as_sent(made)
+        except Exception as error:  # a user's strategy may raise anything over what a client says
+            why = sanitised(f"{type(error).__name__}: {error}")
+            return Aggregate(None, None, dict(at.buffers), f"the strategy fails ({why})", error=error)
+        buffers = at._averaged_buffers([self.passed[i][0] for i in kept])
+        fault = "" if arrays is None else at._fault(weights, buffers)
+        return Aggregate(arrays, figures, buffers, fault, frozenset(not_finite(at.inner) - at.forgiven))
+
+    def untrained(self) -> Aggregate:
+        """What comes of it if every client sends back what it was sent."""
+        return self.of(self.kept, [self.at._untrained(content) for content in self.contents])
+
+    def fitting(self) -> tuple[Aggregate, dict[int, str]]:
+        """What comes of all replies; if the strategy fails, of those of one form, and why each of the others is left out."""
+        result = self.of(self.kept)
+        if result.error is None:
+            return result, {}
+        self.contents = reply_checks.one_name(self.contents)
+        name = getattr(round_checks.innermost(self.at.inner), "arrayrecord_key", "arrays")
+        unlike = dict.fromkeys(reply_checks.unlike_most(self.contents, (name, *sorted(self.at.params))), UNLIKE)
+        everybody = self.kept
+        for reasons in (unlike, self.odd_figures | unlike):
+            self.kept = [i for i in everybody if i not in reasons]
+            if self.kept and (fitting := self.of(self.kept)).error is None:
+                return fitting, dict(reasons)
+        self.kept = everybody
+        return result, {}
+
+    def culprits(self, result: Aggregate) -> list[int]:
+        """Who makes the result of all unusable; nobody if it stays so whoever is left out.
+
+        Raises:
+            Exception: what the strategy raises even where all replies are one client's, whoever that is.
+        """
+        kept, contents = self.kept, self.contents
+        may_be_none = result.arrays is None and result.error is None
+
+        def sound(tried: Aggregate) -> bool:
+            return not tried.flaw and (tried.arrays is not None or may_be_none)
+
+        replies = [self.passed[i][0] for i in kept]
+        sizes = [round_checks.norm(reply.update) + round_checks.norm(reply.moved(self.at.buffers)) for reply in replies]
+        if found := round_checks.spoilers(sizes, lambda part: sound(self.of([kept[i] for i in part]))):
+            return [kept[i] for i in found]
+        if result.fault and 2 < len(kept) <= MOST_SWAPPED:  # a strategy may need as many as were asked
+            following = dict(zip(kept, [*kept[1:], kept[0]], strict=True))
+            swapped = {i: [contents[following[i]] if j == i else c for j, c in enumerate(contents)] for i in kept}
+            helped = [i for i in kept if sound(self.of(kept, swapped[i]))]
+            if len(helped) == 1:
+                return helped
+        alike = ([content] * len(contents) for content in contents)
+        if result.error is not None and len(kept) > 1 and all(self.of(kept, said).error for said in alike):
+            self.state.restore()
+            raise result.error
+        return []
+
+    def with_figures_of_most(self, result: Aggregate) -> tuple[Aggregate, list[str]]:
+        """The result with the metrics of clients whose metrics are as most are; and sentences on the others."""
+        odd = {i: reason for i, reason in self.odd_figures.items() if i in self.kept}
+        usual = [i for i in self.kept if i not in odd]
+        if not odd or not usual or result.metrics is None:
+            return result, []
+        figures = self.of(usual).metrics
+        result = replace(self.of(self.kept), metrics=result.metrics if figures is None else figures)
+        return result, [
+            f"round {self.at.round}: client {self.client(i)} was left out of the training's figures: {sanitised(reason)}"
+            for i, reason in odd.items()
+        ]
 
 
 def _metrics(content: RecordDict) -> MetricRecord:

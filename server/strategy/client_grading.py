@@ -5,7 +5,6 @@ answer is a measurement of private images, of which an owner allows few.
 """
 
 import math
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +24,8 @@ from fedgauge.server.store.tape import TapeError
 
 GRACE = 75.0  # seconds that an attack service may be away while it restarts: joining Ray may take a minute
 ANSWERING = 60.0  # seconds that training waits for answers; a silent client is asked again only at the end
+MOST_PRECISIONS = 3  # in a sentence
 NOTHING = "nothing to grade: the attack left no images"
-_SUFFIX = re.compile(r"; (graded by the clients|not graded).*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -165,15 +164,12 @@ class Grader:
         self.ledger.grade(job.id, rows, note)
 
     def _summarise(self) -> None:
-        """Write who graded on the knowledge cards, and for the whole run into the meta table."""
+        """Write who graded, for each attack and for the whole run."""
         notes: dict[str, list[Any]] = defaultdict(list)
         for row in self.ledger.graded():
             if row["note"] is not None and row["note"] != NOTHING:
                 notes[row["attack"]].append(row)
-        cards = {row["name"]: row["knowledge"] for row in self.ledger.attacks()}
-        self.ledger.set_cards(
-            {name: _SUFFIX.sub("", cards[name]) + "; " + grading_summary(rows) for name, rows in notes.items()}
-        )
+        self.ledger.set_grading({name: grading_summary(rows) for name, rows in notes.items()})
         self.ledger.set_meta(
             grading=grading_summary([row for rows in notes.values() for row in rows]) if notes else "not graded"
         )
@@ -187,7 +183,11 @@ def grading_summary(rows: Sequence[Any]) -> str:
     """
     graded = sorted({row["note"].removeprefix("graded to ") for row in rows if row["note"].startswith("graded")})
     rest = [row for row in rows if row["note"].startswith("not graded")]
-    parts = [f"graded by the clients, to {' and '.join(graded)}"] if graded else []
+    named = [
+        *graded[:MOST_PRECISIONS],
+        *([f"{len(graded) - MOST_PRECISIONS} more"] if len(graded) > MOST_PRECISIONS else []),
+    ]
+    parts = [f"graded by the clients, to {' and '.join(named)}"] if graded else []
     if rest:
         count, all_of_them = sum(row["jobs"] for row in rest), sum(row["jobs"] for row in rows)
         reasons = sorted({row["note"].partition(": ")[2] for row in rest})

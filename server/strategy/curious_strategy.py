@@ -22,6 +22,7 @@ from fedgauge.server.store.ledger_types import MORE_NOTED, ROUND_NOTE, USUAL_NOR
 from fedgauge.server.store.tape import Keep, Tape
 from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it
 from fedgauge.server.strategy.app_rounds import AppRounds, Evaluate
+from fedgauge.server.strategy.reply_checks import AcceptedReply
 from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 
 STEPS = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate", "summary")
@@ -60,10 +61,7 @@ class UpdateRecorder:
         self._note(intake)
         self.seconds[intake.round] = time.perf_counter() - started
         accepted = zip(intake.accepted, taped, strict=True)
-        seen = [
-            Participation(a.client, "accepted", reason or a.note, a.examples, digest)
-            for a, (digest, reason) in accepted
-        ]
+        seen = [_participation(a, digest, reason) for a, (digest, reason) in accepted]
         return [*intake.refused, *seen]
 
     def _note(self, intake: RoundReplies) -> None:
@@ -216,3 +214,11 @@ class CuriousStrategy(UpdateValidator):
         if self._rounds is not None:
             self._rounds.evaluated(server_round, metrics)
         return metrics
+
+
+def _participation(reply: AcceptedReply, digest: str | None, reason: str) -> Participation:
+    guard = reply.guard
+    if guard is None:
+        return Participation(reply.client, "accepted", reason, reply.examples, digest)
+    words = reason or guard.words
+    return Participation(reply.client, "accepted", words, reply.examples, digest, guard.alarm, guard.suspicion)

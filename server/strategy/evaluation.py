@@ -1,6 +1,5 @@
 """The clients' evaluation of a round: replies that would spoil all figures are left out by name, and no failure ends a training."""
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from logging import WARNING
@@ -89,13 +88,9 @@ def _spoiling(contents: Mapping[int, RecordDict], key: str, most: int) -> dict[i
         for _, name, value in _metrics(content):
             if name == key and (wrong := reply_checks.wrong_weight(value, key, most)):
                 reasons[node] = wrong
-            elif not all(math.isfinite(n) for n in (value if isinstance(value, list) else [value])):
+            elif not reply_checks.is_finite(value):
                 infinite[node].append(name)
-    times = Counter(name for names in infinite.values() for name in set(names))
-    for node, names in infinite.items():
-        if rare := [name for name in names if times[name] <= len(contents) / 2]:
-            reasons.setdefault(node, f"its {rare[0][:40]} is not finite")
-    return reasons
+    return {node: f"its {name[:40]} is not finite" for node, name in reply_checks.rare(infinite).items()} | reasons
 
 
 def _unlike_most(contents: Mapping[int, RecordDict]) -> dict[int, str]:

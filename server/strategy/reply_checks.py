@@ -1,17 +1,19 @@
 """What one reply must be before anything is computed with it: its arrays, its number of examples, its metrics."""
 
+import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgauge.client.arrays import npy_header
+from fedgauge.client.inspection.results import LARGEST
 from fedgauge.client.update import Params, Update
 
 MOST_EXAMPLES = 10**9  # that one client may claim if the server does not know better
@@ -28,11 +30,42 @@ class AcceptedReply:
     update: Update
     examples: int
     buffers: Mapping[str, Tensor]
-    note: str = ""  # what the client's guard says about the weights that it was sent
+    guard: "GuardReport | None" = None
 
     def moved(self, buffers: Mapping[str, Tensor]) -> Params:
         """How far the client has moved the buffers that it was sent."""
         return {k: t - buffers[k] for k, t in self.buffers.items()}
+
+
+@dataclass(frozen=True)
+class GuardReport:
+    """What a client's guard says about the weights that it was sent; it may lie.
+
+    Args:
+        suspicion: 0 to LARGEST; None: it names none.
+    """
+
+    words: str
+    alarm: bool
+    suspicion: float | None
+
+    @classmethod
+    def of(cls, message: Message) -> "GuardReport | None":
+        """The report in a reply; None if there is none, or no such thing as a guard writes."""
+        said = message.content.config_records.get("guard", ConfigRecord())
+        words, alarm, suspicion = (said.get(key) for key in ("words", "alarm", "suspicion"))
+        if not isinstance(words, str) or not isinstance(alarm, bool) or not isinstance(suspicion, float):
+            return None
+        return cls(f"guard: {words}", alarm, suspicion if 0 <= suspicion <= LARGEST else None)
+
+    @classmethod
+    def together(cls, reports: Mapping[int, "GuardReport"]) -> "GuardReport | None":
+        """The report on a sum, by its clients' reports."""
+        if not reports:
+            return None
+        words = "; ".join(f"client {client}: {report.words}" for client, report in reports.items())
+        suspicions = [report.suspicion for report in reports.values() if report.suspicion is not None]
+        return cls(words, any(report.alarm for report in reports.values()), max(suspicions, default=None))
 
 
 class ReplyRejected(ValueError):
@@ -120,16 +153,41 @@ def commonest(forms: Sequence[_Form]) -> _Form | None:
     return ranked[0][0] if ranked and (len(ranked) < 2 or ranked[0][1] > ranked[1][1]) else None
 
 
-def unlike_most(contents: Sequence[RecordDict]) -> list[int]:
-    """The positions of replies whose records, or arrays, have other names than most; none if no form is the commonest."""
+def rare(names: Mapping[int, Collection[str]]) -> dict[int, str]:
+    """By reply, one of its names that at most half of the replies have."""
+    times = Counter(name for own in names.values() for name in set(own))
+    found = {i: [name for name in own if times[name] <= len(names) / 2] for i, own in names.items()}
+    return {i: own[0] for i, own in found.items() if own}
 
-    def form(content: RecordDict) -> tuple[frozenset[tuple[str, ...]], frozenset[str]]:
-        arrays = frozenset((name, *sorted(record)) for name, record in content.array_records.items())
-        return arrays, frozenset(content.metric_records)
 
-    forms = [form(content) for content in contents]
-    usual = commonest(forms)
-    return [i for i, own in enumerate(forms) if usual is not None and own != usual]
+def unlike_most(contents: Sequence[RecordDict], sent: tuple[str, ...]) -> list[int]:
+    """The positions of replies whose records, or arrays, have other names than most.
+
+    Args:
+        sent: the names of the record of weights and of its arrays; the usual ones if no others are the commonest.
+    """
+    arrays = [frozenset((name, *sorted(record)) for name, record in c.array_records.items()) for c in contents]
+    usual = commonest(arrays) or frozenset([sent])
+    metrics = [frozenset(c.metric_records) for c in contents]
+    usual_metrics = commonest(metrics)
+    if usual not in arrays:
+        return []
+    return [
+        i
+        for i, (own, own_metrics) in enumerate(zip(arrays, metrics, strict=True))
+        if own != usual or (usual_metrics is not None and own_metrics != usual_metrics)
+    ]
+
+
+def one_name(contents: Sequence[RecordDict]) -> list[RecordDict]:
+    """The replies, their MetricRecords named as the first one's if no name is the commonest: none of them was sent."""
+    names = [next(iter(content.metric_records)) for content in contents]
+    if commonest(names) is not None:
+        return list(contents)
+    return [
+        RecordDict({names[0] if k == own else k: v for k, v in content.items()})
+        for own, content in zip(names, contents, strict=True)
+    ]
 
 
 def metrics_of(message: Message) -> MetricRecord:
@@ -142,11 +200,36 @@ def metrics_of(message: Message) -> MetricRecord:
 
 def shared(records: Sequence[MetricRecord]) -> list[MetricRecord]:
     """The records without entries that not all have in the same form, because Flower would end the whole run over them."""
-
-    def form(value: object) -> int | None:
-        return len(value) if isinstance(value, list) else None
-
     keys = [
-        k for k in (records[0] if records else ()) if all(k in r and form(r[k]) == form(records[0][k]) for r in records)
+        k
+        for k in (records[0] if records else ())
+        if all(k in r and _length(r[k]) == _length(records[0][k]) for r in records)
     ]
     return [MetricRecord({k: r[k] for k in keys}) for r in records]
+
+
+def odd_figures(records: Sequence[MetricRecord]) -> dict[int, str]:
+    """By position, why the metrics of few would spoil those of all: they lack one that most have, or one is not finite.
+
+    Most are more than half that have the same metrics, in lists of the same lengths. A metric that is not finite in more
+    than half is how the model is.
+    """
+    forms = [frozenset((k, _length(v)) for k, v in record.items()) for record in records]
+    usual = commonest(forms)
+    most = usual if usual is not None and 2 * forms.count(usual) > len(forms) else frozenset[tuple[str, int | None]]()
+    lacking = {i: min(name for name, _ in most - own) for i, own in enumerate(forms) if most - own}
+    names = {name for name, _ in most} or set(next(iter(shared(records)), ()))
+    infinite = rare({i: [k for k in sorted(names & r.keys()) if not is_finite(r[k])] for i, r in enumerate(records)})
+    return {i: f"its {name[:40]} is not finite" for i, name in infinite.items()} | {
+        i: f"its metrics lack {name[:40]}, or have it in another form than most" for i, name in lacking.items()
+    }
+
+
+def is_finite(value: float | list[int] | list[float]) -> bool:
+    """Whether a metric is, or all numbers in its list."""
+    return all(math.isfinite(n) for n in (value if isinstance(value, list) else [value]))
+
+
+def _length(value: object) -> int | None:
+    """Of a list."""
+    return len(value) if isinstance(value, list) else None

@@ -110,8 +110,29 @@ def large_share(clients: Sequence[int], examples: Sequence[int]) -> dict[int, st
     return {who: f"client {who} said {examples[most]} examples, which makes it {shown} of an average by examples"}
 
 
-def may_weigh_by_examples(strategy: Strategy) -> bool:
-    """Whether a strategy averages replies by examples, as far as can be known: a user's own may."""
+def odd_losses(clients: Sequence[int], losses: Sequence[object], key: str) -> dict[int, str]:
+    """The clients whose loss is far from the others', and a sentence on each; empty of fewer than three.
+
+    A strategy that weighs by the loss (q-FedAvg) then hardly counts the others, or does not move.
+    """
+    said = {client: float(loss) for client, loss in zip(clients, losses, strict=True) if isinstance(loss, int | float)}
+    usual = usual_norm(list(said.values()))
+    if len(said) < FEW or not usual > 0:
+        return {}
+    return {
+        client: f"client {client} said a {key} of {loss:.3g}, where {usual:.3g} is usual, and the strategy weighs by it"
+        for client, loss in said.items()
+        if not usual / OUTSIZED <= loss <= usual * OUTSIZED
+    }
+
+
+def innermost(strategy: Strategy) -> Strategy:
+    """The strategy that others wrap."""
     while isinstance(inner := getattr(strategy, "inner", None) or getattr(strategy, "strategy", None), Strategy):
         strategy = inner
-    return not isinstance(strategy, UNWEIGHTED)
+    return strategy
+
+
+def may_weigh_by_examples(strategy: Strategy) -> bool:
+    """Whether a strategy averages replies by examples, as far as can be known: a user's own may."""
+    return not isinstance(innermost(strategy), UNWEIGHTED)

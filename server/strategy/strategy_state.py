@@ -1,5 +1,6 @@
 """A strategy's state, put back as it was: a round that is undone must leave no trace in moments and momenta."""
 
+import random
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
@@ -17,13 +18,14 @@ _SEQUENCES = (list, deque)
 
 
 class StateSnapshot:
-    """What a strategy holds now: attributes, containers and arrays at any depth, wrapped strategies and torch's modules.
+    """What a strategy holds now: attributes, containers and arrays at any depth, wrapped strategies, objects with a state_dict.
 
+    Python's, NumPy's and torch's generators of random numbers are put back, too, so that who was left out changes no draw.
     Each is put back in place, as others may hold the same object. What else an attribute refers to stays as it is.
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._undo = [_undoing(part) for _, part in _parts(strategy)]
+        self._undo = [_undoing_draws(), *(_undoing(part) for _, part in _parts(strategy))]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -59,7 +61,19 @@ def _parts(value: Any, name: str = "", seen: dict[int, Any] | None = None) -> It
 
 
 def _has_state(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+    """Whether it is one of torch's modules and optimizers, or like them, as an accountant of Flower's is."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _undoing_draws() -> Callable[[], None]:
+    python, numpys, torchs = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+
+    def put_back() -> None:
+        random.setstate(python)
+        np.random.set_state(numpys)
+        torch.random.set_rng_state(torchs)
+
+    return put_back
 
 
 def _undoing(part: Any) -> Callable[[], None]:

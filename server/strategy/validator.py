@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
+from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import seed_of
 from fedgauge.client.update import Params, average
@@ -27,7 +28,7 @@ from fedgauge.server.store.scenario import ValidatorOptions
 from fedgauge.server.strategy import evaluation, reply_checks, round_checks
 from fedgauge.server.strategy.aggregation import Aggregation
 from fedgauge.server.strategy.ordered_grid import OrderedGrid
-from fedgauge.server.strategy.reply_checks import MOST_EXAMPLES, AcceptedReply, ReplyRejected
+from fedgauge.server.strategy.reply_checks import MOST_EXAMPLES, AcceptedReply, GuardReport, ReplyRejected
 from fedgauge.server.strategy.secure_aggregation import SUMMED
 
 WEIGHT = "num-examples"
@@ -109,7 +110,7 @@ class UpdateValidator(Strategy):
         self.evaluation_notes: list[str] = []  # on the latest evaluation's replies
         self._away: set[int] = set()  # clients
         self._forgiven: set[str] = set()  # of the wrapped strategy's state
-        self._large: set[int] = set()  # clients whose share of a round was named
+        self._large: set[int] = set()  # clients that made the others hardly count, and were named
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -151,18 +152,11 @@ class UpdateValidator(Strategy):
             self.inner, server_round, self._params, self.buffers, self.usable, self.counts, self._forgiven
         )
         try:
-            try:
-                result, left_out, found = aggregation.of(passed)
-            except Exception:  # Flower's strategies refuse a round whose replies have several forms
-                if not (unlike := self._unlike_most(passed)):
-                    raise
-                passed = [pair for pair in passed if pair[0].client not in unlike]
-                rejected |= unlike
-                result, left_out, found = aggregation.of(passed)
+            result, left_out, found = aggregation.of(passed)
             notes += found
             passed = [pair for i, pair in enumerate(passed) if i not in left_out]
             rejected |= {p.client: p for p in left_out.values()}
-            notes += [f"round {server_round}: {share}" for share in self._large_shares([reply for reply, _ in passed])]
+            notes += [f"round {server_round}: {share}" for share in self._large_shares(passed)]
         finally:  # whatever the wrapped strategy raises, the replies are recorded
             refused = (*rejected.values(), *self._missing(received))
             accepted = tuple(reply for reply, _ in passed)
@@ -195,12 +189,20 @@ class UpdateValidator(Strategy):
             except ReplyRejected as reason:
                 rejected[client] = Participation(client, "rejected", str(reason))
                 continue
-            if weights is not None:  # replaces the raw reply, so that memory does not hold all replies twice
-                message.content = RecordDict(
-                    {"arrays": ArrayRecord(weights), "metrics": reply_checks.metrics_of(message)}
-                )
+            message.content = self._rebuilt(message.content, weights)  # so that memory does not hold all replies twice
             passed.append((reply, message))
         return sorted(passed, key=lambda pair: pair[0].client), rejected
+
+    def _rebuilt(self, content: RecordDict, weights: Params) -> RecordDict:
+        """A checked reply as the wrapped strategy gets it, its arrays in the order and dtypes that were sent.
+
+        Strategies take arrays by position, and the first reply's dtype for the sum.
+        """
+        (metrics, figures), *_ = content.metric_records.items()
+        if self.replies == "updates":
+            return RecordDict({"arrays": ArrayRecord(weights), "metrics": figures})
+        (name,) = [name for name in content.array_records if name != "buffers"]
+        return RecordDict({**content.config_records, name: ArrayRecord(weights), metrics: figures})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -220,7 +222,7 @@ class UpdateValidator(Strategy):
         # a dead node's error comes from the SuperLink, which is not a client
         ordered = sorted(replies, key=lambda m: self.clients.get(m.metadata.src_node_id, math.inf))
         asked, self._evaluating = self._evaluating, None
-        key, most = getattr(self.inner, "weighted_by_key", WEIGHT), self.options.max_examples or MOST_EXAMPLES
+        key, most = self._weight_key, self.options.max_examples or MOST_EXAMPLES
         metrics, self.evaluation_notes = evaluation.aggregate(
             self.inner, server_round, ordered, asked, self.clients, key, most
         )
@@ -230,13 +232,17 @@ class UpdateValidator(Strategy):
         """The wrapped strategy's."""
         self.inner.summary()
 
+    @property
+    def _weight_key(self) -> str:
+        return str(getattr(round_checks.innermost(self.inner), "weighted_by_key", WEIGHT))
+
     def _client(self, node: int) -> int:
         if node not in self.clients:
             self.clients[node] = max(self.clients.values(), default=-1) + 1
         return self.clients[node]
 
-    def _check(self, client: int, message: Message) -> tuple[AcceptedReply, Params | None]:
-        """The reply's update, and the weights that the wrapped strategy expects (None: the reply's own).
+    def _check(self, client: int, message: Message) -> tuple[AcceptedReply, Params]:
+        """The reply's update, and the weights that the wrapped strategy expects.
 
         Raises:
             ReplyRejected: it says what is wrong.
@@ -249,24 +255,22 @@ class UpdateValidator(Strategy):
             raise ReplyRejected(f"expected one ArrayRecord of weights, got {sorted(records) or 'none'}")
         tensors = reply_checks.tensors_of(next(iter(records.values())), self._params, loose=self.replies == "weights")
         sent = self._sent.get(client)
-        weights: Params | None = None  # as they came: theta + (weights - theta) would add rounding errors
+        weights: Params = tensors  # as they came: theta + (weights - theta) would add rounding errors
         if self.replies == "updates":
             update = tensors
         else:
             update = {k: reply_checks.difference(t, (sent or self._params)[k]) for k, t in tensors.items()}
         if self.replies == "updates" or sent is not None:
             weights = {k: t + self._params[k] for k, t in update.items()}
+        weights = {k: t.to(self._params[k].dtype) for k, t in weights.items()}
         for name in tensors:
-            if not (torch.isfinite(update[name]).all() and torch.isfinite((weights or tensors)[name]).all()):
+            if not (torch.isfinite(update[name]).all() and torch.isfinite(weights[name]).all()):
                 raise ReplyRejected(f"{name} overflows the weights")
-        key = WEIGHT if self.replies == "updates" else getattr(self.inner, "weighted_by_key", WEIGHT)
+        key = WEIGHT if self.replies == "updates" else self._weight_key
         examples = reply_checks.examples_of(message, key, self.options.max_examples or MOST_EXAMPLES)
         returned = reply_checks.tensors_of(buffers, self.buffers) if buffers is not None else {}
         reply_checks.check_variances(returned, self.buffers)
-        finding = message.content.config_records.get("guard", ConfigRecord()).get("found")
-        return AcceptedReply(
-            client, update, examples, returned, f"guard: {finding}" if isinstance(finding, str) else ""
-        ), weights
+        return AcceptedReply(client, update, examples, returned, GuardReport.of(message)), weights
 
     def _alike(
         self, passed: list[tuple[AcceptedReply, Message]]
@@ -301,17 +305,14 @@ class UpdateValidator(Strategy):
             replies[i].client: Participation(replies[i].client, "rejected", reason) for i, reason in reasons.items()
         }
 
-    def _unlike_most(self, passed: Sequence[tuple[AcceptedReply, Message]]) -> dict[int, Participation]:
-        """The rejections of replies that do not fit the others."""
-        odd = [passed[i][0].client for i in reply_checks.unlike_most([message.content for _, message in passed])]
-        reason = "its records or arrays have other names than the other clients', and the strategy takes one form only"
-        return {client: Participation(client, "rejected", reason) for client in odd}
-
-    def _large_shares(self, accepted: Sequence[AcceptedReply]) -> list[str]:
-        """A sentence on a client that is nearly the whole average, the first time that it is."""
-        if not round_checks.may_weigh_by_examples(self.inner):
-            return []
-        found = round_checks.large_share([a.client for a in accepted], [a.examples for a in accepted])
+    def _large_shares(self, passed: Sequence[tuple[AcceptedReply, Message]]) -> list[str]:
+        """Sentences on clients that make the others hardly count, the first time that they do."""
+        clients, found = [reply.client for reply, _ in passed], dict[int, str]()
+        if round_checks.may_weigh_by_examples(self.inner):
+            found = round_checks.large_share(clients, [reply.examples for reply, _ in passed])
+        if key := getattr(round_checks.innermost(self.inner), "train_loss_key", None):
+            losses = [reply_checks.metrics_of(message).get(key) for _, message in passed]
+            found |= round_checks.odd_losses(clients, losses, key)
         new = [sentence for client, sentence in found.items() if client not in self._large]
         self._large |= found.keys()
         return new
@@ -320,7 +321,8 @@ class UpdateValidator(Strategy):
         """By client, the weights of messages that carry other weights than the federation's."""
         altered = {}
         for message in messages:
-            record = message.content.array_records.get(getattr(self.inner, "arrayrecord_key", "arrays"), arrays)
+            key = getattr(round_checks.innermost(self.inner), "arrayrecord_key", "arrays")
+            record = message.content.array_records.get(key, arrays)
             # strategies pass on the same record object, so only a different one needs comparing
             if record is arrays or record.keys() != arrays.keys():
                 continue
@@ -363,8 +365,8 @@ class UpdateValidator(Strategy):
         arrays = ArrayRecord({k: t + update[k] for k, t in self._params.items()})
         message = messages[0]
         message.content = RecordDict({"arrays": arrays, "metrics": MetricRecord({WEIGHT: sum(examples)})})
-        note = "; ".join(f"client {reply.client}: {reply.note}" for reply in replies if reply.note)
-        return AcceptedReply(replies[0].client, update, sum(examples), buffers, note), message
+        report = GuardReport.together({reply.client: reply.guard for reply in replies if reply.guard is not None})
+        return AcceptedReply(replies[0].client, update, sum(examples), buffers, report), message
 
     def _absent(self, grid: Grid) -> set[int]:
         """The protocol's clients that are not connected; empty if the federation's nodes are not all known."""
@@ -375,14 +377,16 @@ class UpdateValidator(Strategy):
 
     def _missing(self, received: list[Message]) -> list[Participation]:
         """Clients that were asked and did not answer, or answered with an error; and clients that were not connected."""
-        reasons = {m.metadata.src_node_id: (m.error.reason or "").strip() or "error" for m in received if m.has_error()}
+        errors = {m.metadata.src_node_id: m.error for m in received if m.has_error()}
+        reasons = {node: (error.reason or "").strip() or "error" for node, error in errors.items()}
+        withheld = {self._client(node) for node, error in errors.items() if error.code == WITHHELD}
         # the SuperLink reports a dead node under an id of its own
         unplaced = [r for node, r in reasons.items() if node not in self._asked]
         answered = {m.metadata.src_node_id for m in received if not m.has_error()}
         silent = "no reply" + (f" ({unplaced[0].splitlines()[0]})" if unplaced else "")
         absent = [(self._client(n), reasons.get(n, silent).splitlines()[-1]) for n in self._asked - answered]
         return [
-            Participation(client, "missing", reason)
+            Participation(client, "missing", reason, alarm=True if client in withheld else None)
             for client, reason in sorted([*absent, *((c, CLIENT_ABSENT) for c in self._away)])
         ]
 

@@ -11,6 +11,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.server_attacks import shortened
 
 MOST_CLIENTS = 5  # named in a sentence
+MOST_SIZES = 3  # of one client, in a sentence
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class AppClient:
     @property
     def size(self) -> str:
         """How many examples it reported, as text."""
-        return " or ".join(map(str, self.examples)) or "?"
+        more = f" (and {len(self.examples) - MOST_SIZES} more numbers)" if len(self.examples) > MOST_SIZES else ""
+        return " or ".join(map(str, self.examples[:MOST_SIZES])) + more or "?"
 
     def __str__(self) -> str:
         return f"client {self.client} = node {self.node or '?'}, {self.size} example{'s' if self.size != '1' else ''}"

@@ -1,12 +1,10 @@
 """The effects of a malicious server: what it sent, what that recovered, who noticed, and what it cost the federation."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP
-from fedgauge.client.inspection.policy import is_alarm
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.roles import is_attack
@@ -21,7 +19,7 @@ def server_attack_effects(scenario: Scenario, scores: Scores, ledger: Ledger) ->
     """One sentence by heading; empty if the server is honest."""
     if not scenario.server_attack:
         return {}
-    seen = [o for o in ledger.observations() if o["status"] == "accepted" or is_alarm(o["reason"])]
+    seen = [o for o in ledger.observations() if o["status"] == "accepted" or o["alarm"]]
     members = {(o["round"], o["client"]): _altered_clients(scenario, o["round"], o["client"]) for o in seen}
     altered = {key for key, clients in members.items() if clients}
     rounds = sorted({r for r, _ in altered})
@@ -80,18 +78,16 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
 
     A secure sum counts as alarmed if one of its members raised an alarm.
     """
-    alarms = {(o["round"], o["client"]) for o in seen if is_alarm(o["reason"])}
+    alarms = {(o["round"], o["client"]) for o in seen if o["alarm"]}
     honest = {(o["round"], o["client"]) for o in seen} - altered
-    if scenario.protocol.guard.inspect == "off" and not any(
-        "suspicion" in o["reason"] or is_alarm(o["reason"]) for o in seen
-    ):
+    if scenario.protocol.guard.inspect == "off" and all(o["alarm"] is None for o in seen):
         return "no client's guard reported anything (clients inspect what they are sent only if [guard] inspect is not off)"
     answer = "message" if scenario.protocol.secure_sum is None else "sum"
     words = (
         f"guards alarmed at {len(alarms & altered)} of {_many(len(altered), f'altered {answer}')} and {len(alarms & honest)} of "
         f"{len(honest)} honest ones"
     )
-    suspicions = [s for o in seen if (o["round"], o["client"]) in altered for s in _suspicions(o["reason"])]
+    suspicions = [o["suspicion"] for o in seen if o["suspicion"] is not None and (o["round"], o["client"]) in altered]
     spread = " to ".join(dict.fromkeys(f"{s:.3g}" for s in (min(suspicions), max(suspicions)))) if suspicions else ""
     words += f"; suspicion {spread} at the altered ones (alarm above 1)" if suspicions else ""
     first = first_alarm(seen, scenario.protocol.secure_sum is not None)
@@ -104,7 +100,7 @@ def first_alarm(seen: Sequence[Row], named: bool) -> str:
     Args:
         named: whether the message may name its client, as the validator's does for a sum; a client's own message may lie.
     """
-    alarm = next((o for o in seen if is_alarm(o["reason"])), None)
+    alarm = next((o for o in seen if o["alarm"]), None)
     if alarm is None:
         return ""
     words = shortened(alarm["reason"])
@@ -116,11 +112,6 @@ def shortened(reason: str) -> str:
     """A client's message, shortened, on one line."""
     words = " ".join(reason.split())
     return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."
-
-
-def _suspicions(reason: str) -> list[float]:
-    """The suspicions in a client's message, whatever else it says."""
-    return [float(number) for number in re.findall(r"suspicion (\d{1,9}(?:\.\d{1,9})?(?:e[+-]?\d{1,2})?)\b", reason)]
 
 
 def _cost(scenario: Scenario, ledger: Ledger, seen: Sequence[Row], altered: set[Key], rounds: Sequence[int]) -> str:

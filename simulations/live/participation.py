@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from fedgauge.client.inspection.policy import is_alarm
 from fedgauge.server.views.participation import MOST_CLIENTS, ObservationRow
 from fedgauge.server.views.server_attacks import first_alarm, shortened
 
@@ -21,7 +20,7 @@ def absences(round: int, observations: Sequence[ObservationRow]) -> str:
 
 def guarded(observations: Sequence[ObservationRow]) -> str:
     """How often clients' guards raised an alarm or withheld an update in a simulation, and the first time; empty if never."""
-    alarms = [o for o in observations if is_alarm(o["reason"])]
+    alarms = [o for o in observations if o["alarm"]]
     if not alarms:
         return ""
     rounds = len({o["round"] for o in alarms})

@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Krum
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
+    FedAvg,
+    FedMedian,
+    Krum,
+    Strategy,
+)
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +41,7 @@ FUZZ = settings.get_profile("fuzz")
 pytestmark = pytest.mark.slow
 CLIENTS, HOSTILE, ROUNDS = 3, 2, 4
 USES = ["FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedMedian", "FedTrimmedAvg", "Krum"]
+NOISY = ["DP fixed", "DP adaptive"]  # Flower's wrappers: they draw noise, and take arrays by position
 USUAL = 0.5  # of an honest update's norm, about
 START = {"a": 0.3 * torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), "b": 0.3 * torch.ones(2, 4)}
 STATISTICS = {"n.running_mean": torch.zeros(4), "n.running_var": torch.ones(4)}
@@ -89,6 +98,14 @@ def honest(params: Params, client: int) -> dict[str, Tensor]:
 
 def unusable(params: Params, buffers: object) -> str:
     return "" if torch.isfinite(loss_of(params, 0)) else "the loss is not finite"
+
+
+def strategy_of(use: str) -> Strategy:
+    if use == "DP fixed":
+        return DifferentialPrivacyServerSideFixedClipping(strategy_of("FedAvg"), 1e-3, USUAL, CLIENTS)
+    if use == "DP adaptive":
+        return DifferentialPrivacyServerSideAdaptiveClipping(strategy_of("FedAvg"), 1e-3, CLIENTS)
+    return build_strategy({"use": use, **({"server_momentum": 0.5} if use == "FedAvgM" else {})}, CLIENTS)
 
 
 class Grid(MemoryGrid):
@@ -155,7 +172,9 @@ class Liar:
                 odd = record["a"].numpy().astype(self.rng.choice(["<f2", "<f8", ">f4", "<f16", "<i4", "|b1", "<c8"]))
             record["a"] = Array(odd)
         elif kind == "words":
-            content["guard"] = ConfigRecord({"found": self.rng.choice(WORDS)})
+            found = {"words": self.rng.choice(WORDS), "alarm": self.rng.choice([True, False, 1, "yes"])}
+            suspicion = self.rng.choice([0.5, 1e300, -1.0, math.nan, math.inf, 2, "2", [2.0]])
+            content["guard"] = ConfigRecord({**found, "suspicion": suspicion})
         elif kind == "another":
             content["who"] = MetricRecord({"client": 0})
         reply = Message(content, reply_to=asked)
@@ -176,7 +195,7 @@ def content_of(mode: str, update: dict[str, Tensor], sent: Params) -> RecordDict
 @settings(FUZZ, max_examples=max(1, FUZZ.max_examples // 3))  # each is four rounds
 @given(
     seed=st.integers(0, 2**32),
-    use=st.sampled_from(USES),
+    use=st.sampled_from([*USES, *NOISY]),
     mode=st.sampled_from(["updates", "weights"]),
     bounded=st.booleans(),
 )
@@ -185,12 +204,11 @@ def test_what_one_client_says_ends_nothing(
 ) -> None:
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     options = ValidatorOptions(max_norm=5 * USUAL, max_examples=8) if bounded else None
-    extra = {"server_momentum": 0.5} if use == "FedAvgM" else {}
     intakes: list[RoundReplies] = []
     grid, liar = Grid(), Liar(seed, mode, [*SCALES, *EXTREMES, *(BETWEEN if bounded else [])])
     own = mode == "updates"
     validator = UpdateValidator(
-        build_strategy({"use": use, **extra}, CLIENTS), intakes.append, STATISTICS if own else {}, 1, grid.clients, mode,
+        strategy_of(use), intakes.append, STATISTICS if own else {}, 1, grid.clients, mode,
         options=options, usable=unusable,
     )  # fmt: skip
     arrays = ArrayRecord(START if own else {**START, **STATISTICS, **COUNTER})

@@ -1,6 +1,7 @@
 """A run's folder that came from elsewhere: nothing in it leads a command to a file outside, or makes it wait."""
 
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -20,6 +21,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
+from fedgauge.simulations.cli import housekeeping_commands
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.retention import prune
 from tests.server.dashboard.pages import Http
@@ -208,6 +210,99 @@ def test_what_becomes_a_link_after_the_check_is_not_followed_either(theirs: Run)
     with pytest.raises(run_files.RefusedFile):
         prune(theirs, 0, 1e12)
     assert state(home) == before
+
+
+def test_a_folder_that_becomes_a_link_while_the_run_is_pruned_leads_nowhere(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner swaps a folder within TensorBoard's once the first file is deleted; root would be let in."""
+    home = theirs.folder.parent.parent / "home"
+    deep = theirs.folder / "tensorboard" / "a" / "b"
+    deep.mkdir(parents=True)
+    (deep / "notes").touch()
+    (home / "b").mkdir(parents=True)
+    (home / "b" / "notes").write_text("mine")
+    _when_deleting(monkeypatch, deep.parent, home)
+    with pytest.raises(run_files.RefusedFile, match="tensorboard/a is a link where a run has a folder"):
+        prune(theirs, 0, 1e12)
+    assert (home / "b" / "notes").read_text() == "mine"
+
+
+def test_a_run_that_becomes_a_link_leads_nowhere(theirs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pruned, read or written: a run that its user has opened is that folder and no other."""
+    own = Path(shutil.copytree(theirs.folder, theirs.folder.parent.parent / "home" / "own"))
+    before = state(own)
+    _when_deleting(monkeypatch, theirs.folder, own)
+    with pytest.raises(run_files.RefusedFile, match="theirs is a link where a run has a folder"):
+        prune(theirs, 0, 1e12)
+    with pytest.raises(run_files.RefusedFile):
+        theirs.write_reconstruction(1, 0, "a", {"x": torch.ones(1)})
+    with pytest.raises(run_files.RefusedFile):
+        theirs.log("flower.log")
+    with pytest.raises(TapeError, match="is a link"):
+        theirs.tape().read(1, 0)
+    assert state(own) == before
+    shutil.rmtree(own / "tape")
+    with pytest.raises(run_files.RefusedFile):
+        theirs.tape().write_update(1, 0, {"w": torch.ones(1)})
+    assert not (own / "tape").exists()
+
+
+def _when_deleting(monkeypatch: pytest.MonkeyPatch, folder: Path, target: Path) -> None:
+    """Replace a folder by a link as soon as the first file has been deleted."""
+
+    def unlink(*names: Any, **at: Any) -> None:
+        deleted(*names, **at)
+        if not folder.is_symlink():
+            folder.rename(folder.parent / "old")
+            folder.symlink_to(target)
+
+    deleted = os.unlink
+    monkeypatch.setattr(run_files.os, "unlink", unlink)
+
+
+def test_a_run_that_becomes_a_link_after_it_was_listed_is_not_pruned(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = Path(shutil.copytree(theirs.folder, theirs.folder.parent.parent / "home" / "own"))
+    before = state(own)
+
+    def listed(folder: Path) -> list[Run]:
+        found = all_runs(folder)
+        theirs.folder.rename(theirs.folder.parent.parent / "old")
+        theirs.folder.symlink_to(own)
+        return found
+
+    all_runs = housekeeping_commands.all_runs
+    monkeypatch.setattr(housekeeping_commands, "all_runs", listed)
+    assert main(["prune", "--days", "0", "--runs", str(theirs.folder.parent)]) == 2
+    assert "is a link where a run has a folder" in capsys.readouterr().err
+    assert state(own) == before
+
+
+def test_names_that_are_no_text_or_steer_a_terminal_hide_no_run(
+    theirs: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run's name, or that of a link in it, in bytes that are no UTF-8, or with control codes."""
+    runs = theirs.folder.parent
+    for name in (b"no\xfftext", b"\x1b[31mred\x07", b"linked"):
+        shutil.copytree(theirs.folder, runs / os.fsdecode(name))
+    (runs / "linked" / os.fsdecode(b"\xff\x1b[31m.json")).symlink_to("/etc/hosts")
+    assert main(["runs", "--runs", str(runs)]) == 0
+    listed, said = capsys.readouterr()
+    assert re.search(r"theirs +complete", listed) and re.search(r"\[31mred +complete", listed)
+    assert "has a name that is no text (UTF-8): rename the folder" in said and ".json is a link where" in said
+    assert main(["prune", "--days", "100000", "--runs", str(runs)]) == 2
+    kept, told = capsys.readouterr()
+    assert kept.count("cannot be read") == 2 and kept.count("younger than") == 2
+    assert main(["report", str(runs / os.fsdecode(b"no\xfftext"))]) == 2
+    assert not set("\x1b\x07") & set(listed + said + kept + told + capsys.readouterr().err)
+    with Http(make_app(runs), base_url="http://localhost") as http:
+        lines = http.get("/api/runs").json()["runs"]
+        assert len(lines) == 4 and sum("error" in line for line in lines) == 2
+        assert http.get("/api/compare").status_code in (404, 503)
+        assert http.get("/api/runs/linked/overview").status_code == 503
+        assert http.get("/api/runs/theirs/overview").status_code == 200
 
 
 def test_another_users_run_is_refused_with_what_to_do(

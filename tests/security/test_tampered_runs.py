@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fedgauge.client.components import SpecError
+from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.checkpoint import Checkpoint
@@ -24,9 +26,11 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import write_tensors
 from fedgauge.server.views.run_list import run_summary
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import create_run, resume
+from tests.server.dashboard.pages import Http
 
 FUZZ = int(os.environ.get("FEDGAUGE_FUZZ", "60"))
 OWNER = """client = 0
@@ -160,19 +164,8 @@ def test_a_few_pages_that_look_like_endless_rows_end_in_a_sentence(theirs: Run) 
     leaf = data[(root - 1) * size : root * size]
     assert leaf[0] == 13, "all rounds lie on one page"
 
-    def inner(child: int) -> bytes:
-        cells = [size - 5 * (i + 1) for i in range(80)]
-        page = bytearray(size)
-        page[:12] = (
-            b"\5\0\0" + len(cells).to_bytes(2, "big") + cells[-1].to_bytes(2, "big") + b"\0" + child.to_bytes(4, "big")
-        )
-        for i, at in enumerate(cells):
-            page[12 + 2 * i : 14 + 2 * i] = at.to_bytes(2, "big")
-            page[at : at + 5] = child.to_bytes(4, "big") + bytes([i])
-        return bytes(page)
-
-    chain = [inner(pages + 2 + i) for i in range(11)]
-    data[(root - 1) * size : root * size] = inner(pages + 1)
+    chain = [_inner(size, pages + 2 + i) for i in range(11)]
+    data[(root - 1) * size : root * size] = _inner(size, pages + 1)
     data += b"".join(chain) + leaf
     data[28:32] = (len(data) // size).to_bytes(4, "big")
     path.write_bytes(data)
@@ -181,6 +174,115 @@ def test_a_few_pages_that_look_like_endless_rows_end_in_a_sentence(theirs: Run) 
         theirs.ledger(readonly=True) as ledger,
     ):
         ledger.rounds()
+
+
+def _inner(size: int, child: int) -> bytes:
+    """An inner page of a table's tree with one page as each of its 80 children."""
+    cells = [size - 5 * (i + 1) for i in range(80)]
+    page = bytearray(size)
+    page[:12] = (
+        b"\5\0\0" + len(cells).to_bytes(2, "big") + cells[-1].to_bytes(2, "big") + b"\0" + child.to_bytes(4, "big")
+    )
+    for i, at in enumerate(cells):
+        page[12 + 2 * i : 14 + 2 * i] = at.to_bytes(2, "big")
+        page[at : at + 5] = child.to_bytes(4, "big") + bytes([i])
+    return bytes(page)
+
+
+def test_rows_that_share_one_text_end_in_a_sentence(theirs: Run) -> None:
+    """500 rows of a megabyte each on the same overflow pages: a file of one megabyte."""
+    path = theirs.folder / "ledger.sqlite"
+    with sqlite3.connect(path) as db:
+        (root,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'rounds'").fetchone()
+        empty = len(db.execute("PRAGMA table_info(rounds)").fetchall()) - 1  # metrics is the last
+    db.close()
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[16:18], "big")
+    first, local = len(data) // size + 1, (size - 12) * 32 // 255 - 23  # bytes of a row that stay on its own page
+    text = local - empty - 5 + 250 * (size - 4)  # letters, so that the rest fills 250 pages
+
+    def number(value: int) -> bytes:
+        return bytes([value >> 14 & 127 | 128, value >> 7 & 127 | 128, value & 127])
+
+    # the length of the record's head, 0 (none) for each other column, the kind of the text, and the text
+    record = bytes([empty + 5]) + bytes(empty) + b"\x80" + number(2 * text + 13) + b" " * text
+    rest = record[local:]
+    assert len(rest) == 250 * (size - 4)
+    page = bytearray(size)
+    end = size
+    for row in range((size - 100) // (local + 10)):
+        cell = number(len(record)) + bytes([row]) + record[:local] + first.to_bytes(4, "big")
+        end -= len(cell)
+        page[end : end + len(cell)] = cell
+        page[8 + 2 * row : 10 + 2 * row] = end.to_bytes(2, "big")
+        page[3:5] = (row + 1).to_bytes(2, "big")
+    page[0], page[5:7] = 13, end.to_bytes(2, "big")
+    data[(root - 1) * size : root * size] = _inner(size, first + 250)
+    for i in range(250):
+        following = first + i + 1 if i < 249 else 0
+        data += following.to_bytes(4, "big") + rest[i * (size - 4) : (i + 1) * (size - 4)]
+    data += page
+    data[28:32] = (len(data) // size).to_bytes(4, "big")
+    path.write_bytes(data)
+    with theirs.ledger(readonly=True) as ledger:
+        rows = ledger._db.execute("SELECT metrics FROM rounds")
+        assert len(rows.fetchone()["metrics"]) == text, "one row is read as any other"
+    with (
+        pytest.raises(LedgerError, match="its rows have more text than its .* bytes can hold"),
+        theirs.ledger(readonly=True) as ledger,
+    ):
+        ledger.rounds()
+
+
+def test_one_array_of_a_checkpoint_is_taken_once(theirs: Run) -> None:
+    """A small file could name one array, or a parameter, as often as memory lasts."""
+    path = theirs.folder / "checkpoint.json"
+    facts = json.loads(path.read_text())
+    own = write_tensors(theirs.folder / facts["tensors"], {"state/0": torch.ones(9), "param/w": torch.ones(9)})
+    facts |= {"params": ["w"], "digest": own}
+    for named in ({"list": [{"array": "state/0"}] * 2}, {"tensor": "param/w"}):
+        path.write_text(json.dumps({**facts, "strategy": {"momentum": named}}))
+        with pytest.raises(NotResumable, match="is damaged: KeyError"):
+            Checkpoint.read(theirs.folder)
+    path.write_bytes(b" " * (33 << 20))
+    with pytest.raises(NotResumable, match="no such file has more than 33554432"):
+        Checkpoint.read(theirs.folder)
+
+
+def test_half_a_pair_of_code_units_is_shown_as_a_question_mark(theirs: Run) -> None:
+    """JSON can say what no text holds, and nobody can write it down."""
+    half = {"packages": {"torch": "\ud800", "\udfff": "1"}}
+    (theirs.folder / "environment.json").write_text(json.dumps(half))
+    metrics = json.dumps({"clients": {"\ud800": 1.0, "\ud83d\ude00": 2.0}})
+    changed(theirs, f"UPDATE rounds SET metrics = '{metrics}'")
+    assert main(["report", str(theirs.folder)]) == 0
+    assert "clients: ?" in (theirs.folder / "report.html").read_text()
+    with Http(make_app(theirs.folder.parent), base_url="http://localhost") as http:
+        shown = http.get("/api/runs/theirs/overview").json()
+    assert shown["environment"] == {"packages": {"torch": "?", "?": "1"}}
+    assert {"clients: ?", "clients: \U0001f600"} <= shown["app_rounds"][0]["metrics"].keys()
+
+
+def test_an_attacks_name_is_no_markup(theirs: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(theirs, "UPDATE attacks SET name = '[/x]' WHERE name = 'dlg'")
+    assert main(["runs", "--runs", str(theirs.folder.parent)]) == 0
+    assert "[/x], analytic" in capsys.readouterr().out
+
+
+def test_an_attack_that_has_its_scores_and_waits_is_carried_out_again(theirs: Run) -> None:
+    changed(theirs, "UPDATE jobs SET state = 'queued', finished = NULL")
+    serve(theirs, LocalExecutor())
+    with theirs.ledger(readonly=True) as ledger:
+        progress = ledger.progress()
+    assert progress.done == progress.total
+
+
+def test_rows_that_contradict_each_other_end_in_a_sentence(theirs: Run) -> None:
+    with (
+        pytest.raises(LedgerError, match="cannot be read as a ledger: UNIQUE constraint failed"),
+        theirs.ledger() as ledger,
+    ):
+        ledger._db.execute("INSERT INTO attacks SELECT * FROM attacks")
 
 
 @pytest.mark.parametrize(

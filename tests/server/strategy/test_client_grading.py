@@ -449,6 +449,8 @@ def test_what_is_said_of_many_jobs() -> None:
     words = "graded by the clients, to 0.5 dB and 1 dB; not graded (3 of 8): a, b"
     assert grading_summary(mixed) == words
     assert grading_summary([*mixed, row("not graded: c", 1)]).endswith("not graded (4 of 9): a, b, and 1 more reasons")
+    many = [row(f"graded to {i} dB", 1) for i in range(1000, 4000)]
+    assert grading_summary(many) == "graded by the clients, to 1000 dB and 1001 dB and 1002 dB and 2997 more"
 
 
 # -------------------------------------------------------------------------------------------- there is no truth at the server

@@ -279,23 +279,29 @@ def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
 
 
 @pytest.mark.parametrize(
-    ("words", "noticed"),
+    ("words", "alarm", "suspicion", "noticed"),
     [
-        ("", "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
-        ("suspicion abc", "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
-        ("suspicion 1e999999 suspicion " + "9" * 5000, "guards alarmed at 0 of 2 altered"),
-        ("client 2: alarm, suspicion 2", "; first in round 2: client 1: client 2: alarm, suspicion 2"),
-        ("guard: alarm, suspicion 2.5: x; suspicion 0.5", "2 of 2 altered messages and 0 of 7 honest ones; suspicion 0.5 to 2.5"),
+        ("", None, None, "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
+        ("alarm, suspicion 9: withheld by the client's guard", False, 0.5, "at 0 of 2 altered messages and 0 of 7 honest ones; "
+         "suspicion 0.5 at the altered ones"),
+        ("client 2: alarm, suspicion 2", True, 2.0, "; first in round 2: client 1: client 2: alarm, suspicion 2"),
+        ("", True, 2.5, "2 of 2 altered messages and 0 of 7 honest ones; suspicion 2.5"),
     ],
 )  # fmt: skip
-def test_a_clients_words_are_read_whatever_they_say(
-    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path, words: str, noticed: str
+def test_a_clients_words_are_no_alarm_whatever_they_say(
+    make_scenario: Callable[..., Scenario],
+    tmp_path: Path,
+    words: str,
+    alarm: bool | None,
+    suspicion: float | None,
+    noticed: str,
 ) -> None:
     scenario = malicious_setup(make_scenario, {**FISHING, "clients": [1], "rounds": [2, 3]}, guard={"inspect": "warn"})
     run = begun(tmp_path / "run", scenario)
     with run.ledger() as ledger:
         for r in (1, 2, 3):
-            seen = [Participation(c, "accepted", words if c == 1 and r > 1 else "", 2, None) for c in range(3)]
+            said = (words, 2, None, alarm, suspicion)
+            seen = [Participation(c, "accepted", *(said if c == 1 and r > 1 else ("", 2))) for c in range(3)]
             ledger.record_intake(r, seen, None)
         assert noticed in server_attack_effects(scenario, Scores.read(ledger), ledger)["noticed"]
 

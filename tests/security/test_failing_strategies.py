@@ -1,0 +1,273 @@
+"""A client over whose reply a strategy fails, weighs by or takes by position: the others train on as if it had not answered."""
+
+import gc
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+    FedAvgM,
+    QFedAvg,
+    Result,
+    Strategy,
+)
+
+from fedgauge.server.strategy.curious_strategy import CuriousStrategy
+from fedgauge.server.strategy.reply_checks import odd_figures
+from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
+from tests.server.conftest import MemoryGrid
+
+pytestmark = pytest.mark.usefixtures("identity")
+CLIENTS = 4
+START = {"w": torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), "v": torch.zeros(2)}
+Reply = dict[str, Any]  # arrays and metrics
+Spoil = Callable[[Reply], Reply]
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    """QFedAvg collects garbage after every array: it need not look at all of torch each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def silent(reply: Reply) -> Reply:
+    raise RuntimeError("no answer")
+
+
+def reversed_order(reply: Reply) -> Reply:
+    return {**reply, "arrays": ArrayRecord(dict(reversed(reply["arrays"].items())))}
+
+
+def in_half(reply: Reply) -> Reply:
+    return {**reply, "arrays": ArrayRecord({k: Array(a.numpy().astype("f2")) for k, a in reply["arrays"].items()})}
+
+
+def once_in_half(reply: Reply) -> Reply:
+    halves = in_half(reply)["arrays"]
+    return {**reply, "arrays": ArrayRecord({k: Array(a.numpy().astype("f4")) for k, a in halves.items()})}
+
+
+def part(reply: Reply) -> Reply:
+    return {**reply, "arrays": ArrayRecord({"v": reply["arrays"]["v"]})}
+
+
+def another_record(reply: Reply) -> Reply:
+    return {"arrays": reply["arrays"], "m": reply["metrics"]}
+
+
+def saying(**said: Any) -> Spoil:
+    """Other metrics; None: left out."""
+
+    def spoil(reply: Reply) -> Reply:
+        metrics = {**reply["metrics"], **{k.replace("_", "-", k == "num_examples"): v for k, v in said.items()}}
+        return {**reply, "metrics": MetricRecord({k: v for k, v in metrics.items() if v is not None})}
+
+    return spoil
+
+
+def federation(hostile: int, spoil: Spoil, clients: int = CLIENTS) -> MemoryGrid:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        sent = message.content.array_records["arrays"].to_torch_state_dict()
+        arrays = ArrayRecord({k: Array((t + 0.01 * (client + 1)).numpy()) for k, t in sent.items()})
+        metrics = {"num-examples": 5, "train_loss": 1.0 + client, "norm_bit": 1.0}
+        reply: Reply = {"arrays": arrays, "metrics": MetricRecord(metrics)}
+        return Message(RecordDict(spoil(reply) if client == hostile else reply), reply_to=message)
+
+    return MemoryGrid("", clients, app=app)
+
+
+def options(clients: int = CLIENTS) -> Any:
+    return {"fraction_evaluate": 0.0, "min_available_nodes": clients}
+
+
+def own_figures(contents: list[RecordDict], key: str) -> MetricRecord:
+    return MetricRecord({"inverse": sum(1 / c.metric_records["metrics"]["train_loss"] for c in contents)})
+
+
+def accounted(clients: int = CLIENTS) -> Strategy:
+    """Flower's, which takes no round in which a client is missing, or says another number of examples than the others."""
+    pytest.importorskip("dp_accounting")
+    from flwr.supercore.privacy_accounting import NeighboringRelation, PrivacyConfig, SamplingMethod
+    from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
+
+    relation = next(iter(NeighboringRelation))
+    config = PrivacyConfig(1e-5, clients, relation, SamplingMethod.NO_AMPLIFICATION)
+    inner = FedAvg(**options(clients))
+    return DifferentialPrivacyServerSideFixedClipping(inner, 1.0, 1.0, clients, accountant=RdpAccountant(config))
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "FedAvg": lambda: FedAvg(**options()),
+    "FedAvgM": lambda: FedAvgM(server_momentum=0.5, **options()),
+    "QFedAvg": lambda: QFedAvg(client_learning_rate=0.1, **options()),
+    "own figures": lambda: FedAvg(train_metrics_aggr_fn=own_figures, **options()),
+    "DP fixed": lambda: DifferentialPrivacyServerSideFixedClipping(FedAvg(**options()), 0.1, 1.0, CLIENTS),
+    "DP adaptive": lambda: DifferentialPrivacyServerSideAdaptiveClipping(FedAvg(**options()), 0.1, CLIENTS),
+    "DP at clients": lambda: DifferentialPrivacyClientSideAdaptiveClipping(FedAvg(**options()), 0.1, CLIENTS),
+    "accounted": accounted,
+}
+
+
+def trained(
+    strategy: Strategy, hostile: int, spoil: Spoil, clients: int = CLIENTS
+) -> tuple[Result, list[RoundReplies]]:
+    np.random.seed(0)  # of Flower's noise
+    grid, seen = federation(hostile, spoil, clients), list[RoundReplies]()
+    curious = CuriousStrategy(strategy, clients=grid.nodes, replies="weights", record=seen.append)
+    return curious.start(grid, ArrayRecord(START), num_rounds=2), seen
+
+
+def rejected(seen: list[RoundReplies]) -> list[set[int]]:
+    return [{p.client for p in intake.refused if p.status == "rejected"} for intake in seen]
+
+
+def same_model(a: Result, b: Result) -> bool:
+    return [(k, v.data) for k, v in (a.arrays or {}).items()] == [(k, v.data) for k, v in (b.arrays or {}).items()]
+
+
+@pytest.mark.parametrize("hostile", [0, 2])
+@pytest.mark.parametrize(
+    ("use", "spoil"),
+    [
+        ("QFedAvg", saying(train_loss=None)),
+        ("QFedAvg", saying(train_loss=[1.0])),
+        ("QFedAvg", part),
+        ("QFedAvg", another_record),
+        ("own figures", saying(train_loss=0.0)),
+        ("DP fixed", part),
+        ("DP adaptive", part),
+        ("DP at clients", saying(norm_bit=None)),
+        ("accounted", saying(num_examples=6)),
+    ],
+)
+def test_a_reply_over_which_the_strategy_fails_costs_its_client_the_round_and_nobody_else_a_bit(
+    use: str, spoil: Spoil, hostile: int
+) -> None:
+    """Noise, too, is drawn as if it had not answered."""
+    result, seen = trained(STRATEGIES[use](), hostile, spoil)
+    alone, _ = trained(STRATEGIES[use](), hostile, silent)
+    assert rejected(seen) == [{hostile}, {hostile}]
+    assert same_model(result, alone)
+    assert (not result.arrays) == (use == "accounted"), "it takes no round in which a client is missing"
+    assert result.train_metrics_clientapp == alone.train_metrics_clientapp
+
+
+@pytest.mark.parametrize("hostile", [0, 2])
+@pytest.mark.parametrize("use", STRATEGIES)
+def test_arrays_in_another_order_or_precision_change_nothing_for_the_others(use: str, hostile: int) -> None:
+    usual, _ = trained(STRATEGIES[use](), hostile, lambda reply: reply)
+    turned, seen = trained(STRATEGIES[use](), hostile, reversed_order)
+    assert same_model(usual, turned) and rejected(seen) == [set(), set()]
+    halves, seen = trained(STRATEGIES[use](), hostile, in_half)
+    rounded, _ = trained(STRATEGIES[use](), hostile, once_in_half)
+    assert same_model(halves, rounded) and rejected(seen) == [set(), set()]
+
+
+@pytest.mark.parametrize("use", ["FedAvg", "DP fixed"])
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"train_loss": math.nan}, "its train_loss is not finite"),
+        ({"train_loss": None}, "its metrics lack train_loss, or have it in another form than most"),
+    ],
+)
+def test_figures_that_would_spoil_everybodys_are_left_out_by_name_and_the_update_counts(
+    use: str, said: Reply, reason: str
+) -> None:
+    result, seen = trained(STRATEGIES[use](), 2, saying(**said))
+    usual, _ = trained(STRATEGIES[use](), 2, lambda reply: reply)
+    assert same_model(result, usual) and rejected(seen) == [set(), set()]
+    others = sum(1.0 + c for c in range(CLIENTS) if c != 2) / (CLIENTS - 1)
+    assert {r: m["train_loss"] for r, m in result.train_metrics_clientapp.items()} == {
+        r: pytest.approx(others) for r in (1, 2)
+    }
+    assert [intake.notes for intake in seen] == [
+        (f"round {r}: client 2 was left out of the training's figures: {reason}",) for r in (1, 2)
+    ]
+
+
+def test_figures_that_differ_among_most_are_nobodys_fault() -> None:
+    """Clients that hold some of the classes each report on those; an AUC of one class alone is not a number."""
+    classes = [MetricRecord({"n": 1, f"class {c % 3}": 0.5, f"class {(c + 1) % 3}": 0.5}) for c in range(6)]
+    assert odd_figures(classes) == {}
+    assert odd_figures([MetricRecord({"n": 1, "auc": math.nan if c < 4 else 0.5}) for c in range(6)]) == {}
+    assert odd_figures([MetricRecord({"n": 1, **({"more": math.nan} if c == 0 else {})}) for c in range(6)]) == {}
+    assert odd_figures([]) == {}
+
+
+def test_a_release_that_was_tried_twice_is_accounted_once() -> None:
+    strategy = accounted()
+    trained(strategy, 2, saying(train_loss=math.nan))
+    assert strategy.accountant.num_releases == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("loss", [-1e-10, 0.0, 1e9])
+def test_a_loss_by_which_the_others_hardly_count_is_named_once(loss: float) -> None:
+    _, seen = trained(STRATEGIES["QFedAvg"](), 2, saying(train_loss=loss))
+    words = f"round 1: client 2 said a train_loss of {loss:.3g}, where 1 is usual, and the strategy weighs by it"
+    assert [note.replace("where 2 is", "where 1 is") for intake in seen for note in intake.notes] == [words]
+
+
+@pytest.mark.parametrize("spoil", [part, another_record])
+def test_of_two_clients_none_ends_the_training_by_another_form(spoil: Spoil) -> None:
+    """The names that were sent are the usual ones; how the metrics' record is called tells nothing."""
+    result, seen = trained(FedAvg(**options(2)), 1, spoil, clients=2)
+    other, _ = trained(FedAvg(**options(2)), 1, silent if spoil is part else lambda reply: reply, clients=2)
+    assert same_model(result, other)
+    assert rejected(seen) == [{1} if spoil is part else set()] * 2
+
+
+def test_of_two_clients_that_do_not_fit_together_none_is_blamed_and_the_round_is_undone() -> None:
+    result, seen = trained(accounted(2), 1, saying(num_examples=6), clients=2)
+    assert not result.arrays and rejected(seen) == [set(), set()]
+    assert "Accounted aggregation requires equal client weights.) whoever is left out, so the round" in seen[0].notes[0]
+
+
+class NeedsMost(FedAvg):
+    """A strategy that takes no round of fewer than seven replies, as Bulyan does, and fails over a negative loss."""
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        losses = [m.content.metric_records["metrics"]["train_loss"] for m in replies]
+        if len(losses) < 7:
+            return None, None
+        if min(losses) < 0:
+            raise ValueError("a loss is negative")
+        return super().aggregate_train(server_round, replies)
+
+
+@pytest.mark.parametrize("hostile", [0, 3, 7])
+def test_a_strategy_that_needs_nearly_all_replies_costs_only_the_client_that_makes_it_fail(hostile: int) -> None:
+    result, seen = trained(NeedsMost(**options(8)), hostile, saying(train_loss=-1.0), clients=8)
+    alone, _ = trained(NeedsMost(**options(8)), hostile, silent, clients=8)
+    assert rejected(seen) == [{hostile}, {hostile}] and result.arrays and same_model(result, alone)
+
+
+class Broken(FedAvg):
+    """A user's strategy that fails, whatever clients say."""
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        raise KeyError("accuracy")
+
+
+def test_a_strategy_that_fails_over_any_replies_ends_the_training_with_its_own_error() -> None:
+    grid, seen = federation(2, lambda reply: reply), list[RoundReplies]()
+    validator = UpdateValidator(Broken(**options()), seen.append, clients=grid.nodes, replies="weights")
+    asked = validator.configure_train(1, ArrayRecord(START), ConfigRecord(), grid)
+    with pytest.raises(KeyError, match="accuracy"):
+        validator.aggregate_train(1, list(grid.send_and_receive(asked)))
+    assert rejected(seen) == [set()]
