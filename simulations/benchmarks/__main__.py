@@ -5,7 +5,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ from fedgauge.simulations.benchmarks.page_crowd import crowd
 from fedgauge.simulations.benchmarks.page_speed import page
 from fedgauge.simulations.benchmarks.quality import quality
 from fedgauge.simulations.benchmarks.random_kills import kills
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Progress
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Progress, cells, record
 from fedgauge.simulations.benchmarks.success import success
 from fedgauge.simulations.benchmarks.text_matching_cost import text
-from fedgauge.simulations.run.environment import environment
 
 Benchmark = Callable[[Progress], BenchmarkReport]
 FLOWER = "memory-flower"
@@ -106,23 +104,6 @@ def main(
     return int(missed)
 
 
-def record(name: str, report: BenchmarkReport, seconds: float) -> dict[str, Any]:
-    """A report for a results file: figures, settings, machine, date."""
-    figures = [
-        {"name": f.name, "value": f.value, "unit": f.unit, "target": f.target, "met": f.met, "note": f.note}
-        for f in report.figures
-    ]
-    return {
-        "benchmark": name,
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "seconds": round(seconds, 1),
-        "figures": figures,
-        "rows": [dict(row) for row in report.rows],
-        "settings": dict(report.settings),
-        "environment": environment(),
-    }
-
-
 def keep(result: Mapping[str, Any], folder: Path) -> None:
     """Write results/<name>.json, and the README with all results."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -147,13 +128,6 @@ def readme(results: Sequence[Mapping[str, Any]]) -> str:
         lines += ["", "| figure | value | unit | target | met | note |", "|---|---:|---|---|---|---|"]
         lines += ["| " + " | ".join(cells(figure)) + " |" for figure in result["figures"]]
     return "\n".join(lines) + "\n"
-
-
-def cells(figure: Mapping[str, Any]) -> list[str]:
-    """A figure's row as text."""
-    value = "-" if figure["value"] is None else f"{figure['value']:.4g}"
-    met = {True: "yes", False: "NO", None: ""}[figure["met"]]
-    return [figure["name"], value, figure["unit"], figure["target"], met, figure["note"]]
 
 
 def show(result: Mapping[str, Any], as_json: bool) -> None:

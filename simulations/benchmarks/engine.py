@@ -8,9 +8,11 @@ from statistics import mean, median
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
+from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.grading.image_metrics import PSNR_CAP, psnr
 from fedgauge.attacks.matching.compiled_step import missing
 from fedgauge.attacks.matching.gradient_matching import GradientMatching, Step
@@ -28,7 +30,8 @@ from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, P
 RATE = 0.1  # of the client's local steps
 TV = 0.1
 PUBLISHED, LEAN = "published loop", "published loop without parameter gradients"
-CIFAR_SHAPE, DIGITS = "random 3x32x32", "mnist5k 1x28x28"
+CIFAR_SHAPE, DIGITS, SMOOTH = "random 3x32x32", "mnist5k 1x28x28", "smooth random"
+COARSE = 6  # pixels of a smooth image before it is enlarged
 Make = Callable[[tuple[int, int, int], int], nn.Module]
 
 
@@ -96,6 +99,8 @@ class ImageProblem:
     def engine(self, iterations: int) -> Tensor:
         """The engine's images (K, 1, C, H, W) in [0, 1]."""
         found = self.attack.reconstruct(self.wave, self.known, Budget(iterations), self.streams)
+        if refused := [r.reason for r in found if r.x is None]:
+            raise RuntimeError(f"the attack gave no image: {refused[0]}")
         return torch.stack([r.x for r in found if r.x is not None])
 
     def published(self, iterations: int, lean: bool = False) -> Tensor:
@@ -103,7 +108,7 @@ class ImageProblem:
         known, y = self.known, self.known.labels
         assert y is not None
         seen = [-t / RATE for t in self.wave.alone(0).values()]
-        start = torch.randn(1, *known.shape, generator=self.streams[0]("start", 0)).to(seen[0].dtype)
+        start = torch.randn(1, *known.shape, generator=self.streams[0]("start", 0)).to(seen[0])
         z = invert(
             self.model,
             seen,
@@ -126,19 +131,33 @@ class ImageProblem:
                 self.model(self.known.normalise(self.truth.flatten(0, 1)))
 
 
-def problem(source: str, size: int, seed: int = 0, make: Make = lenet, steps: int = 1) -> ImageProblem:
-    """The first `size` problems of a source of images; both sides get the labels."""
+def problem(
+    source: str,
+    size: int,
+    seed: int = 0,
+    make: Make = lenet,
+    steps: int = 1,
+    pixels: int = 32,
+    device: torch.device = CPU,
+) -> ImageProblem:
+    """The first `size` problems of a source of images; both sides get the labels.
+
+    Args:
+        pixels: side of an image, unless they are digits.
+    """
     if source == DIGITS:
         dataset = mnist5k()
         x, y, centre, spread = dataset.x[:size] / 255, dataset.y[:size], dataset.mean, dataset.std
     else:  # a speed does not depend on what the images show
-        x = torch.rand(size, 3, 32, 32, generator=generator(seed, "benchmark images"))
+        coarse = COARSE if source == SMOOTH else pixels
+        x = torch.rand(size, 3, coarse, coarse, generator=generator(seed, "benchmark images"))
+        x = F.interpolate(x, pixels, mode="bicubic").clamp(0, 1) if source == SMOOTH else x
         y, centre, spread = torch.arange(size) % 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     shape = (x.shape[1], x.shape[2], x.shape[3])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make(shape, 10).to(torch.get_default_dtype()).eval()
-    x = x.to(torch.get_default_dtype())
+        model = make(shape, 10).to(device, torch.get_default_dtype()).eval()
+    x, y = x.to(device, torch.get_default_dtype()), y.to(device)
     params = detached_params(model)
     known = Knowledge(model, chain(local_sgd(RATE, steps)), shape, 10, 1, centre, spread, labels=y[:, None])
     seen = [Observation(1, k, params, known.forward(params, Batch(x[[k]], y[[k]]), None)) for k in range(size)]

@@ -4,10 +4,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
 
 import torch
 
 from fedgauge.attacks.engine.batch_limiter import keep_freed_memory
+from fedgauge.simulations.run.environment import environment
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
 
@@ -49,6 +52,30 @@ class BenchmarkReport:
     rows: tuple[Mapping[str, object], ...] = ()
 
 
+def record(name: str, report: BenchmarkReport, seconds: float) -> dict[str, Any]:
+    """A report for a results file: figures, settings, machine, date."""
+    figures = [
+        {"name": f.name, "value": f.value, "unit": f.unit, "target": f.target, "met": f.met, "note": f.note}
+        for f in report.figures
+    ]
+    return {
+        "benchmark": name,
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "seconds": round(seconds, 1),
+        "figures": figures,
+        "rows": [dict(row) for row in report.rows],
+        "settings": dict(report.settings),
+        "environment": environment(),
+    }
+
+
+def cells(figure: Mapping[str, Any]) -> list[str]:
+    """A figure's row as text."""
+    value = "-" if figure["value"] is None else f"{figure['value']:.4g}"
+    met = {True: "yes", False: "NO", None: ""}[figure["met"]]
+    return [figure["name"], value, figure["unit"], figure["target"], met, figure["note"]]
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Torch on one thread, as in a worker, so that speeds are per core."""
@@ -69,9 +96,12 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def interleaved(
-    works: Mapping[str, Callable[[], object]], repetitions: int, progress: Progress
+    works: Mapping[str, Callable[[], object]],
+    repetitions: int,
+    progress: Progress,
+    clock: Callable[[Callable[[], object]], float] = cpu_seconds,
 ) -> dict[str, list[float]]:
-    """CPU seconds of each work in each repetition, in turns, so that a slow minute of the machine affects all equally.
+    """Seconds of each work in each repetition, in turns, so that a slow minute of the machine affects all equally.
 
     Every work runs once before, unmeasured.
     """
@@ -79,7 +109,7 @@ def interleaved(
     done, total = 0, (repetitions + 1) * len(works)
     for repetition in range(repetitions + 1):
         for name, work in works.items():
-            spent = cpu_seconds(work)
+            spent = clock(work)
             if repetition:
                 seconds[name].append(spent)
             progress(done := done + 1, total)

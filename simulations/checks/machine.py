@@ -5,9 +5,11 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 
+from fedgauge.attacks.engine.devices import devices_of, driver
 from fedgauge.attacks.grading.image_metrics import BACKBONES, lpips_weights
 from fedgauge.client.components import SpecError, build
 from fedgauge.client.data import images
@@ -27,7 +29,7 @@ def examine() -> list[CheckResult]:
         version = package(name)
         needed = name not in ("transformers", "rouge-score", "fedgauge")
         results.append(CheckResult(name, version is not None, needed, version or f"not installed: pip install {name}"))
-    results += [attempt("torchvision import", _torchvision), attempt("Ray", _ray, needed=False)]
+    results += [attempt("torchvision import", _torchvision), *gpus(), attempt("Ray", _ray, needed=False)]
     search_path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     program = shutil.which("flower-superlink", path=search_path)
     message = program or "flower-superlink is not on the path"
@@ -50,6 +52,25 @@ def former_variables(environment: Mapping[str, str]) -> Iterator[CheckResult]:
         if name.startswith(FORMER):
             message = f"no longer read: set {PRESENT}{name.removeprefix(FORMER)} instead"
             yield CheckResult(name, False, False, message)
+
+
+def gpus() -> Iterator[CheckResult]:
+    """Each GPU that torch can use; else why there is none."""
+    try:
+        found = devices_of("cuda")
+    except ValueError as error:
+        if version := driver():
+            yield CheckResult("GPU", False, False, f"driver {version}, but {error}")
+        else:
+            yield CheckResult("GPU", None, False, "none: attacks run on the CPU")
+        return
+    yield from (attempt(f"GPU {device}", partial(_gpu, device), needed=False) for device in found)
+
+
+def _gpu(device: torch.device) -> str:
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
+    torch.ones(1, device=device).add(1).item()  # torch may be built for other models of GPUs
+    return f"{torch.cuda.get_device_name(device)}, {free:.1f} of {total:.1f} GiB free, driver {driver() or 'unknown'}"
 
 
 def _python() -> CheckResult:

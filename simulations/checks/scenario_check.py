@@ -4,6 +4,7 @@ Everything is built twice and compared. Then one client trains one step in memor
 check of a run; and every planned attack is tried for a few iterations.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,12 +13,14 @@ import torch
 from torch import nn
 
 from fedgauge.attacks.base import Observation
+from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy, is_mean, takes_probabilities
 from fedgauge.client.training import StochasticLayer, without_running_stats
+from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.attack_trial import try_attacks
 from fedgauge.simulations.checks.chain_check import check_chain
@@ -50,7 +53,17 @@ def check(scenario: Scenario) -> list[CheckResult]:
         ]
     if all(r.works or not r.needed for r in results):
         results += try_attacks(scenario)
-    return results
+    return [*results, attempt("devices", partial(_devices, scenario))] if scenario.audit.curious else results
+
+
+def _devices(scenario: Scenario) -> str:
+    audit = scenario.audit
+    found = attack_devices(audit, in_cluster="RAY_ADDRESS" in os.environ)
+    if found == [CPU]:
+        return "attacks run on the CPU"
+    places = " and ".join(map(str, found)) or "the GPUs of the Ray cluster, or its cores"
+    products = "" if audit.precision == "ieee" else f", with products in {audit.precision}"
+    return f"attacks run on {places}{products}; the times of trials are this machine's CPU's"
 
 
 def _tried(name: str, fed: Federation, check: Callable[[Federation], str]) -> CheckResult:

@@ -1,6 +1,13 @@
 """What the doctor says of this machine."""
 
-from fedgauge.simulations.checks.machine import former_variables
+import pytest
+import torch
+
+from fedgauge.attacks.engine import devices
+from fedgauge.simulations.checks import machine
+from fedgauge.simulations.checks.check_result import CheckResult
+from fedgauge.simulations.checks.machine import former_variables, gpus
+from tests.separate_device import separate_device
 
 
 def test_each_variable_of_the_former_name_is_reported_with_the_one_that_replaced_it() -> None:
@@ -9,3 +16,65 @@ def test_each_variable_of_the_former_name_is_reported_with_the_one_that_replaced
     assert [r.name for r in results] == ["FEDLEAK_ALLOW_PATH", "FEDLEAK_LPIPS"]
     assert ["FEDGAUGE_ALLOW_PATH" in results[0].message, "FEDGAUGE_LPIPS" in results[1].message] == [True, True]
     assert not any(r.works or r.needed for r in results), "a warning, not an error"
+
+
+# ------------------------------------------------------------------------------------------------------------ GPUs
+
+
+def with_driver(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    for module in (devices, machine):
+        monkeypatch.setattr(module, "driver", lambda: version)
+
+
+def test_a_machine_without_a_gpu_lacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_driver(monkeypatch, "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert list(gpus()) == [CheckResult("GPU", None, False, "none: attacks run on the CPU")]
+
+
+def test_a_gpu_beside_a_torch_without_cuda_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_driver(monkeypatch, "550.54.15")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    (found,) = gpus()
+    assert (found.works, found.needed) == (False, False)
+    assert found.message.startswith(
+        f"driver 550.54.15, but device cuda needs a torch with CUDA, and {torch.__version__} has"
+    )
+    assert (
+        "although this machine has an NVIDIA GPU: install torch from its index for your CUDA version" in found.message
+    )
+
+
+def test_a_driver_whose_gpu_torch_does_not_see_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_driver(monkeypatch, "550.54.15")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (found,) = gpus()
+    assert found.works is False
+    assert "CUDA_VISIBLE_DEVICES" in found.message
+
+
+def test_each_gpu_is_told_with_its_free_memory_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_driver(monkeypatch, "550.54.15")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    with separate_device() as device:
+        monkeypatch.setattr(machine, "devices_of", lambda wanted: [device])
+        (found,) = gpus()
+    assert found == CheckResult("GPU lazy:0", True, False, "NVIDIA H100, 60.0 of 80.0 GiB free, driver 550.54.15")
+
+
+def test_a_gpu_on_which_nothing_can_be_computed_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def info(device: torch.device) -> tuple[int, int]:
+        if device.type == "cuda":
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+        return 2**30, 2**30
+
+    with_driver(monkeypatch, "550.54.15")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", info)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    with separate_device() as other:
+        monkeypatch.setattr(machine, "devices_of", lambda wanted: [torch.device("cuda", 0), other])
+        busy, works = gpus()
+    assert (busy.name, busy.works, works.works) == ("GPU cuda:0", False, True)
+    assert "busy or unavailable" in busy.message

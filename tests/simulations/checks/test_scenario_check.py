@@ -180,6 +180,20 @@ def test_what_only_costs_something_is_a_note(examine: Examine) -> None:
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_where_attacks_run_is_told(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert examine()["devices"].message == "attacks run on the CPU"
+    assert "devices" not in examine(audit={"curious": False}), "nothing is attacked"
+    missing = wrong(examine(audit={"devices": ["cuda:0"]}))["devices"]
+    assert missing.startswith("[audit] devices: ") and 'set devices = "cpu"' in missing
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    found = examine(audit={"devices": "cuda", "precision": "tf32"})["devices"]
+    assert found.works
+    assert found.message == "attacks run on cuda, with products in tf32; the times of trials are this machine's CPU's"
+    assert "a Ray cluster chooses the GPU" in wrong(examine(audit={"devices": ["cuda:0"]}))["devices"]
+
+
 def test_odd_data_are_noted(examine: Examine, tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 40, (400, 28, 28), dtype=np.uint8)
     np.savez(tmp_path / "odd.npz", x=x, y=2 * (np.arange(400) % 3))

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
 TABLE = services(Addresses(), IN_COMPOSE)
+GPUS = "${FEDGAUGE_GPUS:-1}"
 SECRET = {"tls/server.key", "keys", "secrets"}
 
 # the part of the published schema (compose-spec.json) that these keys are in: what each may be
@@ -52,7 +53,7 @@ def test_every_service_of_the_table_is_there_with_its_command_and_restart_policy
         assert tuple(SERVICES[name]["command"]) == service.command, name
         assert SERVICES[name]["restart"] == service.restart, name
         assert SERVICES[name].get("environment", {}) == dict(service.environment), name
-    assert tuple(SERVICES["ray-worker-gpu"]["command"]) == ray_worker(Addresses(), gpus=1)
+    assert tuple(SERVICES["ray-worker-gpu"]["command"]) == ray_worker(Addresses(), gpus=GPUS)
 
 
 def test_a_local_start_differs_from_the_containers_in_places_alone() -> None:
@@ -140,7 +141,7 @@ def test_no_container_has_more_rights_than_it_needs(file: dict[str, Any]) -> Non
         assert not service["user"].startswith(("0", "root"))
 
 
-def test_no_container_takes_all_memory_processes_or_disk_of_its_machine(file: dict[str, Any]) -> None:
+def test_no_container_takes_all_memory_or_processes_of_its_machine_or_logs_without_end(file: dict[str, Any]) -> None:
     for name, service in file["services"].items():
         assert service["mem_limit"] == service["memswap_limit"] == f"${{FEDGAUGE_MEMORY:-{MEMORY}}}", f"{name}: no swap"
         assert re.fullmatch(r"[1-9]\d?g", MEMORY)
@@ -164,6 +165,30 @@ def test_no_image_is_whatever_is_newest_today(file: dict[str, Any]) -> None:
     )
     assert images == {f"fedgauge:${{FEDGAUGE_VERSION:-{VERSION}}}", "python:3.11-slim"}
     assert f'version = "{VERSION}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_profile_starts_workers_on_cores_or_on_the_gpus_that_its_container_gets() -> None:
+    """Docker gives containers that ask for one GPU the same one, so that one container has all of them."""
+    assert (SERVICES["ray-worker"]["profiles"], SERVICES["ray-worker-gpu"]["profiles"]) == (["cpu"], ["gpu"])
+    given = {name: s["deploy"]["resources"]["reservations"]["devices"] for name, s in SERVICES.items() if "deploy" in s}
+    assert given == {"ray-worker-gpu": [{"driver": "nvidia", "count": GPUS, "capabilities": ["gpu"]}]}
+    others = [name for name, s in SERVICES.items() if "profiles" in s]
+    assert others == ["ray-worker", "ray-worker-gpu"], "what a profile leaves out, the other workers would miss"
+    different = {"profiles", "command", "deploy"}
+    cpu, gpu = ({k: v for k, v in SERVICES[name].items() if k not in different} for name in others)
+    assert cpu == gpu
+
+
+def test_gpus_are_counted_once_where_head_and_worker_share_a_machine() -> None:
+    local = services(Addresses.local("/here", "a-run", IN_COMPOSE), IN_COMPOSE)
+    head = local["ray-head"].command
+    assert head[head.index("--num-gpus") + 1] == "0"
+    assert "--num-gpus" not in local["ray-worker"].command, "Ray finds them"
+
+
+def test_a_deployment_says_in_its_settings_how_many_gpus_its_workers_have(tmp_path: Path) -> None:
+    lines = (Deployment.create(tmp_path / "federation", 1).folder / ".env").read_text().splitlines()
+    assert "FEDGAUGE_GPUS=1" in lines and "COMPOSE_PROFILES=cpu" in lines
 
 
 def test_secrets_travel_as_files_and_each_reaches_only_who_needs_it(file: dict[str, Any]) -> None:
