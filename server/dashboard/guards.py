@@ -1,8 +1,10 @@
 """Who gets an answer: requests that name this machine, or that bring the token; how many at a time; the headers of every answer."""
 
 import hmac
+import json
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,12 +12,13 @@ from hashlib import sha256
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedgauge.server.dashboard.connections import HEAD_BYTES
-from fedgauge.server.dashboard.peers import user_of
+from fedgauge.server.dashboard.peers import user_in_tables, user_of
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
@@ -121,14 +124,20 @@ def host_of(scope: Scope) -> tuple[str, int] | None:
     return found and (found["name"].strip("[]").lower(), int(found["port"] or 80))
 
 
-def _user(scope: Scope) -> int | None:
+async def _is_ours(scope: Scope) -> bool:
+    """Whether this user, or root, asks; True where the system does not say who does."""
     client, server = scope["client"], scope["server"]
-    if server[1] is None:  # asked within this process
-        return None
+    if sys.platform != "linux" or server[1] is None:  # asked within this process
+        return True
+    if client is None:  # who asked is gone
+        return False
     peer: dict[str, int | None] = scope.get("state", {}).get("peer", {})
     if "user" not in peer:
-        peer["user"] = user_of(client, server)  # takes milliseconds where there are many connections
-    return peer["user"]
+        try:
+            peer["user"] = user_of(client, server)
+        except OSError:
+            peer["user"] = await run_in_threadpool(user_in_tables, client, server)
+    return peer["user"] in (0, os.getuid())
 
 
 class OwnHost:
@@ -146,8 +155,8 @@ class OwnHost:
         elif (host_of(scope) or ("",))[0] not in LOOPBACK:
             words = f"open this page as {' or '.join(LOOPBACK[:2])}, or start it with a token (--token)"
             await refusal(Request(scope), words, 400)(scope, receive, send)
-        elif _user(scope) not in (None, 0, os.getuid()):
-            words = "this page shows another user's runs: who started it may start it with a token (--token)"
+        elif not await _is_ours(scope):
+            words = "this page shows another user's runs, or it is not known who asks: start it with a token (--token)"
             await refusal(Request(scope), words, 403)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -199,7 +208,15 @@ def _bearer(request: Request) -> str:
     return given if kind.lower() == "bearer" else ""
 
 
+class Json(JSONResponse):
+    """An answer as JSON; names and words in a run may hold what is no letter of UTF-8, which becomes a question mark."""
+
+    def render(self, content: Any) -> bytes:
+        """The body's bytes."""
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
+
+
 def refusal(request: Request, words: str, status: int, headers: Mapping[str, str] | None = None) -> Response:
     if request.scope["path"].startswith("/api/"):
-        return JSONResponse({"error": words}, status, headers)
-    return PlainTextResponse(f"fedgauge: {words}\n", status, headers)
+        return Json({"error": words}, status, headers)
+    return PlainTextResponse(f"fedgauge: {words}\n".encode(errors="replace"), status, headers)

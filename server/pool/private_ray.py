@@ -6,21 +6,41 @@ Ray runs any code that reaches its ports, and by itself listens on every network
 import secrets
 from pathlib import Path
 
-SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+SETTINGS = (
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    "RAY_AUTH_TOKEN_PATH",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
+    "RAY_USE_TLS",
+    "RAY_TLS_SERVER_CERT",
+    "RAY_TLS_SERVER_KEY",
+    "RAY_TLS_CA_CERT",
+)
 
 
 def private_ray(folder: Path) -> dict[str, str]:
-    """The environment in which Ray listens on the loopback address alone, and answers only those who hold a fresh token.
+    """The environment in which Ray listens on the loopback address alone, and answers only those who hold fresh secrets.
 
     Args:
-        folder: a folder of this user alone, which gets the token's file.
+        folder: a folder of this user alone, which gets the token's file, and the key and certificates of TLS.
     """
-    token = folder / "ray-token"
+    from fedgauge.server.pki import write_authority  # takes a third of a second, which only a start of Ray needs
+
+    token, tls = folder / "ray-token", folder / "ray-tls"
     if not token.exists():
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
+    if not tls.exists():
+        tls.mkdir(mode=0o700)
+        write_authority(tls, mutual=True)
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # despite its name it holds for Linux: the node's address is the loopback's
+        # Ray ends, before it asks for the token, at a message that its own processes never send: TLS with certificates on both
+        # sides keeps strangers from sending any
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(tls / "server.crt"),
+        "RAY_TLS_SERVER_KEY": str(tls / "server.key"),
+        "RAY_TLS_CA_CERT": str(tls / "ca.crt"),
     }

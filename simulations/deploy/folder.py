@@ -20,11 +20,12 @@ from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.registry import OWN
+from fedgauge.server.pki import alternative_names, write_authority, write_node_key, write_secret
+from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.ledger_connection import LedgerChanged, LedgerError, reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.before_training import try_first
-from fedgauge.simulations.deploy.pki import alternative_names, write_authority, write_node_key, write_secret
 from fedgauge.simulations.deploy.services import Addresses, supernode
 from fedgauge.simulations.run.create import check_deployable, create_run
 
@@ -73,6 +74,10 @@ class Deployment:
             )
         checked = Scenario.load(scenario, [f"clients={clients}"])
         check_deployable(checked)
+        try:
+            attack_devices(checked.audit, in_cluster=True)
+        except SpecError:  # a single GPU: a local start can have it, where it exists
+            checked.audit.devices_here()
         try:
             alternative_names(hosts)
         except ValueError as error:
@@ -145,8 +150,11 @@ class Deployment:
         taken = {run.name for run in runs}
         return next(name for n in count(1) if (name := stem if n == 1 else f"{stem}-{n}") not in taken)
 
-    def begin(self, name: str) -> tuple[Run, bool]:
+    def begin(self, name: str, here: bool = False) -> tuple[Run, bool]:
         """The run of this name, created if it does not exist, and whether it must be resumed.
+
+        Args:
+            here: attacks run on this machine, and not in the containers' Ray cluster.
 
         Raises:
             SpecError: the run is complete, this cannot be a name, or a new one cannot be trained.
@@ -156,6 +164,7 @@ class Deployment:
         folder = self.folder / "runs" / name
         if not folder.exists():
             scenario = self.scenario()
+            attack_devices(scenario.audit, in_cluster=not here)
             try_first(scenario, Console(stderr=True), str(self.folder / "scenario.toml"))
             return create_run(scenario, folder, mode="deployment"), False
         run = Run.open(folder)
@@ -206,6 +215,7 @@ class Deployment:
             "FEDGAUGE_RUN": FIRST_RUN,
             "FEDGAUGE_CLIENTS": clients,
             "FEDGAUGE_MEMORY": MEMORY,
+            "FEDGAUGE_GPUS": 1,
             "COMPOSE_PROFILES": "cpu",
         }
         return "".join(f"{key}={value}\n" for key, value in lines.items())

@@ -42,12 +42,12 @@ def up(
         SpecError, LedgerError: the last run cannot be continued.
     """
     with deployment.lock():
-        run, resumed = deployment.begin(deployment.next_run(new))
+        run, resumed = deployment.begin(deployment.next_run(new), here=True)
         scenario = run.scenario()
         if resumed:
             _check_resumable(deployment, run)
         with (
-            LocalDeployment(deployment, run.name, scenario.audit.executor == "ray") as local,
+            LocalDeployment(deployment, run.name) as local,
             run.ledger() as ledger,
             view_of(run, ledger, scenario, console, log).shown() as view,
         ):

@@ -1,4 +1,4 @@
-"""The table of a deployment's processes; docker-compose.yml and `fedgauge deploy up --local` start the same commands."""
+"""The table of a deployment's processes; docker-compose.yml starts these commands; a local start starts all but Ray's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,7 +134,10 @@ def supernode(addresses: Addresses, client: int) -> tuple[str, ...]:
 
 
 def ray_head(addresses: Addresses) -> tuple[str, ...]:
-    """The head of the attack workers' cluster; it runs no attacks itself."""
+    """The head of the attack workers' cluster; it runs no attacks itself.
+
+    On one machine it and the worker see the same GPUs, which Ray would count twice.
+    """
     return (
         "ray",
         "start",
@@ -143,14 +146,16 @@ def ray_head(addresses: Addresses) -> tuple[str, ...]:
         str(addresses.ray[1]),
         "--num-cpus",
         "0",
+        "--num-gpus",
+        "0",
         *_RAY,
         "--include-dashboard=false",
     )
 
 
-def ray_worker(addresses: Addresses, gpus: int = 0) -> tuple[str, ...]:
-    """One attack worker, on one core, and on this many GPUs."""
-    has = ("--num-gpus", str(gpus)) if gpus else ()
+def ray_worker(addresses: Addresses, gpus: str = "") -> tuple[str, ...]:
+    """A node of the attack workers' cluster with one core, and with this many GPUs; default: those that Ray finds."""
+    has = ("--num-gpus", gpus) if gpus else ()
     return ("ray", "start", "--address", _at(addresses.ray), "--num-cpus", "1", *has, *_RAY)
 
 

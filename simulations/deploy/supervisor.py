@@ -10,6 +10,7 @@ import tempfile
 import time
 import uuid
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from fedgauge.server.store.tape import write_bytes
@@ -22,21 +23,24 @@ from fedgauge.simulations.run.launch import TrainingFailed
 FACTS = "up.json"  # a local start's file for `status` and `down`
 # deaths of one service before it is given up: the SuperLink readmits a killed node after a minute at the earliest
 DEATHS = 20
+CLUSTER = ("ray-head", "ray-worker")
 NEEDED = ("superlink", "serverapp")  # without these there is no training, so the whole start fails
 PAUSE = 3.0  # seconds before a dead service is restarted
 MUTE = 60.0  # seconds after its start from which on a service that does not answer counts as failed
 
 
 class LocalDeployment:
-    """All processes of a deployment on this machine's loopback address, with the commands of docker-compose.yml."""
+    """All processes of a deployment on this machine's loopback address, with the commands of docker-compose.yml.
 
-    def __init__(self, deployment: Deployment, run: str, with_ray: bool) -> None:
+    Ray's cluster is none of them: its nodes would listen on every interface. The attack service starts a Ray of its own.
+    """
+
+    def __init__(self, deployment: Deployment, run: str) -> None:
         self.deployment = deployment
         self.addresses = Addresses.local(str(deployment.folder.resolve()), run, deployment.clients)
-        ray = ("ray-head", "ray-worker")
         table = services(self.addresses, deployment.clients)
-        self.services = {k: s for k, s in table.items() if with_ray or k not in ray}
-        self.with_ray = with_ray
+        table["attack"] = replace(table["attack"], environment={})
+        self.services = {name: service for name, service in table.items() if name not in CLUSTER}
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))  # short: Ray's sockets live below it
         self.children: dict[str, subprocess.Popen[bytes]] = {}
@@ -136,8 +140,7 @@ class LocalDeployment:
         home = self.scratch / name
         home.mkdir(exist_ok=True)
         env = launch.child_environment(self.scratch, self.mark)
-        extra = {k: v for k, v in service.environment.items() if self.with_ray or not k.startswith("RAY_")}
-        return env | {"FLWR_HOME": str(home)} | extra
+        return env | {"FLWR_HOME": str(home)} | dict(service.environment)
 
     def _write_facts(self) -> None:
         facts = {

@@ -37,9 +37,12 @@ class Http:
     def __exit__(self, *_: object) -> None:
         self.app.state.event_stream.stop()
 
+    async def _asked_within(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app({**scope, "server": (scope["server"][0], None)}, receive, send)  # httpx takes the address's port
+
     def get(self, address: str, **options: Any) -> httpx.Response:
         async def ask() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app)
+            transport = httpx.ASGITransport(self._asked_within)
             async with httpx.AsyncClient(transport=transport, base_url=self.base_url, cookies=self.cookies) as client:
                 answer = await client.get(address, **options)
                 self.cookies = client.cookies

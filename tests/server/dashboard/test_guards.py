@@ -1,5 +1,7 @@
 """Who gets an answer, and how the page is started."""
 
+import asyncio
+import contextlib
 import os
 import re
 import socket
@@ -11,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from fedgauge.server.dashboard import DRAWING, STATIC
-from fedgauge.server.dashboard.peers import user_of
+from fedgauge.server.dashboard import DRAWING, STATIC, guards
+from fedgauge.server.dashboard.peers import user_in_tables, user_of
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.simulations.cli.main import main
 from tests.server.dashboard.pages import Get, Http, ask, listening, served
@@ -70,8 +72,49 @@ def test_it_is_known_whose_connection_it_is(here: str) -> None:
         pytest.skip(f"this machine has no address {here}")
     ours = server.getsockname()[:2]
     with server, socket.create_connection(ours) as visitor:
-        assert user_of(visitor.getsockname()[:2], ours) == os.getuid()
-        assert user_of((here, 1), ours) is None
+        his = visitor.getsockname()[:2]
+        for ask_system in (user_of, user_in_tables):
+            assert ask_system(his, ours) == os.getuid()
+            assert ask_system((here, 1), ours) is None
+            assert ask_system(ours, (here, 1)) is None, "a socket that listens is no end of a connection"
+        visitor.shutdown(socket.SHUT_WR)
+        assert user_of(his, ours) == user_in_tables(his, ours) == os.getuid(), "who still reads is there"
+        visitor.close()
+        assert user_of(his, ours) is user_in_tables(his, ours) is None, "what nobody holds would be root's"
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux says whose connection it is")
+def test_a_visitor_of_unknown_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "user_of", lambda *_: None)
+    with listening(make_app(folder)) as port:
+        assert ask(port, request("/api/runs"))[0] == 403
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux says whose connection it is")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_table_of_all_connections_is_read_only_where_the_kernel_says_nothing_of_one_and_not_by_the_loop(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    """Another user may make it long by thousands of connections of their own."""
+    readers: list[bool] = []
+
+    def read(*ends: tuple[str, int]) -> int | None:
+        with contextlib.suppress(RuntimeError):  # there is none in this thread
+            asyncio.get_running_loop()
+            readers.append(True)
+            return None
+        readers.append(False)
+        return user_in_tables(*ends)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(guards, "user_in_tables", read)
+    if refuses:
+        monkeypatch.setattr(guards, "user_of", refuse)
+    with listening(make_app(folder)) as port:
+        assert ask(port, request("/api/runs"))[0] == 200
+    assert readers == ([False] if refuses else [])
 
 
 KNOCK = """

@@ -16,7 +16,7 @@ import fedgauge.server.views.gallery
 from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.defenses.accounting import spent
 from fedgauge.server.dashboard.web import make_app
-from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.store.ledger_types import DeviceUse, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.clients import clients
@@ -48,6 +48,16 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
     assert page["progress"] | {"done": 16} == page["progress"], "two rounds, two clients, two attacks, two baselines"
     assert page["participation"]["rejected"] == 2
     assert {row["attack"]: row["n"] for row in page["summary"]}["inverting_gradients"] == 8
+
+
+def test_the_overview_says_which_devices_attacked_and_which_do(get: Get, folder: Path) -> None:
+    page = get("/api/runs/complete/overview")
+    assert page["attacked_on"].startswith("attacked on cpu ") and page["attacked_on"].endswith(", float32 (IEEE)")
+    assert (page["progress"]["workers"], page["progress"]["devices"]) == (1, "")
+    with Run(folder / "complete").ledger() as ledger:
+        ledger.set_devices([DeviceUse("cuda:0", 1, 1, 12, 0.93), DeviceUse("cuda:1", 1, 0, 9, 0.9)])
+    told = get("/api/runs/complete/overview")["progress"]
+    assert (told["workers"], told["devices"]) == (2, "cuda:0 at work (93%), 12 waves; cuda:1 idle (90%), 9 waves")
 
 
 def test_the_worst_cases_are_the_best_reconstructions_of_different_images(get: Get) -> None:

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedgauge.server.pool.executors import LocalExecutor, Result
+from fedgauge.server.pool.executors import Load, LocalExecutor, Result
 from fedgauge.server.pool.ray_executor import RayExecutor
 from fedgauge.server.pool.service import ATTEMPTS, serve
 from fedgauge.server.pool.worker import Task
@@ -103,6 +103,9 @@ class Murderous:
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
         return self.executor.next_done(timeout)
+
+    def load(self) -> Mapping[str, Load]:
+        return self.executor.load()
 
     def close(self) -> None:
         raise AssertionError("the pool does not close what it was given")
@@ -211,42 +214,61 @@ def test_an_attack_that_raises_in_a_worker_is_the_waves_failure_and_not_the_pool
 
 
 INTRUDER = """
-import os, sys
+import sys
 import ray
 from ray._raylet import GcsClient
-if os.getuid() == 0 and sys.argv[2] == "stranger":  # a file that only we may read is no file for him
-    os.setgroups([]), os.setgid(65534), os.setuid(65534)
 try:
     GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=20)
     print("inside")
 except ray.exceptions.AuthenticationError:
     print("refused")
 """
+STRANGER = """
+import os, sys
+import encodings.idna, grpc
+def knock(port, method):
+    call = grpc.insecure_channel(f"127.0.0.1:{port}").stream_stream(method, lambda x: x, lambda x: x)
+    try:
+        return str(list(call(iter([b""]), timeout=20)))
+    except grpc.RpcError as error:
+        return error.code().name
+knock(1, "/nobody/Listens")  # gRPC imports more when it is first used
+if os.getuid() == 0:  # a file that only we may read is no file for him
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+print(*sorted({knock(port, method) for port in sys.argv[1].split() for method in sys.argv[2:]}))
+"""
+METHODS = (
+    "/ray.rpc.syncer.RaySyncer/StartSync",  # at which Ray ends, token or none, where it comes without a node's id
+    "/ray.rpc.InternalKVGcsService/InternalKVKeys",
+    "/grpc.health.v1.Health/Check",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
 
 
 def test_nobody_else_of_the_machine_or_the_network_reaches_the_workers(ray_executor: RayExecutor) -> None:
-    """Whoever reaches Ray's head, node or agent without the token runs code as we."""
+    """Whoever reaches Ray's head, node or agent without certificate and token runs code as we, or ends them."""
     import ray
 
     ray_executor.pids()  # all are up
     found = listening([os.getpid(), *descendants()])
     assert {address for address, _ in found} == {LOOPBACK}
-    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-    assert token.stat().st_mode & 0o077 == 0 == token.parent.stat().st_mode & 0o077
+    token, key = (Path(os.environ[name]) for name in ("RAY_AUTH_TOKEN_PATH", "RAY_TLS_SERVER_KEY"))
+    for secret in (token, key):
+        assert secret.stat().st_mode & 0o077 == 0 == secret.parent.stat().st_mode & 0o077
     assert not any(token.read_text() in command for command in descendants().values())
 
     head = ray.get_runtime_context().gcs_address
-    outside = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
-    known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    wrong = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
 
-    def tries(who: str, extra: dict[str, str]) -> str:
-        command = [sys.executable, "-c", INTRUDER, head, who]
+    def prints(program: str, *arguments: str, without: str = "RAY_AUTH", **extra: str) -> str:
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(without)}
+        command = [sys.executable, "-c", program, *arguments]
         return subprocess.run(command, env=outside | extra, capture_output=True, text=True, timeout=300).stdout.strip()
 
-    assert tries("we", known) == "inside", "what is asked below can be answered"
-    assert tries("stranger", {}) == "refused"
-    assert tries("stranger", wrong) == "refused"
+    assert prints(INTRUDER, head, without="none") == "inside", "what is asked below can be answered"
+    assert prints(INTRUDER, head, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64) == "refused", "certificate, no token"
+    ports = " ".join(str(port) for _, port in sorted(found))
+    assert prints(STRANGER, ports, *METHODS, without="RAY_") == "UNAVAILABLE", "no handshake succeeds"
+    assert prints(INTRUDER, head, without="none") == "inside", "all live on"
     answers = []
     for _, port in sorted(found):
         agent = http.client.HTTPConnection(LOOPBACK, port, timeout=10)

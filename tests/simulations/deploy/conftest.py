@@ -31,7 +31,7 @@ def fresh(made: Deployment, tmp_path: Path) -> Deployment:
 def local(fresh: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalDeployment]:
     """A local start with small programs in the place of Flower's."""
     monkeypatch.setattr(supervisor, "PAUSE", 0.0)
-    made = LocalDeployment(fresh, "a-run", with_ray=False)
+    made = LocalDeployment(fresh, "a-run")
     yield made
     made.close()
 

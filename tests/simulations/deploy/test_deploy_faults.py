@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fedgauge.server.pki import write_authority, write_node_key
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy import local_start
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.pki import write_authority, write_node_key
-from fedgauge.simulations.deploy.services import Service, supernode
+from fedgauge.simulations.deploy.services import Service, services, supernode
 from fedgauge.simulations.deploy.supervisor import LocalDeployment
 from fedgauge.simulations.deploy.train import register
 from fedgauge.simulations.run import launch, processes
@@ -72,7 +72,7 @@ def deployment(tmp_path: Path) -> Deployment:
 @pytest.fixture
 def linked(deployment: Deployment) -> Iterator[LocalDeployment]:
     """A SuperLink that knows three keys."""
-    with LocalDeployment(deployment, "a-run", with_ray=False) as local:
+    with LocalDeployment(deployment, "a-run") as local:
         local.listen()
         local.finish("register")
         yield local
@@ -324,7 +324,8 @@ def complete(run: Run, rounds: int, clients: int) -> None:
 def cluster(deployment: Deployment) -> Iterator[LocalDeployment]:
     """A Ray head and a worker, by the commands of docker-compose.yml."""
     hasty = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # for which a worker looks for its head, not for a minute
-    with LocalDeployment(deployment, "a-run", with_ray=True) as local:
+    with LocalDeployment(deployment, "a-run") as local:
+        local.services = services(local.addresses, deployment.clients)
         for name in ("ray-head", "ray-worker"):
             service = local.services[name]
             local.services[name] = replace(service, environment={**dict(service.environment), **hasty})
@@ -336,7 +337,7 @@ def cluster(deployment: Deployment) -> Iterator[LocalDeployment]:
 def workers_of(cluster: LocalDeployment) -> list[int]:
     """The attack workers that the cluster's own processes have started: they carry its mark."""
     lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in processes.marked(cluster.mark)}
-    return [pid for pid, line in lines.items() if line.exists() and b"ray::Worker" in line.read_bytes()]
+    return [pid for pid, line in lines.items() if line.exists() and b"ray::Actor" in line.read_bytes()]
 
 
 def joined(cluster: LocalDeployment) -> list[str]:

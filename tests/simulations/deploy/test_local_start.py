@@ -87,7 +87,7 @@ def test_a_superlink_that_died_is_named_and_not_who_died_of_it(local: LocalDeplo
 def test_status_tells_who_lives_and_how_the_run_stands(fresh: Deployment, attacked_run: Run) -> None:
     assert status(fresh) == ({}, [])
     shutil.copytree(attacked_run.folder, fresh.folder / "runs" / "one")
-    local = LocalDeployment(fresh, "one", with_ray=False)
+    local = LocalDeployment(fresh, "one")
     try:
         program(local, "living", SLEEP)
         program(local, "ended", "")
@@ -117,7 +117,7 @@ with Deployment.open(Path(sys.argv[1])).lock():
 def test_a_deployment_is_up_once_and_down_asks_whoever_holds_it(fresh: Deployment) -> None:
     with (
         subprocess.Popen([sys.executable, "-c", HOLD, fresh.folder], stdout=subprocess.PIPE, text=True) as holder,
-        LocalDeployment(fresh, "one", with_ray=False) as left,
+        LocalDeployment(fresh, "one") as left,
     ):
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         with pytest.raises(RunBusy, match=f"process {holder.pid} holds its up"), fresh.lock():

@@ -9,15 +9,23 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
+from fedgauge.server.pki import write_authority, write_node_key
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.pki import write_authority, write_node_key
 
 
-def handshake(server: Path, trusted: Path, name: str) -> None:
-    """TLS between the server's files and a client that trusts one authority, by OpenSSL, in memory."""
+def handshake(server: Path, trusted: Path, name: str, client: Path | None = None) -> None:
+    """TLS between the server's files and a client that trusts one authority, by OpenSSL, in memory.
+
+    Args:
+        client: the folder of the certificate that the client shows; the server then wants one of its own authority.
+    """
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(server / "server.crt", server / "server.key")
     asking = ssl.create_default_context(cafile=trusted / "ca.crt")
+    if client is not None:
+        serving.verify_mode = ssl.CERT_REQUIRED
+        serving.load_verify_locations(server / "ca.crt")
+        asking.load_cert_chain(client / "server.crt", client / "server.key")
     up, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         asking.wrap_bio(back, up, server_hostname=name),
@@ -56,6 +64,18 @@ def test_a_certificate_that_has_run_out_is_not_believed(tmp_path: Path) -> None:
     write_authority(tmp_path, days=-0)
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         handshake(tmp_path, tmp_path, "localhost")
+
+
+def test_a_mutual_certificate_is_believed_of_who_connects_too_and_no_other_is(made: Deployment, tmp_path: Path) -> None:
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+        write_authority(tmp_path / name, mutual=True)
+    here, elsewhere, deployed = tmp_path / "here", tmp_path / "elsewhere", made.folder / "tls"
+    handshake(here, here, "127.0.0.1", client=here)
+    with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer|self-signed|signature failure"):
+        handshake(here, here, "127.0.0.1", client=elsewhere)
+    with pytest.raises(ssl.SSLCertVerificationError, match="unsuitable certificate purpose"):
+        handshake(deployed, deployed, "127.0.0.1", client=deployed)
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")

@@ -1,4 +1,4 @@
-"""Certificates and keys of a deployment: an authority, the server's certificate, a key pair for each client's node."""
+"""Certificates and keys of a deployment, and of Ray: an authority, the server's certificate, a key pair for each client's node."""
 
 import datetime
 import ipaddress
@@ -17,14 +17,15 @@ DAYS = 825  # a certificate is valid
 _PRIVATE, _PUBLIC = 0o600, 0o644
 
 
-def write_authority(folder: Path, hosts: Sequence[str] = (), days: int = DAYS) -> None:
-    """Write a certificate authority for this deployment, and the server's certificate: ca.crt, server.*.
+def write_authority(folder: Path, hosts: Sequence[str] = (), days: int = DAYS, mutual: bool = False) -> None:
+    """Write a certificate authority of its own, and the server's certificate: ca.crt, server.*.
 
     The authority signs once and its key is not kept, as its holder could impersonate the server to every client.
 
     Args:
         hosts: names and addresses under which clients reach the server, in addition to `HOSTS`.
         days: how long both are valid; validity starts one day in the past, as clocks differ.
+        mutual: the server's certificate serves its clients, too, of which the server wants one.
     """
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     ca = _named("fedgauge deployment CA")
@@ -42,7 +43,8 @@ def write_authority(folder: Path, hosts: Sequence[str] = (), days: int = DAYS) -
     served = certificate(_named("superlink"), server).add_extension(signer, critical=False)
     served = served.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     served = served.add_extension(_usage(signs_certificates=False), critical=True)
-    served = served.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if mutual else [])]
+    served = served.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
     served = served.add_extension(x509.SubjectAlternativeName(alternative_names(hosts)), critical=False)
     for name, builder in (("ca", own), ("server", served)):
         signed = builder.sign(authority, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
