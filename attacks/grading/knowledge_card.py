@@ -43,7 +43,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         f"labels {attack.label_source if planned.labels == 'restored' else planned.labels}",
         f"chain {_known_chain(planned, links)}",
         *(["the order of each epoch assumed"] if isinstance(local, LocalTraining) and local.shuffle else []),
-        *([NO_DERIVATIVE] if attack.needs_derivative and planned.defense == "known" and _is_flat(fed) else []),
+        *([NO_DERIVATIVE] if cannot_move(fed, planned) else []),
         *([] if is_cross_entropy(fed.loss) else [f"loss {describe(fed.protocol.loss)} known"]),
         batch,
         f"{f'lengths {planned.lengths}' if isinstance(fed.shards.dataset, Text) else 'normalisation known'}, {auxiliary}",
@@ -52,6 +52,13 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         str(planned.budget),
     ]
     return "; ".join(parts)
+
+
+def cannot_move(fed: Federation, planned: PlannedAttack) -> bool:
+    """Whether an attack descends through the clients' chain, and the chain has no derivative."""
+    if planned.is_baseline or planned.is_limit or planned.defense != "known":
+        return False
+    return planned.build().needs_derivative and _is_flat(fed)
 
 
 def _auxiliary(fed: Federation, planned: PlannedAttack) -> str:

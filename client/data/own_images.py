@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.data.corpora import Text, held_out, text_dataset_error
+from fedgauge.client.data.corpora import MOST_CLASSES, Text, held_out, text_dataset_error
 from fedgauge.client.data.images import Dataset
 from fedgauge.client.files import MOST_ARCHIVE, MOST_PICTURE, MOST_WORDS, open_data, read_file
 from fedgauge.client.local_data import read_npz
@@ -268,6 +268,8 @@ def _labels(array: np.ndarray, where: str) -> Tensor:
         raise ValueError(f"{where} has dtype {array.dtype} and shape {array.shape}, expected whole numbers (N,)")
     if len(array) and array.min() < 0:
         raise ValueError(f"{where} has the label {array.min()}; labels count from 0")
+    if len(array) and array.max() >= MOST_CLASSES:
+        raise ValueError(f"{where} has the label {array.max()}; labels count from 0, to {MOST_CLASSES - 1} at most")
     return torch.from_numpy(array.astype(np.int64))
 
 

@@ -148,7 +148,7 @@ def _progress(run: Run) -> str:
 
 
 def _digest(text: str) -> str:
-    return xxh3_64_hexdigest(text.encode())
+    return xxh3_64_hexdigest(text.encode(errors="replace"))
 
 
 def _marks(run: Run) -> tuple[Any, ...]:
@@ -161,7 +161,7 @@ def _marks(run: Run) -> tuple[Any, ...]:
 
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        stat = path.stat()
+        stat = path.lstat()
     except FileNotFoundError:
         return None
     return stat.st_mtime_ns, stat.st_size

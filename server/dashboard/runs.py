@@ -1,5 +1,6 @@
 """The runs that the page shows: those of a folder, or one run; nothing outside is ever opened."""
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,7 +26,9 @@ class UnknownRun(Exception):
 
 
 def _plain(name: str) -> bool:
-    return Path(name).name == name and not name.startswith(".") and "\0" not in name and len(name.encode()) <= LONGEST
+    return (
+        Path(name).name == name and not name.startswith(".") and "\0" not in name and len(os.fsencode(name)) <= LONGEST
+    )
 
 
 class RunCatalog:
@@ -60,7 +63,7 @@ class RunCatalog:
         if self._only is not None:
             if name == Run(self._only).name:
                 return Run(self._only)
-        elif _plain(name) and self._inside(self.root / name) and (self.root / name / "ledger.sqlite").exists():
+        elif _plain(name) and self._inside(self.root / name) and os.path.lexists(self.root / name / "ledger.sqlite"):
             return Run(self.root / name)
         raise UnknownRun(f"there is no run {name!r} here")
 

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -28,7 +28,7 @@ from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
 from fedgauge.server.dashboard import STATIC
 from fedgauge.server.dashboard.connections import PageServer
 from fedgauge.server.dashboard.events import EventStream
-from fedgauge.server.dashboard.guards import EVENTS, LOOPBACK, Bounded, Headers, OwnHost, TokenGate, refusal
+from fedgauge.server.dashboard.guards import EVENTS, LOOPBACK, Bounded, Headers, Json, OwnHost, TokenGate, refusal
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.clients import client, clients
@@ -178,7 +178,7 @@ async def _ask(request: Request, make: Callable[[Reading], Mapping[str, Any]]) -
     found = await run_in_threadpool(
         catalog.use, name, lambda reading: {**make(reading), "state": reading.state, "version": reading.version}
     )
-    return JSONResponse(found)
+    return Json(found)
 
 
 async def _overview(request: Request) -> Response:
@@ -267,7 +267,7 @@ async def _client(request: Request) -> Response:
 async def _runs(request: Request) -> Response:
     catalog: RunCatalog = request.app.state.catalog
     lines = await run_in_threadpool(_lines, catalog)
-    return JSONResponse({"folder": catalog.root.name, "single": catalog.single, "runs": lines})
+    return Json({"folder": catalog.root.name, "single": catalog.single, "runs": lines})
 
 
 def _lines(catalog: RunCatalog) -> list[dict[str, Any]]:
@@ -294,7 +294,7 @@ async def _compare(request: Request) -> Response:
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
     if len(names) > OPEN:
         raise BadQuery(f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
-    return JSONResponse(await run_in_threadpool(catalog.compare, names, lambda readings: compare(readings, metric)))
+    return Json(await run_in_threadpool(catalog.compare, names, lambda readings: compare(readings, metric)))
 
 
 async def _events(request: Request) -> Response:

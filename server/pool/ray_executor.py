@@ -7,64 +7,93 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fedgauge.attacks.engine.devices import CPU, Precision
+from fedgauge.client.components import SpecError
 from fedgauge.server.children import die_with_parent
-from fedgauge.server.pool.executors import Result, WorkerDied, last_line
+from fedgauge.server.pool.executors import Load, Result, WorkerDied, last_line
 from fedgauge.server.pool.private_ray import private_ray
 from fedgauge.server.pool.worker import Task, TaskResult
 
 LOOPBACK = "127.0.0.1"
 JOINING = 60.0  # seconds that a Ray cluster may take to answer
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+CUDA = torch.device("cuda")  # every GPU
 
 
 class RayExecutor:
-    """Ray actors, one core each; an actor whose process dies is replaced.
+    """Ray actors, each on one core or one GPU; an actor whose process dies is replaced by one of its kind.
 
     Args:
+        workers: actors on the CPU, if it is among the devices.
         address: "host:port" of a cluster's head, which this machine joins as a node without cores; "auto": the cluster that
             this machine belongs to already; None: start Ray on this machine, for this user alone.
+        devices: of this machine; of a cluster those of `cluster_devices`.
+        precision: of products on GPUs.
 
     Raises:
         RuntimeError: this process imported Ray before, with settings by which others could reach it.
         ConnectionError: no cluster answers at the address, or it has another token.
+        SpecError: the cluster has no GPU, and GPUs are wanted.
     """
 
-    def __init__(self, workers: int, address: str | None = None) -> None:
-        self.slots = workers  # more waves in flight would hold memory without making anything faster
+    def __init__(
+        self,
+        workers: int,
+        address: str | None = None,
+        devices: Sequence[torch.device] = (CPU,),
+        precision: Precision = "ieee",
+    ) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without it Ray warns of a coming change
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._node: subprocess.Popen[bytes] | None = None
         # a short path, because socket paths are limited; removed at the end
         self._scratch = tempfile.mkdtemp(prefix="fedgauge-ray-")
-        self._connect(workers, address)
+        names = self._connect(workers, address, devices)
+        self.slots = len(names)  # more waves in flight would hold memory without making anything faster
 
-        class Worker:
+        class Actor:
             """Defined in this method, so that Ray sends it by value."""
 
-            def __init__(self) -> None:
-                import fedgauge.server.pool.worker  # noqa: F401  (torch loads while Flower starts, not in the first wave)
+            def __init__(self, name: str, visible: str | None) -> None:
+                if visible is not None:  # before CUDA reads it
+                    os.environ[VISIBLE] = visible
+                import ray
+
+                from fedgauge.server.pool.worker import Worker  # torch loads while Flower starts, not in the first wave
+
+                if name == "cuda":
+                    name = f"cuda:{ray.get_gpu_ids()[0]}"
+                self._worker = Worker() if name == "cpu" else Worker(torch.device("cuda", 0), precision, name)
 
             def pid(self) -> int:
                 return os.getpid()
 
             def attack(self, task: Task) -> TaskResult:
-                from fedgauge.server.pool.worker import attack_wave
-
-                return attack_wave(task)
+                return self._worker.attack(task)
 
         # Ray itself retries and restarts nothing: the ledger counts attempts, and a restarting actor would refuse every
         # task it is given meanwhile and so use them up
-        gpus = 1 if address is not None and self._ray.cluster_resources().get("GPU") else 0
-        self._actor: Any = self._ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, max_task_retries=0)(Worker)
-        self._idle = deque(self._actor.remote() for _ in range(workers))
-        self._flying: dict[Any, tuple[int, Any]] = {}
+        self._actor: Any = self._ray.remote(max_restarts=0, max_task_retries=0)(Actor)
+        self._visible = {name: _visible(name) for name in names}
+        self._idle = deque((name, self._begin(name)) for name in names)
+        self._flying: dict[Any, tuple[int, str, Any]] = {}
+        self._load = {name: Load(workers=count) for name, count in Counter(names).items()}
 
-    def _connect(self, workers: int, address: str | None) -> None:
-        """Start Ray here or join the cluster; where that fails, nothing of it is left."""
+    def _begin(self, name: str) -> Any:
+        """A new actor on a device. A cluster chooses its GPU; here we do, as only then it is known which is which."""
+        if name == "cuda":  # a core is left to each GPU's worker where there are fewer cores than GPUs
+            return self._actor.options(num_cpus=0, num_gpus=1).remote(name, None)
+        return self._actor.options(num_cpus=1).remote(name, self._visible[name])
+
+    def _connect(self, workers: int, address: str | None, devices: Sequence[torch.device]) -> list[str]:
+        """Start Ray here or join the cluster; where that fails, nothing of it is left. Returns each actor's device."""
         settings = private_ray(Path(self._scratch)) if address is None else {}
         before = {key: os.environ.get(key) for key in settings}
         os.environ.update(settings)  # Ray reads it when it is imported
@@ -73,10 +102,12 @@ class RayExecutor:
             import ray
 
             self._ray = ray
-            if address is None:
-                self._start(workers, quiet)
-            else:
+            if address is not None:
                 self._join(address, quiet)
+                return self._names_in_cluster(workers, devices)
+            names = [str(device) for device in devices for _ in range(workers if device == CPU else 1)]
+            self._start(len(names), quiet)
+            return names
         except BaseException:
             for key, value in before.items():
                 if value is None:
@@ -85,6 +116,17 @@ class RayExecutor:
                     os.environ[key] = value
             self._leave()
             raise
+
+    def _names_in_cluster(self, workers: int, devices: Sequence[torch.device]) -> list[str]:
+        gpus = int(self._ray.cluster_resources().get("GPU", 0))
+        if CUDA in devices and not gpus:
+            self._ray.shutdown()
+            raise SpecError(
+                '[audit] devices: "cuda" needs a GPU, and the Ray cluster has none: start a worker with one, or set '
+                'devices = "auto"'
+            )
+        on_cpu = CPU in devices or not (devices or gpus)
+        return [*(gpus if not devices or CUDA in devices else 0) * ["cuda"], *(workers if on_cpu else 0) * ["cpu"]]
 
     def _start(self, workers: int, quiet: Mapping[str, Any]) -> None:
         # a folder inside ours, as Ray opens its own to everybody, with the sockets of its store in it
@@ -99,17 +141,23 @@ class RayExecutor:
 
     def pids(self) -> list[int]:
         """The idle workers' process ids; waits until each is up."""
-        return [self._ray.get(worker.pid.remote()) for worker in self._idle]
+        return [self._ray.get(worker.pid.remote()) for _, worker in self._idle]
+
+    def load(self) -> Mapping[str, Load]:
+        return self._load
 
     def submit(self, ticket: int, task: Task) -> None:
-        worker = self._idle.popleft()
-        self._flying[worker.attack.remote(task)] = (ticket, worker)
+        name, worker = self._idle.popleft()
+        self._flying[worker.attack.remote(task)] = (ticket, name, worker)
+        self._load[name].busy += 1
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
         done, _ = self._ray.wait(list(self._flying), num_returns=1, timeout=timeout)
         if not done:
             return None
-        ticket, worker = self._flying.pop(done[0])
+        ticket, name, worker = self._flying.pop(done[0])
+        self._load[name].busy -= 1
+        self._load[name].finished += 1
         result: Result
         try:
             result = self._ray.get(done[0])
@@ -121,8 +169,8 @@ class RayExecutor:
             if isinstance(error, self._ray.exceptions.RayError) and not raised:
                 result = WorkerDied(f"{type(error).__name__}: {last_line(error)}")
                 self._ray.kill(worker)
-                worker = self._actor.remote()
-        self._idle.append(worker)
+                worker = self._begin(name)
+        self._idle.append((name, worker))
         return ticket, result
 
     def close(self) -> None:
@@ -167,3 +215,29 @@ class RayExecutor:
             except subprocess.TimeoutExpired:
                 self._node.kill()
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def cluster_devices(wanted: str | Sequence[str]) -> list[torch.device]:
+    """The devices that a setting names in a Ray cluster: every GPU, cores, or both; none for "auto".
+
+    Raises:
+        SpecError: it names single GPUs, which the cluster gives to its workers as it likes.
+    """
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    if names == ["auto"]:
+        return []
+    if not names or set(names) - {"cpu", "cuda"} or len(set(names)) < len(names):
+        raise SpecError(
+            '[audit] devices: a Ray cluster chooses the GPU of each worker: expected "auto", "cpu", "cuda" or '
+            f'["cuda", "cpu"], got {wanted!r}'
+        )
+    return [torch.device(name) for name in names]
+
+
+def _visible(name: str) -> str:
+    """What CUDA calls a GPU that this process, which may see some of them only, calls cuda:0 and so on; else ""."""
+    if ":" not in name:
+        return ""
+    index = torch.device(name).index
+    seen = os.environ.get(VISIBLE)
+    return seen.split(",")[index].strip() if seen else str(index)

@@ -9,18 +9,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
 from fedgauge.attacks.grading.training_evidence import training_evidence
 from fedgauge.attacks.plan import BASELINES
 from fedgauge.client.transforms import StatefulTransform
 from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, WorkerDied, last_line
-from fedgauge.server.pool.ray_executor import RayExecutor
+from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import Lease
+from fedgauge.server.store.ledger_types import DeviceUse, Lease
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.scenario import AuditOptions, Scenario
 from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors
 from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it, statistics_moved
 
@@ -28,12 +30,27 @@ NO_REPLAY = (
     "not possible in a deployment: only a client's own data, which stays with the client, can recompute its update"
 )
 NO_REPLAY_OF_AN_APP = "not possible: the app's clients keep their data; they are taken to train as the chain says"
-ATTEMPTS = 3  # for a wave whose worker dies
+ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
+EVERY = 1.0  # seconds between two notes on the use of the devices
 
 
-def make_executor(kind: str, workers: int) -> Executor:
-    """The executor that a scenario names; if RAY_ADDRESS is set, its workers run in that cluster."""
-    return RayExecutor(workers, os.environ.get("RAY_ADDRESS")) if kind == "ray" else LocalExecutor()
+def attack_devices(options: AuditOptions, in_cluster: bool) -> list[torch.device]:
+    """The devices that attacks will run on, [] where a cluster decides; SpecError if one of them cannot be had."""
+    here = not in_cluster or options.executor == "local"
+    return options.devices_here() if here else cluster_devices(options.devices)
+
+
+def make_executor(options: AuditOptions) -> Executor:
+    """The executor that a scenario names; if RAY_ADDRESS is set, its workers run in that cluster.
+
+    Raises:
+        SpecError: there is no such device.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    devices = attack_devices(options, in_cluster=address is not None)
+    if options.executor == "local":
+        return LocalExecutor(devices[0], options.precision)
+    return RayExecutor(options.workers, address, devices, options.precision)
 
 
 def serve(
@@ -61,6 +78,7 @@ def serve(
     with run.lock("audit"), run.ledger() as ledger:
         ledger.release()
         flying: dict[int, Lease] = {}
+        use = _DeviceUse(ledger, executor)
         replayed = ledger.meta().get("replay") == "ok"  # otherwise check again: the difference may be repaired
         tickets = 0
         while True:
@@ -77,14 +95,54 @@ def serve(
                 if loaded is not None:
                     flying[tickets := tickets + 1], task = loaded
                     executor.submit(tickets, task)
+            use.note()
             tick()
             if flying:
                 if (done := executor.next_done(timeout=0.5)) is not None:
                     _settle(run, ledger, flying.pop(done[0]), done[1])
+                use.note()
             elif stop() or (not coming and not ledger.progress().queued):
+                use.note(over=True)
                 break
             else:
                 time.sleep(0.2)
+
+
+class _DeviceUse:
+    """Tells those who watch a run how busy each device is."""
+
+    def __init__(self, ledger: Ledger, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ledger = ledger
+        self._executor = executor
+        self._clock = clock
+        self._began = self._noted = clock()
+        self._told: object = None
+        self._told_at = -EVERY
+        self._busy: dict[str, int] = {}  # waves of each device since the last note
+        self._seconds: dict[str, float] = {}  # that each device's workers have attacked
+
+    def note(self, over: bool = False) -> None:
+        """Count the time since the last call; write what has changed, once a second at most until it is over."""
+        now, load = self._clock(), self._executor.load()
+        for name, busy in self._busy.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + busy * (now - self._noted)
+        self._noted = now
+        self._busy = {name: min(of.busy, of.workers) for name, of in load.items()}
+        state = [(name, of.busy, of.finished) for name, of in load.items()]
+        if state == self._told or not any(of.busy or of.finished for of in load.values()):
+            return
+        if not over and now - self._told_at < EVERY:
+            return
+        self._told, self._told_at = state, now
+        lived = max(now - self._began, 1e-9)
+        self._ledger.set_devices(
+            [
+                DeviceUse(
+                    name, of.workers, of.busy, of.finished, min(1.0, self._seconds.get(name, 0.0) / lived / of.workers)
+                )
+                for name, of in load.items()
+            ]
+        )
 
 
 def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) -> bool:
@@ -132,11 +190,7 @@ def _check_training(run: Run, ledger: Ledger, scenario: Scenario, taped: Sequenc
             words, fits = evidence.words, evidence.fits
         except (TapeError, UploadMismatch) as error:
             words = f"whether the update fits this is not known: {error}"
-    before = ledger.meta().get("training", "")
-    cards = {
-        a["name"]: a["knowledge"].replace(f"; {before}", "") if before else a["knowledge"] for a in ledger.attacks()
-    }
-    ledger.set_cards({k: f"{card}; {words}" if words and k not in BASELINES else card for k, card in cards.items()})
+    ledger.set_training({a["name"]: words for a in ledger.attacks() if a["name"] not in BASELINES})
     detail = f"{NO_REPLAY_OF_AN_APP}; {words}" if words else NO_REPLAY_OF_AN_APP
     ledger.set_meta(replay="unknown", replay_detail=detail, training=words, training_fits=str(fits))
 
@@ -198,6 +252,7 @@ def _load(run: Run, ledger: Ledger, lease: Lease, scenario: Scenario) -> tuple[L
         updates=tuple(as_arrays(o.update) for o in seen),
         memories=memories,
         blind=ledger.deployed,
+        last=lease.attempt >= ATTEMPTS,
     )
 
 
@@ -212,7 +267,7 @@ def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
         client: run.write_memory(lease.round, client, lease.attack.name, as_tensors(memory))
         for client, memory in result.memories.items()
     }
-    ledger.finish(lease, result.rows, result.reasons, memories)
+    ledger.finish(lease, result.rows, result.reasons, memories, result.numerics)
 
 
 def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:

@@ -1,7 +1,6 @@
 """Grading by a tester who owns the data: finished reconstructions against the truth that he hands in, long after the attack."""
 
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -37,7 +36,6 @@ MOST_DOUBTS = 3  # in one sentence
 EXAMPLE = "example"  # (B,) in a reconstruction's file: the example of the truth that each was paired with; -1: none
 GRADED = "graded against the examples handed in with --truth"
 NOTHING, EMPTY_HANDED = "nothing came back", ("not_applicable", "diverged")
-_GRADED = re.compile(r"(; (not )?graded[^;]*)+")  # what a card says of its grading
 
 
 def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> str:
@@ -63,10 +61,7 @@ def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> s
         words = _graded(graded, every, truth)
         if notes:
             words += f"; not graded ({sum(notes.values())} of {every}): {', '.join(sorted(notes)[:3])}"
-        cards = {
-            row["name"]: _GRADED.sub("", row["knowledge"]) for row in ledger.attacks() if row["name"] not in LIMITS
-        }
-        ledger.set_cards({name: f"{card}; {GRADED}" for name, card in cards.items()})
+        ledger.set_grading({row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
         doubts = _doubts(run, ledger, scenario, found)
         ledger.set_meta(grading=words, truth=truth.to_json(), truth_doubts=doubts)
     return words

@@ -1,6 +1,6 @@
 """What a worker does: it attacks one wave, from plain arrays to scores and images, and opens no file or connection."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Observation, Reconstruction, Wave
-from fedgauge.attacks.engine.batch_limiter import keep_freed_memory
+from fedgauge.attacks.engine.batch_limiter import exhausted, keep_freed_memory
+from fedgauge.attacks.engine.devices import CPU, Numerics, Precision, compute_on, numerics
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.federation import federation
 from fedgauge.server.store.tape import as_arrays, as_tensors
+
+NONDETERMINISTIC = "does not have a deterministic implementation"  # as torch refuses an operator
+CUDA_ERROR = "CUDA error"  # as torch reports one; a process whose context has one cannot use its GPU any more
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Task:
     updates: tuple[dict[str, Any], ...]
     memories: dict[int, dict[str, Any]] = field(default_factory=dict)  # by client, for a stateful attack
     blind: bool = False  # in a deployment there is no truth to grade against
+    last: bool = False  # earlier attempts ended their workers; there is no other one
 
 
 @dataclass(frozen=True)
@@ -43,18 +48,78 @@ class TaskResult:
 
     rows: dict[int, list[ScoreRecord]]
     images: dict[int, dict[str, Any]]
-    reasons: dict[int, str]  # only if the attack gives one
+    reasons: dict[int, str]  # only if the attack, or the choice of the device, gives one
     memories: dict[int, dict[str, Any]] = field(default_factory=dict)  # what a stateful attack remembers afterwards
+    numerics: Numerics | None = None  # how the attack was computed
 
 
-def attack_wave(task: Task) -> TaskResult:
-    """Audit one wave, on one thread, so that equal waves give equal bits.
+class Worker:
+    """Attacks waves on one device, and on the CPU those that the device cannot attack; each such result says why.
+
+    Args:
+        name: of the device in results, where this process sees it by another one.
+    """
+
+    def __init__(self, device: torch.device = CPU, precision: Precision = "ieee", name: str = "") -> None:
+        self.device = device
+        self.precision = precision
+        self.name = name or str(device)
+        self._lost = ""  # why the device is not used any more
+
+    def attack(self, task: Task) -> TaskResult:
+        """Attack one wave; raises what the attack raises on the CPU."""
+        if self.device == CPU or _stays_on_cpu(PlannedAttack.from_json(task.planned)):
+            return self._on_cpu(task)
+        why = self._lost or ("earlier attempts ended their workers" if task.last else "")
+        deterministic = True
+        while not why:
+            try:
+                result = attack_wave(task, self.device, self.precision, deterministic)
+                assert result.numerics is not None
+                return replace(result, numerics=replace(result.numerics, device=self.name))
+            except Exception as error:  # of the GPU, its driver or the attack, which the CPU tells apart
+                if deterministic and NONDETERMINISTIC in str(error):
+                    deterministic = False
+                else:
+                    why = self._why(error)
+        result = self._on_cpu(task)
+        why = f"attacked on the CPU: {why}"
+        reasons = {client: "; ".join(filter(None, (why, result.reasons.get(client)))) for client in task.clients}
+        return replace(result, reasons=reasons)
+
+    def _on_cpu(self, task: Task) -> TaskResult:
+        if self.device.type == "cuda":  # what is set for a GPU must not refuse operators of the CPU
+            torch.use_deterministic_algorithms(False)
+        return attack_wave(task)
+
+    def _why(self, error: Exception) -> str:
+        """Why a wave is not attacked on the device, with the remedy; notes whether the device is lost."""
+        said = (str(error).strip().splitlines() or [""])[0]
+        if isinstance(error, MemoryError):  # the batch limiter's
+            return f"a single problem does not fit into the memory of {self.name}: it needs a GPU with more"
+        if exhausted(error) or "out of memory" in said:
+            return f"the wave does not fit into the memory of {self.name}: set a smaller [audit] wave"
+        words = f"{self.name} raised {type(error).__name__}: {said}"
+        if CUDA_ERROR in str(error):
+            self._lost = f"{words}; this process cannot use it any more, the next audit can"
+        return self._lost or words
+
+
+def _stays_on_cpu(planned: PlannedAttack) -> bool:
+    return planned.is_limit or planned.build().on_cpu
+
+
+def attack_wave(
+    task: Task, device: torch.device = CPU, precision: Precision = "ieee", deterministic: bool = True
+) -> TaskResult:
+    """Audit one wave, on one thread of the CPU or on a device, so that equal waves give equal bits.
 
     Raises:
         RuntimeError: the attack's code asked Python to exit, which must end neither the audit nor the worker.
     """
     torch.set_num_threads(1)
     keep_freed_memory()
+    compute_on(device, precision, deterministic)
     params, buffers = as_tensors(task.params), as_tensors(task.buffers)
     observations = [
         Observation(task.round, client, params, as_tensors(update), buffers)
@@ -62,7 +127,7 @@ def attack_wave(task: Task) -> TaskResult:
     ]
     planned = PlannedAttack.from_json(task.planned)
     memories = {client: as_tensors(memory) for client, memory in task.memories.items()}
-    auditor = _auditor(task.protocol, task.seed, task.blind)
+    auditor = _auditor(task.protocol, task.seed, task.blind, device)
     try:
         audited = auditor.audit(planned, Wave.stack(observations), task.others, memories=memories)
     except SystemExit as error:
@@ -70,7 +135,8 @@ def attack_wave(task: Task) -> TaskResult:
     images = {a.client: as_arrays(_tensors(a.reconstruction)) for a in audited}
     reasons = {a.client: a.reconstruction.reason for a in audited if a.reconstruction.reason}
     kept = {a.client: as_arrays(a.memory) for a in audited if a.memory is not None}
-    return TaskResult({a.client: list(a.rows) for a in audited}, images, reasons, kept)
+    rows = {a.client: list(a.rows) for a in audited}
+    return TaskResult(rows, images, reasons, kept, numerics(device, precision, deterministic))
 
 
 def _tensors(reconstruction: Reconstruction) -> dict[str, Tensor]:
@@ -81,6 +147,6 @@ def _tensors(reconstruction: Reconstruction) -> dict[str, Tensor]:
     return {name: t for name, t in tensors.items() if t is not None}
 
 
-@lru_cache(maxsize=2)
-def _auditor(protocol: str, seed: int, blind: bool) -> Auditor:
-    return Auditor(federation(protocol), seed, blind)
+@lru_cache(maxsize=4)
+def _auditor(protocol: str, seed: int, blind: bool, device: torch.device) -> Auditor:
+    return Auditor(federation(protocol), seed, blind, device)

@@ -4,10 +4,12 @@ The order of the writes (tape, checkpoint, ledger) makes a kill at any moment ha
 exists. Before that, its files on the tape are deleted; after that, rows missing from the ledger are entered from the checkpoint.
 """
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from numbers import Real
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -32,6 +34,7 @@ from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_by
 
 VERSION = 1  # of the format of checkpoint.json
 _NAME = "checkpoint.json"  # read first: it names the round's file of tensors and its digest, so that no reader sees half a round
+_MOST = 32 << 20  # bytes of it
 _PARAM, _BUFFER, _STATE = "param/", "buffer/", "state/"
 
 
@@ -85,7 +88,7 @@ class Checkpoint:
         if run_files.look(path) is None:
             return None
         try:
-            facts = json.loads(run_files.read(path))
+            facts = json.loads(run_files.read(path, _MOST))
             if facts["version"] != VERSION:
                 raise NotResumable(f"{path} has version {facts['version']}, this fedgauge reads {VERSION}")
             if "refused" in facts:
@@ -99,8 +102,8 @@ class Checkpoint:
             tensors = read_tensors(folder / Path(facts["tensors"]).name, facts["digest"])
             return cls(
                 round=round,
-                params={k: tensors[_PARAM + k] for k in facts["params"]},
-                buffers={k: tensors[_BUFFER + k] for k in facts["buffers"]},
+                params={k: tensors.pop(_PARAM + k) for k in facts["params"]},
+                buffers={k: tensors.pop(_BUFFER + k) for k in facts["buffers"]},
                 strategy={name: _decoded(value, tensors) for name, value in facts["strategy"].items()},
                 usual_norm=float(usual),
                 seen=tuple(Participation(**check_arguments(Participation, s, "seen")) for s in facts["seen"]),
@@ -173,15 +176,44 @@ def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int, checkpoint: 
 
 
 def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
-    """Restore the state of a freshly built strategy; NotResumable if it is built with other functions than before."""
+    """Restore the state of a freshly built strategy.
+
+    Raises:
+        NotResumable: it is built with other functions or settings than before, or the state is not of such a strategy.
+    """
+    fresh, settings = vars(strategy), _settings(type(strategy))
     for name, value in state.items():
         if isinstance(value, _Named):
             if (now := _Named.of(getattr(strategy, name, None))) != value:
                 raise NotResumable(
                     f"the strategy's {name} was {value.name} and is {now.name} now: build the strategy as before"
                 )
+        elif name not in fresh and hasattr(strategy, name):
+            raise NotResumable(f"the checkpoint is damaged: a strategy's {name} is no state of it")
+        elif name in settings and (type(value) is not type(fresh[name]) or value != fresh[name]):
+            raise NotResumable(
+                f"the strategy's {name} was {value!r:.60} and is {fresh[name]!r:.60} now: build the strategy as before"
+            )
+        elif not _alike(value, fresh.get(name)):
+            raise NotResumable(
+                f"the checkpoint is damaged: expected the strategy's {name} as {type(fresh[name]).__name__}, got {value!r:.60}"
+            )
         else:
             setattr(strategy, name, value)
+
+
+def _settings(strategy: type) -> set[str]:
+    """What Flower's own strategies take and never change; those of others may keep what they change under any name."""
+    classes = [c for c in strategy.__mro__ if c.__module__.startswith("flwr.") and "__init__" in vars(c)]
+    return {name for c in classes for name in inspect.signature(c).parameters}
+
+
+def _alike(value: object, fresh: object) -> bool:
+    """Whether a strategy that began with one value may have come to another."""
+    if value is None or fresh is None:
+        return True
+    numbers = isinstance(value, Real) and isinstance(fresh, Real) and not isinstance(fresh, bool)
+    return numbers or isinstance(value, type(fresh))
 
 
 class ResumedStrategy(Strategy):
@@ -285,17 +317,18 @@ def _key(key: object, where: str) -> str | int:
     )
 
 
-def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """A value of `_encoded`; it takes its arrays out of `tensors`, as each is there once."""
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
     if kind == "function":
         return _Named(inner)
     if kind in ("array", "scalar"):
-        array = tensors[inner].numpy().copy()
+        array = tensors.pop(inner).numpy().copy()
         return array if kind == "array" else array[()]
     if kind == "tensor":
-        return tensors[inner]
+        return tensors.pop(inner)
     if kind == "flower":
         return Array(_decoded(inner, tensors))
     if kind in ("list", "tuple"):

@@ -8,7 +8,16 @@ from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store import typed_rows
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
-from fedgauge.server.store.ledger_types import DEPLOYMENT, ROUND_NOTE, STARTED, Participation, json_table, sanitised
+from fedgauge.server.store.ledger_types import (
+    DEPLOYMENT,
+    DEVICES,
+    ROUND_NOTE,
+    STARTED,
+    DeviceUse,
+    Participation,
+    json_table,
+    sanitised,
+)
 from fedgauge.server.store.ledger_writes import JobQueue
 
 
@@ -53,6 +62,23 @@ class Ledger(JobQueue, LedgerReads):
             )
         return {int(client): str(node) for client, node in nodes.items()}
 
+    def set_devices(self, use: Sequence[DeviceUse]) -> None:
+        """Tell how the attack service uses its devices."""
+        self.set_meta(**{DEVICES: json.dumps({of.device: (of.workers, of.busy, of.waves, of.share) for of in use})})
+
+    def devices(self) -> list[DeviceUse]:
+        """How the last attack service uses its devices; none before its first wave, and of an older fedgauge."""
+        found = []
+        checks = typed_rows.columns(("device", "workers", "busy", "waves", "share"))
+        for device, row in json_table(self.meta().get(DEVICES, "{}"), self.path, "devices").items():
+            values = [sanitised(device), *(row if isinstance(row, list) else [])]
+            try:
+                typed_rows.check(checks, values)
+            except (IndexError, typed_rows.WrongValue) as error:
+                raise LedgerError(f"{self.path} is damaged: its devices cannot be read: {error}") from error
+            found.append(DeviceUse(*values[: len(checks)]))
+        return found
+
     def record_round(
         self,
         round: int,
@@ -77,8 +103,11 @@ class Ledger(JobQueue, LedgerReads):
         """Record what each client did in a round, and add the jobs that the plan derives from it, in one transaction."""
         with self._transaction() as db:
             db.executemany(
-                "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?, ?)",
-                [(round, s.client, s.status, sanitised(s.reason), s.examples, s.digest) for s in seen],
+                "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (round, s.client, s.status, sanitised(s.reason), s.examples, s.digest, s.alarm, s.suspicion)
+                    for s in seen
+                ],
             )
             if plan is not None:
                 self._enqueue(

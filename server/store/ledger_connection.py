@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
+from sys import getsizeof
 from typing import Any, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
@@ -18,6 +19,8 @@ PATIENCE = 30.0  # seconds that a connection waits for another one's lock
 _MILLION = 1_000_000
 _LONGEST = 16 << 20  # bytes of a value or row
 _MANY = 1000  # objects of a schema
+# bytes of text that a query hands out for each byte of the file, and besides: rows may share the pages of one text
+_TEXT, _MORE_TEXT = 8, 16 << 20
 # of SQLite's machine for each byte of the file; a long run's dearest queries take a tenth
 _STEPS_OF_READERS, _STEPS_OF_WRITERS = 64, 1000
 # what ANALYZE leaves
@@ -72,6 +75,33 @@ MIGRATIONS: tuple[str, ...] = (
     """,
     "ALTER TABLE jobs ADD COLUMN graded TEXT",  # in a deployment: who graded it and to which precision, or why nobody did
     "ALTER TABLE rounds ADD COLUMN metrics TEXT",  # of a user's own app: what its clients and its evaluation returned, as JSON
+    """
+    CREATE TABLE numerics (
+        id INTEGER PRIMARY KEY, device TEXT NOT NULL, name TEXT NOT NULL, precision TEXT NOT NULL,
+        deterministic INTEGER NOT NULL, torch TEXT NOT NULL, driver TEXT NOT NULL
+    );
+    ALTER TABLE jobs ADD COLUMN numerics_id INTEGER REFERENCES numerics(id)
+    """,
+    """
+    ALTER TABLE observations ADD COLUMN alarm INTEGER;
+    ALTER TABLE observations ADD COLUMN suspicion REAL;
+    UPDATE observations SET alarm = 1 WHERE reason LIKE '%alarm, suspicion%' OR reason LIKE 'withheld by the client''s guard%'
+    """,
+    # what was found after an attack was planned, which an older card ends with; char(59) is a semicolon
+    """
+    ALTER TABLE attacks ADD COLUMN flat INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE attacks ADD COLUMN training TEXT;
+    ALTER TABLE attacks ADD COLUMN grading TEXT;
+    UPDATE attacks SET flat = 1 WHERE instr(knowledge, 'noise-free form has no derivative');
+    UPDATE attacks SET grading = substr(knowledge, instr(knowledge, char(59) || ' graded ') + 2)
+        WHERE instr(knowledge, char(59) || ' graded ');
+    UPDATE attacks SET grading = substr(knowledge, instr(knowledge, char(59) || ' not graded') + 2)
+        WHERE grading ISNULL AND instr(knowledge, char(59) || ' not graded');
+    UPDATE attacks SET knowledge = substr(knowledge, 1, length(knowledge) - length(grading) - 2) WHERE grading NOTNULL;
+    UPDATE attacks SET training = (SELECT value FROM meta WHERE key = 'training' AND value <> '');
+    UPDATE attacks SET training = NULL WHERE NOT instr(knowledge, char(59) || ' ' || training);
+    UPDATE attacks SET knowledge = replace(knowledge, char(59) || ' ' || training, '') WHERE training NOTNULL
+    """,
 )
 
 
@@ -94,6 +124,13 @@ def reads_again(read: Callable[P, T]) -> Callable[P, T]:
     return patient
 
 
+class _Cursor(sqlite3.Cursor):
+    """One query, with what it has handed out."""
+
+    text, most = 0, 0  # bytes
+    times = _TEXT  # of the file's bytes
+
+
 class _Connection(sqlite3.Connection):
     """Connects to a file that may come from anybody: its schema is not trusted, and no query takes more steps than rows explain."""
 
@@ -112,13 +149,18 @@ class _Connection(sqlite3.Connection):
     def _step(self) -> bool:
         self.steps += 1
         if self.steps > self.most:  # the file may have grown since it was asked last
-            size = sum(os.stat(p).st_size for p in (self.path, f"{self.path}-wal") if os.path.exists(p))
-            self.most = 4 + size * self.steps_a_byte // _MILLION
+            self.most = 4 + self.size() * self.steps_a_byte // _MILLION
         return self.steps > self.most
 
-    def execute(self, *query: Any) -> sqlite3.Cursor:
+    def size(self) -> int:
+        """Bytes of the file with those that wait."""
+        return sum(os.stat(p).st_size for p in (self.path, f"{self.path}-wal") if os.path.exists(p))
+
+    def execute(self, *query: Any) -> _Cursor:
         self.steps = 0
-        return super().execute(*query)
+        cursor = self.cursor(_Cursor)
+        cursor.execute(*query)
+        return cursor
 
     def executemany(self, *query: Any) -> sqlite3.Cursor:
         self.steps = 0
@@ -144,7 +186,7 @@ def _files(path: Path, write: bool) -> int:
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     """Changes with the file; None where there is none."""
     try:
-        found = path.stat()
+        found = path.lstat()
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
@@ -190,7 +232,7 @@ class LedgerFile:
         path = self.path
         self._unchanging: tuple[int, int, int] | None = None  # of a file at rest, which is read without locks
         self._described: Any = None
-        if not create and not path.exists():
+        if not create and not os.path.lexists(path):
             raise LedgerError(f"{path} is missing: {path.parent} is not a run folder")
         try:
             self._db = self._opened(create, readonly)
@@ -219,7 +261,7 @@ class LedgerFile:
             # nobody's rows wait, so the file is whole, and a reader needs no log of its own beside it
             self._unchanging = _stamp(self.path)
             how = "ro&immutable=1"
-        uri = f"file:{quote(str(self.path.absolute()))}?mode={how}"
+        uri = f"file:{quote(os.fsencode(self.path.absolute()))}?mode={how}"
         # the last connection to close the file locks it for a moment
         timeout = 1.0 if readonly else PATIENCE
         db = sqlite3.connect(
@@ -311,20 +353,30 @@ class LedgerFile:
         if self._unchanging and now and now != self._unchanging and not isinstance(error, LedgerChanged):
             raise LedgerChanged(f"{self.path} was written to while it was read: ask again") from error
 
-    def _row(self, cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> sqlite3.Row:
+    def _row(self, cursor: Any, row: tuple[Any, ...]) -> sqlite3.Row:
         """A row by name, with every value checked."""
         self._tuple(cursor, row)
         return sqlite3.Row(cursor, row)
 
-    def _tuple(self, cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _tuple(self, cursor: Any, row: tuple[Any, ...]) -> tuple[Any, ...]:
         """A row of which there are many, with every value checked."""
         if cursor.description is not self._described:  # once for all rows of a query
             self._described = cursor.description
-            self._columns = typed_rows.columns(column[0] for column in cursor.description)
+            names = [column[0] for column in cursor.description]
+            self._columns = typed_rows.columns(names)
+            self._long = [at for at, name in enumerate(names) if name in typed_rows.LONG]
         try:
             typed_rows.check(self._columns, row)
         except typed_rows.WrongValue as error:
             raise LedgerError(f"{self.path} is damaged: {error}") from error
+        if self._long:
+            cursor.text += sum(getsizeof(row[at]) for at in self._long)
+            if cursor.text > cursor.most:
+                cursor.most = _MORE_TEXT + cursor.times * self._db.size()
+            if cursor.text > cursor.most:
+                raise LedgerError(
+                    f"{self.path} is damaged: its rows have more text than its {self._db.size()} bytes can hold"
+                )
         return row
 
     def _write_ahead(self) -> None:
@@ -362,8 +414,9 @@ class LedgerFile:
             raise self._unreadable(error) from error
         if not isinstance(error, sqlite3.DatabaseError):
             return
-        # other subclasses are programming errors; damage shows as one of these two, with many different messages
-        if type(error) is sqlite3.DatabaseError or isinstance(error, sqlite3.OperationalError):
+        # other subclasses are programming errors; damage shows as one of the first two, with many different messages, and rows
+        # that no fedgauge has written together as the third
+        if type(error) is sqlite3.DatabaseError or isinstance(error, sqlite3.OperationalError | sqlite3.IntegrityError):
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: Exception) -> LedgerError:

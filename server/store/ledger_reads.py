@@ -9,6 +9,10 @@ from fedgauge.attacks.plan import BASELINES, LIMITS, PlannedAttack
 from fedgauge.server.store.ledger_connection import LedgerFile
 from fedgauge.server.store.ledger_types import DEPLOYMENT, UNGRADED, ScoreRow, planned_of
 
+_CARDS = 200  # times the file's bytes: every row of scores repeats its attack's card
+# an attack's card: what was agreed, then what was found
+_CARD = "a.knowledge || coalesce('; ' || a.training, '') || coalesce('; ' || a.grading, '')"
+
 
 class LedgerReads(LedgerFile):
     """Queries that change nothing."""
@@ -34,6 +38,16 @@ class LedgerReads(LedgerFile):
             " WHERE j.state IN ('done', 'failed') GROUP BY a.id, 2 ORDER BY a.id, 2"
         ).fetchall()
 
+    def numerics(self) -> list[sqlite3.Row]:
+        """How attacks were computed, baselines and limits left out: device, name, precision, deterministic, torch, driver, jobs."""
+        others = (*BASELINES, *LIMITS)
+        return self._db.execute(
+            "SELECT n.device, n.name, n.precision, n.deterministic, n.torch, n.driver, count(*) jobs FROM jobs j"
+            " JOIN numerics n ON n.id = j.numerics_id JOIN attacks a ON a.id = j.attack_id"
+            f" WHERE a.name NOT IN ({', '.join('?' * len(others))}) GROUP BY n.id ORDER BY n.device, n.id",
+            others,
+        ).fetchall()
+
     def rounds(self) -> list[sqlite3.Row]:
         """Every round recorded: round, accuracy, loss, seconds, intercept_seconds."""
         return self._db.execute("SELECT * FROM rounds ORDER BY round").fetchall()
@@ -43,8 +57,10 @@ class LedgerReads(LedgerFile):
         return self._db.execute("SELECT * FROM observations ORDER BY round, client").fetchall()
 
     def attacks(self) -> list[sqlite3.Row]:
-        """The attacks: name, planned, knowledge, seed."""
-        return self._db.execute("SELECT name, planned, knowledge, seed FROM attacks ORDER BY id").fetchall()
+        """The attacks: name, planned, knowledge, seed, flat."""
+        return self._db.execute(
+            f"SELECT name, planned, {_CARD} knowledge, seed, flat FROM attacks a ORDER BY id"
+        ).fetchall()
 
     def planned(self) -> dict[str, PlannedAttack]:
         """The attacks as they were planned, in order; LedgerError if one cannot be read."""
@@ -63,12 +79,14 @@ class LedgerReads(LedgerFile):
 
     def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:
         """Score rows in a stable order: round, client, attack, example, metric, value, status, seconds, knowledge."""
-        yield from self._db.execute(
-            "SELECT s.round, s.client, s.attack, s.example, s.metric, s.value, s.status, s.seconds, a.knowledge"
-            " FROM scores s JOIN jobs j ON j.id = s.job_id JOIN attacks a ON a.id = j.attack_id"
+        rows = self._db.execute(
+            "SELECT s.round, s.client, s.attack, s.example, s.metric, s.value, s.status, s.seconds,"
+            f" {_CARD} knowledge FROM scores s JOIN jobs j ON j.id = s.job_id JOIN attacks a ON a.id = j.attack_id"
             " WHERE ?1 IS NULL OR s.metric = ?1 ORDER BY s.round, s.client, s.attack, s.example, s.metric",
             (metric,),
         )
+        rows.times = _CARDS
+        yield from rows
 
     # ---------------------------------------------------------------------------------------- reading what is new alone
 

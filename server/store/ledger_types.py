@@ -20,6 +20,7 @@ ROUND_NOTE = (
 )
 MORE_NOTED = "more_rounds_with_notes"  # key in the meta table: how many more rounds there were
 USUAL_NORM = "usual_norm"  # key in the meta table: the largest median of a round's norms of updates
+DEVICES = "devices"  # key in the meta table: how the attack service uses each device, as JSON
 UNGRADED = "not_graded"  # status of a row that stands for a reconstruction which nobody has graded
 _MOST_LETTERS = 300  # of a client's message
 
@@ -36,6 +37,8 @@ def json_table(text: str, path: Path, what: str) -> dict[str, Any]:
     """The object in a ledger's column of JSON; LedgerError if there is none."""
     try:
         found = json.loads(text)
+        if "\\ud" in text.lower():  # half a pair of code units is no text: nobody could write it down
+            found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         raise LedgerError(f"{path} is damaged: its {what} cannot be read: {error}") from error
     if not isinstance(found, dict):
@@ -53,13 +56,37 @@ def planned_of(text: str, path: Path) -> PlannedAttack:
 
 @dataclass(frozen=True)
 class Participation:
-    """What one client did in one round: its update was accepted or rejected, or it is missing."""
+    """What one client did in one round: its update was accepted or rejected, or it is missing.
+
+    Args:
+        alarm: whether its guard says that the weights are suspicious; None: it says nothing.
+        suspicion: of these weights, as its guard says; an alarm from 1 on.
+    """
 
     client: int
     status: ObservationStatus
     reason: str = ""
     examples: int | None = None
     digest: str | None = None
+    alarm: bool | None = None
+    suspicion: float | None = None
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """How an attack service uses one device.
+
+    Args:
+        workers: on it.
+        busy, waves: at work, and finished since the service began.
+        share: of the service's time in which a worker attacked, from 0 to 1.
+    """
+
+    device: str
+    workers: int
+    busy: int
+    waves: int
+    share: float
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 
+from fedgauge.attacks.engine.devices import Numerics
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
@@ -36,16 +37,30 @@ def _sent(digest: str | None) -> str:
 class JobQueue(LedgerFile):
     """The ledger's jobs: each is one attack on one client's update in one round."""
 
-    def add_attacks(self, plan: AttackPlan, cards: Mapping[str, str]) -> None:
-        """Enter the plan's attacks with their knowledge cards; LedgerError if a name is taken by an attack with other settings."""
+    def add_attacks(
+        self, plan: AttackPlan, cards: Mapping[str, str], flat: Collection[str] = (), grading: str | None = None
+    ) -> None:
+        """Enter the plan's attacks with their knowledge cards.
+
+        Args:
+            flat: those that cannot move, since the chain that they invert has no derivative.
+            grading: who grades reconstructions, in words; None: nothing is to be said.
+
+        Raises:
+            LedgerError: a name is taken by an attack with other settings.
+        """
         with self._transaction() as db:
             for planned in plan.attacks:
                 known = db.execute("SELECT planned, seed FROM attacks WHERE name = ?", (planned.name,)).fetchone()
                 spec = planned.to_json()
                 if known is None:
+                    said = None if planned.is_limit else grading
                     values = (planned.name, spec, cards[planned.name], plan.seed, planned.is_stateful)
-                    insert = "INSERT INTO attacks (name, planned, knowledge, seed, remembers) VALUES (?, ?, ?, ?, ?)"
-                    db.execute(insert, values)
+                    insert = (
+                        "INSERT INTO attacks (name, planned, knowledge, seed, remembers, flat, grading)"
+                        " VALUES (?, ?, ?, ?, ?, ?, ?)"
+                    )
+                    db.execute(insert, (*values, planned.name in flat, said))
                 elif (known["planned"], known["seed"]) != (spec, plan.seed):
                     raise LedgerError(
                         f"{self.path} already has an attack called {planned.name!r} with other settings; give it a new name"
@@ -103,9 +118,12 @@ class JobQueue(LedgerFile):
             if not jobs:
                 raise LedgerError(f"{self.path} is damaged: it has attacks on updates that it does not list")
             jobs = [j for j in jobs if _sent(j["digest"]) == _sent(jobs[0]["digest"])]
+            jobs = list({j["client"]: j for j in jobs}.values())  # of a round that was trained again there may be two
             db.executemany(
                 "UPDATE jobs SET state = 'leased', attempts = attempts + 1 WHERE id = ?", [(j["id"],) for j in jobs]
             )
+            # it has none, unless somebody has changed the file: what it is given would not fit beside them
+            db.executemany("DELETE FROM scores WHERE job_id = ?", [(j["id"],) for j in jobs])
             query = "SELECT planned, seed, remembers FROM attacks WHERE id = ?"
             attack = db.execute(query, (first["attack_id"],)).fetchone()
             if attack is None:
@@ -145,6 +163,7 @@ class JobQueue(LedgerFile):
         rows: Mapping[int, Iterable[ScoreRecord]],
         reasons: Mapping[int, str] | None = None,
         memories: Mapping[int, str] | None = None,
+        numerics: Numerics | None = None,
     ) -> None:
         """Write a wave's scores and mark its jobs done, in one transaction.
 
@@ -153,12 +172,28 @@ class JobQueue(LedgerFile):
             reasons: by client, why the attack ended with its status, if it says so.
             memories: by client, the digest of a stateful attack's memory, whose file exists by now. A failed job leaves none:
                 the next one gets the memory from before it.
+            numerics: how the wave was computed.
         """
         with self._transaction() as db:
+            how = None if numerics is None else self._numerics_id(db, numerics)
             for job, client in zip(lease.jobs, lease.clients, strict=True):
                 self._write_scores(db, job, rows[client])
-                values = ((reasons or {}).get(client), (memories or {}).get(client), job)
-                db.execute(f"UPDATE jobs SET state = 'done', error = ?, memory = ?, {_END} WHERE id = ?", values)
+                values = ((reasons or {}).get(client), (memories or {}).get(client), how, job)
+                db.execute(
+                    f"UPDATE jobs SET state = 'done', error = ?, memory = ?, numerics_id = ?, {_END} WHERE id = ?",
+                    values,
+                )
+
+    @staticmethod
+    def _numerics_id(db: sqlite3.Connection, numerics: Numerics) -> int:
+        names = [f.name for f in fields(Numerics)]
+        values = [getattr(numerics, name) for name in names]
+        same = " AND ".join(f"{name} = ?" for name in names)
+        known = db.execute(f"SELECT id FROM numerics WHERE {same}", values).fetchone()
+        if known is not None:
+            return int(known["id"])
+        marks = ", ".join("?" * len(names))
+        return int(db.execute(f"INSERT INTO numerics ({', '.join(names)}) VALUES ({marks})", values).lastrowid or 0)
 
     def retry(self, lease: Lease, error: str) -> None:
         """Return a wave to the queue unchanged."""
@@ -209,6 +244,7 @@ class JobQueue(LedgerFile):
             db.executemany("DELETE FROM scores WHERE job_id = ?", [(i,) for i in ids])
             db.executemany(
                 "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL, memory = NULL,"
+                " numerics_id = NULL,"
                 f" wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
                 [(wave, i) for i in ids],
             )
@@ -267,8 +303,20 @@ class JobQueue(LedgerFile):
 
     def set_cards(self, cards: Mapping[str, str]) -> None:
         """Replace the knowledge cards of some attacks."""
+        self._set_words("knowledge", cards)
+
+    def set_training(self, words: Mapping[str, str]) -> None:
+        """Say, by attack, how the local training that it assumes fits what was seen."""
+        self._set_words("training", words)
+
+    def set_grading(self, words: Mapping[str, str]) -> None:
+        """Say, by attack, who graded its reconstructions."""
+        self._set_words("grading", words)
+
+    def _set_words(self, column: str, words: Mapping[str, str]) -> None:
         with self._transaction() as db:
-            db.executemany("UPDATE attacks SET knowledge = ? WHERE name = ?", [(c, name) for name, c in cards.items()])
+            rows = [(text or None, name) for name, text in words.items()]
+            db.executemany(f"UPDATE attacks SET {column} = ? WHERE name = ?", rows)
 
     @staticmethod
     def _write_scores(db: sqlite3.Connection, job: int, rows: Iterable[ScoreRecord]) -> None:

@@ -85,8 +85,12 @@ class Run:
 
         Raises:
             RefusedFile: something in it is a link, no file, or not ours.
-            LedgerError: a predecessor of fedgauge wrote it.
+            LedgerError: a predecessor of fedgauge wrote it, or its name is no text.
         """
+        try:
+            self.folder.name.encode()
+        except UnicodeEncodeError as error:
+            raise LedgerError(f"{self.folder} has a name that is no text (UTF-8): rename the folder") from error
         run_files.check(self.folder, whole)
         predecessor.refuse(self.folder)
 

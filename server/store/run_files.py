@@ -1,10 +1,11 @@
 """The files of a run's folder, which may come from anybody: opened, written, deleted and listed without following a link.
 
-A file lies in the run's folder or in a folder of it. That folder is opened first, as a folder and no link, and the file by its name
-in the open folder: whoever replaces a part of the path in between leads nowhere.
+A file lies in the run's folder or in a folder of it. The run's folder is opened first, as a folder and no link, each folder by its
+name in the one that is open, and then the file: whoever replaces a part of the path in between leads nowhere.
 """
 
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -74,20 +75,51 @@ def _named(error: OSError, path: Path) -> OSError:
 
 
 @contextmanager
-def _folder(path: Path) -> Iterator[int]:
-    """An open folder of ours; the path's last part is not followed."""
+def _folder(path: Path, run: Path | None = None, make: bool = False) -> Iterator[int]:
+    """An open folder of ours; no part of its path from the run's own folder on is followed.
+
+    Args:
+        run: the run's folder; None: the path is it, or is one of FOLDERS in it.
+        make: the folder if it is missing, in a run that is there.
+    """
+    here = run or (path.parent if path.name in FOLDERS else path)
+    parts = path.relative_to(here).parts
+    if make and not parts:
+        path.mkdir(exist_ok=True, mode=0o700)
+    at = _open_folder(here, here)
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        for name in parts:
+            here /= name
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=at)
+            outer, at = at, _open_folder(here, name, at)
+            os.close(outer)
+        yield at
+    finally:
+        os.close(at)
+
+
+def _open_folder(path: Path, name: Path | str, at: int | None = None) -> int:
+    """Open a folder by its name in an open one; the name's last part is not followed."""
+    try:
+        opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
     except FileNotFoundError:
         raise
-    except OSError:
-        _check(os.lstat(path), path, folder=True)
-        raise
+    except OSError as error:
+        _check(os.stat(name, dir_fd=at, follow_symlinks=False), path, folder=True)
+        raise _named(error, path) from None
     try:
         _check(os.fstat(opened), path, folder=True)
-        yield opened
-    finally:
+    except RefusedFile:
         os.close(opened)
+        raise
+    return opened
+
+
+def printable(text: object) -> str:
+    """Names and words from elsewhere as a terminal may show them: all that is no letter, sign or line end is a space."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in str(text))
 
 
 def look(path: Path, alone: bool = False) -> os.stat_result | None:
@@ -138,15 +170,18 @@ def read(path: Path, most: int = MOST_TEXT) -> bytes:
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file to write that replaces path at the end; its folder is made if it is missing."""
-    path.parent.mkdir(exist_ok=True, mode=0o700)
-    with _folder(path.parent) as at, replacing_in(at, path.name) as file:
+    with _folder(path.parent, make=True) as at, replacing_in(at, path.name) as file:
         yield file
 
 
-def delete(path: Path) -> None:
-    """Delete a file, or a link itself; one that is missing stays so."""
+def delete(path: Path, run: Path | None = None) -> None:
+    """Delete a file, or a link itself; one that is missing stays so.
+
+    Args:
+        run: the run's folder, for a file in a folder of its folders.
+    """
     try:
-        with _folder(path.parent) as at:
+        with _folder(path.parent, run) as at:
             os.unlink(path.name, dir_fd=at)
     except FileNotFoundError:
         return
@@ -154,6 +189,12 @@ def delete(path: Path) -> None:
         raise
     except OSError as error:
         raise _named(error, path) from None
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a folder of the run with all that is in it; links are deleted themselves."""
+    with suppress(FileNotFoundError), _folder(path.parent) as at:
+        shutil.rmtree(path.name, ignore_errors=True, dir_fd=at)
 
 
 def names(folder: Path) -> list[str]:
@@ -179,7 +220,7 @@ def check(folder: Path, whole: bool = True) -> None:
         here, depth = waiting.pop()
         if depth > _DEEPEST:
             raise RefusedFile(f"{here} lies deeper than any folder of a run: delete it")
-        for name, found in _all(here):
+        for name, found in _all(here, folder):
             scrap = name.startswith(SCRAP)
             # a report that is printed, and an export, keep a folder in the run's own until they end
             if scrap and (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) and not depth):
@@ -190,10 +231,10 @@ def check(folder: Path, whole: bool = True) -> None:
                 waiting.append((here / name, depth + 1))
 
 
-def _all(folder: Path) -> list[tuple[str, os.stat_result]]:
-    """Names in a folder, in order, with what they are; links are not followed."""
+def _all(folder: Path, run: Path) -> list[tuple[str, os.stat_result]]:
+    """Names in a folder of a run, in order, with what they are; links are not followed."""
     found = {}
-    with suppress(FileNotFoundError), _folder(folder) as at, os.scandir(at) as entries:
+    with suppress(FileNotFoundError), _folder(folder, run) as at, os.scandir(at) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):  # a run at work deletes files
                 found[entry.name] = entry.stat(follow_symlinks=False)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
+import torch
 
+from fedgauge.attacks.engine.devices import Precision, devices_of
 from fedgauge.attacks.learned import generators
 from fedgauge.attacks.limits import known_noise
 from fedgauge.attacks.malicious import targeting
@@ -47,16 +49,28 @@ class AuditOptions:
     Args:
         curious: whether updates are kept and attacked; false only trains.
         executor: ray (worker processes) or local (in the attack service's own process, one wave at a time).
-        workers: attack workers, at least 1; each uses one core.
+        workers: attack workers on the CPU, at least 1; each uses one core.
+        devices: where attacks run: "auto" (every GPU that torch can use, else the CPU), "cpu", "cuda" (every GPU), or a list of
+            "cpu" and names such as "cuda:0"; each GPU has one worker; local uses the first device.
+        precision: of products on a GPU: ieee (float32) or tf32 (faster, 10 bits of mantissa).
     """
 
     curious: bool = True
     executor: Literal["ray", "local"] = "ray"
     workers: int = 1
+    devices: str | tuple[str, ...] = "auto"
+    precision: Precision = "ieee"
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, got {self.workers}")
+
+    def devices_here(self) -> list[torch.device]:
+        """The devices of this machine that attacks run on; SpecError if torch cannot use one of them."""
+        try:
+            return devices_of(self.devices)
+        except ValueError as error:
+            raise SpecError(f"[audit] devices: {error}") from error
 
 
 @dataclass(frozen=True)

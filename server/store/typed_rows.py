@@ -31,6 +31,10 @@ def _seconds(value: object) -> bool:
     return type(value) in (float, int) and -_SECONDS <= value <= _SECONDS  # type: ignore[operator]  # the type was just asked
 
 
+def _share(value: object) -> bool:
+    return type(value) in (float, int) and 0 <= value <= 1  # type: ignore[operator]  # the type was just asked
+
+
 def or_null(fits: Fits) -> Fits:
     """Whether a value is missing or fits."""
     return lambda value: value is None or fits(value)
@@ -43,18 +47,26 @@ COLUMNS: dict[str, tuple[Fits, str]] = {
     "other": (or_null(whole()), f"a whole number up to {MOST}, or nothing"),
     "examples": (or_null(_COUNT), "a number from 0 on, or nothing"),
     "example": (whole(-1), f"a whole number up to {MOST}, or -1"),
-    **dict.fromkeys(("jobs", "waves", "n", "attempts"), (_COUNT, "a number from 0 on")),
+    **dict.fromkeys(("jobs", "waves", "n", "attempts", "workers", "busy"), (_COUNT, "a number from 0 on")),
     **dict.fromkeys(("latest",), (or_null(_COUNT), "a number from 0 on, or nothing")),
-    **dict.fromkeys(("open", "remembers"), (whole(0, 1), "0 or 1")),
+    **dict.fromkeys(("open", "remembers", "deterministic", "flat"), (whole(0, 1), "0 or 1")),
+    "alarm": (or_null(whole(0, 1)), "0 or 1, or nothing"),
     **dict.fromkeys(("id", "attack_id", "wave", "seed"), (_ID, "a whole number")),
-    **dict.fromkeys(("value", "accuracy", "loss", "best", "mean"), (or_null(number), "a number, or nothing")),
+    **dict.fromkeys(("value", "accuracy", "loss", "best", "mean", "suspicion"), (or_null(number), "a number, or nothing")),
     **dict.fromkeys(("seconds", "intercept_seconds", "span"), (or_null(_seconds), "a number of seconds, or nothing")),
     **dict.fromkeys(("name", "attack", "status", "state", "metric", "key"), (_NAME, f"a text of at most {_SHORT} letters")),
+    **dict.fromkeys(("device", "precision", "torch", "driver"), (_NAME, f"a text of at most {_SHORT} letters")),
+    "share": (_share, "a number from 0 to 1"),
     **dict.fromkeys(("digest", "memory"), (or_null(_NAME), f"a text of at most {_SHORT} letters, or nothing")),
     **dict.fromkeys(("planned", "knowledge"), (text(), f"a text of at most {_LONGEST} letters")),
     "fact": (text(_LONG), f"a text of at most {_LONG} letters"),
-    **dict.fromkeys(("reason", "error", "note", "metrics"), (or_null(text()), f"a text of at most {_LONGEST} letters, or nothing")),
+    **dict.fromkeys(
+        ("reason", "error", "note", "metrics", "training", "grading"),
+        (or_null(text()), f"a text of at most {_LONGEST} letters, or nothing"),
+    ),
 }  # fmt: skip
+
+LONG = frozenset(("planned", "knowledge", "fact", "reason", "error", "note", "metrics", "training", "grading"))
 
 
 class WrongValue(ValueError):

@@ -111,7 +111,7 @@ def _audit_notices(reading: Reading) -> Iterator[Notice]:
 
 
 def _flat(reading: Reading) -> Iterator[Notice]:
-    flat = [row["name"] for row in reading.attacks if NO_DERIVATIVE in row["knowledge"]]
+    flat = [row["name"] for row in reading.attacks if row["flat"]]
     if flat:
         yield f"{', '.join(flat)}: {NO_DERIVATIVE}.", ""
 

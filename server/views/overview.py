@@ -15,6 +15,7 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_types import json_table
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import formatting, server_attacks
+from fedgauge.server.views.devices import attacked_on, device_use
 from fedgauge.server.views.formatting import LABELS, RATES, percent, rounded
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate
@@ -46,6 +47,7 @@ def overview(reading: Reading) -> dict[str, Any]:
         "training": training(reading),
         "app_rounds": app_rounds(reading),
         "progress": progress(reading),
+        "attacked_on": attacked_on(reading.ledger),
         **figure(reading),
         "success": success(reading),
         "ungraded": ungraded(reading),
@@ -106,6 +108,7 @@ def progress(reading: Reading) -> dict[str, Any]:
     left = expected - p.done - p.failed
     # with an empty queue the next round is awaited, whose speed is unknown
     waited_for = p.queued + p.leased or reading.state != "training"
+    devices = reading.ledger.devices()
     return {
         "queued": p.queued,
         "leased": p.leased,
@@ -114,7 +117,8 @@ def progress(reading: Reading) -> dict[str, Any]:
         "expected": expected,
         "per_minute": rounded(pace),
         "seconds_left": round(60 * left / pace) if pace and waited_for else None,
-        "workers": reading.tables.get("audit", {}).get("workers", 1),
+        "workers": sum(of.workers for of in devices) or reading.tables.get("audit", {}).get("workers", 1),
+        "devices": device_use(devices),
     }
 
 

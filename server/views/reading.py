@@ -51,7 +51,8 @@ def state_of(run: Run, ledger: Ledger) -> State:
 def version_of(run: Run, ledger: Ledger) -> str:
     """A string that changes with the run; it is derived from the ledger alone, so it survives a restart."""
     p = ledger.progress()
-    counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round())
+    gpus = [n for of in ledger.devices() if of.device != "cpu" for n in (of.busy, of.waves)]
+    counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round(), *gpus)
     return "-".join(map(str, (*counts, state_of(run, ledger), ledger.meta().get("replay", "")))).replace(" ", "_")
 
 

@@ -290,8 +290,8 @@ def _proves_nothing(compared: Sequence[ExcessLeakage], ledger: Ledger) -> str:
         return (
             "the local training that the audit assumes does not explain the update, so the attacks inverted another one"
         )
-    cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}
-    if all(NO_DERIVATIVE in cards[e.attack] for e in compared):
+    flat = {row["name"] for row in ledger.attacks() if row["flat"]}
+    if all(e.attack in flat for e in compared):
         return f"{NO_DERIVATIVE}. The attacks never moved"
     return ""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
+from fedgauge.server.store.run_files import printable
 from fedgauge.simulations.cli.options import RUNS
 
 
@@ -23,22 +24,28 @@ def find_runs(named: Path, folder: Path) -> list[Run]:
     place = named if named.exists() else folder / named
     if not (place / "sweep.toml").exists():
         return [find_run(named, folder)]
-    return [Run.open(path) for path in cells(place)]
+    runs = cells(place)
+    for run in runs:
+        run.check()
+    return runs
 
 
-def cells(sweep: Path) -> list[Path]:
-    """The folders of a sweep's runs."""
+def cells(sweep: Path) -> list[Run]:
+    """A sweep's runs."""
     return _without_links(path.parent for path in sorted(sweep.glob("*/ledger.sqlite")))
 
 
-def _without_links(folders: Iterable[Path]) -> list[Path]:
-    """These folders, less the links, which may point anywhere and are named on standard error."""
+def _without_links(folders: Iterable[Path]) -> list[Run]:
+    """The runs in these folders, less the links, which may point anywhere and are named on standard error."""
     kept = []
     for folder in folders:
-        if folder.is_symlink():
-            print(f"fedgauge: {folder} is a link and left out: name the run that it points to", file=sys.stderr)
+        run = Run(folder)  # which has resolved a link; asking the folder again may give another answer
+        if run.folder != folder:
+            print(
+                printable(f"fedgauge: {folder} is a link and left out: name the run that it points to"), file=sys.stderr
+            )
         else:
-            kept.append(folder)
+            kept.append(run)
     return kept
 
 
@@ -49,4 +56,4 @@ def all_runs(folder: Path) -> list[Run]:
     if folder != RUNS and not folder.is_dir():
         raise SpecError(f"{folder} is not a folder: --runs names the folder in which runs are kept")
     found = sorted(folder.glob("*/ledger.sqlite"), reverse=True)
-    return [Run(path) for path in _without_links(path.parent for path in found)]
+    return _without_links(path.parent for path in found)

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 from rich.table import Table
-from rich.text import Text
 
 from fedgauge.attacks.plan import describe
 from fedgauge.server.store.ledger_connection import LedgerError, reads_again
 from fedgauge.server.store.run import Run, RunBusy
+from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.reading import state_of, tables_of
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import best_so_far
@@ -40,10 +40,11 @@ def runs(options: argparse.Namespace) -> int:
     found = all_runs(options.runs)
     for run in found:
         try:
-            table.add_row(Text(run.folder.name), *_columns(run))
+            columns = _columns(run)
         except (LedgerError, OSError) as error:
-            table.add_row(Text(run.folder.name), "unreadable")
-            print(f"fedgauge: {error}", file=sys.stderr)
+            columns = ["unreadable"]
+            print(printable(f"fedgauge: {error}"), file=sys.stderr)
+        table.add_row(*map(printable, (run.folder.name, *columns)))
     if found:
         wide_console().print(table)
     else:
@@ -52,7 +53,7 @@ def runs(options: argparse.Namespace) -> int:
 
 
 @reads_again
-def _columns(run: Run) -> list[str | Text]:
+def _columns(run: Run) -> list[str]:
     """State, rounds, chain, attacks by name, how many are done, and the best value that an attack reached."""
     run.check(whole=False)
     with run.ledger(readonly=True) as ledger:
@@ -63,7 +64,7 @@ def _columns(run: Run) -> list[str | Text]:
         attacks = ", ".join(row["name"] for row in ledger.attacks() if is_attack(row["name"]))
         done = f"{progress.done}/{progress.total}" + (f", {progress.failed} failed" if progress.failed else "")
         reached = "" if best is None else f"{measure.name} {best:.1f} {measure.unit}"
-        return [state_of(run, ledger), trained, Text(chain), attacks, done, reached]
+        return [state_of(run, ledger), trained, chain, attacks, done, reached]
 
 
 def stop(options: argparse.Namespace) -> int:
@@ -71,17 +72,18 @@ def stop(options: argparse.Namespace) -> int:
     run = find_run(options.run, options.runs)
     holders = {purpose: pid for purpose in ("training", "audit") if (pid := run.holder(purpose)) is not None}
     if not holders:
-        print(f"{run.name}: nothing is at work")
+        print(printable(f"{run.name}: nothing is at work"))
         return 0
     os.kill(next(iter(holders.values())), signal.SIGTERM)  # a driver that still trains parks the audit itself
     deadline = time.monotonic() + options.patience
     while any(run.holder(purpose) is not None for purpose in ("training", "audit")):
         if time.monotonic() > deadline:
-            print(f"fedgauge: {run.name} is still finishing its attacks in flight", file=sys.stderr)
+            print(printable(f"fedgauge: {run.name} is still finishing its attacks in flight"), file=sys.stderr)
             return FAILED
         time.sleep(0.2)
     with run.ledger() as ledger:
-        print(f"{run.name}: stopped; {next_step(run, ledger) or 'every update that was received has been attacked'}")
+        left = next_step(run, ledger) or "every update that was received has been attacked"
+        print(printable(f"{run.name}: stopped; {left}"))
     return 0
 
 
@@ -90,27 +92,30 @@ def prune(options: argparse.Namespace) -> int:
     from fedgauge.simulations.run.retention import prune as delete
 
     status = 0
-    for place in _named(options) if options.run else [run.folder for run in reversed(all_runs(options.runs))]:
+    for named in _named(options) if options.run else reversed(all_runs(options.runs)):
+        name = printable(named.name)
         try:
-            run = find_run(place, options.runs)
+            run = find_run(named, options.runs) if isinstance(named, Path) else named
+            run.check()
+            name = printable(run.name)
             age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
             if age is None:
-                print(f"{run.name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")
+                print(f"{name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")
                 continue
             deleted = delete(run, age, time.time())
         except RunBusy as error:
-            print(f"{run.name}: kept, as it is at work: {error}")
+            print(printable(f"{name}: kept, as it is at work: {error}"))
             continue
         except (LedgerError, OSError) as error:  # the others' retention does not wait for this one
-            print(f"{place.name}: kept, as it cannot be read")
-            print(f"fedgauge: {error}", file=sys.stderr)
+            print(f"{name}: kept, as it cannot be read")
+            print(printable(f"fedgauge: {error}"), file=sys.stderr)
             status = MISTAKE
             continue
-        print(f"{run.name}: {deleted} files deleted" if deleted else f"{run.name}: kept; it is younger than {age} days")
+        print(f"{name}: {deleted} files deleted" if deleted else f"{name}: kept; it is younger than {age} days")
     return status
 
 
-def _named(options: argparse.Namespace) -> list[Path]:
+def _named(options: argparse.Namespace) -> list[Path | Run]:
     """The runs that the command line names, with those of sweeps; each is opened when its turn comes."""
     places = [named if named.exists() else options.runs / named for named in options.run]
     sweeps = [(place / "sweep.toml").exists() for place in places]

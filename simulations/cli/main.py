@@ -1,6 +1,7 @@
 """The command line: `fedgauge COMMAND ...`."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -52,10 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser().print_help()
         return 0
     options = _parser(given[0]).parse_args(given)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name from elsewhere may be no text
     from fedgauge.client.components import SpecError
     from fedgauge.client.local_data import data_folder
     from fedgauge.server.store.ledger_connection import LedgerError
     from fedgauge.server.store.run import RunBusy
+    from fedgauge.server.store.run_files import printable
     from fedgauge.server.store.tape import TapeError
     from fedgauge.simulations.run.exit_status import MISTAKE
 
@@ -65,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _own_packages(options):
             return command(options)
     except (SpecError, LedgerError, TapeError, RunBusy) as error:
-        print(f"fedgauge: {error}", file=sys.stderr)
+        print(printable(f"fedgauge: {error}"), file=sys.stderr)
         return MISTAKE
     except KeyboardInterrupt:
         print("fedgauge: stopped", file=sys.stderr)
@@ -74,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"fedgauge: {_of_a_file(error)}", file=sys.stderr)
+        print(printable(f"fedgauge: {_of_a_file(error)}"), file=sys.stderr)
         return MISTAKE
 
 

@@ -1,6 +1,7 @@
 """`fedgauge run` and `audit`: train and attack a federation, attack it again."""
 
 import argparse
+import os
 import sys
 from contextlib import closing
 from hashlib import sha256
@@ -60,6 +61,7 @@ def add_to(commands: Commands) -> None:
     again.add_argument("--truth-rows", type=Path, metavar="FILE.json", help="which rows of the dataset each client has")
     again.add_argument("--executor", choices=("ray", "local"), help="instead of the scenario's")
     again.add_argument("--workers", type=int, metavar="N", help="instead of the scenario's")
+    again.add_argument("--devices", metavar="cuda:0,cuda:1", help="instead of the scenario's; auto, cpu, cuda or names")
     again.add_argument("--force", action="store_true", help="attack although the replay check fails")
     again.add_argument("--follow", action="store_true", help="wait for jobs while the training continues")
 
@@ -77,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
         raise SpecError("--resume continues with the run's own scenario: leave out --set and --rounds")
     before = find_run(options.resume, options.runs) if options.resume is not None else None
     scenario = resume(before) if before else Scenario.load(options.scenario, options.set, options.rounds)
-    console = Console(stderr=True)
+    if scenario.audit.curious:
+        scenario.audit.devices_here()  # refused before training rather than after it
+    console = Console(stderr=True, markup=False)
     if before is None:
         try_first(scenario, console, str(options.scenario))
     folder = before or new_run(scenario, options.scenario.stem, options.runs)
@@ -109,8 +113,9 @@ def run(options: argparse.Namespace) -> int:
 
 def audit(options: argparse.Namespace) -> int:
     """fedgauge audit RUN: attack the updates on the tape, by the run's plan or another attack; continues where it stopped."""
+    from fedgauge.server.pool.service import attack_devices
     from fedgauge.server.pool.tester_grading import grade, regrade
-    from fedgauge.simulations.run.create import cards
+    from fedgauge.simulations.run.create import enter_attacks
 
     if options.follow and options.attack:
         raise SpecError("--follow carries out the plan that the run started with: leave out --attack")
@@ -119,17 +124,20 @@ def audit(options: argparse.Namespace) -> int:
     if not options.attack and (options.rounds or options.clients):
         raise SpecError("--rounds and --clients choose what --attack attacks: add an --attack, or leave them out")
     run = find_run(options.run, options.runs)
-    changes = {"executor": options.executor, "workers": options.workers}
+    names = (options.devices or "").split(",")
+    devices = None if options.devices is None else names[0] if len(names) == 1 else names
+    changes = {"executor": options.executor, "workers": options.workers, "devices": devices}
     scenario = run.scenario([f"audit.{key}={value}" for key, value in changes.items() if value is not None])
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
+    if options.truth is None:  # before anything is put into the queue
+        attack_devices(scenario.audit, in_cluster="RAY_ADDRESS" in os.environ)
     with run.ledger() as ledger:
         truth = _truth(options, run, ledger)
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
                 raise LedgerError(f"{run.folder} has no updates on its tape: {_why_empty(ledger, scenario)}")
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
-            known = cards(scenario, plan, ledger.meta().get("mode", "simulation"))
-            ledger.add_attacks(plan, known)
+            known = enter_attacks(ledger, scenario, plan)
             ledger.enqueue(plan)
             if ledger.foreign:
                 _assume(run, ledger, scenario, known, options.retry)
@@ -157,7 +165,7 @@ def _attack(options: argparse.Namespace, run: Run, ledger: Ledger, scenario: Sce
 
     following = view_of(run, ledger, scenario, console, options.log, training=options.follow)
     # before our own signal handlers: Ray sets a SIGTERM handler when it starts
-    executor = make_executor(scenario.audit.executor, scenario.audit.workers)
+    executor = make_executor(scenario.audit)
     with Interrupt().caught() as interrupt, closing(executor), following.shown() as view:
         serve(
             run,

@@ -9,6 +9,8 @@ from rich.table import Table
 from fedgauge.client.deployment.self_grading import NOT_ALLOWED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
+from fedgauge.server.store.run_files import printable
+from fedgauge.server.views.devices import attacked_on
 from fedgauge.server.views.formatting import status_words
 from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
 from fedgauge.server.views.outcomes import MOST_REASONS, failure, inapplicable, none_accepted
@@ -68,8 +70,8 @@ def next_step(run: Run, ledger: Ledger) -> str:
 
 
 def wide_console() -> Console:
-    """A terminal's own width; in files and pipes 160 columns, as 80 would cut names off."""
-    return Console() if sys.stdout.isatty() else Console(width=160)
+    """A terminal's own width; in files and pipes 160 columns, as 80 would cut names off. It takes no text for markup."""
+    return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=160)
 
 
 def _print_errors(run: Run) -> None:
@@ -77,11 +79,11 @@ def _print_errors(run: Run) -> None:
     with run.ledger() as ledger:
         meta = ledger.meta()
         if meta.get("replay") == "mismatch":
-            print(f"fedgauge: replay check: {meta.get('replay_detail', '')}", file=sys.stderr)
+            print(printable(f"fedgauge: replay check: {meta.get('replay_detail', '')}"), file=sys.stderr)
         for text in _warnings(run, ledger):
-            print(f"fedgauge: WARNING: {text}", file=sys.stderr)
+            print(printable(f"fedgauge: WARNING: {text}"), file=sys.stderr)
         for text in filter(None, (*_nothing_came_back(ledger), _clients(ledger), next_step(run, ledger))):
-            print(f"fedgauge: {text}", file=sys.stderr)
+            print(printable(f"fedgauge: {text}"), file=sys.stderr)
 
 
 def _print_results(run: Run) -> None:
@@ -106,11 +108,13 @@ def _print_results(run: Run) -> None:
         meta = ledger.meta()
         if "replay_detail" in meta:
             style = "yellow" if meta.get("replay") != "ok" else None
-            console.print(f"replay check: {meta['replay_detail']}", style=style, markup=False, highlight=False)
+            _print_line(console, f"replay check: {meta['replay_detail']}", style)
         effects = server_attack_effects(run.scenario(), scores, ledger) if tables_of(run).get("server_attack") else {}
         for name, effect in effects.items():
             _print_line(console, f"malicious server, {name}: {effect}")
-        for text in filter(None, (numbering(app_clients(ledger)), _clients(ledger), _grading(ledger))):
+        for text in filter(
+            None, (attacked_on(ledger), numbering(app_clients(ledger)), _clients(ledger), _grading(ledger))
+        ):
             _print_line(console, text)
         for text in _warnings(run, ledger):
             _print_line(console, f"WARNING: {text}", "yellow")
@@ -131,7 +135,9 @@ def _print_ungraded(console: Console, ledger: Ledger, rows: Sequence[UngradedAtt
     for row in rows:
         accuracy = "" if row.accuracy is None else f"{row.accuracy:.1%}"
         objective = "" if row.objective is None else f"{row.objective:.3g}"
-        table.add_row(str(row.round), accuracy, row.attack, str(row.reconstructions), objective, row.statuses)
+        table.add_row(
+            str(row.round), accuracy, printable(row.attack), str(row.reconstructions), objective, row.statuses
+        )
     console.print(table)
     if reason := ungraded_reason(ledger):
         _print_line(console, f"nobody graded these reconstructions, which the report shows: {reason}")
@@ -144,7 +150,7 @@ def _warnings(run: Run, ledger: Ledger) -> list[str]:
 
 
 def _print_line(console: Console, text: str, style: str | None = None) -> None:
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _nothing_came_back(ledger: Ledger) -> list[str]:
@@ -185,7 +191,7 @@ def _cells(line: RoundLeak) -> list[str]:
     return [
         str(line.round),
         number(line.accuracy, ".1%"),
-        line.attack,
+        printable(line.attack),
         " ".join(filter(None, [number(line.psnr.mean, ".1f"), _without_value(line.psnr)])),
         number(line.psnr.best, ".1f"),
         number(line.baseline.mean if line.baseline else None, ".1f"),

@@ -72,7 +72,7 @@ def preflight(options: argparse.Namespace) -> int:
     if options.json:
         print(result.to_json())
     else:
-        show(result, Console() if sys.stdout.isatty() else Console(width=132))
+        show(result, Console(markup=False, width=None if sys.stdout.isatty() else 132))
     return 0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fedgauge.client.components import SpecError
+from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_bytes
@@ -33,10 +34,14 @@ POLL = 0.2  # seconds between checks of the running cells
 
 
 class _CellProcess:
-    """The process of one cell, with everything it started."""
+    """The process of one cell, with everything it started.
 
-    def __init__(self, cell: SweepCell, run: Run) -> None:
-        self.cell, self.run = cell, run
+    Args:
+        place: among the cells at work.
+    """
+
+    def __init__(self, cell: SweepCell, run: Run, place: int) -> None:
+        self.cell, self.run, self.place = cell, run, place
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
         command = [
@@ -45,6 +50,7 @@ class _CellProcess:
             "-m",
             "fedgauge.simulations.experiments.sweep_worker",
             str(run.folder.resolve()),
+            str(place),
         ]
         self.child: subprocess.Popen[bytes] = processes.start(
             command, run.log("cell.log"), child_environment(self.scratch, self.mark)
@@ -63,7 +69,9 @@ def try_cells(cells: Sequence[SweepCell], console: Console) -> None:
     """Try each scenario once, whatever its seed, before anything is trained; SpecError names the defense."""
     distinct = {cell.defense: cell for cell in cells}
     for name, cell in distinct.items():
-        try_first(Scenario.from_tables(cell.tables), console, f"[[defense]] {name}", PATIENCE / len(distinct))
+        scenario = Scenario.from_tables(cell.tables)
+        scenario.audit.devices_here()
+        try_first(scenario, console, f"[[defense]] {name}", PATIENCE / len(distinct))
 
 
 def run_cells(
@@ -75,6 +83,7 @@ def run_cells(
 
     Raises:
         SpecError: the folder holds another sweep.
+        RefusedFile: its sweep.toml, or a cell, is a link or not ours.
     """
     _claim_folder(sweep, folder)
     waiting = [cell for cell in sweep.cells if not is_done(folder / cell.folder)]
@@ -90,7 +99,8 @@ def run_cells(
         while (waiting and not interrupt.asked) or at_work:
             while waiting and len(at_work) < parallel and not interrupt.asked:
                 cell = waiting.pop(0)
-                at_work.append(_CellProcess(cell, _prepare_run(cell, folder)))
+                place = min(set(range(parallel)) - {work.place for work in at_work})
+                at_work.append(_CellProcess(cell, _prepare_run(cell, folder), place))
             for work in [w for w in at_work if w.child.poll() is not None]:
                 at_work.remove(work)
                 work.close()
@@ -125,21 +135,23 @@ def _claim_folder(sweep: Sweep, folder: Path) -> None:
 def _refuse_folder(sweep: Sweep, folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise SpecError(f"{folder} is a file, but --output needs a folder for the sweep's runs")
-    kept = folder / "sweep.toml"
-    if kept.exists() and kept.read_text() != sweep.text:
+    kept = folder.resolve() / "sweep.toml"  # the folder itself may be a link, as the user named it
+    holds_sweep = run_files.look(kept) is not None
+    if holds_sweep and run_files.read(kept) != sweep.text.encode():
         raise SpecError(
             f"{folder} holds the sweep of another file (its sweep.toml differs); name another folder with --output, "
             "or remove this one"
         )
-    if not kept.exists() and folder.exists() and any(folder.iterdir()):
+    if not holds_sweep and folder.exists() and any(folder.iterdir()):
         raise SpecError(f"{folder} is not empty and holds no sweep; name another folder with --output")
 
 
 def _prepare_run(cell: SweepCell, folder: Path) -> Run:
     """The cell's run: the existing one if its training is done, else a new one."""
     path = folder / cell.folder
+    has_ledger = run_files.look(path / "ledger.sqlite") is not None
     if path.exists():
-        if (path / "ledger.sqlite").exists():
+        if has_ledger:
             with Run(path).ledger() as ledger:
                 if ledger.meta().get("state") == "trained":
                     return Run(path)
@@ -151,14 +163,14 @@ def run_sweep(path: Path, folder: Path, parallel: int) -> int:
     """The command `fedgauge sweep`: run the unfinished cells, print the matrix and missing results, write the comparison."""
     from fedgauge.simulations.reports.report import write_comparison
 
-    sweep, console = Sweep.load(path), Console(stderr=True)
+    sweep, console = Sweep.load(path), Console(stderr=True, markup=False)
     _refuse_folder(sweep, folder)  # before seconds are spent
     try_cells([cell for cell in sweep.cells if not (folder / cell.folder).exists()], console)
     with Interrupt().caught() as interrupt:
         result = run_cells(sweep, folder, parallel, interrupt, lambda text: console.print(text, highlight=False))
     if result:
         print("mean PSNR (dB) over all attacked examples; at or below the baseline, an attack recovered nothing")
-        Console(width=None if sys.stdout.isatty() else 180).print(matrix(result))
+        Console(markup=False, width=None if sys.stdout.isatty() else 180).print(matrix(result))
     missing = [row for row in result if row.mean is None]
     for row in missing:
         print(f"{row.defense}, {row.attack}, seed {row.seed}: {row.reason or 'nothing was graded'}")

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table as Grid
 
 from fedgauge.attacks.grading.image_metrics import AUGMENTED
+from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
@@ -54,8 +55,8 @@ class SweepRow:
 
 
 def is_done(path: Path) -> bool:
-    """Whether a cell has finished training and all its attacks."""
-    if not (path / "ledger.sqlite").exists():
+    """Whether a cell has finished training and all its attacks; RefusedFile if it, or its ledger, is a link or not ours."""
+    if run_files.look(path / "ledger.sqlite") is None:
         return False
     with Run(path).ledger() as ledger:
         meta = ledger.meta()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import inf
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import Progress, ScoreRow
+from fedgauge.server.store.ledger_types import DeviceUse, Progress, ScoreRow
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.devices import device_shares
 from fedgauge.server.views.overview import jobs_of_remaining_rounds
 from fedgauge.server.views.roles import is_attack, is_baseline
 from fedgauge.server.views.scores import OF_IMAGES, measure_of
@@ -69,6 +70,7 @@ class RunProgress:
         cells: by attack and round; baselines and limits among them.
         fresh: the keys of `cells` that the last reading changed.
         busy: waves at work.
+        devices: how the attack service uses each.
         best: attack, round and example that leaks most, of the newest round with a result.
     """
 
@@ -85,6 +87,7 @@ class RunProgress:
         self.fresh: list[tuple[str, int]] = []
         self.progress = Progress()
         self.busy = 0
+        self.devices: list[DeviceUse] = []
         self.best: tuple[str, int, BestExample] | None = None
         self.replay, self.replay_detail = "", ""
         self._newest = 0  # round that has jobs
@@ -113,6 +116,7 @@ class RunProgress:
 
     def _read(self) -> None:
         meta = self.ledger.meta()
+        self.devices = self.ledger.devices()
         self.replay, self.replay_detail = meta.get("replay", ""), " ".join(meta.get("replay_detail", "").split())
         self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds_since(self.round)}
         self.progress = self.ledger.progress()
@@ -204,7 +208,14 @@ class RunProgress:
     @property
     def slots(self) -> int:
         """How many waves may be at work at the same time."""
+        if self.devices:
+            return sum(of.workers for of in self.devices)
         return self.scenario.audit.workers if self.scenario.audit.executor == "ray" else 1
+
+    @property
+    def use(self) -> str:
+        """The share of the time that each device has attacked; empty if there is the CPU alone."""
+        return device_shares(self.devices)
 
     @property
     def expected(self) -> int:

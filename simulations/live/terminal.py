@@ -218,7 +218,7 @@ class LiveDisplay(View):
             DisplayRow(
                 "workers",
                 bar(s.busy, s.slots, min(s.slots, drawing), glyphs),
-                f"{s.busy} of {s.slots} at work, {jobs.queued} queued",
+                "; ".join(filter(None, (f"{s.busy} of {s.slots} at work, {jobs.queued} queued", s.use))),
             ),
             DisplayRow("time", f"{duration(s.elapsed())} elapsed", ", ".join(estimates)),
             DisplayRow("replay check", None, s.replay_detail, "yellow" if s.replay == "mismatch" else ""),

@@ -72,7 +72,7 @@ def progress_line(s: RunProgress) -> str:
         parts.append(f"accuracy {s.accuracy[max(s.accuracy)]:.1%}")
     parts.append(
         f"attacks on updates {s.progress.done}/{s.expected} (baselines too), {s.progress.queued} queued, "
-        f"{s.progress.leased} at work"
+        f"{s.progress.leased} at work{f' ({s.use})' if s.use else ''}"
     )
     if s.progress.failed:
         parts.append(f"{s.progress.failed} failed")

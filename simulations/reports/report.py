@@ -18,6 +18,7 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import overview
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
+from fedgauge.server.views.devices import attacked_on
 from fedgauge.server.views.formatting import decibel, number, percent, rounded, scenario_line, status_words
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Rate
@@ -66,7 +67,7 @@ def _write(path: Path, template: str, content: Mapping[str, Any]) -> Path:
     style = Markup((STATIC / "style.css").read_text())
     figures = Markup("\n".join((STATIC / name).read_text() for name in DRAWING))
     page = _template(template).render(**content, style=style, figures=figures, plotly=Markup(get_plotlyjs()))
-    write_bytes(path, page.encode())
+    write_bytes(path, page.encode(errors="replace"))
     return path
 
 
@@ -131,6 +132,7 @@ def _content(reading: Reading) -> dict[str, Any]:
         "replay_detail": reading.meta.get("replay_detail", ""),
         "scenario": reading.run.scenario_text(),
         "environment": overview.environment(reading),
+        "attacked_on": attacked_on(reading.ledger),
         "cap": PSNR_CAP,
         "measure": scores.measure,
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from fedgauge.attacks.grading.audit import NO_TRUTH
-from fedgauge.attacks.grading.knowledge_card import knowledge_card
+from fedgauge.attacks.grading.knowledge_card import cannot_move, knowledge_card
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
@@ -48,7 +48,7 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
         if mode == DEPLOYMENT:
             ledger.set_meta(mode=mode)
         if scenario.audit.curious:
-            ledger.add_attacks(scenario.plan, cards(scenario, scenario.plan, mode))
+            enter_attacks(ledger, scenario, scenario.plan)
     return run
 
 
@@ -128,12 +128,24 @@ def check_deployable(scenario: Scenario) -> None:
             raise SpecError(f"[[attack]] {planned.name}: {NO_TRUTH}")
 
 
+def enter_attacks(ledger: Ledger, scenario: Scenario, plan: AttackPlan) -> dict[str, str]:
+    """Enter a plan's attacks into a run's ledger; returns their knowledge cards."""
+    mode = ledger.meta().get("mode", "simulation")
+    known = cards(scenario, plan, mode)
+    flat = [planned.name for planned in plan.attacks if cannot_move(scenario.federation, planned)]
+    ledger.add_attacks(plan, known, flat, "not graded" if mode == DEPLOYMENT else None)
+    return known
+
+
 def cards(scenario: Scenario, plan: AttackPlan, mode: str = "simulation") -> dict[str, str]:
-    """The knowledge card of each attack of a plan; in a deployment it says that the attack is not graded here."""
+    """The knowledge card of each attack of a plan; of a deployment's attacks with what is assumed of the clients."""
     texts = {
         planned.name: knowledge_card(scenario.federation, planned, server=scenario.server) for planned in plan.attacks
     }
+    if scenario.audit.precision != "ieee":
+        for planned in plan.attacks:
+            if not (planned.is_limit or planned.build().on_cpu):
+                texts[planned.name] += f"; precision {scenario.audit.precision} on a GPU"
     if mode != DEPLOYMENT:
         return texts
-    assumed = "; assumed of the clients, who may do otherwise"
-    return {p.name: texts[p.name] + assumed + ("" if p.is_limit else "; not graded") for p in plan.attacks}
+    return {name: f"{text}; assumed of the clients, who may do otherwise" for name, text in texts.items()}

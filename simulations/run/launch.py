@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fedgauge.client.local_data import data_folder
 from fedgauge.server.pool.private_ray import SETTINGS, private_ray
+from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import processes
 
@@ -112,10 +113,19 @@ def with_ends(what: str, *logs: Path) -> str:
     """A message: what went wrong, and the ends of these logs."""
     parts = [what]
     for path in logs:
-        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-        if lines:
+        if lines := _end(path).decode(errors="replace").strip().splitlines():
             parts += [f"--- the end of {path}:", *lines[-12:]]
     return "\n".join(parts)
+
+
+def _end(log: Path) -> bytes:
+    """The last 64 KiB of a log; nothing of one that is missing or no file of ours."""
+    try:
+        with os.fdopen(run_files.opened(log), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (64 << 10)))
+            return file.read()
+    except OSError:
+        return b""
 
 
 def child_environment(scratch: Path, mark: str) -> dict[str, str]:

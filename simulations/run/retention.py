@@ -1,7 +1,6 @@
 """Retention: deletes the parts of an old run that can be inverted; its scores stay."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,8 +39,8 @@ def prune(run: Run, days: float, now: float) -> int:
                 ledger.mark_deleted(round)
             ledger.set_meta(pruned="yes")
         for path in files:
-            run_files.delete(path)
-        shutil.rmtree(run.folder / TENSORBOARD, ignore_errors=True)
+            run_files.delete(path, run.folder)
+        run_files.delete_folder(run.folder / TENSORBOARD)
     return len(files)
 
 

@@ -315,7 +315,8 @@ def test_another_users_run_is_refused_with_what_to_do(
         assert "belongs to another user" in said and "copy the run, which makes it yours" in said
 
 
-def test_a_file_of_root_is_refused_by_anybody_else() -> None:
+def test_a_file_of_root_is_refused_by_anybody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "_owners", {})
     us = os.geteuid()
     if not us:
         os.seteuid(12345)

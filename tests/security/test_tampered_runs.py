@@ -234,6 +234,18 @@ def test_rows_that_share_one_text_end_in_a_sentence(theirs: Run) -> None:
         ledger.rounds()
 
 
+def test_an_honest_run_of_many_scores_repeats_its_long_cards(theirs: Run) -> None:
+    """The card of an attack comes with each of its scores: 60 MB of text from a file of three."""
+    many = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < 20000)"
+    values = "1, (SELECT attack FROM scores WHERE job_id = 1), 0, i, 'mse', 1, 0.5, 'converged', 0.1"
+    changed(
+        theirs,
+        f"UPDATE attacks SET knowledge = printf('%.*c', 3000, 'x'); INSERT OR IGNORE INTO scores {many} SELECT {values} FROM n",
+    )
+    with theirs.ledger() as ledger:
+        assert sum(len(row["knowledge"]) for row in ledger.scores()) > 6e7
+
+
 def test_one_array_of_a_checkpoint_is_taken_once(theirs: Run) -> None:
     """A small file could name one array, or a parameter, as often as memory lasts."""
     path = theirs.folder / "checkpoint.json"

@@ -80,6 +80,7 @@ function overviewView(o, { state }) {
     section("Participation", participation(o.participation)),
     section("Replay check", el("p", replay || "Not done yet: it runs before the first attack.")),
     section("Scenario and environment",
+      o.attacked_on !== "" && el("p.small", o.attacked_on),
       opening("Scenario", o.scenario), o.environment && opening("Environment", JSON.stringify(o.environment, null, 2))),
   ];
 }
@@ -122,11 +123,11 @@ function progressBar({ done, failed }, all) {
 
 /** Progress of training and attacks, in a strip of constant height. */
 function progressStrip({ training, progress, state }) {
-  const { queued, leased, done, failed, expected, per_minute, seconds_left, workers } = progress;
+  const { queued, leased, done, failed, expected, per_minute, seconds_left, workers, devices } = progress;
   const waiting = [failed && `${failed} failed`, leased && `${leased} running`, queued && `${queued} waiting`];
   const rate = per_minute && `${per_minute.toFixed(0)} attacks a minute`;
   const left = seconds_left !== null && `about ${duration(seconds_left)} left`;
-  const pace = LIVE.has(state) ? [many(workers, "worker"), rate, left] : [];
+  const pace = LIVE.has(state) ? [many(workers, "worker"), devices, rate, left] : [];
   const jobs = [`${done} of ${expected} attacks done`, ...waiting, ...pace].filter(Boolean).join(" · ");
   const model = ` · round ${training.round} of ${training.rounds}` + (training.accuracy === null ? "" : ` · accuracy ${percent(training.accuracy)}`);
   return el("div.strip", { role: "group", "aria-label": "Progress" },

@@ -18,6 +18,7 @@ from fedgauge.server.pool.service import ATTEMPTS, make_executor, serve
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run, RunBusy
+from fedgauge.server.store.scenario import AuditOptions
 from tests.server.pool.score_rows import score_rows
 
 IG = {"use": "inverting_gradients", "iterations": 4}
@@ -477,4 +478,4 @@ def test_a_pool_asked_to_stop_at_once_takes_nothing(kit: Any, tmp_path: Path) ->
 
 
 def test_executors_by_name() -> None:
-    assert isinstance(make_executor("local", 3), LocalExecutor)
+    assert isinstance(make_executor(AuditOptions(executor="local", workers=3, devices="cpu")), LocalExecutor)

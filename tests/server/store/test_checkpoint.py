@@ -568,6 +568,32 @@ def test_a_strategy_built_with_another_function_is_refused() -> None:
     restore(FedAvg(), state)
 
 
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({"min_train_nodes": 1_000_000}, "min_train_nodes was 1000000 and is 2 now: build the strategy as before"),
+        ({"min_train_nodes": [2]}, "min_train_nodes was"),
+        ({"aggregate_train": 5}, "a strategy's aggregate_train is no state of it"),
+        ({"__dict__": {}}, "a strategy's __dict__ is no state of it"),
+        ({"server_opt": 7}, "expected the strategy's server_opt as bool, got 7"),
+    ],
+)
+def test_a_checkpoint_sets_a_strategys_state_and_nothing_else(state: dict[str, Any], named: str) -> None:
+    with pytest.raises(NotResumable, match=named):
+        restore(FedAvgM(), state)
+
+
+def test_a_strategy_of_somebody_else_may_keep_its_state_under_any_name() -> None:
+    class Decaying(FedAvg):
+        def __init__(self, rate: float = 1) -> None:
+            super().__init__()
+            self.rate, self.best = rate, None
+
+    strategy = Decaying()
+    restore(strategy, {"rate": 0.5, "best": 3.0, "seen": [1]})
+    assert (strategy.rate, strategy.best, vars(strategy)["seen"]) == (0.5, 3.0, [1])
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedgauge.attacks.base import Budget
+from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.store import ledger_connection
@@ -218,6 +219,50 @@ def test_a_ledger_of_the_first_version_loses_a_column_and_no_row(path: Path, mon
         assert following.clients == (2, 3)
 
 
+def test_facts_that_an_older_ledger_has_in_words_become_columns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alarms, what an attack cannot follow, how its training fits, and who graded it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_connection, "MIGRATIONS", ledger_connection.MIGRATIONS[:6])
+        Ledger(path, create=True).close()
+    fits = "the update fits; it may come from SGD"
+    cards = {
+        "plain": "known; 1 iteration",
+        "graded": f"known; {fits}; graded by the clients, to 2 dB; not graded (1 of 2): it was not connected",
+        "not": f"known; {NO_DERIVATIVE}; 1 iteration; not graded",
+    }
+    reasons = ["", "guard: round 2: alarm, suspicion 3: the head", "withheld by the client's guard: the head", "late"]
+    old = sqlite3.connect(path)
+    old.execute("INSERT INTO meta VALUES ('training', ?)", (fits,))
+    for name, card in cards.items():
+        plan = plan_of(name)
+        old.execute(
+            "INSERT INTO attacks (name, planned, knowledge, seed) VALUES (?, ?, ?, 0)",
+            (name, plan.attacks[0].to_json(), card),
+        )
+    for c, reason in enumerate(reasons):
+        old.execute("INSERT INTO observations VALUES (1, ?, 'missing', ?, NULL, NULL)", (c, reason))
+    old.commit()
+    old.close()
+    with Ledger(path) as ledger:
+        assert {a["name"]: (a["knowledge"], a["flat"]) for a in ledger.attacks()} == {
+            name: (card, name == "not") for name, card in cards.items()
+        }
+        assert [(o["alarm"], o["suspicion"]) for o in ledger.observations()] == [
+            (None, None),
+            (1, None),
+            (1, None),
+            (None, None),
+        ]
+        ledger.set_grading({"graded": "graded to 3 dB", "not": ""})
+        ledger.set_training({"graded": ""})
+        after = {a["name"]: a["knowledge"] for a in ledger.attacks()}
+    assert after == {
+        "plain": cards["plain"],
+        "graded": "known; graded to 3 dB",
+        "not": f"known; {NO_DERIVATIVE}; 1 iteration",
+    }
+
+
 def test_damage_that_shows_when_it_is_read_is_named_too(path: Path) -> None:
     """The header is whole, so it opens; the pages behind it are not."""
     filled(path, plan_of("a", "b", wave=2), rounds=75).close()
@@ -409,7 +454,10 @@ def test_a_round_that_was_trained_again_is_no_dead_end(path: Path) -> None:
     with filled(path, plan, rounds=1, clients=1) as ledger:
         ledger.record_intake(1, [Participation(0, "accepted", "", 4, "other bytes")], plan)
         ledger.record_intake(2, accepted(0, round=2), plan)
-        finish(ledger, ledger.lease())
+        for _ in range(2):  # one client once in a wave
+            again = ledger.lease()
+            assert again is not None and again.clients == (0,)
+            finish(ledger, again)
         following = ledger.lease()
         assert following is not None
         assert (following.round, following.memories) == (2, {0: (1, "1.0")})

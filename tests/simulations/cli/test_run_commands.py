@@ -47,6 +47,17 @@ def test_a_damaged_tape_file_is_named_and_the_rest_goes_on(taped: Run, capsys: p
         assert len(failed) == progress.failed and all(r["value"] is None for r in failed)
 
 
+def test_a_card_says_that_products_are_less_precise_on_a_gpu() -> None:
+    tables = {**TABLES, "attack": [{"use": "inverting_gradients"}, {"use": "analytic"}]}
+    told = {}
+    for precision in ("ieee", "tf32"):
+        scenario = Scenario.from_tables({**tables, "audit": {"executor": "local", "precision": precision}})
+        told[precision] = cards(scenario, scenario.plan)
+    changed = {name for name in told["ieee"] if told["ieee"][name] != told["tf32"][name]}
+    assert changed == {"inverting_gradients"}, "the others compute on the CPU"
+    assert told["tf32"]["inverting_gradients"].endswith("; precision tf32 on a GPU")
+
+
 @pytest.fixture
 def mismatched(taped: Run) -> Run:
     """A run whose scenario is not what its clients did."""

@@ -2,15 +2,19 @@
 
 import csv
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fedgauge.attacks.grading.replay import ReplayCheck
 from fedgauge.client.components import SpecError
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments import sweep as sweeping
 from fedgauge.simulations.experiments.sweep import run_cells
@@ -30,10 +34,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     class Work:
         """As a cell's process: it has ended as soon as it is there."""
 
-        def __init__(self, cell: SweepCell, run: Run) -> None:
-            self.cell, self.run = cell, run
+        def __init__(self, cell: SweepCell, run: Run, place: int) -> None:
+            self.cell, self.run, self.place = cell, run, place
             worked.append(cell.folder)
-            sweep_worker.work(run)
+            sweep_worker.work(run, place)
             self.child = self
             self.returncode = 0
 
@@ -137,6 +141,54 @@ def test_a_folder_of_another_sweep_is_left_alone(tmp_path: Path, in_this_process
     assert (tmp_path / "out" / "sweep.toml").read_text() == "another" and in_this_process == []
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
+def test_a_folder_whose_sweep_is_no_file_is_refused_and_nothing_waits_for_it(
+    tmp_path: Path, in_this_process: list[str], kind: str
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    kept, found = folder / "sweep.toml", Sweep.load(write(tmp_path))
+    if kind == "pipe":
+        os.mkfifo(kept)
+    else:
+        kept.symlink_to("/dev/zero" if kind == "device" else tmp_path / "small.toml")
+    with pytest.raises(
+        LedgerError, match=rf"sweep\.toml is a {'pipe' if kind == 'pipe' else 'link'} where a run has a file"
+    ):
+        run_cells(found, folder, 1, Interrupt(), lambda words: None)
+    assert in_this_process == []
+
+
+@pytest.mark.parametrize("state", ["training", "trained"])
+@pytest.mark.parametrize("kind", ["folder", "dangling", "ledger"])
+def test_a_cell_that_is_a_link_is_refused_and_what_it_points_to_stays(
+    tmp_path: Path, in_this_process: list[str], kind: str, state: str
+) -> None:
+    found = Sweep.load(write(tmp_path, seeds=[0]))
+    outside = Run.create(tmp_path / "outside", Scenario.from_tables(found.cells[0].tables))
+    with outside.ledger() as ledger:
+        ledger.set_meta(state=state)
+    folder = tmp_path / "out"
+    cell = folder / "none-seed0"
+    folder.mkdir()
+    (folder / "sweep.toml").write_text(found.text)
+    if kind == "ledger":
+        cell.mkdir()
+        (cell / "ledger.sqlite").symlink_to(outside.folder / "ledger.sqlite")
+    else:
+        cell.symlink_to(outside.folder if kind == "folder" else tmp_path / "nowhere")
+    before = {path: path.read_bytes() for path in outside.folder.rglob("*") if path.is_file()}
+    for ask in (
+        lambda: run_cells(found, folder, 1, Interrupt(), lambda words: None),
+        lambda: rows(found, folder),
+        lambda: sweeping._prepare_run(found.cells[0], folder),
+    ):
+        with pytest.raises(LedgerError, match="is a link where a run has a"):
+            ask()
+    assert {path: path.read_bytes() for path in outside.folder.rglob("*") if path.is_file()} == before
+    assert in_this_process == [] and not (tmp_path / "nowhere").exists()
+
+
 def test_a_training_that_was_cut_off_begins_again(tmp_path: Path, in_this_process: list[str]) -> None:
     found = Sweep.load(write(tmp_path, seeds=[0], attack=[IG]))
     whole = run_cells(found, tmp_path / "out", 1, Interrupt(), lambda words: None)
@@ -146,6 +198,33 @@ def test_a_training_that_was_cut_off_begins_again(tmp_path: Path, in_this_proces
     assert rows(found, tmp_path / "out") == [], "what has not ended has no row"
     assert numbers(run_cells(found, tmp_path / "out", 1, Interrupt(), lambda words: None)) == numbers(whole)
     assert len(in_this_process) == 4
+
+
+def test_cells_at_work_share_the_gpus_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedgauge.simulations.experiments import sweep_worker
+
+    places: list[int] = []
+    devices: list[list[str]] = []
+
+    class Work:
+        """A cell's process that has just been started; the first ends after a while, when another one has its place."""
+
+        def __init__(self, cell: SweepCell, run: Run, place: int) -> None:
+            self.cell, self.run, self.place, self.child, self.returncode = cell, run, place, self, 0
+            places.append(place)
+            sweep_worker.work(run, place)
+
+        def poll(self) -> int | None:
+            return 0 if self.place or len(places) > 2 else None
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(sweeping, "_CellProcess", Work)
+    monkeypatch.setattr("fedgauge.simulations.run.in_memory.train", lambda run: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(sweep_worker, "serve", lambda run, executor, scenario: devices.append(list(executor.load())))
+    run_cells(Sweep.load(write(tmp_path, seeds=[0, 1])), tmp_path / "out", 2, Interrupt(), lambda words: None)
+    assert places == [0, 1, 1, 0] and devices == [[f"cuda:{place}"] for place in places]
 
 
 @pytest.mark.slow

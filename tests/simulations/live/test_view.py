@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedgauge.server.store.ledger_types import DeviceUse
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import RunProgress
-from fedgauge.simulations.live.terminal import LiveDisplay
+from fedgauge.simulations.live.terminal import Glyphs, LiveDisplay
 from fedgauge.simulations.live.view import Lines, View, progress_line
 from tests.simulations.live.conftest import Clock
 
@@ -67,3 +68,20 @@ def test_quiet_says_nothing_but_where_the_results_are(taped: Run, capsys: pytest
     told = capsys.readouterr()
     assert told.err == ""
     assert told.out == f"report: {taped.folder / 'report.html'}\n{taped.folder}\n"
+
+
+def test_gpus_at_work_are_told_one_by_one(taped: Run, clock: Clock) -> None:
+    cores = [DeviceUse("cpu", 3, 2, 4, 0.75)]
+    with taped.ledger() as ledger:
+        run_progress = RunProgress(ledger, taped.scenario(), clock=clock)
+        ledger.set_devices(cores)
+        run_progress.refresh(force=True)
+        assert run_progress.slots == 3 and "cpu" not in progress_line(run_progress)
+        ledger.set_devices([DeviceUse("cuda:0", 1, 1, 12, 0.93), *cores])
+        run_progress.refresh(force=True)
+        assert run_progress.slots == 4
+        told = "cuda:0 93%, cpu 75%"
+        assert f"12 queued, 0 at work ({told})" in progress_line(run_progress)
+        display = LiveDisplay(run_progress, taped, Console(file=io.StringIO(), width=200))
+        (row,) = [line.plain for line in display.lines(200, 40, Glyphs()) if line.plain.startswith("workers")]
+        assert f"0 of 4 at work, 12 queued; {told}" in row

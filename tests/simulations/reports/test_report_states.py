@@ -121,11 +121,8 @@ def test_a_budget_is_told_once_and_in_one_form(tmp_path: Path) -> None:
 def test_a_chain_without_a_derivative_is_a_warning(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "flat", scenario())
     with run.ledger() as ledger:
-        ledger.add_attacks(
-            scenario().plan,
-            {p.name: f"a; {NO_DERIVATIVE}" for p in scenario().plan.attacks[:1]}
-            | {p.name: "a" for p in scenario().plan.attacks[1:]},
-        )
+        plan = scenario().plan
+        ledger.add_attacks(plan, {p.name: "a" for p in plan.attacks}, flat=[plan.attacks[0].name])
     words = page_of(run).words
     assert words.index(f"inverting_gradients: {NO_DERIVATIVE}.") < words.index("Accuracy and leakage over rounds")
 

@@ -1,0 +1,118 @@
+"""How attacks were computed stays with their scores, and how busy devices are is told while they work."""
+
+import json
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedgauge.attacks.engine.devices import Numerics
+from fedgauge.server.store import ledger_connection
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_types import DEVICES, DeviceUse
+from fedgauge.server.views.devices import attacked_on, device_use
+from tests.server.store.ledgers import filled, plan_of, rows_of
+
+GPU = Numerics("cuda:0", "NVIDIA H100", "ieee", True, "2.13.0", "550.54")
+CPU = Numerics("cpu", "x86_64 AVX2", "ieee", True, "2.13.0", "")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+def attack(ledger: Ledger, *each: Numerics | None) -> None:
+    for numerics in each:
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.finish(lease, rows_of(lease), None, None, numerics)
+
+
+def test_equal_ways_to_compute_are_kept_once(path: Path) -> None:
+    with filled(path, plan_of("a", wave=1), clients=5) as ledger:
+        assert attacked_on(ledger) == ""
+        attack(ledger, GPU, CPU, GPU, None)
+        told = [(row["device"], row["driver"], row["deterministic"], row["jobs"]) for row in ledger.numerics()]
+        assert told == [("cpu", "", 1, 1), ("cuda:0", "550.54", 1, 2)]
+        assert attacked_on(ledger) == (
+            "attacked on cpu x86_64 AVX2, float32 (IEEE); cuda:0 NVIDIA H100, float32 (IEEE)"
+        )
+        attack(ledger, replace(GPU, device="cuda:1"))
+        assert attacked_on(ledger).endswith("; cuda:0 and cuda:1 NVIDIA H100, float32 (IEEE)")
+
+
+def test_what_is_not_the_default_is_said(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        attack(ledger, replace(GPU, precision="tf32", deterministic=False))
+        assert (
+            attacked_on(ledger) == "attacked on cuda:0 NVIDIA H100, TF32 products, operators whose last bits may change"
+        )
+
+
+def test_what_is_tried_again_is_no_longer_of_the_device_before(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        attack(ledger, GPU)
+        ledger.retry_ended({"converged"}, 4)
+        assert ledger.numerics() == []
+        attack(ledger, CPU)
+        assert [row["device"] for row in ledger.numerics()] == ["cpu"]
+
+
+def test_an_older_ledger_gets_the_table_and_keeps_its_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = next(i for i, script in enumerate(ledger_connection.MIGRATIONS) if "numerics" in script)
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_connection, "MIGRATIONS", ledger_connection.MIGRATIONS[:before])
+        Ledger(path, create=True).close()
+    old = sqlite3.connect(path)
+    spec = plan_of("a").attacks[0].to_json()
+    old.execute("INSERT INTO attacks (id, name, planned, knowledge, seed) VALUES (1, 'a', ?, 'card', 0)", (spec,))
+    old.execute("INSERT INTO observations (round, client, status, digest) VALUES (1, 0, 'accepted', 'weights:update')")
+    job = "INSERT INTO jobs (key, attack_id, round, client, wave, state, finished) VALUES (?, 1, 1, 0, ?, ?, ?)"
+    old.executemany(job, [("0", 0, "done", 1), ("1", 1, "queued", None)])
+    old.execute("INSERT INTO scores VALUES (1, 'a', 0, 0, 'psnr', 1, 20.0, 'converged', 0.1)")
+    old.commit()
+    old.close()
+    with Ledger(path) as ledger:
+        assert [row["value"] for row in ledger.scores()] == [20.0]
+        assert (ledger.numerics(), ledger.devices(), attacked_on(ledger)) == ([], [], "")
+        attack(ledger, GPU)
+        assert [(row["name"], row["jobs"]) for row in ledger.numerics()] == [("NVIDIA H100", 1)]
+    with Ledger(path, readonly=True) as ledger:
+        assert len(ledger.numerics()) == 1
+
+
+def test_the_use_of_devices_is_told(path: Path) -> None:
+    use = [DeviceUse("cuda:0", 1, 1, 12, 0.934), DeviceUse("cuda:1", 1, 0, 3, 0.5), DeviceUse("cpu", 4, 2, 7, 0.25)]
+    with Ledger(path, create=True) as ledger:
+        assert ledger.devices() == []
+        ledger.set_devices(use)
+        assert ledger.devices() == use
+    assert device_use(use) == (
+        "cuda:0 at work (93%), 12 waves; cuda:1 idle (50%), 3 waves; cpu 2 of 4 at work (25%), 7 waves"
+    )
+    assert device_use(use[2:]) == device_use([]) == "", "where there is the CPU alone nothing needs to be told apart"
+    assert device_use([*use] * 4).endswith("; 4 more")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [None, 7, [], [1, 1, 12], [1, 1, 12, 1.5], [1, 1, 12, float("nan")], [1, "1", 12, 0.5], [-1, 0, 0, 0.5], {"a": 1}],
+    ids=str,
+)
+def test_a_device_that_no_service_wrote_is_damage(path: Path, row: object) -> None:
+    with Ledger(path, create=True) as ledger:
+        ledger.set_meta(**{DEVICES: json.dumps({"cuda:0": row})})
+        with pytest.raises(LedgerError, match="its devices cannot be read"):
+            ledger.devices()
+
+
+def test_a_device_has_a_short_printable_name_in_sentences(path: Path) -> None:
+    with filled(path, plan_of("a", wave=4)) as ledger:
+        attack(ledger, replace(GPU, name="H100\x1b[2J\n", device="cuda:0\r"))
+        assert attacked_on(ledger) == "attacked on cuda:0 H100 [2J , float32 (IEEE)"
+        ledger.set_devices([DeviceUse("x\x07" * 400, 1, 1, 1, 0.5)])
+        (use,) = ledger.devices()
+        assert use.device.isprintable() and len(use.device) <= 300

@@ -1,0 +1,113 @@
+"""A device that cannot be had ends every command that would attack on it with one sentence, before anything starts."""
+
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+
+from fedgauge.client.components import SpecError
+from fedgauge.server.store.ledger_types import Progress
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.deploy.folder import Deployment
+from tests.simulations.cli.conftest import TABLES, scenario_file
+
+NO_CUDA = "device cuda needs a torch with CUDA"
+
+
+@pytest.fixture(autouse=True)
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without CUDA, whatever the tests' own is."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    error = capsys.readouterr().err
+    assert error.startswith("fedgauge: [audit] devices: ") and error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.parametrize("executor", ["ray", "local"])
+def test_run_trains_nothing_for_a_gpu_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], executor: str
+) -> None:
+    path = scenario_file(tmp_path, audit={"executor": executor, "devices": "cuda"})
+    assert main(["run", str(path), "--runs", str(tmp_path / "runs")]) == 2
+    assert NO_CUDA in told(capsys)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_run_with_a_gpu_that_has_another_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    path = scenario_file(tmp_path)
+    setting = 'audit.devices=["cuda:0", "cuda:2"]'
+    assert main(["run", str(path), "--runs", str(tmp_path / "runs"), "--set", setting]) == 2
+    assert "there is no device cuda:2: this machine has cuda:0 alone" in told(capsys)
+
+
+def test_audit_puts_nothing_into_the_queue_for_a_device_that_is_not_there(
+    attacked: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", str(attacked.folder), "--retry", "all", "--devices", "cuda:0,cuda:1"]) == 2
+    assert "device cuda:0 needs a torch with CUDA" in told(capsys)
+    with attacked.ledger() as ledger:
+        assert ledger.progress() == Progress(done=12)
+    assert main(["audit", str(attacked.folder), "--retry", "all", "--devices", "gpu"]) == 2
+    assert "there is no device 'gpu'" in told(capsys)
+    assert main(["audit", str(attacked.folder), "--retry", "all", "--devices", "cpu"]) == 0
+    assert "attacked on cpu " in capsys.readouterr().out
+
+
+def test_sweep_names_the_defense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sweep.toml"
+    scenario = {key: TABLES[key] for key in ("rounds", "clients", "data", "model")} | {"audit": {"devices": "cuda"}}
+    path.write_text(
+        tomli_w.dumps(
+            {"scenario": scenario, "attack": TABLES["attack"], "defense": [{"name": "none", "chain": TABLES["chain"]}]}
+        )
+    )
+    assert main(["sweep", str(path), "--output", str(tmp_path / "out")]) == 2
+    assert NO_CUDA in told(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("audit", "words"),
+    [
+        ({"executor": "local", "devices": "cuda"}, NO_CUDA),
+        ({"devices": ["cuda:0"]}, "device cuda:0 needs a torch with CUDA"),
+        ({"devices": "gpu"}, "there is no device 'gpu'"),
+    ],
+    ids=["in its process", "a single one", "a misspelt one"],
+)
+def test_deploy_writes_no_folder_for_devices_that_its_workers_cannot_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], audit: dict[str, object], words: str
+) -> None:
+    path = scenario_file(tmp_path, audit=audit)
+    assert main(["deploy", "init", str(tmp_path / "made"), "--clients", "2", "--scenario", str(path)]) == 2
+    assert words in told(capsys)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_deployment_has_single_gpus_where_it_starts_here_and_a_clusters_where_it_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = scenario_file(tmp_path, audit={"devices": "cuda"})
+    everywhere = Deployment.create(tmp_path / "all", 2, scenario=path)
+    everywhere.begin("in containers, which have them")
+    with pytest.raises(SpecError, match=NO_CUDA):
+        everywhere.begin("here", here=True)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    path = scenario_file(tmp_path, audit={"devices": ["cuda:0"]})
+    single = Deployment.create(tmp_path / "one", 2, scenario=path)
+    single.begin("here", here=True)
+    with pytest.raises(SpecError, match="a Ray cluster chooses the GPU of each worker"):
+        single.begin("in containers")
+    assert [run.name for run in single.runs()] == ["here"]
