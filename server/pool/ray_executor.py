@@ -1,5 +1,6 @@
 """Attack workers as Ray actors, on this machine or in a cluster."""
 
+import atexit
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,14 @@ LOOPBACK = "127.0.0.1"
 JOINING = 60.0  # seconds that a Ray cluster may take to answer
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CUDA = torch.device("cuda")  # every GPU
+
+
+@cache
+def _secrets() -> dict[str, str]:
+    """The environment of a Ray of this process alone; made once, as Ray reads its certificates once in a process."""
+    folder = Path(tempfile.mkdtemp(prefix="fedgauge-ray-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return private_ray(folder)
 
 
 class RayExecutor:
@@ -94,7 +104,7 @@ class RayExecutor:
 
     def _connect(self, workers: int, address: str | None, devices: Sequence[torch.device]) -> list[str]:
         """Start Ray here or join the cluster; where that fails, nothing of it is left. Returns each actor's device."""
-        settings = private_ray(Path(self._scratch)) if address is None else {}
+        settings = _secrets() if address is None else {}
         before = {key: os.environ.get(key) for key in settings}
         os.environ.update(settings)  # Ray reads it when it is imported
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}

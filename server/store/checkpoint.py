@@ -30,7 +30,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_bytes, write_tensors
+from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_tensors
 
 VERSION = 1  # of the format of checkpoint.json
 _NAME = "checkpoint.json"  # read first: it names the round's file of tensors and its digest, so that no reader sees half a round
@@ -74,7 +74,7 @@ class Checkpoint:
         facts = dict(version=VERSION, round=self.round, tensors=name, digest=digest, strategy=state)
         order = {"params": list(self.params), "buffers": list(self.buffers)}
         seen = [asdict(s) for s in self.seen]
-        write_bytes(
+        run_files.write(
             folder / _NAME, json.dumps({**facts, **order, "seen": seen, "usual_norm": self.usual_norm}).encode()
         )
         for old in run_files.names(folder):
@@ -116,7 +116,7 @@ class Checkpoint:
 
 def mark_not_resumable(folder: Path, reason: str) -> None:
     """Record in a run folder that it cannot be resumed, and why."""
-    write_bytes(folder / _NAME, json.dumps({"version": VERSION, "refused": reason}).encode())
+    run_files.write(folder / _NAME, json.dumps({"version": VERSION, "refused": reason}).encode())
 
 
 def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint | None:

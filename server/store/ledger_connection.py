@@ -87,18 +87,20 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE observations ADD COLUMN suspicion REAL;
     UPDATE observations SET alarm = 1 WHERE reason LIKE '%alarm, suspicion%' OR reason LIKE 'withheld by the client''s guard%'
     """,
-    # what was found after an attack was planned, which an older card ends with; char(59) is a semicolon
+    # what was found after an attack was planned, which an older card ends with; char(59) is a semicolon. Longer texts are
+    # none of fedgauge's: they stay as they are, as instr() is slow with them, and copies of a fact would fill the disk
     """
     ALTER TABLE attacks ADD COLUMN flat INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE attacks ADD COLUMN training TEXT;
     ALTER TABLE attacks ADD COLUMN grading TEXT;
-    UPDATE attacks SET flat = 1 WHERE instr(knowledge, 'noise-free form has no derivative');
+    UPDATE attacks SET flat = 1 WHERE length(knowledge) < 10000 AND instr(knowledge, 'noise-free form has no derivative');
     UPDATE attacks SET grading = substr(knowledge, instr(knowledge, char(59) || ' graded ') + 2)
-        WHERE instr(knowledge, char(59) || ' graded ');
+        WHERE length(knowledge) < 10000 AND instr(knowledge, char(59) || ' graded ');
     UPDATE attacks SET grading = substr(knowledge, instr(knowledge, char(59) || ' not graded') + 2)
-        WHERE grading ISNULL AND instr(knowledge, char(59) || ' not graded');
+        WHERE length(knowledge) < 10000 AND grading ISNULL AND instr(knowledge, char(59) || ' not graded');
     UPDATE attacks SET knowledge = substr(knowledge, 1, length(knowledge) - length(grading) - 2) WHERE grading NOTNULL;
-    UPDATE attacks SET training = (SELECT value FROM meta WHERE key = 'training' AND value <> '');
+    UPDATE attacks SET training = (SELECT value FROM meta WHERE key = 'training' AND length(value) BETWEEN 1 AND 2000)
+        WHERE length(knowledge) < 10000;
     UPDATE attacks SET training = NULL WHERE NOT instr(knowledge, char(59) || ' ' || training);
     UPDATE attacks SET knowledge = replace(knowledge, char(59) || ' ' || training, '') WHERE training NOTNULL
     """,

@@ -220,6 +220,12 @@ class Run:
             time.sleep(0.02)  # the holder has the lock but has not written its process id yet
         raise LedgerError(f"{self.folder}: a process that does not say its number holds its {purpose}")
 
+    def is_holders(self, purpose: str, pid: int) -> bool:
+        """Whether a process belongs to the user whose lock says that it holds it; True where the system does not say."""
+        lock = run_files.look(self._lock(purpose))
+        process = Path(f"/proc/{pid}")
+        return lock is None or not process.exists() or process.stat().st_uid == lock.st_uid
+
     def _lock(self, purpose: str) -> Path:
         return self.folder / f"{purpose}.lock"
 

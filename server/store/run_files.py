@@ -174,6 +174,12 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
+def write(path: Path, data: bytes) -> None:
+    """Write a run's file: a reader, or a crash, sees the old one or the complete new one."""
+    with replacing(path) as file:
+        file.write(data)
+
+
 def delete(path: Path, run: Path | None = None) -> None:
     """Delete a file, or a link itself; one that is missing stays so.
 

@@ -1,12 +1,15 @@
-"""How a run's attacks ended, in words: what failed, that none applies, that there was nothing to attack."""
+"""How a run's attacks ran and ended, in words: on which devices, what failed, that none applies, that there was nothing."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_types import DeviceUse, sanitised
 from fedgauge.server.views.participation import participation
 from fedgauge.server.views.roles import is_attack
 
+PRECISIONS = {"ieee": "float32 (IEEE)", "tf32": "TF32 products"}
+MOST_DEVICES = 8  # devices in a sentence
 MOST_REASONS = 10  # distinct reasons in one sentence: some contain a number, and so differ from job to job
 
 
@@ -44,6 +47,47 @@ def none_accepted(ledger: Ledger, ended: bool = False) -> str:
     if any(o["status"] == "accepted" for o in observations) or not (observations or ended):
         return ""
     return f"no round got an update: {participation(observations) or 'no client answered'}"
+
+
+def attacked_on(ledger: Ledger) -> str:
+    """Where the attacks ran and how they were computed; empty before the first, and of an older fedgauge.
+
+    attacked on cuda:0 and cuda:1 NVIDIA H100, float32 (IEEE)
+    """
+    kinds: dict[str, list[str]] = {}
+    for row in ledger.numerics():
+        parts = [row["name"], PRECISIONS.get(row["precision"], row["precision"])]
+        parts += [] if row["deterministic"] else ["operators whose last bits may change"]
+        kinds.setdefault(sanitised(", ".join(parts)), []).append(sanitised(row["device"]))
+    each = [f"{' and '.join(dict.fromkeys(devices))} {kind}" for kind, devices in kinds.items()]
+    more = [f"{len(each) - MOST_DEVICES} more kinds"] if len(each) > MOST_DEVICES else []
+    return "attacked on " + "; ".join([*each[:MOST_DEVICES], *more]) if each else ""
+
+
+def device_use(devices: Sequence[DeviceUse]) -> str:
+    """Which devices work, the share of the time in which they did, and their finished waves; empty if there is the CPU alone.
+
+    cuda:0 at work (93%), 12 waves; cuda:1 idle (90%), 11 waves
+    """
+    if all(of.device == "cpu" for of in devices):
+        return ""
+    more = [f"{len(devices) - MOST_DEVICES} more"] if len(devices) > MOST_DEVICES else []
+    return "; ".join(
+        [*(f"{of.device} {_state(of)} ({of.share:.0%}), {of.waves} waves" for of in devices[:MOST_DEVICES]), *more]
+    )
+
+
+def device_shares(devices: Sequence[DeviceUse]) -> str:
+    """The same in few letters: cuda:0 93%, cuda:1 90%."""
+    if all(of.device == "cpu" for of in devices):
+        return ""
+    return ", ".join(f"{of.device} {of.share:.0%}" for of in devices[:MOST_DEVICES])
+
+
+def _state(of: DeviceUse) -> str:
+    if of.busy in (0, of.workers):
+        return "at work" if of.busy else "idle"
+    return f"{of.busy} of {of.workers} at work"
 
 
 def _outcomes(ledger: Ledger, attacks: Collection[str] | None) -> list[dict[str, Any]]:

@@ -15,11 +15,11 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_types import json_table
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import formatting, server_attacks
-from fedgauge.server.views.devices import attacked_on, device_use
 from fedgauge.server.views.formatting import LABELS, RATES, percent, rounded
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.notices import notices
+from fedgauge.server.views.outcomes import attacked_on, device_use
 from fedgauge.server.views.participation import app_clients, rounds_seen
 from fedgauge.server.views.reading import Reading, most_examples
 from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, planned_attacks, role_of

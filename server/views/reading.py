@@ -209,11 +209,14 @@ class Reading:
         nodes = self.ledger.nodes()
 
         def read() -> Batch | None:
+            before = may_download.set(False)
             try:
                 source = TesterTruth.from_json(self.meta["truth"])
                 return source.batch(round, client, self.scenario.federation.shards.dataset, nodes)
             except (SpecError, OSError):
                 return None
+            finally:
+                may_download.reset(before)
 
         return self.view(("truth", round, client), read)
 

@@ -74,7 +74,16 @@ def stop(options: argparse.Namespace) -> int:
     if not holders:
         print(printable(f"{run.name}: nothing is at work"))
         return 0
-    os.kill(next(iter(holders.values())), signal.SIGTERM)  # a driver that still trains parks the audit itself
+    purpose, pid = next(iter(holders.items()))
+    if not run.is_holders(purpose, pid):
+        print(
+            printable(
+                f"fedgauge: {run.name}: its {purpose} lock names process {pid}, which is another user's: end it yourself"
+            ),
+            file=sys.stderr,
+        )
+        return FAILED
+    os.kill(pid, signal.SIGTERM)  # a driver that still trains parks the audit itself
     deadline = time.monotonic() + options.patience
     while any(run.holder(purpose) is not None for purpose in ("training", "audit")):
         if time.monotonic() > deadline:

@@ -10,10 +10,9 @@ from fedgauge.client.deployment.self_grading import NOT_ALLOWED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.devices import attacked_on
 from fedgauge.server.views.formatting import status_words
 from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
-from fedgauge.server.views.outcomes import MOST_REASONS, failure, inapplicable, none_accepted
+from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import app_clients, numbering, other_sizes, participation
 from fedgauge.server.views.reading import state_of, tables_of
 from fedgauge.server.views.scores import Scores

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, Table, coerce
+from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
 
 TOP_KEYS = ("scenario", "seeds", "defense", "attack")
@@ -44,8 +46,8 @@ class Sweep:
     def load(cls, path: Path) -> "Sweep":
         """Read and check a file; SpecError names the file, the table, the value and what is allowed."""
         try:
-            text = path.read_text()
-            return cls(path.stem, text, tuple(_cells(tomllib.loads(text))))
+            data = read_file(path, toml_text.MOST)
+            return cls(path.stem, data.decode(), tuple(_cells(toml_text.parse(data))))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise SpecError(f"{path}: there is no such file") from error
         except IsADirectoryError as error:

@@ -9,7 +9,7 @@ from math import inf
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DeviceUse, Progress, ScoreRow
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.devices import device_shares
+from fedgauge.server.views.outcomes import device_shares
 from fedgauge.server.views.overview import jobs_of_remaining_rounds
 from fedgauge.server.views.roles import is_attack, is_baseline
 from fedgauge.server.views.scores import OF_IMAGES, measure_of

@@ -12,18 +12,19 @@ from markupsafe import Markup
 from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER, PSNR_CAP
 from fedgauge.client.components import SpecError
 from fedgauge.server.dashboard import DRAWING, STATIC
+from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import overview
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.devices import attacked_on
 from fedgauge.server.views.formatting import decibel, number, percent, rounded, scenario_line, status_words
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
 from fedgauge.server.views.notices import notices
+from fedgauge.server.views.outcomes import attacked_on
 from fedgauge.server.views.reading import Reading, most_examples
 from fedgauge.server.views.scores import OF_IMAGES, OF_TEXT
 from fedgauge.server.views.success import THRESHOLDS, success_curve
@@ -41,7 +42,7 @@ def write_report(run: Run) -> Path:
     run.ledger().close()  # migrates an older schema
     with closing(Reading(run)) as reading, reading.now():
         content = _content(reading)
-    return _write(run.folder / "report.html", "report.html", content)
+    return _write(run.folder / "report.html", "report.html", content, in_run=True)
 
 
 @reads_again
@@ -60,14 +61,14 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
     )
 
 
-def _write(path: Path, template: str, content: Mapping[str, Any]) -> Path:
+def _write(path: Path, template: str, content: Mapping[str, Any], in_run: bool = False) -> Path:
     from plotly.offline import get_plotlyjs
 
     # the report is drawn by the live page's scripts and style
     style = Markup((STATIC / "style.css").read_text())
     figures = Markup("\n".join((STATIC / name).read_text() for name in DRAWING))
     page = _template(template).render(**content, style=style, figures=figures, plotly=Markup(get_plotlyjs()))
-    write_bytes(path, page.encode(errors="replace"))
+    (run_files.write if in_run else write_bytes)(path, page.encode(errors="replace"))
     return path
 
 

@@ -1,12 +1,18 @@
 """Creates a run's folder, or prepares an interrupted run to continue."""
 
 import json
+import os
 import re
 import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+import torch
+
+from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.grading.audit import NO_TRUTH
 from fedgauge.attacks.grading.knowledge_card import cannot_move, knowledge_card
 from fedgauge.attacks.plan import AttackPlan
@@ -20,6 +26,7 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.simulations.run.environment import environment, package
 
 DECISIVE = ("fedgauge", "torch", "numpy", "flwr")  # packages whose version changes the trained bits
+GPU_WAVE = 64  # observations that a GPU attacks together, if nothing else is asked for
 Mode = Literal["simulation", "deployment"]
 
 
@@ -41,6 +48,8 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
     """
     if mode == DEPLOYMENT:
         check_deployable(scenario)
+    elif "RAY_ADDRESS" not in os.environ:
+        scenario = _with_waves_for(scenario, scenario.audit.devices_here())
     run = Run.create(folder, scenario)
     write_bytes(folder / "environment.json", json.dumps(environment(), indent=2).encode())
     with run.ledger() as ledger:
@@ -50,6 +59,15 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
         if scenario.audit.curious:
             enter_attacks(ledger, scenario, scenario.plan)
     return run
+
+
+def _with_waves_for(scenario: Scenario, devices: Sequence[torch.device]) -> Scenario:
+    """The scenario with waves of a size for its devices, unless it names one; where CPUs work, waves are for them."""
+    audit = scenario.tables.get("audit", {})
+    if "wave" in audit or CPU in devices:
+        return scenario
+    tables = {**scenario.tables, "audit": {**audit, "wave": GPU_WAVE}}
+    return replace(scenario, tables=tables, plan=replace(scenario.plan, wave=GPU_WAVE))
 
 
 def resume(run: Run, mode: Mode = "simulation") -> Scenario:

@@ -29,6 +29,7 @@ HELPERS = {
     "build_servers_model",
     "build_strategy",
     "head",
+    "innermost",
     "module_of_weight",
     "secured",
 }

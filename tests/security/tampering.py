@@ -261,7 +261,9 @@ def _spoil(rng: random.Random, tables: Any, times: int, more: tuple[Any, ...] = 
                 {"use": "x"},
                 [[]],
                 *more,
-                copy.deepcopy(here) if here is not tables else 0,
+                copy.copy(here)
+                if here is not tables
+                else 0,  # a shallow one: it may hold a value of a thousand levels,
             )
         )
         if isinstance(here, dict) and rng.random() < 0.15:

@@ -23,6 +23,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 from fedgauge.simulations.cli import housekeeping_commands
 from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.reports import report
 from fedgauge.simulations.run.retention import prune
 from tests.server.dashboard.pages import Http
 
@@ -246,6 +247,23 @@ def test_a_run_that_becomes_a_link_leads_nowhere(theirs: Run, monkeypatch: pytes
     with pytest.raises(run_files.RefusedFile):
         theirs.tape().write_update(1, 0, {"w": torch.ones(1)})
     assert not (own / "tape").exists()
+
+
+def test_a_report_is_written_into_the_folder_that_was_read(theirs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Path(shutil.copytree(theirs.folder, theirs.folder.parent.parent / "home" / "own"))
+    (own / "report.html").write_text("mine")
+    content = report._content
+
+    def swapped(reading: Any) -> Any:
+        found = content(reading)
+        theirs.folder.rename(theirs.folder.with_name("moved"))
+        theirs.folder.symlink_to(own)
+        return found
+
+    monkeypatch.setattr(report, "_content", swapped)
+    with pytest.raises((run_files.RefusedFile, LedgerError), match="is a link where a run has a folder"):
+        report.write_report(theirs)
+    assert (own / "report.html").read_text() == "mine"
 
 
 def _when_deleting(monkeypatch: pytest.MonkeyPatch, folder: Path, target: Path) -> None:

@@ -17,7 +17,7 @@ from fedgauge.server.store.ledger_types import Progress
 from tests.server.pool.test_devices import close
 from tests.server.pool.test_ray import quietly
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 IG = {"use": "inverting_gradients", "iterations": 4}
 DEVICES = [torch.device("cuda", 0), torch.device("cuda", 2), torch.device("cpu")]

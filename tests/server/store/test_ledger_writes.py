@@ -239,13 +239,15 @@ def test_facts_that_an_older_ledger_has_in_words_become_columns(path: Path, monk
             "INSERT INTO attacks (name, planned, knowledge, seed) VALUES (?, ?, ?, 0)",
             (name, plan.attacks[0].to_json(), card),
         )
+    long = f"known; {'x' * 20_000}; {fits}"
+    old.execute("INSERT INTO attacks (name, planned, knowledge, seed) VALUES ('long', '{}', ?, 0)", (long,))
     for c, reason in enumerate(reasons):
         old.execute("INSERT INTO observations VALUES (1, ?, 'missing', ?, NULL, NULL)", (c, reason))
     old.commit()
     old.close()
     with Ledger(path) as ledger:
         assert {a["name"]: (a["knowledge"], a["flat"]) for a in ledger.attacks()} == {
-            name: (card, name == "not") for name, card in cards.items()
+            name: (card, name == "not") for name, card in (cards | {"long": long}).items()
         }
         assert [(o["alarm"], o["suspicion"]) for o in ledger.observations()] == [
             (None, None),
@@ -256,6 +258,7 @@ def test_facts_that_an_older_ledger_has_in_words_become_columns(path: Path, monk
         ledger.set_grading({"graded": "graded to 3 dB", "not": ""})
         ledger.set_training({"graded": ""})
         after = {a["name"]: a["knowledge"] for a in ledger.attacks()}
+    assert after.pop("long") == long, "what fedgauge never wrote is not looked through"
     assert after == {
         "plain": cards["plain"],
         "graded": "known; graded to 3 dB",

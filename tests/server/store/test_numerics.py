@@ -12,7 +12,7 @@ from fedgauge.server.store import ledger_connection
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import DEVICES, DeviceUse
-from fedgauge.server.views.devices import attacked_on, device_use
+from fedgauge.server.views.outcomes import attacked_on, device_use
 from tests.server.store.ledgers import filled, plan_of, rows_of
 
 GPU = Numerics("cuda:0", "NVIDIA H100", "ieee", True, "2.13.0", "550.54")

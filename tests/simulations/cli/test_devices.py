@@ -1,6 +1,8 @@
 """A device that cannot be had ends every command that would attack on it with one sentence, before anything starts."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -9,8 +11,10 @@ import torch
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import AuditOptions, Scenario
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.deploy.folder import Deployment
+from fedgauge.simulations.run.create import create_run
 from tests.simulations.cli.conftest import TABLES, scenario_file
 
 NO_CUDA = "device cuda needs a torch with CUDA"
@@ -111,3 +115,17 @@ def test_a_deployment_has_single_gpus_where_it_starts_here_and_a_clusters_where_
     with pytest.raises(SpecError, match="a Ray cluster chooses the GPU of each worker"):
         single.begin("in containers")
     assert [run.name for run in single.runs()] == ["here"]
+
+
+@pytest.mark.parametrize(("devices", "audit", "wave"), [("cuda", {}, 64), ("cuda", {"wave": 5}, 5), ("cpu", {}, 8)])
+def test_waves_are_of_a_size_for_the_devices(
+    make_scenario: Callable[..., Scenario],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    devices: str,
+    audit: dict[str, Any],
+    wave: int,
+) -> None:
+    monkeypatch.setattr(AuditOptions, "devices_here", lambda _: [torch.device(devices)])
+    run = create_run(make_scenario(audit={"executor": "local", **audit}), tmp_path / "run")
+    assert run.scenario().plan.wave == wave

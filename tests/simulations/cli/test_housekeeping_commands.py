@@ -1,6 +1,9 @@
 """fedgauge runs and stop."""
 
+import fcntl
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,24 @@ import pytest
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may end another user's process")
+def test_stop_ends_no_process_that_another_user_names(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run = attacked
+    victim = subprocess.Popen(["sleep", "60"])
+    try:
+        with (run.folder / "audit.lock").open("w") as lock:
+            os.fchown(lock.fileno(), 65534, 65534)
+            lock.write(str(victim.pid))
+            lock.flush()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert main(["stop", str(run.folder)]) == 1
+        assert f"process {victim.pid}, which is another user's" in capsys.readouterr().err
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
 
 
 def test_a_damaged_run_is_listed_as_such_beside_the_others(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,6 +138,7 @@ def by_example(ledger: Ledger) -> dict[tuple[object, ...], float]:
     return {(r["round"], r["client"], r["attack"], r["example"]): r["value"] for r in ledger.scores("psnr")}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(tmp_path: Path) -> None:
     """TLS, node authentication, three clients with files of their own, a Ray cluster: the same updates, bit for bit."""

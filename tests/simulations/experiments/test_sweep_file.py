@@ -1,5 +1,6 @@
 """A sweep file is checked as a whole, and every mistake is reported with its place."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments import sweep_file
 from fedgauge.simulations.experiments.sweep_file import Sweep
 from tests.simulations.experiments.small_sweeps import IG, SGD, TABLES, changed, write
+
+
+def test_a_pipe_is_no_sweep_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(SpecError, match="pipe.toml"):
+        Sweep.load(tmp_path / "pipe.toml")
 
 
 def test_a_cell_is_the_shared_scenario_with_the_defenses_own_tables(tmp_path: Path) -> None:
