@@ -158,7 +158,15 @@ class LocalTraining(local_sgd):
     def _adam(self, first: Update, second: Update, step: int) -> Update:
         a, b = (1 - beta**step for beta in self.betas)
         sizes = {k: _root(v / b) for k, v in second.items()}
-        return {k: m / a / (sizes[k] + self.eps + self.smoothing * sizes[k].mean()) for k, m in first.items()}
+        beside = {k: t + self.eps for k, t in sizes.items()}
+        if self.smoothing:  # 0 times an infinite mean, of squares that overflow, is no number
+            beside = {k: t + self.smoothing * sizes[k].mean() for k, t in beside.items()}
+        return {k: _divided(m / a, beside[k]) for k, m in first.items()}
+
+
+def _divided(t: Tensor, by: Tensor) -> Tensor:
+    """The quotient, or 0 where the divisor is: squares and eps may be below the least number, in half precision soon."""
+    return torch.where(by > 0, t / torch.where(by > 0, by, 1.0), 0.0)
 
 
 def _root(t: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 A strategy that fails is such a result, unless it fails over any replies.
 
 The strategy's state is put back before each new attempt, so that nothing of what was left out remains in moments or momenta.
-State that is not finite counts only where the updates make it so: a strategy may keep an infinity of its own, such as each
-reply's distance to itself.
+State that is not finite counts only where the replies make it so: a strategy may keep an infinity of its own, such as each
+reply's distance to itself. Its own is what is infinite also if nobody has trained, and whoever's metrics all clients report.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,11 +86,15 @@ class Aggregation:
         attempts = _Attempts(self, passed)
         result, reasons = attempts.fitting()
         notes: list[str] = []
-        if result.state:  # is it so, too, if nobody has trained?
-            self.forgiven.update(attempts.untrained().state)
+        untrained = frozenset[str]()
+        if result.state:
+            untrained = attempts.untrained().state
+            self.forgiven.update(attempts.whoever_reports(untrained))
             result = attempts.of(attempts.kept)
         if flaw := result.flaw:
             found = attempts.culprits(result)
+            if not result.fault and result.state <= untrained and 2 * len(found) > len(attempts.kept):
+                found = []  # most clients' metrics make it so: that is how the model is
             reasons |= dict.fromkeys(found, f"left out, as with its update {flaw}")
             attempts.kept = [i for i in attempts.kept if i not in found]
             if found:
@@ -101,7 +105,7 @@ class Aggregation:
             else:
                 self.forgiven.update(result.state)
                 named = ", ".join(sorted(result.state)[:MOST_NAMES])
-                what = f"the strategy's state ({named}) is not finite whoever is left out; the training goes on"
+                what = f"the strategy's state ({named}) is not finite whichever few clients are left out; the training goes on"
             notes.append(f"round {self.round}: {what}")
             result = attempts.of(attempts.kept)
             if result.flaw:
@@ -192,8 +196,19 @@ class _Attempts:
         """What comes of it if every client sends back what it was sent."""
         return self.of(self.kept, [self.at._untrained(content) for content in self.contents])
 
+    def whoever_reports(self, state: frozenset[str]) -> frozenset[str]:
+        """What of a state is not finite, too, if nobody has trained and all report one client's metrics, whoever that is."""
+        said = [self.contents[i] for i in self.kept]
+        if len(said) == 1:  # whose infinity it is shows nothing but metrics that no client chose
+            said = [_with_metrics(said[0], _moderate(_metrics(said[0])))]
+        for content in said:
+            if not state:
+                break
+            state &= self.of(self.kept, [self.at._untrained(content)] * len(self.contents)).state
+        return state
+
     def fitting(self) -> tuple[Aggregate, dict[int, str]]:
-        """What comes of all replies; if the strategy fails, of those of one form, and why each of the others is left out."""
+        """What comes of all replies; if the strategy fails, of as many as fit together, and why each of the others does not."""
         result = self.of(self.kept)
         if result.error is None:
             return result, {}
@@ -203,10 +218,15 @@ class _Attempts:
         everybody = self.kept
         for reasons in (unlike, self.odd_figures | unlike):
             self.kept = [i for i in everybody if i not in reasons]
-            if self.kept and (fitting := self.of(self.kept)).error is None:
-                return fitting, dict(reasons)
+            if self.kept and self.of(self.kept).error is None:
+                harmless = reply_checks.harmless(list(reasons), lambda back: self.of(self._with(back)).error is None)
+                self.kept = self._with(harmless)
+                return self.of(self.kept), {i: why for i, why in reasons.items() if i not in harmless}
         self.kept = everybody
         return result, {}
+
+    def _with(self, others: Sequence[int]) -> list[int]:
+        return sorted([*self.kept, *others])
 
     def culprits(self, result: Aggregate) -> list[int]:
         """Who makes the result of all unusable; nobody if it stays so whoever is left out.
@@ -253,6 +273,20 @@ class _Attempts:
 def _metrics(content: RecordDict) -> MetricRecord:
     """The only MetricRecord of a checked reply."""
     return next(iter(content.metric_records.values()))
+
+
+def _moderate(metrics: MetricRecord) -> MetricRecord:
+    """Metrics of the same form in which every fraction is one half."""
+    return MetricRecord(
+        {
+            k: [0.5 if isinstance(n, float) else n for n in v]
+            if isinstance(v, list)
+            else 0.5
+            if isinstance(v, float)
+            else v
+            for k, v in metrics.items()
+        }
+    )
 
 
 def _with_metrics(content: RecordDict, metrics: MetricRecord) -> RecordDict:

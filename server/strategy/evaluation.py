@@ -10,6 +10,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedgauge.server.store.ledger_types import sanitised
 from fedgauge.server.strategy import reply_checks
+from fedgauge.server.strategy.strategy_state import StateSnapshot
 
 Form = frozenset[tuple[str, str, int | None]]  # of metrics: their record's name, their own, and of a list the length
 
@@ -25,7 +26,8 @@ def aggregate(
 ) -> tuple[MetricRecord | None, list[str]]:
     """What a strategy makes of the replies, None if it fails; and sentences on replies that were left out, and on its failure.
 
-    A strategy may take replies of several forms; only where it fails over them are those left out that are unlike most.
+    A strategy may take replies of several forms; only where it fails over them are those left out that are unlike most, and
+    over which it fails. Its state is put back before each further try, and if it fails altogether.
 
     Args:
         replies: in the order in which the strategy gets them.
@@ -45,21 +47,38 @@ def aggregate(
 
     leave_out(_misplaced(kept, asked))
     leave_out(_spoiling(_by_node(kept), key, most))
-    while True:
+    state, contents = StateSnapshot(inner), _by_node(kept)
+
+    def tried(left_out: Collection[int]) -> tuple[MetricRecord | None, Exception | None]:
         try:
-            metrics = inner.aggregate_evaluate(round, kept)
-            break
+            part = [m for m in kept if m.has_error() or m.metadata.src_node_id not in left_out]
+            for node, m in ((m.metadata.src_node_id, m) for m in part if not m.has_error()):
+                m.content = _with_own_metrics(contents[node])  # a strategy may change what it gets
+            return inner.aggregate_evaluate(round, part), None
         except Exception as error:  # a user's strategy may raise anything over what a client says
-            if odd := _unlike_most(_by_node(kept)):
-                leave_out(odd)
-                continue
-            log(WARNING, "fedgauge: the strategy failed over the clients' evaluation", exc_info=error)
-            why = sanitised(f"{type(error).__name__}: {error}")
-            notes.append(
-                f"round {round}: the strategy failed over the clients' evaluation, which has no figures: {why}"
-            )
-            metrics = None
-            break
+            state.restore()
+            return None, error
+
+    def takes(left_out: Collection[int]) -> bool:
+        error = tried(left_out)[1]
+        state.restore()
+        return error is None
+
+    odd: dict[int, str] = {}
+    metrics, error = tried(odd)
+    while error and (more := _unlike_most({n: c for n, c in contents.items() if n not in odd})):
+        odd |= more
+        metrics, error = tried(odd)
+    if odd and error is None:
+        state.restore()
+        for node in reply_checks.harmless(list(odd), lambda back: takes(odd.keys() - set(back))):
+            del odd[node]
+        metrics, error = tried(odd)
+    leave_out(odd)
+    if error:
+        log(WARNING, "fedgauge: the strategy failed over the clients' evaluation", exc_info=error)
+        why = sanitised(f"{type(error).__name__}: {error}")
+        notes.append(f"round {round}: the strategy failed over the clients' evaluation, which has no figures: {why}")
     for note in notes:
         log(WARNING, "fedgauge: %s", note)
     return metrics, notes
@@ -67,6 +86,10 @@ def aggregate(
 
 def _by_node(replies: Sequence[Message]) -> dict[int, RecordDict]:
     return {m.metadata.src_node_id: m.content for m in replies if not m.has_error()}
+
+
+def _with_own_metrics(content: RecordDict) -> RecordDict:
+    return RecordDict({**content, **{name: MetricRecord(dict(m)) for name, m in content.metric_records.items()}})
 
 
 def _misplaced(replies: Sequence[Message], asked: Collection[int] | None) -> dict[int, str]:

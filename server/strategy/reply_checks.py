@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -151,6 +151,21 @@ def commonest(forms: Sequence[_Form]) -> _Form | None:
     """The form that more replies have than any other; None if there is none."""
     ranked = Counter(forms).most_common(2)
     return ranked[0][0] if ranked and (len(ranked) < 2 or ranked[0][1] > ranked[1][1]) else None
+
+
+def harmless(suspects: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> list[int]:
+    """As many suspects as fit beside the others together; halves of them are tried, so that few harmful ones cost few tries."""
+    found = list[int]()
+
+    def put_back(part: Sequence[int]) -> None:
+        if fits([*found, *part]):
+            found.extend(part)
+        elif len(part) > 1:
+            put_back(part[: len(part) // 2])
+            put_back(part[len(part) // 2 :])
+
+    put_back(suspects)
+    return found
 
 
 def rare(names: Mapping[int, Collection[str]]) -> dict[int, str]:

@@ -1,6 +1,7 @@
 """The server's side of a secure sum: the wrapped Flower strategy gets one reply per group of clients."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
@@ -123,7 +124,9 @@ class SecureSumStrategy(Wrapper):
         return [group.question(m) for group in self._groups for m in group.questions]
 
     def _collect(self, replies: Iterable[Message]) -> None:
-        answers = {m.metadata.src_node_id: _answer(m) for m in replies if not m.has_error()}
+        came = [m for m in replies if not m.has_error()]
+        times = Counter(m.metadata.src_node_id for m in came)  # of two under one id, neither counts
+        answers = {m.metadata.src_node_id: _answer(m) for m in came if times[m.metadata.src_node_id] == 1}
         for group in self._groups:
             group.collect(answers)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 _RECORDS = (ArrayRecord, MetricRecord, ConfigRecord)
 _SEQUENCES = (list, deque)
+_NUMBERS = (float, np.floating)
 
 
 class StateSnapshot:
@@ -25,7 +26,8 @@ class StateSnapshot:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._undo = [_undoing_draws(), *(_undoing(part) for _, part in _parts(strategy))]
+        parts = [part for _, part in _parts(strategy) if not isinstance(part, _NUMBERS)]  # their containers hold those
+        self._undo = [_undoing_draws(), *map(_undoing, parts)]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -34,13 +36,13 @@ class StateSnapshot:
 
 
 def not_finite(strategy: Strategy) -> set[str]:
-    """The arrays of a strategy with entries that are infinite or no numbers: "v_t.fc.weight"; each number in a name is 0."""
+    """A strategy's numbers and arrays that are infinite or no numbers: "loss", "v_t.fc.weight"; each number in a name is 0."""
     # without the numbers, a new entry in a list or one by round has the name of the ones before
     return {re.sub(r"\d+", "0", name) for name, part in _parts(strategy) if not _is_finite(part)}
 
 
 def _parts(value: Any, name: str = "", seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """Every part of a value that can be changed in place, once, with its name, the outer ones first."""
+    """Every part of a value that can be changed in place, once, and every number, with its name, the outer ones first."""
     seen = {} if seen is None else seen
     if id(value) in seen:
         return
@@ -57,6 +59,8 @@ def _parts(value: Any, name: str = "", seen: dict[int, Any] | None = None) -> It
             yield from _parts(item, f"{name}.{key}" if name else str(key), seen)
     elif isinstance(value, np.ndarray | Tensor) or _has_state(value):
         seen[id(value)] = value
+        yield name, value
+    elif isinstance(value, _NUMBERS):  # not among those seen: two attributes may have one NaN
         yield name, value
 
 
@@ -101,8 +105,12 @@ def _refilling(array: Any, values: Any) -> Callable[[], None]:
 
 
 def _is_finite(part: Any) -> bool:
+    if isinstance(part, _NUMBERS):
+        return bool(np.isfinite(part))
     if isinstance(part, ArrayRecord):
         return all(_is_finite(array.numpy()) for array in part.values())
+    if isinstance(part, MetricRecord):
+        return all(bool(np.isfinite(value).all()) for value in part.values())
     if _has_state(part):
         return all(_is_finite(inner) for _, inner in _parts(part.state_dict()))
     if isinstance(part, Tensor):

@@ -12,6 +12,7 @@ from torch.func import vmap
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import build
 from fedgauge.client.federation import TRANSFORM
+from fedgauge.client.local_training import local_training
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import (
@@ -173,14 +174,18 @@ def test_a_zero_update_stays_finite(name: str) -> None:
         assert same(defended, zero)
 
 
+def sizes(dtype: torch.dtype) -> list[float]:
+    info = torch.finfo(dtype)
+    smallest = info.tiny * info.eps
+    return [0.0, smallest, 7 * smallest, 71 * smallest, info.tiny, 1.0, 2 * info.max**0.5, info.max]
+
+
 @of_updates
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_what_is_finite_stays_finite(name: str, dtype: torch.dtype) -> None:
     """From the smallest number to the largest: a gradient's size is the weights' choice, and noise does not hide infinity."""
-    info, link = torch.finfo(dtype), make(name)
-    smallest = info.tiny * info.eps
-    sizes = [0.0, smallest, 7 * smallest, 71 * smallest, info.tiny, 1.0, 2 * info.max**0.5, info.max]
-    for a, b in itertools.combinations_with_replacement(sizes, 2):
+    link = make(name)
+    for a, b in itertools.combinations_with_replacement(sizes(dtype), 2):
         update = {k: t.fill_(a) for k, t in an_update(dtype).items()}
         for t in update.values():
             t.view(-1)[::2] = -b
@@ -189,6 +194,31 @@ def test_what_is_finite_stays_finite(name: str, dtype: torch.dtype) -> None:
         for seed in range(3):
             defended = applied(rounds, update, seeded(seed))
             assert all(torch.isfinite(t).all() for t in (*defended.values(), *memory.values())), (a, b)
+
+
+TRAININGS = {
+    "local_sgd": local_sgd(0.5, 2),
+    "sgd": local_training(0.1, 4, steps=3, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": local_training(0.1, 4, "adam", steps=3, weight_decay=0.01),
+    "adam without eps": local_training(0.1, 4, "adam", steps=2, eps=0.0),
+    "adamw": local_training(0.1, 4, "adamw", steps=3, weight_decay=0.01),
+    "accumulating": local_training(0.1, 4, "adam", batch_size=1, accumulate=2),
+    "clipping": local_training(0.1, 4, steps=2, max_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_local_training_keeps_finite_what_is(name: str, dtype: torch.dtype) -> None:
+    """Of gradients and weights up to an eighth of the largest number, as steps and momentum add up a few of them."""
+    for a, b in itertools.combinations_with_replacement(sizes(dtype), 2):
+        most = torch.finfo(dtype).max / 8
+        update = {k: t.fill_(min(a, most)) for k, t in an_update(dtype).items()}
+        for t in update.values():
+            t.view(-1)[::2] = -min(b, most)
+        for params in ({k: p.to(dtype) for k, p in PARAMS.items()}, update):
+            trained = TRAININGS[name](lambda *_, update=update: update)(params, BATCH, seeded())
+            assert all(torch.isfinite(t).all() for t in trained.values()), (a, b)
 
 
 @every

@@ -76,7 +76,8 @@ def saying(**said: Any) -> Spoil:
     return spoil
 
 
-def federation(hostile: int, spoil: Spoil, clients: int = CLIENTS) -> MemoryGrid:
+def federation(hostile: int | None, spoil: Spoil, clients: int = CLIENTS) -> MemoryGrid:
+    """Clients of which one's reply is spoiled; None: everybody's."""
     app = ClientApp()
 
     @app.train()
@@ -86,7 +87,7 @@ def federation(hostile: int, spoil: Spoil, clients: int = CLIENTS) -> MemoryGrid
         arrays = ArrayRecord({k: Array((t + 0.01 * (client + 1)).numpy()) for k, t in sent.items()})
         metrics = {"num-examples": 5, "train_loss": 1.0 + client, "norm_bit": 1.0}
         reply: Reply = {"arrays": arrays, "metrics": MetricRecord(metrics)}
-        return Message(RecordDict(spoil(reply) if client == hostile else reply), reply_to=message)
+        return Message(RecordDict(spoil(reply) if hostile in (client, None) else reply), reply_to=message)
 
     return MemoryGrid("", clients, app=app)
 
@@ -255,6 +256,93 @@ def test_a_strategy_that_needs_nearly_all_replies_costs_only_the_client_that_mak
     result, seen = trained(NeedsMost(**options(8)), hostile, saying(train_loss=-1.0), clients=8)
     alone, _ = trained(NeedsMost(**options(8)), hostile, silent, clients=8)
     assert rejected(seen) == [{hostile}, {hostile}] and result.arrays and same_model(result, alone)
+
+
+@pytest.mark.parametrize(("use", "key"), [("QFedAvg", "train_loss"), ("DP at clients", "norm_bit")])
+@pytest.mark.parametrize("accuracy", [math.nan, [0.5]])
+def test_an_odd_reply_over_which_the_strategy_does_not_fail_stays_beside_one_over_which_it_does(
+    use: str, key: str, accuracy: Any
+) -> None:
+    def run(hostile: Spoil) -> tuple[Result, list[RoundReplies]]:
+        def spoil(reply: Reply) -> Reply:
+            client = round(reply["metrics"]["train_loss"]) - 1
+            return hostile(reply) if client == 4 else saying(accuracy=accuracy if client == 2 else 0.5)(reply)
+
+        np.random.seed(0)
+        grid, seen = federation(None, spoil, 5), list[RoundReplies]()
+        curious = CuriousStrategy(STRATEGIES[use](), clients=grid.nodes, replies="weights", record=seen.append)
+        return curious.start(grid, ArrayRecord(START), num_rounds=2), seen
+
+    result, seen = run(saying(**{key: None}))
+    assert rejected(seen) == [{4}, {4}] and same_model(result, run(silent)[0])
+
+
+class Smoothed(FedAvg):
+    """A user's strategy that keeps a mean of the loss, as a number or an array, and moves less where it is large."""
+
+    def __init__(self, keeps: str, best: float = math.inf) -> None:
+        super().__init__(**options())
+        self.keeps, self.best, self.worst, self.history = keeps, best, -math.inf, list[float]()
+        self.loss: Any = np.ones(1) if keeps == "array" else 1.0
+        self.said = MetricRecord({"loss": 1.0})
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any) -> Any:
+        self.sent = {k: a.numpy() for k, a in arrays.items()}
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        received = list(replies)
+        if not received:
+            return None, None
+        rate = 1 / (1 + float(np.sum(self.loss)))
+        loss = float(np.mean([m.content.metric_records["metrics"]["train_loss"] for m in received]))
+        arrays, metrics = super().aggregate_train(server_round, received)
+        if self.keeps == "list":
+            self.history.append(loss)
+        elif self.keeps == "record":
+            self.said = MetricRecord({"loss": loss})
+        else:
+            self.loss = 0.9 * self.loss + 0.1 * loss
+        moved = {k: (s + rate * (arrays[k].numpy() - s)).astype("f4") for k, s in self.sent.items()}
+        return ArrayRecord({k: Array(v) for k, v in moved.items()}), metrics
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("keeps", ["number", "array", "list", "record"])
+def test_a_metric_that_is_not_finite_stays_in_no_state_of_the_strategy(keeps: str, loss: float) -> None:
+    result, seen = trained(strategy := Smoothed(keeps), 2, saying(train_loss=loss))
+    alone, _ = trained(other := Smoothed(keeps), 2, silent)
+    assert rejected(seen) == [{2}, {2}] and same_model(result, alone)
+    assert (strategy.loss, strategy.history, dict(strategy.said)) == (other.loss, other.history, dict(other.said))
+    assert math.isinf(strategy.best) and math.isinf(strategy.worst), "its own"
+
+
+def test_numbers_of_a_strategys_own_that_are_infinite_refuse_nobody() -> None:
+    usual, seen = trained(Smoothed("number"), 2, lambda reply: reply)
+    finite, _ = trained(Smoothed("number", best=1.0), 2, lambda reply: reply)
+    assert rejected(seen) == [set(), set()] and same_model(usual, finite) and not any(intake.notes for intake in seen)
+
+
+def test_a_metric_that_is_not_finite_for_most_refuses_nobody() -> None:
+    nan = saying(train_loss=math.nan)
+    grid, seen = (
+        federation(None, lambda reply: nan(reply) if reply["metrics"]["train_loss"] > 1 else reply),
+        list[RoundReplies](),
+    )
+    strategy = CuriousStrategy(Smoothed("list"), clients=grid.nodes, replies="weights", record=seen.append)
+    result = strategy.start(grid, ArrayRecord(START), num_rounds=2)
+    assert result.arrays and rejected(seen) == [set(), set()]
+    words = "the strategy's state (history.0) is not finite whichever few clients are left out; the training goes on"
+    assert [note for intake in seen for note in intake.notes] == [f"round 1: {words}"]
+
+
+def test_the_only_reply_of_a_round_leaves_no_nan_in_a_number() -> None:
+    grid, seen = federation(0, saying(train_loss=math.nan), 1), list[RoundReplies]()
+    smoothed = Smoothed("number")
+    smoothed.min_available_nodes = smoothed.min_train_nodes = 1
+    strategy = CuriousStrategy(smoothed, clients=grid.nodes, replies="weights", record=seen.append)
+    strategy.start(grid, ArrayRecord(START), num_rounds=1)
+    assert smoothed.loss == 1.0 and "the round was undone" in seen[0].notes[0]
 
 
 class Broken(FedAvg):

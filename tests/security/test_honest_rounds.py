@@ -78,7 +78,9 @@ def test_a_round_whose_only_flaw_is_state_that_nobody_alone_spoils_counts_and_is
         assert result.arrays is not None and not left_out
         torch.testing.assert_close(result.arrays["w"].numpy(), np.full(3, 2.1, np.float32))
         found += notes
-    assert found == ["round 1: the strategy's state (gain) is not finite whoever is left out; the training goes on"]
+    assert found == [
+        "round 1: the strategy's state (gain) is not finite whichever few clients are left out; the training goes on"
+    ]
 
 
 def test_the_only_reply_of_a_round_does_not_spoil_the_moments_for_good() -> None:

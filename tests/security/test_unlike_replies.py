@@ -193,6 +193,38 @@ def test_a_strategy_that_takes_several_forms_gets_them_and_one_that_fails_ends_n
     assert result.evaluate_metrics_clientapp == {} and sorted(result.train_metrics_clientapp) == [1, 2]
 
 
+class Counting(FedAvg):
+    """A user's own strategy that keeps what it has read of each reply, and takes more metrics than it reads."""
+
+    def __init__(self) -> None:
+        super().__init__(min_available_nodes=CLIENTS)
+        self.history: list[float] = []
+
+    def aggregate_evaluate(self, server_round: int, replies: Any) -> MetricRecord | None:
+        for message in replies:
+            self.history.append(message.content.metric_records["metrics"].pop("num-examples"))
+            message.content.metric_records["metrics"]["loss"]
+        return MetricRecord({"mean": sum(self.history) / len(self.history)})
+
+
+@pytest.mark.parametrize("all_fail", [False, True])
+def test_an_evaluation_that_is_tried_again_begins_with_the_strategys_state_and_leaves_out_as_few_as_can_be(
+    all_fail: bool,
+) -> None:
+    grid, strategy = federation(only(**{"num-examples": 5})), Counting()
+    validator, replies = evaluation_of(grid, strategy)
+    of = {grid.nodes[m.metadata.src_node_id]: m for m in replies}
+    of[0].content.metric_records["metrics"]["more"] = 1.0
+    for client in OTHERS if all_fail else ():
+        del of[client].content.metric_records["metrics"]["loss"]
+    found = validator.aggregate_evaluate(1, replies)
+    if all_fail:
+        assert found is None and strategy.history == []
+        return
+    assert strategy.history == [honest(c)["num-examples"] for c in sorted(OTHERS)] and found is not None
+    assert validator.evaluation_notes == [f"round 1: client {HOSTILE} was left out of the evaluation: {UNLIKE}"]
+
+
 def test_who_was_left_out_of_evaluations_stands_in_the_run(tmp_path: Path) -> None:
     grid, rounds = federation(metrics(loss=math.nan)), 12
     run = user_run(tmp_path / "run", rounds)

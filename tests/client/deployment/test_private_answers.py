@@ -254,6 +254,9 @@ VARIANTS = {
     "gaussian of each": {**LINKS["gaussian"], "each": True},
     "quantize uniform": {"use": "quantize", "bits": 8, "kind": "uniform"},
     "adam without eps": {**LINKS["local_training"], "eps": 0.0},
+    "adam with decay": {**LINKS["local_training"], "weight_decay": 0.01},
+    "adamw with decay": {**LINKS["local_training"], "optimizer": "adamw", "weight_decay": 0.01},
+    "sgd with decay": {**LINKS["local_training"], "optimizer": "sgd", "weight_decay": 0.01, "momentum": 0.9},
 }
 PLACES = ("before", "between", "behind")
 
