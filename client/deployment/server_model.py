@@ -93,9 +93,6 @@ def _try_shapes(table: Table, offered: Mapping[str, Any], seed: int, bound: Size
     try:
         with torch.device("meta"):
             bound.check(build_model(table, "[model]", offered, seed, beside=("mode",)))
-    except (
-        SpecError,
-        NotImplementedError,
-    ):  # an allowed package may look at values, which the meta device does not have
+    except (SpecError, NotImplementedError):  # an allowed package may look at values: the meta device has none
         if own:
             raise

@@ -47,33 +47,7 @@ def aggregate(
 
     leave_out(_misplaced(kept, asked))
     leave_out(_spoiling(_by_node(kept), key, most))
-    state, contents = StateSnapshot(inner), _by_node(kept)
-
-    def tried(left_out: Collection[int]) -> tuple[MetricRecord | None, Exception | None]:
-        try:
-            part = [m for m in kept if m.has_error() or m.metadata.src_node_id not in left_out]
-            for node, m in ((m.metadata.src_node_id, m) for m in part if not m.has_error()):
-                m.content = _with_own_metrics(contents[node])  # a strategy may change what it gets
-            return inner.aggregate_evaluate(round, part), None
-        except Exception as error:  # a user's strategy may raise anything over what a client says
-            state.restore()
-            return None, error
-
-    def takes(left_out: Collection[int]) -> bool:
-        error = tried(left_out)[1]
-        state.restore()
-        return error is None
-
-    odd: dict[int, str] = {}
-    metrics, error = tried(odd)
-    while error and (more := _unlike_most({n: c for n, c in contents.items() if n not in odd})):
-        odd |= more
-        metrics, error = tried(odd)
-    if odd and error is None:
-        state.restore()
-        for node in reply_checks.harmless(list(odd), lambda back: takes(odd.keys() - set(back))):
-            del odd[node]
-        metrics, error = tried(odd)
+    metrics, error, odd = _Tries(inner, round, kept).fitting()
     leave_out(odd)
     if error:
         log(WARNING, "fedgauge: the strategy failed over the clients' evaluation", exc_info=error)
@@ -82,6 +56,46 @@ def aggregate(
     for note in notes:
         log(WARNING, "fedgauge: %s", note)
     return metrics, notes
+
+
+class _Tries:
+    """A round's evaluation, tried on parts of its replies; each part as if it were the only one."""
+
+    def __init__(self, inner: Strategy, round: int, replies: Sequence[Message]) -> None:
+        self.inner, self.round, self.replies = inner, round, replies
+        self.state = StateSnapshot(inner)
+        self.contents = _by_node(replies)
+
+    def without(self, left_out: Collection[int]) -> tuple[MetricRecord | None, Exception | None]:
+        """What the strategy makes of all replies but those of some nodes, or what it raises."""
+        try:
+            part = [m for m in self.replies if m.has_error() or m.metadata.src_node_id not in left_out]
+            for node, m in ((m.metadata.src_node_id, m) for m in part if not m.has_error()):
+                m.content = _with_own_metrics(self.contents[node])  # a strategy may change what it gets
+            return self.inner.aggregate_evaluate(self.round, part), None
+        except Exception as error:  # a user's strategy may raise anything over what a client says
+            self.state.restore()
+            return None, error
+
+    def works_without(self, left_out: Collection[int]) -> bool:
+        """Whether the strategy takes all replies but those; its state stays as it was."""
+        error = self.without(left_out)[1]
+        self.state.restore()
+        return error is None
+
+    def fitting(self) -> tuple[MetricRecord | None, Exception | None, dict[int, str]]:
+        """What comes of as many replies as the strategy takes, and by node, why each of the others is left out."""
+        odd: dict[int, str] = {}
+        metrics, error = self.without(odd)
+        while error and (more := _unlike_most({n: c for n, c in self.contents.items() if n not in odd})):
+            odd |= more
+            metrics, error = self.without(odd)
+        if odd and error is None:
+            self.state.restore()
+            for node in reply_checks.harmless(list(odd), lambda back: self.works_without(odd.keys() - set(back))):
+                del odd[node]
+            metrics, error = self.without(odd)
+        return metrics, error, odd
 
 
 def _by_node(replies: Sequence[Message]) -> dict[int, RecordDict]:
