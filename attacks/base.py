@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.in_loops import in_loops
+from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.client.chain import Chain
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
@@ -202,12 +203,8 @@ class Budget:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise ValueError(f"iterations must be at least 1, got {self.iterations}")
-        if self.restarts < 1:
-            raise ValueError(f"restarts must be at least 1, got {self.restarts}")
-        if self.seconds is not None and not self.seconds > 0:
-            raise ValueError(f"seconds must be above 0, got {self.seconds}")
+        check_at_least(self, 1, "iterations", "restarts")
+        check_above_zero(self, "seconds")
 
     def __str__(self) -> str:
         words = f"{_counted(self.iterations, 'iteration')} x {_counted(self.restarts, 'restart')}"
@@ -269,7 +266,15 @@ def _moved(t: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 class Attack(ABC):
-    """A frozen dataclass whose fields are the attack's hyperparameters."""
+    """A frozen dataclass whose fields are the attack's hyperparameters; what it can do and needs, it says here."""
+
+    is_stateful: ClassVar[bool] = False  # whether it remembers what it learned from a client's earlier updates
+    starts_from_images: ClassVar[bool] = False  # whether it can start from given images, by `continued`
+    decodes: ClassVar[
+        tuple[str, ...]
+    ] = ()  # names of server attacks of which one must be in the plan; empty: any or none
+    is_random: ClassVar[bool] = True  # whether its streams may change what it reconstructs
+    needs_secure_sum: ClassVar[bool] = False  # whether it reads the sum of several clients' updates
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:
@@ -296,6 +301,22 @@ class Attack(ABC):
             streams: one for each observation; they are the only source of randomness, so packing does not change a start.
         """
 
+    def continued(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None
+    ) -> list[Reconstruction]:
+        """`reconstruct` from given images (K, B, C, H, W) in [0, 1] instead of noise; further restarts still draw noise."""
+        raise ValueError(f"{type(self).__name__} cannot start from given images")
+
+    def initial(self) -> ClientState:
+        """The state for a client that was not attacked before."""
+        return {}
+
+    def advance(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+    ) -> tuple[list[Reconstruction], list[ClientState]]:
+        """`reconstruct`, and each client's new state; see StatefulAttack."""
+        return self.reconstruct(wave, known, budget, streams), list(memories)
+
     def traced(self, snapshots: int) -> "Attack":
         """The same attack, keeping about this many snapshots of each reconstruction; ValueError if it does not iterate."""
         raise ValueError(f"{type(self).__name__} does not iterate, so it has no trace; leave trace out")
@@ -306,6 +327,8 @@ class StatefulAttack(Attack):
 
     It attacks a client's observations in the order of their rounds; its state for one client is independent of all others.
     """
+
+    is_stateful: ClassVar[bool] = True
 
     @abstractmethod
     def initial(self) -> ClientState:

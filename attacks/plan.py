@@ -6,18 +6,18 @@ import json
 import typing
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from fedgauge.attacks.base import Attack, Budget, StatefulAttack
+from fedgauge.attacks.base import Attack, Budget
 from fedgauge.attacks.learned.auxiliary import Auxiliary
+from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.modality.registry import BASELINES, MODALITIES
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
 
 # groups of the registry
 IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS = "fedgauge.attacks", "fedgauge.text_attacks", "fedgauge.decoders"
 ATTACK = ComponentKind("an attack", (IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS, "fedgauge.baselines"), Attack)
-IMAGE_BASELINES = ("mean_image", "random_image")
-TEXT_BASELINES = ("random_words",)
-BASELINES = IMAGE_BASELINES + TEXT_BASELINES
 LIMITS = ("bayes_limit",)  # not attacks: bounds that no attack can beat, computed in the same run
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 # keys of an [[attack]] table other than its component's arguments
@@ -48,6 +48,8 @@ class PlannedAttack:
     trace: int = 0
     auxiliary: Table | None = None
     lengths: Literal["hidden", "given"] = "hidden"
+
+    kind: ClassVar[ComponentKind] = ATTACK
 
     @classmethod
     def from_table(cls, table: Table, where: str) -> "PlannedAttack":
@@ -82,7 +84,7 @@ class PlannedAttack:
 
     def build(self) -> Attack:
         """The attack itself."""
-        attack = build(self.table, f"[[attack]] {self.name}", ATTACK)
+        attack = build(self.table, f"[[attack]] {self.name}", self.kind)
         assert isinstance(attack, Attack)
         return attack.traced(self.trace) if self.trace else attack
 
@@ -101,9 +103,9 @@ class PlannedAttack:
         """Whether a client's earlier rounds influence the attack on the next one, so that its jobs must run in order."""
         if self.is_limit:
             return False
-        target = resolve(self.table, f"[[attack]] {self.name}", ATTACK)  # the type tells; nothing needs to be built
+        target = resolve(self.table, f"[[attack]] {self.name}", self.kind)  # the type tells; nothing needs to be built
         kind = target if inspect.isclass(target) else typing.get_type_hints(target)["return"]
-        return issubclass(kind, StatefulAttack)
+        return typing.cast(type[Attack], kind).is_stateful
 
     def to_json(self) -> str:
         """Every field on one line, equal for equal plans: part of a job's key, and what a worker receives."""
@@ -160,22 +162,22 @@ class AttackPlan:
         rounds: int,
         clients: int,
         limits: Sequence[str] = (),
-        baselines: Sequence[str] = IMAGE_BASELINES,
+        modality: type[Modality] = ImageModality,
     ) -> "AttackPlan":
         """From the [[attack]] tables and the plan's keys in [audit]; adds the baselines.
 
         Args:
             limits: those of LIMITS that apply to the chain.
-            baselines: those of BASELINES that apply to the data.
+            modality: of the data; it names the baselines.
 
         Raises:
             SpecError: names the table, the value and what is allowed.
         """
         planned = [_attack(table, f"[[attack]] #{i}") for i, table in enumerate(tables, 1)]
-        planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in baselines]
+        planned += [PlannedAttack(n, {"use": use}, Budget(1)) for n, use in modality.baselines.items()]
         planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits]
         for i, p in enumerate(planned[: len(tables)], 1):
-            _check_kind(p, tuple(baselines) == TEXT_BASELINES, f"[[attack]] #{i}")
+            _check_kind(p, modality, f"[[attack]] #{i}")
         names = [p.name for p in planned]
         if repeated := {n for n in names if names.count(n) > 1}:
             raise SpecError(f"[[attack]]: two attacks are called {sorted(repeated)[0]!r}; give one of them a name")
@@ -215,15 +217,16 @@ def _attack(table: Table, where: str) -> PlannedAttack:
     return planned
 
 
-def _check_kind(planned: PlannedAttack, text: bool, where: str) -> None:
+def _check_kind(planned: PlannedAttack, modality: type[Modality], where: str) -> None:
     """Refuse a registered attack on data that it cannot reconstruct; nothing is known about a user's own module."""
     use = str(planned.table["use"])
     groups = {entry.group for entry in ATTACK.entries() if entry.name == use}
-    if groups and (TEXT_ATTACKS in groups) != text:
-        reconstructed, given = ("images", "sentences") if text else ("sentences", "images")
-        raise SpecError(f"{where}: {use} reconstructs {reconstructed}, and [data] holds {given}")
-    if planned.lengths == "given" and not text:
-        raise SpecError(f'{where}: lengths = "given" needs sentences, and [data] holds images; leave it out')
+    given = f"{modality.main.private}s"
+    others = [f"{m.main.private}s" for m in MODALITIES.values() if groups & set(m.attacks)]
+    if others and not groups & set(modality.attacks):
+        raise SpecError(f"{where}: {use} reconstructs {others[0]}, and [data] holds {given}")
+    if planned.lengths == "given" and not modality.gives_lengths:
+        raise SpecError(f'{where}: lengths = "given" needs sentences, and [data] holds {given}; leave it out')
 
 
 def describe(value: Any) -> str:

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge, Sentences
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import Chain
-from fedgauge.client.data.corpora import Text
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
 
@@ -36,7 +37,7 @@ def public_knowledge(
         std=dataset.std,
         auxiliary=fed.shards.auxiliary_batch() if auxiliary is None else auxiliary,
         loss=fed.loss,
-        text=Sentences() if isinstance(dataset, Text) else None,
+        text=modality_of(dataset).known(),
     )
 
 
@@ -45,26 +46,45 @@ def needs_truth(planned: PlannedAttack) -> bool:
     return "given" in (planned.labels, planned.lengths)
 
 
-def with_given_truth(planned: PlannedAttack, known: Knowledge, batches: Sequence[Batch]) -> Knowledge:
+def chosen_auxiliary(planned: PlannedAttack, auxiliary: Batch, classes: int, seed: int) -> Batch:
+    """The public examples that a planned attack has of these, with those that it makes up."""
+    if planned.auxiliary is None:
+        return auxiliary
+    rng = generator(seed, "auxiliary", repr(sorted(planned.auxiliary.items())))
+    return planned.images().of(auxiliary, classes, rng)
+
+
+def with_given_truth(
+    planned: PlannedAttack, known: Knowledge, batches: Sequence[Batch], in_order: bool = False
+) -> Knowledge:
     """The knowledge with the labels and lengths that the plan gives the attacker; never the examples themselves.
 
     Labels are sorted, and lengths come by label, then by length, so that their order carries no other information.
+
+    Args:
+        in_order: labels come in the client's order, as some papers give them, and with them lengths.
     """
     if planned.labels == "given":
         if batches[0].y.dim() > 1:
             raise ValueError(
                 'labels = "given" would give away the sentences: the labels of next_token are their words; use "restored"'
             )
-        known = replace(known, labels=torch.stack([batch.y.sort().values for batch in batches]))
+        known = replace(
+            known, labels=torch.stack([batch.y if in_order else batch.y.sort().values for batch in batches])
+        )
     if planned.lengths == "given":
         if known.text is None or not isinstance(known.model, LanguageModel):
             raise ValueError('lengths = "given" is for sentences, and the examples here are images: leave it out')
-        known = replace(known, text=Sentences(torch.stack([_lengths(batch, known.model.pad) for batch in batches])))
+        kept = in_order and planned.labels == "given"
+        lengths = [_lengths(batch, known.model.pad, kept) for batch in batches]
+        known = replace(known, text=Sentences(torch.stack(lengths)))
     return known
 
 
-def _lengths(batch: Batch, pad: int) -> Tensor:
+def _lengths(batch: Batch, pad: int, in_order: bool) -> Tensor:
     lengths = (batch.x != pad).sum(1)
+    if in_order:
+        return lengths
     if batch.y.dim() > 1:
         return lengths.sort().values
     order = sorted(range(len(lengths)), key=lambda i: (int(batch.y[i]), int(lengths[i])))

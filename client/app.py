@@ -187,7 +187,7 @@ def _answer_in_a_sum(
     if "buffers" in message.content.array_records:
         raise RequestRefused("a secure sum is of parameters alone, and the server sent buffers")
     try:
-        mod = secure_sum(terms, "updates")
+        mod = secure_sum(terms, "updates", state.sums)
         return mod(message, context, lambda asked, where: _answer_with_update(asked, where, own, state))
     except ValueError as error:  # an answer would reveal a secret, or too few clients are left
         raise RequestRefused("this client does not answer that question of its secure sum") from error

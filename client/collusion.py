@@ -25,7 +25,7 @@ class Tolerance:
     Args:
         curious: clients on the side of a server that follows the protocol, and wants to know.
         lying: on the side of one that tells clients different things about who sent shares and who dropped out, but passes on
-            their public keys as they are. Below 0: it needs no client's help.
+            their public keys as they are: one that passes on its own instead needs nobody. Below 0: it needs no client's help.
         dropouts: clients that may drop out while there is a sum.
     """
 
@@ -41,7 +41,7 @@ class Tolerance:
         return (
             f"a secure sum of {self.group} with threshold {self.threshold}: {self.dropouts} may drop out; single updates stay "
             f"hidden from a server that follows the protocol with up to {self.curious} clients on its side, and from one that "
-            f"lies about who dropped out with up to {self.lying}; from one that forges keys they do not"
+            f"lies about who dropped out with up to {self.lying}; from one that hands on other keys than the clients' they do not"
         )
 
 

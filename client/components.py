@@ -44,7 +44,6 @@ class ComponentKind:
         annotated: whether a function in a user's package needs that annotation too; otherwise `build` checks what it
             returned.
         outside: types that count for a class or function in such a package; default: this type.
-        narrow: the groups hold other components as well; the type tells them apart.
     """
 
     noun: str
@@ -52,7 +51,6 @@ class ComponentKind:
     type: type
     annotated: bool = True
     outside: _Types = ()
-    narrow: bool = False
 
     def admits(self, target: Any) -> bool:
         """Whether a registered object of fedgauge's own is a component of this kind."""
@@ -77,17 +75,11 @@ class ComponentKind:
 
     def entries(self) -> list[Entry]:
         """Every registered component of this kind, fedgauge's own first."""
-        found = [entry for group in self.groups for entry in registry.entries(group)]
-        return [e for e in found if self._holds(e)] if self.narrow else found
+        return [entry for group in self.groups for entry in registry.entries(group)]
 
     def names(self) -> list[str]:
         """The short names of this kind, in order."""
         return sorted({entry.name for entry in self.entries()})
-
-    def _holds(self, entry: Entry) -> bool:
-        if not entry.own:
-            return True  # checked when it is named
-        return self.admits(pkgutil.resolve_name(entry.value))
 
 
 # ---------------------------------------------------------------------------------------------- packages of a user's own

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fedgauge.client.chain import Chain, trained_on
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
-from fedgauge.client.data.own_images import image_dataset_error
 from fedgauge.client.models.build import MODEL, build_model
 from fedgauge.client.models.losses import build_loss, is_mean, predicts_tokens, takes_probabilities
 from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
@@ -54,8 +53,8 @@ class Federation:
             allowed = [*inspect.signature(read).parameters, *sorted(own)]
             raise SpecError(f"[data]: unknown key {unknown[0]!r} (it has: use, {', '.join(allowed)})")
         dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET)
-        if reason := image_dataset_error(dataset):
-            raise SpecError(f"[data]: {table['use']}: {reason}")
+        if dataset.fault:
+            raise SpecError(f"[data]: {table['use']}: {dataset.fault}")
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
         arguments = check_arguments(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
         shards: Shards = call(split, arguments, "[data]")

@@ -53,6 +53,20 @@ def replacing_in(folder: int, name: str, durable: bool = False) -> Iterator[IO[b
             raise
 
 
+def claimed(path: Path) -> bool:
+    """Whether this call has made an empty file there: of all processes, and after a crash or a power cut, one call alone has."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = os.open(path.parent, _FOLDER)
+    try:
+        os.close(os.open(path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder))
+        os.fsync(folder)
+    except FileExistsError:
+        return False
+    finally:
+        os.close(folder)
+    return True
+
+
 def read_file(path: Path, most: int) -> bytes:
     """The bytes of a file that somebody else named; OSError if it is no file (a device has no end), or larger than `most` bytes."""
     with open_data(path, most) as file:

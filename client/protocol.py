@@ -37,7 +37,7 @@ class SecureSumOptions:
         group: clients in a sum, at least 2; it divides the number of clients.
         threshold: the fewest clients in a sum, more than half of the group, as the real protocol needs; default: all. The real
             one with threshold t of n resists a server that lies about who dropped out with up to 2t - n - 1 clients (at most
-            t - 2) on its side, and n - t drop-outs.
+            t - 2) on its side, and n - t drop-outs. One that hands on keys of its own as the clients' reads each update.
         drawn: whether the seed draws new groups each round; otherwise groups are consecutive clients, the same in every round.
         colluders: how many such clients the threshold must resist; default: as many as are fewer than a third of the group.
         clip: in a deployment, whose secure sum is real: the largest absolute value of an update's entry, above 0; needed there.

@@ -106,7 +106,8 @@ class PairwiseMasking(SecureSum):
         clip: above 0, in units of the update.
         threshold: the fewest clients in a sum. With t of n, a server that tells clients different things about who dropped out
             learns one sum all the same, of t clients or more, if at most 2t - n - 1 clients help it. Default: more than two
-            thirds, which fewer than a third of the group cannot break.
+            thirds, which fewer than a third of the group cannot break. No threshold helps against a server that hands on keys of
+            its own as the other clients': it reads the update of whoever gets them.
         most_examples: of one client; a client with more drops out.
         colluders: how many helpers of a lying server the threshold must resist; default: all that are fewer than a third.
     """

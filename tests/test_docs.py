@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedgauge.attacks.grading.image_metrics import BACKBONES, image_metrics, lpips_metric
+from fedgauge.attacks.modality.image_metrics import BACKBONES, image_metrics, lpips_metric
+from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import _parser
 from fedgauge.simulations.experiments.sweep_file import Sweep
@@ -403,6 +404,17 @@ def test_the_canarys_estimates_are_the_kept_ones(true: str, cell: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ defenses
+
+
+def test_the_defenses_epsilons_are_what_the_accountant_says() -> None:
+    """An epsilon follows from the settings alone, so that it needs no new measurement."""
+    measured = json.loads(text_of("simulations/results/defenses/sweep.json"))
+    kept_ones = {row["defense"]: row["epsilon"] for row in measured}
+    for cell in Sweep.load(ROOT / "simulations/defenses.toml").cells:
+        scenario = Scenario.from_tables(cell.tables)
+        rounds = dict.fromkeys(range(scenario.protocol.clients), scenario.protocol.rounds)
+        found = privacy_statement(scenario.federation, rounds, scenario.privacy.delta).record
+        assert kept_ones[cell.defense] == (None if found is None else pytest.approx(found, rel=1e-3)), cell.defense
 
 
 def test_the_defenses_are_as_they_were_measured() -> None:

@@ -15,7 +15,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from PIL import Image
 
-from fedgauge.attacks.grading.image_metrics import psnr_of
+from fedgauge.attacks.modality.image_metrics import psnr_of
 from fedgauge.client import registry
 from fedgauge.client.components import allowing
 from fedgauge.client.federation import Federation

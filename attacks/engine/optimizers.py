@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
+
 Evaluate = Callable[
     [Tensor, Tensor], tuple[Tensor, Tensor]
 ]  # points (N, D), their problems (N,) -> values (N,), gradients (N, D)
@@ -42,10 +44,8 @@ class adam:
     tolerance: float = 1e-3
 
     def __post_init__(self) -> None:
-        if not self.rate > 0:
-            raise ValueError(f"rate must be above 0, got {self.rate}")
-        if self.patience < 0:
-            raise ValueError(f"patience must not be negative, got {self.patience}")
+        check_above_zero(self, "rate")
+        check_at_least(self, 0, "patience")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance must be at least 0 and below 1, got {self.tolerance}")
 
@@ -110,8 +110,7 @@ class lbfgs:
     restart_above: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.history < 1:
-            raise ValueError(f"history must be at least 1, got {self.history}")
+        check_at_least(self, 1, "history")
 
     @property
     def state_per_variable(self) -> int:

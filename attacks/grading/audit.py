@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 
@@ -14,7 +15,6 @@ from fedgauge.attacks.base import (
     ClientState,
     Knowledge,
     Reconstruction,
-    StatefulAttack,
     Status,
     Stream,
     Wave,
@@ -25,10 +25,11 @@ from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, ungraded_rows, wrong_client
 from fedgauge.attacks.learned.auxiliary import check_disjoint
 from fedgauge.attacks.limits import GaussianPrior, bayes_limit
+from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.attacks.threat_model import needs_truth, public_knowledge, with_given_truth
+from fedgauge.attacks.threat_model import chosen_auxiliary, needs_truth, public_knowledge, with_given_truth
 from fedgauge.client.chain import Chain
-from fedgauge.client.data.corpora import Text
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
@@ -67,6 +68,8 @@ class Auditor:
     blind: bool = False
     device: torch.device = CPU
 
+    labels_in_order: ClassVar[bool] = False  # given labels are sorted, unless a paper gives them in the client's order
+
     @cached_property
     def _moved(self) -> Federation:
         """The federation whose model is on the device."""
@@ -79,9 +82,14 @@ class Auditor:
         return self.federation.shards.auxiliary_batch()
 
     @cached_property
+    def modality(self) -> Modality:
+        """The kind of this federation's data."""
+        return modality_of(self.federation.shards.dataset)
+
+    @cached_property
     def grader(self) -> Grader:
         """Pairs and measures reconstructions of this federation's data."""
-        return Grader(self.federation.shards.dataset, self.auxiliary.x)
+        return Grader(self.modality, self.auxiliary.x)
 
     @cached_property
     def prior(self) -> GaussianPrior:
@@ -113,19 +121,13 @@ class Auditor:
 
     def auxiliary_of(self, planned: PlannedAttack) -> Batch:
         """The public examples that a planned attack has, with those that it makes up."""
-        if planned.auxiliary is None:
-            return self.auxiliary
-        rng = generator(self.seed, "auxiliary", repr(sorted(planned.auxiliary.items())))
-        return planned.images().of(self.auxiliary, self.federation.shards.dataset.classes, rng)
+        return chosen_auxiliary(planned, self.auxiliary, self.federation.shards.dataset.classes, self.seed)
 
     def infer_defense(self, wave: Wave, members: int = 1) -> Inferred:
         """What a wave's updates reveal of the chain to an attacker who knows the local training alone."""
         fed = self.federation
-        if isinstance(fed.shards.dataset, Text):
-            raise ValueError(
-                "a defense is inferred from zeros that the gradient of images never has; the gradient of sentences has them "
-                'wherever a word does not occur: attack with defense = "known" or "unknown"'
-            )
+        if self.modality.hides_defense:
+            raise ValueError(self.modality.hides_defense)
         if not is_cross_entropy(fed.loss):
             raise ValueError(
                 "a defense is inferred from zeros that the cross-entropy's gradient never has, and [loss] names another loss: "
@@ -185,7 +187,7 @@ class Auditor:
         device, fed = (CPU, self.federation) if attack.on_cpu else (self.device, self._moved)
         known = self._knowledge(fed, planned, members, inferred)
         private = [truth(client, wave.round) for client in wave.clients] if needs_truth(planned) else []
-        known = with_given_truth(planned, known, private)
+        known = with_given_truth(planned, known, private, self.labels_in_order)
         fed.load_buffers(wave.buffers)
         if device != CPU:
             known, wave = known.to(device), wave.to(device)
@@ -261,6 +263,7 @@ def _reconstruct(
     memories: Mapping[int, ClientState],
 ) -> tuple[list[Reconstruction], Sequence[ClientState | None]]:
     """Reconstructions, and what a stateful attack remembers of each client; None for other attacks."""
-    if not isinstance(attack, StatefulAttack):
-        return attack.reconstruct(wave, known, budget, streams), [None] * len(wave)
-    return attack.advance(wave, known, budget, streams, [memories.get(c, attack.initial()) for c in wave.clients])
+    found, after = attack.advance(
+        wave, known, budget, streams, [memories.get(c, attack.initial()) for c in wave.clients]
+    )
+    return found, after if attack.is_stateful else [None] * len(wave)

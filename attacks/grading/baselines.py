@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from fedgauge.client.models.tokenizer import framed
 @dataclass(frozen=True)
 class mean_image(Attack):
     """Guess the mean auxiliary image, which is the prior's mean, for every update."""
+
+    is_random: ClassVar[bool] = False
 
     @property
     def on_cpu(self) -> bool:

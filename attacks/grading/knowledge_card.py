@@ -6,10 +6,9 @@ from functools import lru_cache
 import torch
 from torch import Generator, nn
 
-from fedgauge.attacks.base import StatefulAttack
 from fedgauge.attacks.limits import limit_method
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack, describe
-from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import LocalTraining
@@ -29,7 +28,8 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
     Args:
         server: what the server does, in words.
     """
-    auxiliary = _auxiliary(fed, planned)
+    modality = modality_of(fed.shards.dataset)
+    auxiliary = modality.auxiliary(planned.images(), len(fed.shards.auxiliary))
     if planned.is_baseline:
         return f"{auxiliary} and nothing else"
     links = " > ".join(map(describe, fed.protocol.chain))
@@ -46,9 +46,9 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         *([NO_DERIVATIVE] if cannot_move(fed, planned) else []),
         *([] if is_cross_entropy(fed.loss) else [f"loss {describe(fed.protocol.loss)} known"]),
         batch,
-        f"{f'lengths {planned.lengths}' if isinstance(fed.shards.dataset, Text) else 'normalisation known'}, {auxiliary}",
+        ", ".join(filter(None, (modality.condition(planned.lengths), auxiliary))),
         *([f"BatchNorm in {'train' if fed.model.training else 'eval'} mode, statistics known"] if norms else []),
-        *(["each client's earlier rounds"] if isinstance(attack, StatefulAttack) else []),
+        *(["each client's earlier rounds"] if attack.is_stateful else []),
         str(planned.budget),
     ]
     return "; ".join(parts)
@@ -59,16 +59,6 @@ def cannot_move(fed: Federation, planned: PlannedAttack) -> bool:
     if planned.is_baseline or planned.is_limit or planned.defense != "known":
         return False
     return planned.build().needs_derivative and _is_flat(fed)
-
-
-def _auxiliary(fed: Federation, planned: PlannedAttack) -> str:
-    """The auxiliary examples in words."""
-    if isinstance(fed.shards.dataset, Text):
-        return f"{len(fed.shards.auxiliary)} auxiliary sentences of the same distribution"
-    chosen = planned.images()
-    if chosen.size is None and chosen.classes:
-        return f"all fitting {chosen}"
-    return f"{chosen.size or len(fed.shards.auxiliary)} {chosen}"
 
 
 def _known_chain(planned: PlannedAttack, links: str) -> str:

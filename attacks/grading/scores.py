@@ -1,6 +1,7 @@
 """Scores: grade one reconstruction against the truth, one row for each metric and example."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -8,17 +9,12 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Reconstruction, Trace
-from fedgauge.attacks.grading.image_metrics import (
+from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.image_metrics import (
     AUGMENTED,
-    HIGHER_IS_BETTER,
     Metric,
-    image_metrics,
     label_accuracy,
-    match,
 )
-from fedgauge.attacks.grading.text_metrics import match_sentences, text_metrics
-from fedgauge.client.data.corpora import Text
-from fedgauge.client.data.images import Dataset
 from fedgauge.client.update import Batch
 
 OBJECTIVE = (
@@ -46,25 +42,20 @@ class Grader:
     """Grades reconstructions of the examples of one dataset.
 
     Args:
-        dataset: decides how examples are paired and which metrics they get.
-        gallery: public images (N, C, H, W) for the metric `identified`; unused for text.
+        modality: decides how examples are paired and which metrics they get.
+        gallery: public examples (N, ...), for identification.
+        only: the names of the metrics; default: all that apply.
     """
 
-    dataset: Dataset
+    modality: Modality
     gallery: Tensor
+    only: Collection[str] | None = None
 
     @cached_property
     def metrics(self) -> list[Metric]:
         """The metrics of every reconstruction."""
-        if isinstance(self.dataset, Text):
-            return text_metrics(self.dataset.tokenizer)
-        return image_metrics(self.dataset.shape, self.gallery)
-
-    def pairing(self, truth: Tensor, guess: Tensor) -> Tensor:
-        """Order (B,) that pairs guess[order[i]] with truth[i], one to one."""
-        if isinstance(self.dataset, Text):
-            return match_sentences(truth, guess, self.dataset.tokenizer)
-        return match(truth, guess)
+        metrics = self.modality.metrics(self.gallery)
+        return metrics if self.only is None else [metric for metric in metrics if metric.name in self.only]
 
     def grade(
         self,
@@ -90,14 +81,14 @@ class Grader:
         if result.x is None or not has_images(result.x):
             rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(truth.y))]
             return result, rows
-        order = self.pairing(truth.x, result.x)
+        order = self.modality.pairing(truth.x, result.x)
         x = result.x[order]
         for metric in self.metrics:
             rows += [row(i, metric.name, value) for i, value in enumerate(metric(truth.x, x).double().tolist())]
         if augmented is not None:
-            nearest = result.x[self.pairing(augmented.x, result.x)]
+            nearest = result.x[self.modality.pairing(augmented.x, result.x)]
             for metric in self.metrics:
-                if (name := metric.name + AUGMENTED) in HIGHER_IS_BETTER:
+                if (name := metric.name + AUGMENTED) in self.modality.measured:
                     rows += [row(i, name, v) for i, v in enumerate(metric(augmented.x, nearest).double().tolist())]
         y = None if result.y is None else result.y[order]
         return replace(result, x=x, y=y, trace=_reordered(result.trace, order)), rows

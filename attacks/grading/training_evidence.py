@@ -35,7 +35,7 @@ from fedgauge.attacks.grading.update_measures import (
     unevenness_of,
     without_decay,
 )
-from fedgauge.client.data.corpora import Text
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.federation import Federation, whole_parts
 from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.training import local_sgd
@@ -230,8 +230,8 @@ def _unreadable(fed: Federation, seen: Observation) -> str:
     beside = [link for link in fed.chain.links if link is not fed.chain.local and not hasattr(link, "frozen")]
     if not all(map(is_identity, beside)):
         return "a defense stands in the chain, too"
-    if isinstance(fed.shards.dataset, Text):
-        return "only trainings on images are compared"
+    if reason := modality_of(fed.shards.dataset).hides_training:
+        return reason
     if not all(bool(t.isfinite().all()) for t in seen.update.values()):
         return "the update is not finite"
     return "" if any(bool(t.any()) for t in seen.update.values()) else "the update is zero"

@@ -30,6 +30,7 @@ from fedgauge.attacks.learned.cache import TensorCache, digest
 from fedgauge.attacks.learned.refinement import refine
 from fedgauge.attacks.learned.ridge import inverter_answer, ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
+from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.client.rng import generator, seed_of
 
 SAVED = 60.0  # seconds between two checkpoints
@@ -71,14 +72,11 @@ class learning_to_invert(StatefulAttack):
     again: float = 0.25
 
     def __post_init__(self) -> None:
-        whole = {"hidden": 1, "layers": 1, "batch": 1, "patience": 1, "passes": 1, "buckets": 0}
-        for name, least in whole.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_at_least(self, 1, "hidden", "layers", "batch", "patience", "passes")
+        check_at_least(self, 0, "buckets")
+        check_above_zero(self, "rate")
         if self.architecture not in (kinds := ("published", "refined")):
             raise ValueError(f"architecture must be one of {', '.join(kinds)}, got {self.architecture!r}")
-        if not self.rate > 0:
-            raise ValueError(f"rate must be above 0, got {self.rate}")
         if not 0 < self.again <= 1:
             raise ValueError(f"again must be above 0 and at most 1, got {self.again}")
 

@@ -15,6 +15,7 @@ from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.learned.cache import digest
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures
+from fedgauge.attacks.setting_checks import check_at_least
 from fedgauge.client.rng import generator
 
 BONDS = (0.0, 1.0, 10.0)
@@ -210,13 +211,8 @@ class ridge_inversion(Attack):
     passes: int = 1
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("buckets", self.buckets, 0),
-            ("components", self.components, 0),
-            ("passes", self.passes, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_at_least(self, 0, "buckets", "components")
+        check_at_least(self, 1, "passes")
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

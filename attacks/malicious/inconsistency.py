@@ -65,6 +65,7 @@ class lone_target(DelegatingAttack):
     """
 
     decodes: ClassVar[tuple[str, ...]] = ("dead_layer",)
+    needs_secure_sum: ClassVar[bool] = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable, nothing_decoded
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
+from fedgauge.attacks.setting_checks import check_at_least
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Batch, Params, Update, relative_error
 
@@ -214,8 +215,7 @@ class read_features(Attack):
     ridge: float = RIDGE
 
     def __post_init__(self) -> None:
-        if self.ridge < 0:
-            raise ValueError(f"ridge must be at least 0, got {self.ridge}")
+        check_at_least(self, 0, "ridge")
 
     @property
     def on_cpu(self) -> bool:

@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -101,7 +101,6 @@ class DelegatingAttack(Attack):
     """
 
     attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "inverting_gradients"})
-    decodes: ClassVar[tuple[str, ...]] = ()  # names of server attacks of which one must be in the plan; empty: any
 
     def __post_init__(self) -> None:
         _ = self.inner  # so that an unknown attack is an error here

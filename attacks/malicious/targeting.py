@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from fedgauge.attacks.malicious.inconsistency import lone_target
-from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, DelegatingAttack, ServerAttack
-from fedgauge.attacks.plan import ATTACK, PlannedAttack, describe
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
+from fedgauge.attacks.plan import PlannedAttack, describe
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import SpecError, Table, build, call, check_arguments
 from fedgauge.client.federation import Federation
@@ -110,14 +109,14 @@ def check_decoders(plan: Sequence[TargetedServerAttack], attacks: Sequence[Plann
     """SpecError where a decoder's server attack is not in the plan, or its secure sum is missing."""
     sent = {str(targeted.table["use"]) for targeted in plan}
     for planned in attacks:
-        made = planned.build() if planned.table["use"] in ATTACK.names() else None
-        if not isinstance(made, DelegatingAttack):
+        if planned.is_limit:
             continue
+        made = planned.build()
         if made.decodes and not sent & set(made.decodes):
             raise SpecError(
                 f"[[attack]] {planned.name}: it decodes {' or '.join(made.decodes)}, and no [[server_attack]] uses that: add one"
             )
-        if isinstance(made, lone_target) and not summed:
+        if made.needs_secure_sum and not summed:
             raise SpecError(
                 f"[[attack]] {planned.name}: it reads a secure sum, and there is none: set [secure_sum] group = N"
             )

@@ -10,6 +10,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Str
 from fedgauge.attacks.engine.distances import Distance, cosine, left_out, visible_columns
 from fedgauge.attacks.engine.trace import check_snapshots
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import unrolled
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.client.update import Batch
 
@@ -66,8 +67,8 @@ class leave_layer_out(Attack):
         if self.columns:
             distance = visible_columns(cosine(), tuple(sorted(names)))
             known = replace(known, chain=known.chain.mean)  # of which nothing is hidden
-        engine = replace(inverting_gradients(self.tv, self.rate), likelihood=distance, trace=self.trace)
-        return engine.reconstruct(wave, known, budget, streams)
+        engine = inverting_gradients(self.tv, self.rate).with_objective(likelihood=distance)
+        return replace(engine, trace=self.trace).reconstruct(wave, known, budget, streams)
 
 
 def precode_joint(tv: float = 0.01, rate: float = 0.1, prior: float = 1e-3) -> GradientMatching:
@@ -76,7 +77,7 @@ def precode_joint(tv: float = 0.01, rate: float = 0.1, prior: float = 1e-3) -> G
     Args:
         prior: weight of the noise's normal density.
     """
-    return replace(inverting_gradients(tv, rate), latent=prior)
+    return inverting_gradients(tv, rate).with_objective(training=unrolled(latent=prior))
 
 
 def _shares(budget: Budget, count: int) -> list[Budget]:

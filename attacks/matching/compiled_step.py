@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching.observed_updates import ObservedUpdates
-from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.problems import Problems, SearchFails
 
 ValueAndSlopes = tuple[Tensor, Variables]
 Step = Callable[..., ValueAndSlopes]
@@ -47,9 +47,8 @@ class CompiledStep:
     """
 
     def __init__(self, problems: Problems, limiter: BatchLimiter) -> None:
-        reason = missing(next(iter(problems.params.values())).device)
-        if reason:
-            raise ValueError(
+        if reason := missing(next(iter(problems.params.values())).device):
+            raise SearchFails(
                 f"compile needs {reason}, and this machine has none; set compile = false: same result, slower"
             )
         self.problems, self.limiter = problems, limiter

@@ -1,14 +1,14 @@
 """Feedback blending: earlier reconstructions of a client's images are the start of the next search (Leite et al., 2024)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import (
+    Attack,
     Budget,
     ClientState,
     Knowledge,
@@ -18,23 +18,18 @@ from fedgauge.attacks.base import (
     Wave,
     not_applicable,
 )
-from fedgauge.attacks.matching.gradient_matching import GradientMatching
-from fedgauge.client.components import ComponentKind, build
-
-MATCHING = ComponentKind("an attack by gradient matching", ("fedgauge.attacks",), GradientMatching, narrow=True)
-ReconstructionCheck = Callable[
-    [int, int, Reconstruction], bool
-]  # (position in the sequence, client's position in the wave, reconstruction) -> success
+from fedgauge.attacks.plan import ATTACK
+from fedgauge.client.components import build
 
 
 @dataclass(frozen=True)
 class FeedbackBlending(StatefulAttack):
-    """Gradient matching that starts from a blend of its earlier reconstructions of a client.
+    """Another attack, which starts from a blend of its earlier reconstructions of a client.
 
     Its state holds `images`, how many are in the blend, and `blend` (B, C, H, W), once there is one.
 
     Args:
-        attack: the gradient matching.
+        attack: one that can start from given images.
         alpha: the share of older images in a blend.
         discard_failures: blend in only successes; False is the paper's NF variant, which collapses.
         fit: the attack's objective up to which a reconstruction is a success.
@@ -42,13 +37,18 @@ class FeedbackBlending(StatefulAttack):
             image) and "noise" show how much of the gain is due to the start alone.
     """
 
-    attack: GradientMatching
+    attack: Attack
     alpha: float = 0.5
     discard_failures: bool = True
     fit: float = 1e-4
     start: Literal["blend", "half", "mean", "noise"] = "blend"
 
     def __post_init__(self) -> None:
+        if not self.attack.starts_from_images:
+            raise ValueError(
+                f"feedback blending needs an attack that can start from given images, and {type(self.attack).__name__} cannot: "
+                "name a recipe of gradient matching, such as idlg"
+            )
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must lie in 0..1, got {self.alpha}")
 
@@ -60,71 +60,31 @@ class FeedbackBlending(StatefulAttack):
     def needs_derivative(self) -> bool:
         return self.attack.needs_derivative
 
+    def traced(self, snapshots: int) -> "FeedbackBlending":
+        return replace(self, attack=self.attack.traced(snapshots))
+
     def initial(self) -> ClientState:
         return {"images": torch.tensor(0)}
 
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
-        return self._judged(wave, known, budget, streams, memories, self._fits)
-
-    def traced(self, snapshots: int) -> "FeedbackBlending":
-        return replace(self, attack=self.attack.traced(snapshots))
-
-    def sequence(
-        self,
-        waves: Sequence[Wave],
-        known: Sequence[Knowledge],
-        budget: Budget,
-        streams: Callable[[int], Sequence[Stream]],
-        judge: ReconstructionCheck | None = None,
-    ) -> list[list[Reconstruction]]:
-        """One reconstruction for each observation of each wave; the k-th observations of all waves belong to one client.
-
-        Args:
-            known: for each wave.
-            streams: for a wave by its position in the sequence.
-            judge: an oracle in place of the attack's own objective, only for reproducing the paper's counts; no scenario
-                can use it.
-        """
-        memories: list[ClientState] = [self.initial() for _ in waves[0].clients]
-        found = []
-        for place, (wave, knowledge) in enumerate(zip(waves, known, strict=True)):
-            succeeded = self._fits if judge is None else partial(judge, place)
-            results, memories = self._judged(wave, knowledge, budget, streams(place), memories, succeeded)
-            found.append(results)
-        return found
-
-    def _judged(
-        self,
-        wave: Wave,
-        known: Knowledge,
-        budget: Budget,
-        streams: Sequence[Stream],
-        memories: Sequence[ClientState],
-        succeeded: Callable[[int, Reconstruction], bool],
-    ) -> tuple[list[Reconstruction], list[ClientState]]:
         try:
             begin = self._begin(wave, known, streams, memories)
         except ValueError as error:
             return not_applicable(wave, str(error)), list(memories)
         results = self.attack.continued(wave, known, budget, streams, begin)
-        pairs = zip(memories, results, strict=True)
-        return results, [self._remember(memory, found, succeeded(k, found)) for k, (memory, found) in enumerate(pairs)]
+        return results, [self._remember(memory, found) for memory, found in zip(memories, results, strict=True)]
 
-    def _remember(self, memory: ClientState, found: Reconstruction, succeeded: bool) -> ClientState:
+    def _remember(self, memory: ClientState, found: Reconstruction) -> ClientState:
         x, images = found.x, int(memory["images"])
-        if x is None or not torch.isfinite(x).all() or (self.discard_failures and not succeeded):
+        failed = self.discard_failures and not found.objective <= self.fit
+        if x is None or not torch.isfinite(x).all() or failed:
             return memory
-        if (
-            images and memory["blend"].shape != x.shape
-        ):  # a secure sum over another number of clients: the shapes do not match
+        if images and memory["blend"].shape != x.shape:  # a secure sum over another number of clients
             return memory
         blend = self.alpha * memory["blend"] + (1 - self.alpha) * x if images else x
         return {"images": torch.tensor(images + 1), "blend": blend}
-
-    def _fits(self, k: int, found: Reconstruction) -> bool:
-        return found.objective <= self.fit
 
     def _begin(
         self, wave: Wave, known: Knowledge, streams: Sequence[Stream], memories: Sequence[ClientState]
@@ -163,6 +123,5 @@ def feedback_blending(
         attack: a recipe of gradient matching, by its name or as a table: {use = "dlg", double = false}.
         fit: of the attack's whole objective including priors: attacks other than DLG and iDLG need another value.
     """
-    search = build({"use": attack} if isinstance(attack, str) else attack, "attack", MATCHING)
-    assert isinstance(search, GradientMatching)
-    return FeedbackBlending(search, alpha, discard_failures, fit, start)
+    table = {"use": attack} if isinstance(attack, str) else attack
+    return FeedbackBlending(build(table, "attack", ATTACK), alpha, discard_failures, fit, start)

@@ -12,9 +12,10 @@ from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.generators import GeneratorTraining, ImageGenerator, check, generator_of
+from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
-from fedgauge.attacks.matching.settings import MatchingSettings
+from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.client.update import Params
 
 TOGETHER = 16  # problems at once, each with its own generator
@@ -45,17 +46,11 @@ class gi_gip(Attack):
     generator: dict | None = None  # type: ignore[type-arg]  # as TOML gives it; `check` looks at what is in it
 
     def __post_init__(self) -> None:
-        for name in ("latent", "width", "training"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, 1, "latent", "width", "training")
+        check_at_least(self, 0, "prior", "tv")
+        check_above_zero(self, "rate", "weight_rate")
         if not 0 <= self.share <= 1:
             raise ValueError(f"share must lie in 0..1, got {self.share}")
-        for name in ("rate", "weight_rate"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("prior", "tv"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.generator is not None:
             check(self.generator)
 
@@ -68,10 +63,11 @@ class gi_gip(Attack):
             trained = GeneratorTraining(self.latent, self.width, self.training)
             generator = generator_of(self.generator, trained, known).to(like)
             labels = labelling.restore(wave, known)
-            settings = MatchingSettings(priors=(total_variation(self.tv),))
-            problems = Problems(
-                settings, wave, known, labels.repeat_interleave(budget.restarts, 0), budget.restarts, like.dtype
+            objective, each = (
+                Objective(priors=(total_variation(self.tv),)),
+                labels.repeat_interleave(budget.restarts, 0),
             )
+            problems = Problems(objective, wave, known, each, budget.restarts, like.dtype)
         except ValueError as error:
             return not_applicable(wave, str(error))
         size = (known.batch_size, generator.numbers)

@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.learned.generators import GeneratorTraining, check, generator_of
+from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.client.components import ComponentKind
 from fedgauge.client.training import without_running_stats
 from fedgauge.client.update import Params
@@ -198,11 +199,8 @@ class generator_prior(Prior):
     deviation: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("latent", "width", "training"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.deviation > 0:
-            raise ValueError(f"deviation must be above 0, got {self.deviation}")
+        check_at_least(self, 1, "latent", "width", "training")
+        check_above_zero(self, "deviation")
         if self.generator is not None:
             check(self.generator)
 

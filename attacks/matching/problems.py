@@ -1,14 +1,14 @@
 """The problems of a wave: each one's objective (likelihood and priors) as a function of its images, and its gradient."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.base import Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.distances import (
     InnerProductDistance,
@@ -22,23 +22,20 @@ from fedgauge.attacks.engine.gradients.per_problem import examples_are_independe
 from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching import local_steps
+from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.observed_updates import ObservedUpdates
 from fedgauge.attacks.matching.over_problems import KnownGradient, each_in_turn, each_with_slopes, over_problems
 from fedgauge.attacks.matching.priors import Energy, LatentPrior
-from fedgauge.attacks.matching.settings import MatchingSettings
 from fedgauge.attacks.matching.ways import Route, way_of
 from fedgauge.attacks.matching.whole_batch import whole_batch_update
 from fedgauge.client.models.losses import is_mean
-from fedgauge.client.rng import generator
-from fedgauge.client.training import StochasticLayer, gradient
-from fedgauge.client.transforms import is_per_example
-from fedgauge.client.update import Batch, Update
+from fedgauge.client.update import Update
 
 Result = TypeVar("Result")
 
 
-class ModelFails(ValueError):
-    """The model, or a link of the chain, raises in the middle of the descent; the message says what."""
+class SearchFails(ValueError):
+    """A search cannot begin or go on, as where the model raises in the middle of it; the message says why."""
 
 
 class Problems:
@@ -46,42 +43,42 @@ class Problems:
 
     Args:
         labels: (P, images) if they are known; None: they are among the variables.
-        epochs: copies of the batch among a problem's images (fedgauge.attacks.matching.local_steps); 1: one image each.
+        group: weight of a term that pulls an observation's restarts towards their mean.
     """
 
     def __init__(
         self,
-        settings: MatchingSettings,
+        objective: Objective,
         wave: Wave,
         known: Knowledge,
         labels: Tensor | None,
         restarts: int,
         dtype: torch.dtype,
-        epochs: int = 1,
+        group: float = 0.0,
     ):
-        self.settings, self.known, self.labels, self.restarts, self.epochs = settings, known, labels, restarts, epochs
+        self.known, self.labels, self.restarts, self.group = known, labels, restarts, group
+        self.training, self.epochs = objective.training, objective.training.epochs(known)
         self.dtype = dtype  # of the resulting images
-        self.params = wave.params
+        self.params, self.update = wave.params, wave.update
         self.count = len(wave) * restarts
         noise = known.chain.update_distribution
-        own = settings.likelihood or likelihood(noise, known.batch_size)
+        own = objective.likelihood or likelihood(noise, known.batch_size)
         if noise is not None and noise.sparse:  # dropped entries are not compared, whichever entries a guess would drop
-            own = own if settings.likelihood is None else visible(own)
+            own = own if objective.likelihood is None else visible(own)
             self.known = replace(known, chain=known.chain.visible)
         self.likelihood = left_out(own, known.chain.hidden)
         known = self.known
-        bound = [(p.weight, p.bind(known, wave.params)) for p in settings.priors]
+        bound = [(p.weight, p.bind(known, wave.params)) for p in objective.priors if p.weight]
         self.energies: list[tuple[float, Energy]] = [(w, e) for w, e in bound if not isinstance(e, LatentPrior)]
         explained = [(w, e) for w, e in bound if isinstance(e, LatentPrior)]
         self.explained = {f"latents {i}": both for i, both in enumerate(explained)}  # by the variable's name
-        self.noise: dict[str, LatentNoise] = {} if settings.latent is None else drawn(known)
-        generally = settings.surrogate or settings.draws or self.noise or not is_mean(known.loss, known.classes)
+        self.own = self.training.variables(known)
+        generally = self.training.draws or self.own or not is_mean(known.loss, known.classes)
         step = None if generally else whole_batch_update(known.chain, known.loss)
         self.way = way_of(known, wave.params, step is not None)
         self.step = step if self.way.route == "one pass" else None
         # for one problem alone, torch.func's derivatives cost two to three times as much as autograd's
         self.plain_alone = self.way.composed or (step is not None and self.way.route == "vmap")
-        self.update = wave.update
         self.factors: dict[str, FactoredGradient | None] = {}
         self._chosen: tuple[Tensor, ObservedUpdates, Tensor | None] | None = None
         self.checked = False
@@ -92,20 +89,53 @@ class Problems:
         return replace(self.known, plain=True)
 
     @property
+    def one_path(self) -> bool:
+        """Whether a step always takes the same path, so that it can be recorded: a loop may branch, a draw is not kept."""
+        return self.way.route != "loop" and not self.training.draws
+
+    @property
+    def signed(self) -> set[str]:
+        """The variables whose gradient's sign alone a signed optimiser uses."""
+        return {"x", "y", *self.own} - self.training.bounds.keys()
+
+    @property
     def units(self) -> Tensor:
         """(U, R) problems that only advance together: all restarts of an observation if a group term couples them."""
-        return torch.arange(self.count).view(-1, self.restarts if self.settings.group else 1)
+        return torch.arange(self.count).view(-1, self.restarts if self.group else 1)
 
     @property
     def images(self) -> int:
         """Images of one problem."""
         return self.epochs * self.known.batch_size
 
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        """Normalised black and white, each (C, 1, 1)."""
+    @cached_property
+    def bounds(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The least and greatest values of variables: of images normalised black and white, each (C, 1, 1)."""
         like = next(iter(self.params.values()))
         black, white = (self.known.normalise(torch.full((len(self.known.mean), 1, 1), v).to(like)) for v in (0.0, 1.0))
-        return black, white
+        others = {k: (like.new_tensor(low), like.new_tensor(high)) for k, (low, high) in self.training.bounds.items()}
+        return {"x": (black, white), **others}
+
+    def starts(self, owners: Tensor, draws: Tensor, streams: Sequence[Stream]) -> Variables:
+        """Fresh starts of N problems: Gaussian images (N, images, C, H, W) and logits of labels, other variables likeliest.
+
+        Args:
+            owners: (N,) each problem's observation.
+            draws: (N,) the number of its draw.
+        """
+        images, like = self.images, next(iter(self.params.values()))
+        pairs = list(zip(owners.tolist(), draws.tolist(), strict=True))
+
+        def normal(purpose: str, *size: int) -> Tensor:
+            return torch.stack([torch.randn(size, generator=streams[k](purpose, r)) for k, r in pairs]).to(like)
+
+        variables = {"x": normal("start", images, *self.known.shape)}
+        if self.labels is None:
+            variables["y"] = normal("labels", images, self.known.classes)
+        latents = {name: torch.zeros(images, prior.numbers) for name, (_, prior) in self.explained.items()}
+        for name, t in {**self.own, **latents}.items():
+            variables[name] = t.to(like).repeat(len(pairs), *[1] * t.dim())
+        return variables
 
     def joined(self, x: Tensor, rows: Tensor) -> Tensor:
         """The resulting images (N, B, C, H, W) of some problems, with several epochs' copies averaged."""
@@ -166,7 +196,7 @@ class Problems:
                 if exhausted(error):
                     raise
                 if self.way.route == "loop":
-                    raise ModelFails(
+                    raise SearchFails(
                         f"the model or the chain fails on images of the descent ({type(error).__name__}: {error}): they may be "
                         "any, also beyond black and white; let it take them, or use an attack that needs no derivative"
                     ) from error
@@ -210,10 +240,9 @@ class Problems:
         self, variables: Variables, seen: ObservedUpdates, labels: Tensor | None, likelihood_weight: Tensor | float
     ) -> Tensor:
         """Objectives (N,) of some problems, differentiable."""
-        x, settings = variables["x"], self.settings
+        x, own = variables["x"], {name: variables[name] for name in self.own}
         y = variables["y"].softmax(2) if labels is None else labels
-        beside = {name: t for name, t in variables.items() if name not in ("x", "y", *self.explained)}
-        objectives = likelihood_weight * self._distances(x, y, seen, beside)
+        objectives = likelihood_weight * self._distances(x, y, seen, own)
         loop = self.way.route == "loop"
         batches = x.view(-1, self.known.batch_size, *x.shape[2:])
         for weight, energy in self.energies:
@@ -222,17 +251,15 @@ class Problems:
             latents = variables[name].view(*batches.shape[:2], -1)
             energies = over_problems(explained.energy, batches, latents, loop=loop)
             objectives = objectives + weight * energies.view(-1, self.epochs).mean(1)
-        if self.epochs > 1:
-            objectives = objectives + settings.tied * local_steps.aggregate_gap(x, self.epochs, settings.aggregate)
-        for name in self.noise:
-            objectives = objectives + 0.5 * (settings.latent or 0.0) * variables[name].square().flatten(1).mean(1)
-        if settings.group and self.restarts > 1:
+        for term in self.training.terms(x, self.epochs, own):
+            objectives = objectives + term
+        if self.group and self.restarts > 1:
             together = x.view(-1, self.restarts, *x.shape[1:])
             apart = (together - together.mean(1, keepdim=True).detach()).square()
-            objectives = objectives + settings.group * apart.flatten(2).mean(2).flatten()
+            objectives = objectives + self.group * apart.flatten(2).mean(2).flatten()
         return objectives
 
-    def _distances(self, x: Tensor, y: Tensor, seen: ObservedUpdates, beside: Variables) -> Tensor:
+    def _distances(self, x: Tensor, y: Tensor, seen: ObservedUpdates, own: Variables) -> Tensor:
         if self.step is not None:
             try:
                 if not self.checked and not examples_are_independent(self.known.model, self.params, x):
@@ -242,21 +269,19 @@ class Problems:
                 return self._compare(seen, self.step(self.known.model, self.params, x, y, factors))
             except Unsupported:
                 self._go("vmap")
-        return self._generally(x, y, seen.formed(), beside)
+        return self._generally(x, y, seen.formed(), own)
 
-    def _generally(self, x: Tensor, y: Tensor, seen: Update, beside: Variables) -> Tensor:
+    def _generally(self, x: Tensor, y: Tensor, seen: Update, own: Variables) -> Tensor:
         """The distances by vmap over whole problems, or one after the other, for any chain and model."""
         alone = len(x) == 1 and (self.plain_alone or self.way.route == "loop")
-        names, loop = tuple(beside), alone or self.way.route == "loop"
-        one = partial(
-            self._at_surrogate if self.settings.surrogate else self._one, self.plain if loop else self.known, names
-        )
+        names, loop = tuple(own), alone or self.way.route == "loop"
+        one = partial(self._one, self.plain if loop else self.known, names)
         if alone:
-            return one(x[0], y[0], {k: t[0] for k, t in seen.items()}, *(t[0] for t in beside.values()))[None]
-        inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(beside.values(), 3))}
-        arguments: list[Tensor | Update] = [x.detach(), y.detach(), seen, *(t.detach() for t in beside.values())]
+            return one(x[0], y[0], {k: t[0] for k, t in seen.items()}, *(t[0] for t in own.values()))[None]
+        inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(own.values(), 3))}
+        arguments: list[Tensor | Update] = [x.detach(), y.detach(), seen, *(t.detach() for t in own.values())]
         # grad inside vmap: autograd around a vmap of grad is faster, but wrong for some layers (LayerNorm in torch 2.13)
-        draws: Literal["same", "error"] = "same" if self.settings.draws else "error"
+        draws: Literal["same", "error"] = "same" if self.training.draws else "error"
         if loop:
             slopes, value = each_in_turn(one, tuple(inputs), *arguments)
         else:
@@ -280,42 +305,8 @@ class Problems:
         return self.likelihood.between(matrices, flattened(formed), square)
 
     def _one(
-        self, known: Knowledge, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, *beside: Tensor
+        self, known: Knowledge, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, *own: Tensor
     ) -> Tensor:
-        """One problem's distance through the whole chain, averaged over draws if there are any."""
-        batch = Batch(known.pixels(x), y)
-        noise = {self.noise[name].layer: t for name, t in zip(names, beside, strict=True)}
-        client = known.given(noise) if noise else known.forward
-        # the same draws in every iteration and for all problems: the objective stays one function, packing changes nothing
-        count = self.settings.draws
-        rngs: list[Generator | None] = [generator("draw", j) for j in range(count)] if count else [None]
-        return torch.stack([self.likelihood(seen, client(self.params, batch, rng)) for rng in rngs]).mean(0)
-
-    def _at_surrogate(
-        self, known: Knowledge, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, at: Tensor
-    ) -> Tensor:
-        """One problem's distance to the gradient at a point between the weights before and after."""
-        params = {k: p + at * seen[k] for k, p in self.params.items()}
-        between_ends = gradient(known.model, known.loss, plain=known.plain)(params, Batch(x, y), None)
-        return self.likelihood(seen, {k: -known.scale * t for k, t in between_ends.items()})
-
-
-class LatentNoise(NamedTuple):
-    """The noise that a layer draws while a client trains, as a variable: (steps, examples of a step, numbers)."""
-
-    layer: str
-    shape: tuple[int, int, int]
-
-
-def drawn(known: Knowledge) -> dict[str, LatentNoise]:
-    """The noise of the model's layers, by variable name; ValueError if it cannot be optimised."""
-    steps, links = known.chain.local, known.chain.links
-    layers = {n: m.drawn for n, m in known.model.named_modules() if isinstance(m, StochasticLayer) and m.drawn}
-    if layers and known.batch_size > 1 and any(map(is_per_example, links)):
-        raise ValueError("the chain trains on each example separately, so their noise cannot be told apart")
-    # in a sum, one client's steps follow the other's
-    shape = (
-        steps.gradients(known.batch_size // known.chain.parts) * known.chain.parts,
-        known.chain.slice_of(known.batch_size),
-    )
-    return {f"noise of {n}": LatentNoise(n, (*shape, numbers)) for n, numbers in layers.items()}
+        """One problem's distance, averaged over draws if there are any."""
+        updates = self.training.updates(known, self.params, x, y, seen, dict(zip(names, own, strict=True)))
+        return torch.stack([self.likelihood(seen, update) for update in updates]).mean(0)

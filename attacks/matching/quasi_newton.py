@@ -1,40 +1,31 @@
 """L-BFGS over the problems of a wave: each descends by itself, and restarts if it ends without a fit."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.optimizers import Callback, Descent, lbfgs, minimise, restarted
-from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
-from fedgauge.attacks.engine.trace import Tracer
-from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.engine.scheduler import OptimizationResult, Variables
+from fedgauge.attacks.matching.search import Search, SearchContext
 
-Draw = Callable[[Tensor, Tensor], Variables]  # observations (N,), numbers of their draws (N,) -> fresh starts
+
+@dataclass(frozen=True)
+class LBFGSSearch(lbfgs, Search):
+    """L-BFGS of each problem by itself; the budget's iterations count evaluations of a problem, restarts included."""
+
+    def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
+        return QuasiNewton(self, context).descend(variables)
 
 
 class QuasiNewton:
-    """One descent of all problems within a budget.
+    """One descent of all problems within a budget; those that end without a fit start afresh."""
 
-    Args:
-        draw: fresh starts for problems that end without a fit.
-        evaluations: of each problem, including its restarts.
-    """
-
-    def __init__(
-        self,
-        settings: lbfgs,
-        problems: Problems,
-        draw: Draw,
-        evaluations: int,
-        limiter: BatchLimiter,
-        clock: Deadline,
-        tracer: Tracer,
-    ) -> None:
-        self.settings, self.problems, self.draw, self.evaluations = settings, problems, draw, evaluations
-        self.limiter, self.clock, self.tracer = limiter, clock, tracer
+    def __init__(self, settings: lbfgs, context: SearchContext) -> None:
+        self.settings, self.problems, self.starts = settings, context.problems, context.starts
+        self.evaluations = context.budget.iterations  # of each problem, including its restarts
+        self.limiter, self.clock, self.tracer = context.limiter, context.clock, context.tracer
         self.shapes: dict[str, torch.Size] = {}
 
     def descend(self, variables: Variables) -> OptimizationResult:
@@ -49,15 +40,13 @@ class QuasiNewton:
             if len(rows) == 0:
                 break
             attempt += 1
-            fresh = _joined(self.draw(rows // restarts, rows % restarts + attempt * restarts))
+            fresh = _joined(self.starts(rows // restarts, rows % restarts + attempt * restarts))
             left = (allowed - descent.spent)[rows]
             restarted(descent, self._search(rows, fresh, left, descent), rows)
         for name, t in self._apart(descent.x).items():
             variables[name][:] = t
         unfinished = ~descent.ended & (descent.spent < allowed)
-        return OptimizationResult(
-            descent.f, descent.spent, unfinished if self.clock.over() else torch.zeros_like(unfinished)
-        )
+        return OptimizationResult(descent.f, descent.spent, unfinished & self.clock.over())
 
     def _unfit(self, descent: Descent) -> Tensor:
         return ~(descent.f <= self.settings.restart_above) if self.settings.restart_above else ~descent.f.isfinite()

@@ -3,22 +3,20 @@
 from typing import Literal
 
 from fedgauge.attacks.engine.distances import cosine, squared
-from fedgauge.attacks.engine.optimizers import adam, lbfgs
 from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective, surrogate_gradient, tied_epochs, unrolled
 from fedgauge.attacks.matching.priors import PRIOR, Prior, batch_statistics, magnitude, total_variation
+from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
+from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.client.components import Table, build
 
 CUTS = (3 / 8, 5 / 8, 7 / 8)
 
 
 def _with(prior: Table | None, *others: Prior) -> tuple[Prior, ...]:
-    """Priors with one more from a table (fedgauge.attacks.matching.priors), without those of weight 0."""
-    if prior is None:
-        return others
-    named = build(prior, "prior", PRIOR)
-    assert isinstance(named, Prior)
-    return tuple(p for p in (*others, named) if p.weight)
+    """Priors with one more from a table (fedgauge.attacks.matching.priors)."""
+    return others if prior is None else (*others, build(prior, "prior", PRIOR))
 
 
 def inverting_gradients(
@@ -32,11 +30,11 @@ def inverting_gradients(
 
     Args:
         patience: iterations without a fall after which a problem ends; 0: the paper's whole schedule.
-        compile: compile the whole step; see MatchingSettings.
+        compile: compile the whole step; see AdamSearch.
         prior: an additional prior, such as {use = "generator_prior", weight = 1e-5}.
     """
-    descent = adam(rate, signed=True, cuts=CUTS, patience=patience)
-    return GradientMatching(cosine(), _with(prior, total_variation(tv)), descent, compile=compile)
+    search = AdamSearch(rate, signed=True, cuts=CUTS, patience=patience, compile=compile)
+    return GradientMatching(Objective(cosine(), _with(prior, total_variation(tv))), search)
 
 
 def dlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True) -> GradientMatching:
@@ -49,21 +47,13 @@ def dlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = Tru
         tolerance: the distance at which a search stops.
         double: in float64; float32 ends at a squared distance of about 1e-6, short of a sharp colour image.
     """
-    return GradientMatching(
-        squared(),
-        (),
-        lbfgs(history=100, restart_above=restart_above, tolerance=tolerance),
-        box=False,
-        labels="optimised",
-        double=double,
-    )
+    search = LBFGSSearch(history=100, restart_above=restart_above, tolerance=tolerance, double=double)
+    return GradientMatching(Objective(squared(), labels="optimised"), search)
 
 
 def idlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True) -> GradientMatching:
     """iDLG (Zhao et al., 2020): DLG with the labels restored before matching."""
-    return GradientMatching(
-        squared(), (), lbfgs(history=100, restart_above=restart_above, tolerance=tolerance), box=False, double=double
-    )
+    return GradientMatching(Objective(squared()), dlg(restart_above, tolerance, double).search)
 
 
 def bayes(
@@ -87,8 +77,8 @@ def bayes(
         prior: an additional prior, such as {use = "generator_prior"}; with tv = 0 it is the only one.
     """
     chosen = {"known": None, "squared": squared(), "cosine": cosine()}[conditional]
-    priors = _with(prior, total_variation(tv))
-    return GradientMatching(chosen, priors, adam(rate, decay=decay), box, anneal=anneal, samples=samples, radius=radius)
+    search = AdamSearch(rate, decay=decay, box=box, anneal=anneal, samples=samples, radius=radius)
+    return GradientMatching(Objective(chosen, _with(prior, total_variation(tv))), search)
 
 
 def grad_inversion(
@@ -102,7 +92,7 @@ def grad_inversion(
         bn: weight of the BatchNorm statistics, if the model keeps any.
     """
     priors = (total_variation(tv, power=2), magnitude(l2), batch_statistics(bn))
-    return GradientMatching(squared(), tuple(p for p in priors if p.weight), adam(rate, cuts=CUTS), group=group)
+    return GradientMatching(Objective(squared(), priors), AdamSearch(rate, cuts=CUTS, group=group))
 
 
 def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
@@ -110,7 +100,7 @@ def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
 
     A cheap alternative to unrolling the steps, as inverting_gradients does.
     """
-    return GradientMatching(cosine(), (total_variation(tv),), adam(rate, signed=True, cuts=CUTS), surrogate=True)
+    return inverting_gradients(tv, rate).with_objective(training=surrogate_gradient())
 
 
 def federated_averaging(
@@ -126,5 +116,4 @@ def federated_averaging(
         tied: the term's weight.
         aggregate: what is compared between epochs: the mean of an epoch's images, as in the paper's tables, or their maximum.
     """
-    descent = adam(rate, signed=True, cuts=CUTS)
-    return GradientMatching(cosine(), (total_variation(tv),), descent, tied=tied, aggregate=aggregate)
+    return inverting_gradients(tv, rate).with_objective(training=tied_epochs(tied, aggregate) if tied else unrolled())

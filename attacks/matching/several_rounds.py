@@ -19,6 +19,7 @@ from fedgauge.attacks.base import (
     Knowledge,
     Reconstruction,
     StatefulAttack,
+    Status,
     Stream,
     Wave,
     not_applicable,
@@ -26,12 +27,13 @@ from fedgauge.attacks.base import (
 from fedgauge.attacks.engine.distances import Distance, likelihood
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.matching.priors import total_variation
+from fedgauge.attacks.matching.recipes import CUTS
 from fedgauge.attacks.matching.ways import way_of
+from fedgauge.attacks.setting_checks import check_at_least
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update
 
 ALONE = 0.25  # share of the iterations on the newest round alone, before the others count
-CUTS = (3 / 8, 5 / 8, 7 / 8)  # where the rate is divided by ten, as in Inverting Gradients
 CHECK_EVERY = 25  # iterations between two updates of the rounds' weights
 NEAR = 8.0  # a round's weight is a quarter if its distance exceeds the newest one's by this factor, and less beyond
 FLOOR = 1e-3  # of a distance: an exact match of the newest round must not silence the others
@@ -61,11 +63,8 @@ class several_rounds(StatefulAttack):
     rate: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.most < 1:
-            raise ValueError(f"most must be at least 1, got {self.most}")
-        for name in ("tv", "rate"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        check_at_least(self, 1, "most")
+        check_at_least(self, 0, "tv", "rate")
 
     def initial(self) -> ClientState:
         return {"rounds": torch.tensor(0)}
@@ -113,36 +112,24 @@ class several_rounds(StatefulAttack):
     def _best(
         self, rounds: Sequence[_RoundUpdate], met: int, y: Tensor, known: Knowledge, budget: Budget, stream: Stream
     ) -> Reconstruction:
-        started = time.perf_counter()
-        found = [
-            self._search(rounds, met, y, known, budget, stream, i, Deadline(time.perf_counter(), budget.seconds))
-            for i in range(budget.restarts)
-        ]
+        started, like = time.perf_counter(), next(iter(rounds[-1].params.values()))
+        # in the model's input units, like the other attacks
+        size = (known.batch_size, *known.shape)
+        starts = (torch.randn(size, generator=stream("start", i)).to(like) for i in range(budget.restarts))
+        found = [self._search(rounds, met, y, known, budget, start) for start in starts]
         best = min(found, key=lambda r: r.objective if r.objective == r.objective else torch.inf)
         return replace(best, seconds=time.perf_counter() - started)
 
     def _search(
-        self,
-        rounds: Sequence[_RoundUpdate],
-        met: int,
-        y: Tensor,
-        known: Knowledge,
-        budget: Budget,
-        stream: Stream,
-        restart: int,
-        clock: Deadline,
+        self, rounds: Sequence[_RoundUpdate], met: int, y: Tensor, known: Knowledge, budget: Budget, start: Tensor
     ) -> Reconstruction:
-        like = next(iter(rounds[-1].params.values()))
-        # in the model's input units, like the other attacks
-        z = torch.randn((known.batch_size, *known.shape), generator=stream("start", restart)).to(like).requires_grad_()
-        low, high = (known.normalise(torch.full(known.shape, bound)).to(like) for bound in (0.0, 1.0))
+        clock, z = Deadline(time.perf_counter(), budget.seconds), start.requires_grad_()
+        low, high = (known.normalise(torch.full(known.shape, bound)).to(z) for bound in (0.0, 1.0))
         distance, smooth = _distance(known), total_variation(self.tv).bind(known, rounds[-1].params)
-        assert callable(smooth)
         adam = torch.optim.Adam([z], self.rate)
         schedule = torch.optim.lr_scheduler.MultiStepLR(adam, [int(cut * budget.iterations) for cut in CUTS])
         weights = torch.tensor([0.0] * (len(rounds) - 1) + [1.0])
-        spent = 0
-        objective = torch.tensor(torch.nan)
+        spent, objective = 0, torch.tensor(torch.nan)
         while spent < budget.iterations and not (spent and clock.over()):
             if spent >= ALONE * budget.iterations and spent % CHECK_EVERY == 0:
                 weights = _weights(torch.stack([_misfit(r, z.detach(), y, known, distance) for r in rounds]))
@@ -151,21 +138,19 @@ class several_rounds(StatefulAttack):
             # of z alone: backward() would also enter functions whose author gave a first derivative only
             (z.grad,) = torch.autograd.grad(objective, z, materialize_grads=True)
             if not bool(z.grad.isfinite().all()):
-                return Reconstruction(
-                    None, y, float(objective.detach()), spent, 0.0, "diverged", "the gradient is not finite"
-                )
+                reason = "the gradient is not finite"
+                return Reconstruction(None, y, float(objective.detach()), spent, 0.0, "diverged", reason)
             z.grad.sign_()
             adam.step()
             schedule.step()
             with torch.no_grad():
                 z.clamp_(low, high)
             spent += 1
-        value, x = float(objective.detach()), known.pixels(z.detach()).clamp(0, 1)
-        agreement = f"{int((weights > 0.5).sum())} of {met} rounds agree"
-        if spent < budget.iterations:
-            reason = f"{spent} of {budget.iterations} iterations when the seconds were over; {agreement}"
-            return Reconstruction(x, y, value, spent, 0.0, "out_of_budget", reason)
-        return Reconstruction(x, y, value, spent, 0.0, "converged", agreement)
+        x, reason = known.pixels(z.detach()).clamp(0, 1), f"{int((weights > 0.5).sum())} of {met} rounds agree"
+        if interrupted := spent < budget.iterations:
+            reason = f"{spent} of {budget.iterations} iterations when the seconds were over; {reason}"
+        status: Status = "out_of_budget" if interrupted else "converged"
+        return Reconstruction(x, y, float(objective.detach()), spent, 0.0, status, reason)
 
 
 def _shared(budget: Budget, clients: int) -> Budget:

@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.setting_checks import check_at_least
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, why_not_applicable
 from fedgauge.attacks.text.last_words import complete_sentences
 from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
@@ -52,9 +53,7 @@ class dager(Attack):
     starts: int = 8
 
     def __post_init__(self) -> None:
-        for name, value in (("margin", self.margin), ("each", self.each), ("starts", self.starts)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_at_least(self, 1, "margin", "each", "starts")
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

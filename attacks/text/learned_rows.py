@@ -21,6 +21,7 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.cache import digest
 from fedgauge.attacks.learned.learning_to_invert import Trainer
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures
+from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
 from fedgauge.attacks.text.learning_to_invert_text import NEVER, TrainingRecord, likeliest
 from fedgauge.client.models.language import LanguageModel
@@ -52,11 +53,8 @@ class learned_rows(Attack):
     every: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "batch", "patience", "every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.rate > 0:
-            raise ValueError(f"rate must be above 0, got {self.rate}")
+        check_at_least(self, 1, "hidden", "batch", "patience", "every")
+        check_above_zero(self, "rate")
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -24,6 +24,7 @@ from fedgauge.attacks.learned.learning_to_invert import (
     steps_per_epoch,
 )
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
+from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
@@ -63,21 +64,9 @@ class learning_to_invert_text(Attack):
     alone: bool = False
 
     def __post_init__(self) -> None:
-        whole = {
-            "hidden": 1,
-            "layers": 1,
-            "width": 1,
-            "batch": 1,
-            "patience": 1,
-            "buckets": 0,
-            "passes": 1,
-            "pseudo": 0,
-        }
-        for name, least in whole.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not self.rate > 0:
-            raise ValueError(f"rate must be above 0, got {self.rate}")
+        check_at_least(self, 1, "hidden", "layers", "width", "batch", "patience", "passes")
+        check_at_least(self, 0, "buckets", "pseudo")
+        check_above_zero(self, "rate")
         if self.alone and not self.pseudo:
             raise ValueError("alone = true trains on made-up sentences, and pseudo = 0 makes none: set pseudo above 0")
 

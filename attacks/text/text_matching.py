@@ -15,7 +15,8 @@ from torch import Tensor
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
+from fedgauge.attacks.setting_checks import check_at_least
+from fedgauge.attacks.text.certificate import why_not_applicable
 from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
 from fedgauge.attacks.text.language_prior import AUXILIARY, LanguageModelTraining, LanguagePrior, load_prior
 from fedgauge.attacks.text.moves import on_all_positions, propose, shuffles
@@ -81,12 +82,8 @@ class TextMatching(Attack):
     published: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("l1", "length", "lm_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("draws", "orders", "period", "candidates"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, 0, "l1", "length", "lm_weight")
+        check_at_least(self, 1, "draws", "orders", "period", "candidates")
 
     def traced(self, snapshots: int) -> "TextMatching":
         raise ValueError("a trace records images, and this attack finds words: it has no trace; leave trace out")
@@ -103,8 +100,8 @@ class TextMatching(Attack):
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
         started = time.perf_counter()
-        if known.text is None or not isinstance(known.model, LanguageModel):
-            return not_applicable(wave, NEEDS_LANGUAGE_MODEL)
+        if reason := why_not_applicable(known):
+            return not_applicable(wave, reason)
         try:
             layout = self.layout(wave, known, budget.restarts)
             prior = self._prior(known) if self._moves and self.lm_weight else None

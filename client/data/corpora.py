@@ -49,6 +49,21 @@ class Text(Dataset):
     def labels(self) -> Tensor:
         return self.y if self.y.dim() == 1 else torch.zeros(len(self.y), dtype=torch.int64)
 
+    @property
+    def fault(self) -> str:
+        for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
+            labels = x.shape if self.task == "next_token" else x.shape[:1]
+            if x.dtype != torch.int64 or x.dim() != 2 or not len(x) or x.shape[1:] != self.x.shape[1:]:
+                return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected int64 (N, L), one sentence at least"
+            if y.dtype != torch.int64 or y.shape != labels:
+                return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 {tuple(labels)}"
+            if not 0 <= int(x.min()) <= int(x.max()) < self.tokenizer.size:
+                return f"{name} has tokens {int(x.min())}..{int(x.max())}, and the tokenizer's are 0..{self.tokenizer.size - 1}"
+            seen = y[y != IGNORED]
+            if len(seen) and not 0 <= int(seen.min()) <= int(seen.max()) < self.classes:
+                return f"the labels of {name} lie in {int(seen.min())}..{int(seen.max())}, expected 0..{self.classes - 1}"
+        return ""
+
 
 # ------------------------------------------------------------------------------------------------------------- corpora
 
@@ -408,19 +423,3 @@ def _table(path: Path, sentence: int, label: int) -> list[Row]:
                 f"{path}, line {number}: expected a label 0 or 1 in column {label + 1} and a sentence in column {sentence + 1}"
             )
     return [(row[sentence].strip(), int(row[label])) for row in rows]
-
-
-def text_dataset_error(data: Text) -> str:
-    """What keeps text of anybody's making from being used, in words; empty where nothing does."""
-    for name, x, y in (("x", data.x, data.y), ("x_test", data.x_test, data.y_test)):
-        labels = x.shape if data.task == "next_token" else x.shape[:1]
-        if x.dtype != torch.int64 or x.dim() != 2 or not len(x) or x.shape[1:] != data.x.shape[1:]:
-            return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected int64 (N, L), one sentence at least"
-        if y.dtype != torch.int64 or y.shape != labels:
-            return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 {tuple(labels)}"
-        if not 0 <= int(x.min()) <= int(x.max()) < data.tokenizer.size:
-            return f"{name} has tokens {int(x.min())}..{int(x.max())}, and the tokenizer's are 0..{data.tokenizer.size - 1}"
-        seen = y[y != IGNORED]
-        if len(seen) and not 0 <= int(seen.min()) <= int(seen.max()) < data.classes:
-            return f"the labels of {name} lie in {int(seen.min())}..{int(seen.max())}, expected 0..{data.classes - 1}"
-    return ""

@@ -55,6 +55,23 @@ class Dataset:
         """(N,) int64, the class of each training example, used to partition by label."""
         return self.y
 
+    @property
+    def fault(self) -> str:
+        """What keeps data of anybody's making from being used, in words; empty where nothing does."""
+        for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
+            if x.dtype != torch.uint8 or x.dim() != 4:
+                return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected uint8 (N, C, H, W)"
+            if y.dtype != torch.int64 or y.shape != x.shape[:1]:
+                return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 ({len(x)},)"
+            if not len(x) or x.shape[1:] != self.x.shape[1:]:
+                return f"{name} has shape {tuple(x.shape)}, expected images of {tuple(self.x.shape[1:])}, one at least"
+            if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
+                return f"the labels of {name} lie in {int(y.min())}..{int(y.max())}, expected 0..{self.classes - 1}"
+        channels = self.x.shape[1]
+        if len(self.mean) != channels or len(self.std) != channels or not all(s > 0 for s in self.std):
+            return f"mean {self.mean} and std {self.std} should be {channels} numbers each, those of std above 0"
+        return ""
+
     def normalise(self, x: Tensor) -> Tensor:
         """x (..., C, H, W) in [0, 1] to zero mean and unit variance per channel; x itself if there is no mean."""
         if not self.mean:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.data.corpora import MOST_CLASSES, Text, held_out, text_dataset_error
+from fedgauge.client.data.corpora import MOST_CLASSES, held_out
 from fedgauge.client.data.images import Dataset
 from fedgauge.client.files import MOST_ARCHIVE, MOST_PICTURE, MOST_WORDS, open_data, read_file
 from fedgauge.client.local_data import read_npz
@@ -181,25 +181,6 @@ def _numbered(parts: Mapping[str, Any], label: str, where: str) -> tuple[dict[st
     found = {name: _labels(np.asarray(values), where) for name, values in written.items()}
     classes = max(len(names), *(int(y.max()) + 1 for y in found.values()))
     return found, classes, names if len(names) == classes else ()
-
-
-def image_dataset_error(dataset: Dataset) -> str:
-    """Why a dataset cannot be used; empty if it can."""
-    if isinstance(dataset, Text):
-        return text_dataset_error(dataset)
-    for name, x, y in (("x", dataset.x, dataset.y), ("x_test", dataset.x_test, dataset.y_test)):
-        if x.dtype != torch.uint8 or x.dim() != 4:
-            return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected uint8 (N, C, H, W)"
-        if y.dtype != torch.int64 or y.shape != x.shape[:1]:
-            return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 ({len(x)},)"
-        if not len(x) or x.shape[1:] != dataset.x.shape[1:]:
-            return f"{name} has shape {tuple(x.shape)}, expected images of {tuple(dataset.x.shape[1:])}, one at least"
-        if not 0 <= int(y.min()) <= int(y.max()) < dataset.classes:
-            return f"the labels of {name} lie in {int(y.min())}..{int(y.max())}, expected 0..{dataset.classes - 1}"
-    channels = dataset.x.shape[1]
-    if len(dataset.mean) != channels or len(dataset.std) != channels or not all(s > 0 for s in dataset.std):
-        return f"mean {dataset.mean} and std {dataset.std} should be {channels} numbers each, those of std above 0"
-    return ""
 
 
 # --------------------------------------------------------------------------------------------------------------- parts

@@ -1,7 +1,9 @@
 """A secure sum as an ordinary Flower mod: the client sends a masked vector instead of its update."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from copy import copy
+from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from fedgauge.client.arrays import npy_header
 from fedgauge.client.deployment.secure_sum_terms import Record, Train, Value, Vector
+from fedgauge.client.files import claimed
+from fedgauge.client.local_data import cache_folder
 from fedgauge.client.mods import Mod
 
 RECORD = "secure-sum"  # of a question, an answer, and what a client keeps between the two
@@ -20,13 +24,15 @@ WEIGHT = "num-examples"
 
 
 class SecureSumClient(Protocol):
-    """A client's side of a secure sum."""
+    """A client's side of a secure sum. Each question names its session (bytes) and step (text)."""
 
     def answer(self, state: Mapping[str, Value], question: Mapping[str, Value], train: Train) -> tuple[Record, Record]:
         """What the client keeps from now on, and its answer."""
 
 
-def secure_sum(protocol: SecureSumClient, replies: Literal["updates", "weights"] = "weights") -> Mod:
+def secure_sum(
+    protocol: SecureSumClient, replies: Literal["updates", "weights"] = "weights", claims: Path | None = None
+) -> Mod:
     """A mod that lets a client's update leave only as a part of its group's sum.
 
     Attach it to training, first in the list: `@app.train(mods=[secure_sum(PairwiseMasking(5, clip=0.1)), as_mod(clip(1.0))])`.
@@ -34,8 +40,13 @@ def secure_sum(protocol: SecureSumClient, replies: Literal["updates", "weights"]
     client refuses a request for its update alone. The mod expects one ArrayRecord in the message, one in the reply, and
     num-examples. Other metrics and integers among the weights stay at the client, since they are not summed.
 
+    Each step of a session is answered once at most: Flower may hand two messages to two processes with one state, whose two
+    answers together could reveal an update.
+
     Args:
         replies: what the ClientApp answers with: weights (anybody's) or updates (fedgauge's).
+        claims: a folder of this client alone, in which it notes the steps before it answers them; default: one for the node
+            in XDG_CACHE_HOME/fedgauge, so that a machine's nodes do not share it.
     """
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
@@ -56,9 +67,10 @@ def secure_sum(protocol: SecureSumClient, replies: Literal["updates", "weights"]
                 raise ValueError(reply.error.reason)
             return _update(message, reply, replies), _examples(reply)
 
-        kept = dict(context.state.config_records.get(RECORD, ConfigRecord()))
+        kept, question = dict(context.state.config_records.get(RECORD, ConfigRecord())), read(message.content)
+        _claim(question, cache_folder() / "secure-sums" / str(context.node_id) if claims is None else claims)
         try:
-            state, answer = protocol.answer(cast(Record, kept), read(message.content), train)
+            state, answer = protocol.answer(cast(Record, kept), question, train)
         except ValueError:
             if failed:  # the ClientApp's own error, e.g. that it was too late
                 return failed[0]
@@ -67,6 +79,15 @@ def secure_sum(protocol: SecureSumClient, replies: Literal["updates", "weights"]
         return Message(to_config_record(answer), reply_to=message)
 
     return mod
+
+
+def _claim(question: Mapping[str, Value], claims: Path) -> None:
+    """Claim a session's step; ValueError if it is claimed already, whatever came of that."""
+    session, step = question.get("session"), question.get("step")
+    if not isinstance(session, bytes) or not isinstance(step, str):  # 1 and True are equal, and would be two claims
+        raise ValueError("a question of a secure sum must name its session (bytes) and its step (text)")
+    if not claimed(claims / hashlib.sha256(session + b"/" + step.encode()).hexdigest()):
+        raise ValueError(f"asked to {step} again in a session: a client answers each question once, in one process")
 
 
 def to_config_record(record: Mapping[str, Value]) -> RecordDict:

@@ -19,6 +19,8 @@ Train = Callable[[], tuple[Vector, int]]  # -> a finished update, flat, and the 
 class SecureSum(ABC):
     """Both sides of a secure sum; a frozen dataclass of the terms that all parties agree on.
 
+    Each question names its session (bytes) and its step (text): a client answers a step of a session once.
+
     Attributes:
         group: the most clients in one sum.
     """

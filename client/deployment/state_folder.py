@@ -121,6 +121,11 @@ class ClientFolder:
         """One line of JSON for each event: an update, an answer, a refusal."""
         return self.folder / "log.jsonl"
 
+    @property
+    def sums(self) -> Path:
+        """The steps of secure sums that the client has begun to answer."""
+        return self.folder / "sums"
+
     def note(self, event: str, **facts: object) -> None:
         """Append to the log."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

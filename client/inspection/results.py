@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 LARGEST = 1e6  # scores that are larger, or not finite, become this
 # By detector, the score of an alarm: above all scores of honest rounds, on networks and seeds that no reported figure uses.
+# Of "jump" that includes a client that trains alone on one example a round; a crafted MLP moves by 5 times its size.
 THRESHOLDS: Mapping[str, float] = {
     "architecture": 1.0,
     "dependent rows": 0.15,
@@ -17,7 +18,7 @@ THRESHOLDS: Mapping[str, float] = {
     "isolated units": 0.6,
     "dominated": 10.0,
     "vanished": 0.4,
-    "jump": 1.2,
+    "jump": 2.5,
     "moved rows": 0.5,
     "loss": math.log(20),
 }

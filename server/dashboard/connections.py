@@ -2,7 +2,6 @@
 
 import asyncio
 import resource
-from math import inf
 from typing import Any
 
 import h11
@@ -72,7 +71,7 @@ class Connection(H11Protocol):
     crowd: Crowd
     transport: asyncio.Transport
     address = ""
-    _unread = inf
+    _unread = 0
     _timer: asyncio.TimerHandle | None = None
 
     @property
@@ -85,7 +84,7 @@ class Connection(H11Protocol):
         self.address = self.client[0] if self.client else ""
         self.app_state = {**self.app_state, "peer": {}}  # what `guards` learns of the visitor, once a connection
         self.crowd.enter(self)
-        self._start(inf)
+        self._start()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -98,11 +97,11 @@ class Connection(H11Protocol):
         super().on_response_complete()  # may begin with a request that has come already
         if self.waiting:
             self.crowd.wait(self)
-            self._start(inf)
+            self._start()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._start(inf)
+        self._start()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -128,9 +127,9 @@ class Connection(H11Protocol):
         self.crowd.leave(self)
         self.transport.abort()
 
-    def _start(self, unread: float) -> None:
+    def _start(self) -> None:
         self._stop()
-        self._unread = unread
+        self._unread = self.transport.get_write_buffer_size()
         self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
 
     def _stop(self) -> None:
@@ -142,7 +141,7 @@ class Connection(H11Protocol):
         """The time is over: only a visitor who still takes his answer gets more."""
         unread = self.transport.get_write_buffer_size()
         if unread and self._unread - unread >= UNREAD_BYTES:
-            self._start(unread)
+            self._start()
         else:
             self.drop()
 

@@ -34,7 +34,8 @@ HEADERS = {
 EVENTS = "/api/events"
 STREAMS = 100  # open at a time
 REQUESTS = 128  # answered or waiting to be, at a time
-SOON = {"Retry-After": "2", "Connection": "close"}  # seconds
+CLOSE = {"Connection": "close"}  # who is refused holds no connection
+SOON = {"Retry-After": "2", **CLOSE}  # seconds
 
 
 class Headers:
@@ -73,8 +74,22 @@ class Places:
             self._taken = +self._taken  # an address of which there is none is forgotten
 
 
+class WellFormed:
+    """Answers requests without a body, of few words; others are refused."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refused := _malformed(scope)) is not None:
+            status, words = refused
+            await refusal(Request(scope), words, status, CLOSE)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
 class Bounded:
-    """Answers requests without a body, of few words, so many at a time; others are refused, and their connections end."""
+    """Answers so many requests at a time; others are refused."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -84,18 +99,13 @@ class Bounded:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request, refused = Request(scope), _malformed(scope)
-        if refused is not None:
-            status, words = refused
-            await refusal(request, words, status, {"Connection": "close"})(scope, receive, send)
-            return
         places, what = (self.streams, "streams are open") if scope["path"] == EVENTS else (self.requests, "requests")
         with places.one((scope.get("client") or ("",))[0]) as free:
             if free:
                 await self.app(scope, receive, send)
             else:
                 words = f"too many {what} at a time ({places.most}, half of them from one address): try again soon"
-                await refusal(request, words, 503, SOON)(scope, receive, send)
+                await refusal(Request(scope), words, 503, SOON)(scope, receive, send)
 
 
 def _malformed(scope: Scope) -> tuple[int, str] | None:
@@ -154,10 +164,10 @@ class OwnHost:
             await self.app(scope, receive, send)
         elif (host_of(scope) or ("",))[0] not in LOOPBACK:
             words = f"open this page as {' or '.join(LOOPBACK[:2])}, or start it with a token (--token)"
-            await refusal(Request(scope), words, 400)(scope, receive, send)
+            await refusal(Request(scope), words, 400, CLOSE)(scope, receive, send)
         elif not await _is_ours(scope):
             words = "this page shows another user's runs, or it is not known who asks: start it with a token (--token)"
-            await refusal(Request(scope), words, 403)(scope, receive, send)
+            await refusal(Request(scope), words, 403, CLOSE)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -187,7 +197,7 @@ class TokenGate:
             words = (
                 "this page needs its token: open the address that `fedgauge watch` printed, with ?token=... at its end"
             )
-            await refusal(request, words, 401)(scope, receive, send)
+            await refusal(request, words, 401, CLOSE)(scope, receive, send)
 
     def _right(self, given: str) -> bool:
         return _equal(given, self.token)

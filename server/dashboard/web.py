@@ -24,11 +24,21 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
 from fedgauge.server.dashboard import STATIC
 from fedgauge.server.dashboard.connections import PageServer
 from fedgauge.server.dashboard.events import EventStream
-from fedgauge.server.dashboard.guards import EVENTS, LOOPBACK, Bounded, Headers, Json, OwnHost, TokenGate, refusal
+from fedgauge.server.dashboard.guards import (
+    EVENTS,
+    LOOPBACK,
+    Bounded,
+    Headers,
+    Json,
+    OwnHost,
+    TokenGate,
+    WellFormed,
+    refusal,
+)
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.clients import client, clients
@@ -69,7 +79,13 @@ def make_app(path: Path, token: str | None = None) -> Starlette:
     guard = Middleware(TokenGate, token=token) if token else Middleware(OwnHost)
     app = Starlette(
         routes=_routes(),
-        middleware=[Middleware(Headers), Middleware(Bounded), guard, Middleware(GZipMiddleware, minimum_size=2000)],
+        middleware=[
+            Middleware(Headers),
+            Middleware(WellFormed),
+            guard,
+            Middleware(Bounded),  # behind the guard: who is refused takes nobody's place
+            Middleware(GZipMiddleware, minimum_size=2000),
+        ],
         exception_handlers={
             UnknownRun: _answer(404),
             LedgerError: _answer(503),

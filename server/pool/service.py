@@ -14,7 +14,7 @@ import torch
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
 from fedgauge.attacks.grading.training_evidence import training_evidence
-from fedgauge.attacks.plan import BASELINES
+from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.client.transforms import StatefulTransform
 from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices

@@ -19,7 +19,8 @@ from fedgauge.attacks.grading.scores import (
     ungraded_rows,
     wrong_client,
 )
-from fedgauge.attacks.plan import BASELINES, LIMITS
+from fedgauge.attacks.modality.registry import BASELINES
+from fedgauge.attacks.plan import LIMITS
 from fedgauge.client.components import SpecError
 from fedgauge.client.update import Batch
 from fedgauge.server.pool.truth_check import Found, chosen, doubt
@@ -59,11 +60,12 @@ def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> s
         graded = notes.pop("", 0)
         every = len(jobs) - notes.pop(NOTHING, 0)
         words = _graded(graded, every, truth)
+        why = ", ".join(sorted(notes)[:3])
         if notes:
-            words += f"; not graded ({sum(notes.values())} of {every}): {', '.join(sorted(notes)[:3])}"
+            words += f"; not graded ({sum(notes.values())} of {every}): {why}"
         ledger.set_grading({row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
         doubts = _doubts(run, ledger, scenario, found)
-        ledger.set_meta(grading=words, truth=truth.to_json(), truth_doubts=doubts)
+        ledger.set_meta(grading=words, ungraded=why, truth=truth.to_json(), truth_doubts=doubts)
     return words
 
 
@@ -80,7 +82,7 @@ def regrade(run: Run, ledger: Ledger, scenario: Scenario) -> None:
         left = [job for job in left if job.status not in EMPTY_HANDED]
         words = _graded(every - len(left), every, truth)
         why = f"the truth cannot be read any more ({error}): hand it in again with --truth"
-        ledger.set_meta(grading=f"{words}; not graded ({len(left)} of {every}): {why}")
+        ledger.set_meta(grading=f"{words}; not graded ({len(left)} of {every}): {why}", ungraded=why)
 
 
 def _graded(some: int, every: int, truth: TesterTruth) -> str:
@@ -146,7 +148,7 @@ def _grade(
         rows += paired(grader, name, job.round, job.other, replace(result, y=None), other)[1]
     if example is not None:
         run.write_reconstruction(job.round, job.client, job.attack, {**tensors, EXAMPLE: example})
-    ledger.grade(job.id, rows, GRADED, afresh=True)
+    ledger.grade(job.id, rows, afresh=True)
     return ""
 
 
@@ -167,7 +169,7 @@ def paired(
         return None, grader.grade(attack, round, client, result, truth)[1]
     n, size = len(truth.y), len(result.x)
     if size < n:
-        example = grader.pairing(result.x, truth.x)
+        example = grader.modality.pairing(result.x, truth.x)
         part = Batch(truth.x[example], truth.y[example])
         _, rows = grader.grade(attack, round, client, replace(result, y=None), part)
         # labels against all of the client's: those of the nearest examples were chosen with a look at the truth
@@ -175,5 +177,5 @@ def paired(
         rows += [r for r in labels if r.metric == "label_accuracy"]
         return example, [replace(r, example=int(example[r.example])) if r.example >= 0 else r for r in rows]
     example = torch.full((size,), -1, dtype=torch.int64)
-    example[grader.pairing(truth.x, result.x)] = torch.arange(n)
+    example[grader.modality.pairing(truth.x, result.x)] = torch.arange(n)
     return example, grader.grade(attack, round, client, result, truth)[1]

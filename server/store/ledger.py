@@ -20,6 +20,8 @@ from fedgauge.server.store.ledger_types import (
 )
 from fedgauge.server.store.ledger_writes import JobQueue
 
+_MOST_DEVICES = 1 << 16  # letters of JSON: some hundred devices
+
 
 class Ledger(JobQueue, LedgerReads):
     """One run's ledger: what happened in its rounds, with the queue of attacks and all queries."""
@@ -70,7 +72,12 @@ class Ledger(JobQueue, LedgerReads):
         """How the last attack service uses its devices; none before its first wave, and of an older fedgauge."""
         found = []
         checks = typed_rows.columns(("device", "workers", "busy", "waves", "share"))
-        for device, row in json_table(self.meta().get(DEVICES, "{}"), self.path, "devices").items():
+        text = self.meta().get(DEVICES, "{}")
+        if len(text) > _MOST_DEVICES:
+            raise LedgerError(
+                f"{self.path} is damaged: its devices fill {len(text)} letters, expected at most {_MOST_DEVICES}"
+            )
+        for device, row in json_table(text, self.path, "devices").items():
             values = [sanitised(device), *(row if isinstance(row, list) else [])]
             try:
                 typed_rows.check(checks, values)

@@ -104,6 +104,17 @@ MIGRATIONS: tuple[str, ...] = (
     UPDATE attacks SET training = NULL WHERE NOT instr(knowledge, char(59) || ' ' || training);
     UPDATE attacks SET knowledge = replace(knowledge, char(59) || ' ' || training, '') WHERE training NOTNULL
     """,
+    # who graded a job, and why nobody did, was one text; `graded` is the reason now, empty where somebody graded
+    """
+    ALTER TABLE jobs ADD COLUMN graded_to REAL;
+    UPDATE jobs SET graded_to = CAST(substr(graded, 11, 20) AS REAL), graded = '' WHERE graded LIKE 'graded to %';
+    UPDATE jobs SET graded = '' WHERE graded LIKE 'graded against %';
+    UPDATE jobs SET graded = substr(graded, 13) WHERE graded LIKE 'not graded: %';
+    INSERT INTO meta SELECT 'ungraded', substr(value, instr(value, ': ') + 2) FROM (
+        SELECT substr(value, instr(value, 'not graded')) value FROM meta
+        WHERE key = 'grading' AND length(value) < 10000 AND instr(value, 'not graded')
+    ) WHERE instr(value, ': ')
+    """,
 )
 
 
@@ -250,10 +261,11 @@ class LedgerFile:
                     self._db.execute("PRAGMA synchronous = NORMAL")
                     if version < len(MIGRATIONS):
                         self._migrate()
+                self._db.row_factory = self._row
+                self._check_names()
         except (sqlite3.DatabaseError, UnicodeDecodeError, run_files.RefusedFile) as error:
             self._refuse_changed(error)
             raise self._unreadable(error) from error
-        self._db.row_factory = self._row
 
     def _opened(self, create: bool, readonly: bool) -> _Connection:
         # beside a new file SQLite still may have its journal
@@ -315,6 +327,14 @@ class LedgerFile:
                 raise LedgerError(f"{self.path} is not as fedgauge makes a ledger: see its {kind} {name:.60}")
         self._db.execute("COMMIT")
         return version
+
+    def _check_names(self) -> None:
+        """Read what queries compare and sort with every row of others: each is checked, and so is short."""
+        for columns, table in (("name", "attacks"), ("*", "numerics")):
+            if any(name == table for _, name, *_ in _schema(MIGRATIONS)):
+                # an index may say something else
+                for _ in self._db.execute(f"SELECT {columns} FROM {table} NOT INDEXED"):
+                    pass
 
     @property
     def stale(self) -> bool:

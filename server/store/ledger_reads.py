@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, wrong_client
-from fedgauge.attacks.plan import BASELINES, LIMITS, PlannedAttack
+from fedgauge.attacks.modality.registry import BASELINES
+from fedgauge.attacks.plan import LIMITS, PlannedAttack
 from fedgauge.server.store.ledger_connection import LedgerFile
 from fedgauge.server.store.ledger_types import DEPLOYMENT, UNGRADED, ScoreRow, planned_of
 
@@ -25,26 +26,29 @@ class LedgerReads(LedgerFile):
     def reasons(self, state: Literal["done", "failed"] = "done") -> list[sqlite3.Row]:
         """The reasons that finished (or failed) jobs gave, the commonest first: attack, reason, number of jobs."""
         return self._db.execute(
-            "SELECT a.name attack, j.error reason, count(*) jobs FROM jobs j JOIN attacks a ON a.id = j.attack_id"
-            " WHERE j.state = ? AND j.error IS NOT NULL GROUP BY a.id, j.error ORDER BY count(*) DESC, a.id, j.error",
+            "SELECT a.name attack, reason, jobs FROM (SELECT attack_id, error reason, count(*) jobs FROM jobs"
+            " WHERE state = ? AND error IS NOT NULL GROUP BY attack_id, error) JOIN attacks a ON a.id = attack_id"
+            " ORDER BY jobs DESC, a.id, reason",
             (state,),
         ).fetchall()
 
     def outcomes(self) -> list[sqlite3.Row]:
         """How the jobs of each attack ended: attack, status (an attack's own, or "failed"), number of jobs."""
         return self._db.execute(
-            "SELECT a.name attack, coalesce((SELECT min(s.status) FROM scores s WHERE s.job_id = j.id AND s.attack = a.name),"
-            " j.state) status, count(*) jobs FROM jobs j JOIN attacks a ON a.id = j.attack_id"
-            " WHERE j.state IN ('done', 'failed') GROUP BY a.id, 2 ORDER BY a.id, 2"
+            "SELECT a.name attack, outcome status, jobs FROM (SELECT j.attack_id, coalesce((SELECT min(s.status) FROM scores s"
+            " WHERE s.job_id = j.id AND s.attack = (SELECT name FROM attacks WHERE id = j.attack_id)), j.state) outcome,"
+            " count(*) jobs FROM jobs j WHERE j.state IN ('done', 'failed') GROUP BY j.attack_id, outcome)"
+            " JOIN attacks a ON a.id = attack_id ORDER BY a.id, outcome"
         ).fetchall()
 
     def numerics(self) -> list[sqlite3.Row]:
         """How attacks were computed, baselines and limits left out: device, name, precision, deterministic, torch, driver, jobs."""
         others = (*BASELINES, *LIMITS)
         return self._db.execute(
-            "SELECT n.device, n.name, n.precision, n.deterministic, n.torch, n.driver, count(*) jobs FROM jobs j"
-            " JOIN numerics n ON n.id = j.numerics_id JOIN attacks a ON a.id = j.attack_id"
-            f" WHERE a.name NOT IN ({', '.join('?' * len(others))}) GROUP BY n.id ORDER BY n.device, n.id",
+            "SELECT n.device, n.name, n.precision, n.deterministic, n.torch, n.driver, jobs FROM"
+            " (SELECT numerics_id, count(*) jobs FROM jobs WHERE attack_id IN (SELECT id FROM attacks"
+            f" WHERE name NOT IN ({', '.join('?' * len(others))})) GROUP BY numerics_id)"
+            " JOIN numerics n ON n.id = numerics_id ORDER BY n.device, n.id",
             others,
         ).fetchall()
 
@@ -80,9 +84,11 @@ class LedgerReads(LedgerFile):
     def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:
         """Score rows in a stable order: round, client, attack, example, metric, value, status, seconds, knowledge."""
         rows = self._db.execute(
-            "SELECT s.round, s.client, s.attack, s.example, s.metric, s.value, s.status, s.seconds,"
-            f" {_CARD} knowledge FROM scores s JOIN jobs j ON j.id = s.job_id JOIN attacks a ON a.id = j.attack_id"
-            " WHERE ?1 IS NULL OR s.metric = ?1 ORDER BY s.round, s.client, s.attack, s.example, s.metric",
+            "SELECT round, client, attack, example, metric, value, status, seconds,"
+            f" (SELECT {_CARD} FROM attacks a WHERE a.id = attack_id) knowledge FROM (SELECT s.*, j.attack_id FROM scores s"
+            " JOIN jobs j ON j.id = s.job_id JOIN attacks a ON a.id = j.attack_id WHERE ?1 IS NULL OR s.metric = ?1"
+            # with a limit it is sorted by itself, and not with every row's card
+            " ORDER BY s.round, s.client, s.attack, s.example, s.metric LIMIT -1)",
             (metric,),
         )
         rows.times = _CARDS

@@ -243,7 +243,8 @@ class JobQueue(LedgerFile):
             # `finished` stays: it must never shrink, as readers ask for what ended since
             db.executemany("DELETE FROM scores WHERE job_id = ?", [(i,) for i in ids])
             db.executemany(
-                "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL, memory = NULL,"
+                "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL, graded_to = NULL,"
+                " memory = NULL,"
                 " numerics_id = NULL,"
                 f" wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
                 [(wave, i) for i in ids],
@@ -259,18 +260,28 @@ class JobQueue(LedgerFile):
             again: also those that were graded, or that nobody could grade.
         """
         rows = self._db.execute(
-            "SELECT j.id, a.name attack, j.round, j.client, j.other, s.status, s.seconds, EXISTS (SELECT 1 FROM jobs w"
-            " WHERE w.round = j.round AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            "SELECT id, (SELECT name FROM attacks WHERE id = attack_id) attack, round, client, other, status, seconds, open FROM"
+            " (SELECT j.*, s.status, s.seconds, EXISTS (SELECT 1 FROM jobs w WHERE w.round = j.round"
+            " AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
             " JOIN scores s ON s.job_id = j.id AND s.metric = ? WHERE j.state = 'done' AND (j.graded IS NULL OR ?)"
-            " ORDER BY j.round, j.client, a.id",
+            " ORDER BY j.round, j.client, a.id LIMIT -1)",
             (OBJECTIVE, again),
         )
         return [Ungraded(**dict(row)) for row in rows]
 
-    def grade(self, job: int, rows: Sequence[ScoreRecord], note: str, afresh: bool = False) -> None:
-        """Write the scores of a finished job, with a note on who graded it, or why nobody did.
+    def grade(
+        self,
+        job: int,
+        rows: Sequence[ScoreRecord],
+        reason: str = "",
+        graded_to: float | None = None,
+        afresh: bool = False,
+    ) -> None:
+        """Write the scores of a finished job.
 
         Args:
+            reason: why nobody graded it; empty if somebody did.
+            graded_to: dB, to which the client that graded it rounds.
             afresh: they replace all earlier ones; whoever has read those reads all rows again.
         """
         with self._transaction() as db:
@@ -279,7 +290,9 @@ class JobQueue(LedgerFile):
             self._write_scores(db, job, rows)
             # readers ask for the jobs that ended since, so new scores make this one the latest
             newer = "(SELECT max(finished) + 1 FROM jobs)" if rows else "finished"
-            db.execute(f"UPDATE jobs SET graded = ?, finished = {newer} WHERE id = ?", (note, job))
+            db.execute(
+                f"UPDATE jobs SET graded = ?, graded_to = ?, finished = {newer} WHERE id = ?", (reason, graded_to, job)
+            )
 
     def ungrade(self, job: int, rows: Sequence[ScoreRecord]) -> None:
         """Take a finished job's grades back, as if nobody had graded it.
@@ -290,15 +303,16 @@ class JobQueue(LedgerFile):
         with self._transaction() as db:
             gone = db.execute("DELETE FROM scores WHERE job_id = ? AND metric != ?", (job, OBJECTIVE)).rowcount
             self._write_scores(db, job, rows)
-            db.execute("UPDATE jobs SET graded = NULL WHERE id = ?", (job,))
+            db.execute("UPDATE jobs SET graded = NULL, graded_to = NULL WHERE id = ?", (job,))
             if gone:
                 db.execute(_REREAD)
 
     def graded(self) -> list[sqlite3.Row]:
-        """Who graded the finished jobs, or why nobody did: attack, note (NULL: not yet asked), number of jobs."""
+        """How the finished jobs were graded: attack, reason why nobody did (NULL: not yet asked), graded_to, number of jobs."""
         return self._db.execute(
-            "SELECT a.name attack, j.graded note, count(*) jobs FROM jobs j JOIN attacks a ON a.id = j.attack_id"
-            " WHERE j.state = 'done' GROUP BY a.id, j.graded ORDER BY a.id, count(*) DESC, j.graded"
+            "SELECT a.name attack, reason, graded_to, jobs FROM (SELECT attack_id, graded reason, graded_to, count(*) jobs"
+            " FROM jobs WHERE state = 'done' GROUP BY attack_id, graded, graded_to) JOIN attacks a ON a.id = attack_id"
+            " ORDER BY a.id, jobs DESC, reason, graded_to"
         ).fetchall()
 
     def set_cards(self, cards: Mapping[str, str]) -> None:

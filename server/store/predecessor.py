@@ -41,7 +41,7 @@ def replaced(tables: Mapping[str, Any]) -> str:
 def _package(path: Path) -> bool:
     """Whether a run's list of versions names fedleak."""
     try:
-        return NAME in json.loads(run_files.read(path))["packages"]
+        return NAME in json.loads(run_files.read(path, run_files.MOST_VERSIONS))["packages"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 

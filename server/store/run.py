@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedgauge.attacks.modality.registry import MODALITIES
 from fedgauge.client.files import SCRAP
 from fedgauge.server.store import predecessor, run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.tape import Tape, TapeError, read_tensors, sweep, write_bytes, write_tensors
+from fedgauge.server.store.tape import Tape, TapeError, read_tensors, sweep, write_tensors
 from fedgauge.server.store.typed_rows import MOST
 
 ROUNDS = ("tape", "reconstructions", "memories")  # folders whose files are named by their round
@@ -53,9 +54,10 @@ class Run:
         for part in ("tape", "reconstructions", "logs"):
             (folder / part).mkdir(mode=0o700)
         run = cls(folder)
-        write_bytes(folder / "scenario.toml", scenario.to_toml().encode())
+        run_files.write(folder / "scenario.toml", scenario.to_toml().encode())
         if weights := scenario.protocol.model.get("weights"):
-            shutil.copyfile(weights, run._private(WEIGHTS))
+            with open(weights, "rb") as given, run_files.replacing(folder / WEIGHTS) as copy:
+                shutil.copyfileobj(given, copy)
         unfinished = run._private(".part-ledger.sqlite")  # SQLite gives its own files beside a ledger the ledger's mode
         Ledger(unfinished, create=True).close()
         # complete from the first moment, as another process may wait for it
@@ -233,10 +235,8 @@ class Run:
 def _misshapen(tensors: Mapping[str, Tensor]) -> str:
     """Why these are not what an attack leaves of a wave's client; empty if they are."""
     x, y, example = (tensors.get(name) for name in ("x", "y", "example"))
-    if x is not None:
-        image = x.dim() == 4 and x.shape[1] in (1, 3) and (x.is_floating_point() or x.dtype == torch.uint8)
-        if not image and not (x.dim() == 2 and x.dtype == torch.int64):
-            return f"x is {_kind(x)}"
+    if x is not None and not any(modality.holds(x) for modality in MODALITIES.values()):
+        return f"x is {_kind(x)}"
     if y is not None:
         labels = y.dim() == 2 or (y.dim() == 1 and not y.is_floating_point() and _within(y, 0))
         if not labels or (x is not None and len(y) != len(x)):

@@ -5,6 +5,7 @@ name in the one that is open, and then the file: whoever replaces a part of the 
 """
 
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -12,11 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+from unicodedata import category
 
 from fedgauge.client.files import SCRAP, read_to, replacing_in
 
 FOLDERS = ("tape", "reconstructions", "memories", "logs", "tensorboard")
 MOST_TEXT = 64 << 20  # bytes of a file of JSON or TOML
+MOST_VERSIONS = 1 << 20  # of environment.json
 _FILES = (".toml", ".json", ".sqlite", "-wal", "-shm", ".safetensors", ".lock", ".html", ".pdf", ".parquet", ".log")
 _DEEPEST = 6  # folders within folders: TensorBoard's are the deepest
 _KINDS = (
@@ -36,14 +39,14 @@ class RefusedFile(LedgerError, OSError):
     """Something in a run's folder is not what a run keeps there; the message says what it is, and what to do."""
 
 
-def _check(found: os.stat_result, path: Path, folder: bool = False, alone: bool = False) -> None:
+def _check(found: os.stat_result, path: Path | str, folder: bool = False, alone: bool = False) -> None:
     wanted = "a folder" if folder else "a file"
     kind = next((word for is_kind, word in _KINDS if is_kind(found.st_mode)), "a device")
     if kind != wanted:
         raise RefusedFile(
             f"{path} is {kind} where a run has {wanted}; nothing in a run's folder is followed: put {wanted} there, or delete it"
         )
-    if os.geteuid() not in (0, found.st_uid) and _owner_of_ours(found.st_dev, path.parent) != found.st_uid:
+    if os.geteuid() not in (0, found.st_uid) and _owner_of_ours(found.st_dev, Path(path).parent) != found.st_uid:
         raise RefusedFile(
             f"{path} belongs to another user (number {found.st_uid}): copy the run, which makes it yours, and open the copy"
         )
@@ -118,8 +121,8 @@ def _open_folder(path: Path, name: Path | str, at: int | None = None) -> int:
 
 
 def printable(text: object) -> str:
-    """Names and words from elsewhere as a terminal may show them: all that is no letter, sign or line end is a space."""
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in str(text))
+    """Names and words from elsewhere as a terminal may show them: all that is no letter, sign, space or line end is a space."""
+    return "".join(c if c.isprintable() or c == "\n" or category(c) == "Zs" else " " for c in str(text))
 
 
 def look(path: Path, alone: bool = False) -> os.stat_result | None:
@@ -180,6 +183,37 @@ def write(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+@contextmanager
+def new_folder(run: Path, name: str | None = None) -> Iterator[Path]:
+    """A new folder in a run's for those who write by path, under a path that (on Linux) leads there whatever becomes of the run's.
+
+    Args:
+        name: of the run's folder that it replaces at the end; None: it is deleted.
+    """
+    scratch = f"{SCRAP}{secrets.token_hex(8)}"
+    with _folder(run) as at:
+        os.mkdir(scratch, 0o700, dir_fd=at)
+        try:
+            inner = _open_folder(run / scratch, scratch, at)
+            try:
+                owner = os.fstat(inner).st_uid
+                if owner != os.geteuid() and owner != _owner_of_ours(os.fstat(inner).st_dev, run):
+                    raise RefusedFile(
+                        f"{run / scratch} was replaced while it was made: copy the run, and open the copy"
+                    )
+                os.mkdir("new", 0o700, dir_fd=inner)
+                place = Path(f"/proc/{os.getpid()}/fd/{inner}")
+                yield (place if place.exists() else run / scratch) / "new"
+                if name is not None:
+                    with suppress(FileNotFoundError):
+                        os.rename(name, "old", src_dir_fd=at, dst_dir_fd=inner)
+                    os.rename("new", name, src_dir_fd=inner, dst_dir_fd=at)
+            finally:
+                os.close(inner)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True, dir_fd=at)
+
+
 def delete(path: Path, run: Path | None = None) -> None:
     """Delete a file, or a link itself; one that is missing stays so.
 
@@ -232,7 +266,7 @@ def check(folder: Path, whole: bool = True) -> None:
             if scrap and (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) and not depth):
                 continue
             wanted = name in FOLDERS or not scrap and not name.endswith(_FILES) and stat.S_ISDIR(found.st_mode)
-            _check(found, here / name, folder=wanted)
+            _check(found, f"{here}/{name}", folder=wanted)  # to make a Path of each would take half of the time
             if wanted and whole:
                 waiting.append((here / name, depth + 1))
 

@@ -19,10 +19,11 @@ from fedgauge.attacks.limits import known_noise
 from fedgauge.attacks.malicious import targeting
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.malicious.targeting import TargetedServerAttack
-from fedgauge.attacks.plan import IMAGE_BASELINES, LIMITS, TEXT_BASELINES, AttackPlan
+from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce, with_absolute_paths
-from fedgauge.client.data.corpora import Text
 from fedgauge.client.federation import DATASET, Federation
 from fedgauge.client.files import read_file
 from fedgauge.client.inspection.policy import fingerprint
@@ -210,12 +211,14 @@ class Scenario:
         targeting.check(server_attack, federation)
         attacks = coerce(tables.get("attack", []), list, "[[attack]]")
         audit = _table(tables, "audit", (*_PLAN, *_names(AuditOptions)))
+        modality = type(modality_of(federation.shards.dataset))
         plan = AttackPlan.from_tables(
             [coerce(t, dict, f"[[attack]] #{i}") for i, t in enumerate(attacks, 1)],
             {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}},
             protocol.rounds,
             protocol.clients,
-            *_limits_and_baselines(federation),
+            _limits(federation, modality),
+            modality,
         )
         _check_secure_sum(protocol, strategy, plan)
         targeting.check_decoders(server_attack, plan.attacks, protocol.secure_sum is not None)
@@ -284,12 +287,12 @@ def _agreed(malicious: Table, honest: Table) -> Table:
     return {**malicious, "guard": {**guard, "architecture": fingerprint(model)}}
 
 
-def _limits_and_baselines(federation: Federation) -> tuple[Sequence[str], Sequence[str]]:
-    """What is run beside the attacks: limits (of images, under a known noise), and the baselines for the kind of examples."""
-    if isinstance(federation.shards.dataset, Text):
-        return (), TEXT_BASELINES
+def _limits(federation: Federation, modality: type[Modality]) -> Sequence[str]:
+    """The limits that run beside the attacks: those of the examples' kind, under a known noise."""
+    if not modality.limits:
+        return ()
     noise = known_noise(federation.as_seen(federation.chain, len(federation.protocol.groups(1)[0])))
-    return LIMITS if noise else (), IMAGE_BASELINES
+    return modality.limits if noise else ()
 
 
 def _absolute_paths(tables: Table) -> Table:

@@ -52,7 +52,9 @@ COLUMNS: dict[str, tuple[Fits, str]] = {
     **dict.fromkeys(("open", "remembers", "deterministic", "flat"), (whole(0, 1), "0 or 1")),
     "alarm": (or_null(whole(0, 1)), "0 or 1, or nothing"),
     **dict.fromkeys(("id", "attack_id", "wave", "seed"), (_ID, "a whole number")),
-    **dict.fromkeys(("value", "accuracy", "loss", "best", "mean", "suspicion"), (or_null(number), "a number, or nothing")),
+    **dict.fromkeys(
+        ("value", "accuracy", "loss", "best", "mean", "suspicion", "graded_to"), (or_null(number), "a number, or nothing")
+    ),
     **dict.fromkeys(("seconds", "intercept_seconds", "span"), (or_null(_seconds), "a number of seconds, or nothing")),
     **dict.fromkeys(("name", "attack", "status", "state", "metric", "key"), (_NAME, f"a text of at most {_SHORT} letters")),
     **dict.fromkeys(("device", "precision", "torch", "driver"), (_NAME, f"a text of at most {_SHORT} letters")),
@@ -61,12 +63,12 @@ COLUMNS: dict[str, tuple[Fits, str]] = {
     **dict.fromkeys(("planned", "knowledge"), (text(), f"a text of at most {_LONGEST} letters")),
     "fact": (text(_LONG), f"a text of at most {_LONG} letters"),
     **dict.fromkeys(
-        ("reason", "error", "note", "metrics", "training", "grading"),
+        ("reason", "error", "metrics", "training", "grading"),
         (or_null(text()), f"a text of at most {_LONGEST} letters, or nothing"),
     ),
 }  # fmt: skip
 
-LONG = frozenset(("planned", "knowledge", "fact", "reason", "error", "note", "metrics", "training", "grading"))
+LONG = frozenset(("planned", "knowledge", "fact", "reason", "error", "metrics", "training", "grading"))
 
 
 class WrongValue(ValueError):

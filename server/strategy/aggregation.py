@@ -26,9 +26,6 @@ from fedgauge.server.strategy.strategy_state import StateSnapshot, not_finite
 
 UNLIKE = "its records or arrays have other names than the other clients', and the strategy takes one form only"
 MOST_NAMES = 3  # of arrays, in a sentence
-MOST_SWAPPED = (
-    16  # replies of which each is swapped for another's, to find who makes a strategy fail that needs them all
-)
 Usable = Callable[[Params, Mapping[str, Tensor]], str]
 
 
@@ -244,16 +241,33 @@ class _Attempts:
         sizes = [round_checks.norm(reply.update) + round_checks.norm(reply.moved(self.at.buffers)) for reply in replies]
         if found := round_checks.spoilers(sizes, lambda part: sound(self.of([kept[i] for i in part]))):
             return [kept[i] for i in found]
-        if result.fault and 2 < len(kept) <= MOST_SWAPPED:  # a strategy may need as many as were asked
-            following = dict(zip(kept, [*kept[1:], kept[0]], strict=True))
-            swapped = {i: [contents[following[i]] if j == i else c for j, c in enumerate(contents)] for i in kept}
-            helped = [i for i in kept if sound(self.of(kept, swapped[i]))]
-            if len(helped) == 1:
-                return helped
+        if result.fault and (found := self._replaced([i for _, i in sorted(zip(sizes, kept, strict=True))], sound)):
+            return found
         alike = ([content] * len(contents) for content in contents)
         if result.error is not None and len(kept) > 1 and all(self.of(kept, said).error for said in alike):
             self.state.restore()
             raise result.error
+        return []
+
+    def _replaced(self, ordered: Sequence[int], sound: Callable[[Aggregate], bool]) -> list[int]:
+        """Who must send what another client has sent for a sound result, where a strategy needs all replies; few, or nobody.
+
+        Args:
+            ordered: who may be found, the smallest update first: where one of two must go it is then the larger.
+        """
+        most = min(round_checks.ONE_BY_ONE, (len(ordered) - 1) // 2)
+        for other in ordered[: most + 1]:  # of so many one at least is none of those to be found
+
+            def fits(own: Sequence[int], other: int = other) -> bool:
+                of_other = {*ordered} - {*own}
+                said = [self.contents[other] if i in of_other else content for i, content in enumerate(self.contents)]
+                return sound(self.of(self.kept, said))
+
+            if fits([]):
+                rest = [i for i in ordered if i != other]
+                found = {*rest} - {*reply_checks.harmless(rest, fits, most)}
+                if 0 < len(found) <= most:
+                    return sorted(found)
         return []
 
     def with_figures_of_most(self, result: Aggregate) -> tuple[Aggregate, list[str]]:

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord, has_images
-from fedgauge.attacks.plan import BASELINES
+from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import STARTED, UNGRADED, Ungraded, sanitised
 from fedgauge.server.store.run import Run
@@ -160,18 +160,18 @@ class Grader:
             rows += [ScoreRecord(job.round, client, name, i, "psnr", v, status, job.seconds) for i, v in values]
         reply = replies.get(job.client, GradingReply(otherwise="it was not connected"))
         reason = reply.reason(attack)
-        note = f"not graded: {reason}" if reason else f"graded to {reply.precision:g} dB"
-        self.ledger.grade(job.id, rows, note)
+        self.ledger.grade(job.id, rows, reason, None if reason else reply.precision)
 
     def _summarise(self) -> None:
         """Write who graded, for each attack and for the whole run."""
         notes: dict[str, list[Any]] = defaultdict(list)
         for row in self.ledger.graded():
-            if row["note"] is not None and row["note"] != NOTHING:
+            if row["reason"] is not None and row["reason"] != NOTHING:
                 notes[row["attack"]].append(row)
         self.ledger.set_grading({name: grading_summary(rows) for name, rows in notes.items()})
+        every = [row for rows in notes.values() for row in rows]
         self.ledger.set_meta(
-            grading=grading_summary([row for rows in notes.values() for row in rows]) if notes else "not graded"
+            grading=grading_summary(every) if every else "not graded", ungraded=ungraded_reasons(every)
         )
 
 
@@ -181,8 +181,8 @@ def grading_summary(rows: Sequence[Any]) -> str:
     Args:
         rows: as Ledger.graded gives them.
     """
-    graded = sorted({row["note"].removeprefix("graded to ") for row in rows if row["note"].startswith("graded")})
-    rest = [row for row in rows if row["note"].startswith("not graded")]
+    graded = sorted({f"{row['graded_to']:g} dB" for row in rows if not row["reason"]})
+    rest = [row for row in rows if row["reason"]]
     named = [
         *graded[:MOST_PRECISIONS],
         *([f"{len(graded) - MOST_PRECISIONS} more"] if len(graded) > MOST_PRECISIONS else []),
@@ -190,11 +190,16 @@ def grading_summary(rows: Sequence[Any]) -> str:
     parts = [f"graded by the clients, to {' and '.join(named)}"] if graded else []
     if rest:
         count, all_of_them = sum(row["jobs"] for row in rest), sum(row["jobs"] for row in rows)
-        reasons = sorted({row["note"].partition(": ")[2] for row in rest})
         share = f" ({count} of {all_of_them})" if graded else ""
-        more = f", and {len(reasons) - 2} more reasons" if len(reasons) > 2 else ""
-        parts.append(f"not graded{share}: {', '.join(reasons[:2])}{more}")
+        parts.append(f"not graded{share}: {ungraded_reasons(rest)}")
     return "; ".join(parts)
+
+
+def ungraded_reasons(rows: Sequence[Any]) -> str:
+    """Why some jobs have no grade; empty if all have one."""
+    reasons = sorted({row["reason"] for row in rows if row["reason"]})
+    more = f", and {len(reasons) - 2} more reasons" if len(reasons) > 2 else ""
+    return ", ".join(reasons[:2]) + more
 
 
 def _other(job: Ungraded) -> int | None:

@@ -153,16 +153,24 @@ def commonest(forms: Sequence[_Form]) -> _Form | None:
     return ranked[0][0] if ranked and (len(ranked) < 2 or ranked[0][1] > ranked[1][1]) else None
 
 
-def harmless(suspects: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> list[int]:
-    """As many suspects as fit beside the others together; halves of them are tried, so that few harmful ones cost few tries."""
-    found = list[int]()
+def harmless(suspects: Sequence[int], fits: Callable[[Sequence[int]], bool], most: float = math.inf) -> list[int]:
+    """As many suspects as fit beside the others together; halves of them are tried, so that few harmful ones cost few tries.
+
+    Args:
+        most: with more harmful suspects the rest are not tried, and count as harmful.
+    """
+    found, harmful = list[int](), list[int]()
 
     def put_back(part: Sequence[int]) -> None:
+        if len(harmful) > most:
+            return
         if fits([*found, *part]):
             found.extend(part)
         elif len(part) > 1:
             put_back(part[: len(part) // 2])
             put_back(part[len(part) // 2 :])
+        else:
+            harmful.extend(part)
 
     put_back(suspects)
     return found

@@ -133,6 +133,17 @@ def innermost(strategy: Strategy) -> Strategy:
     return strategy
 
 
+def check_kinds(strategy: Strategy, arrays: Params) -> None:
+    """ValueError if a strategy of Flower's fails over arrays of such dtypes, whatever the clients answer."""
+    whole = [name for name, t in arrays.items() if not t.is_floating_point()]
+    if whole and type(innermost(strategy)).aggregate_train is QFedAvg.aggregate_train:
+        raise ValueError(
+            f"Flower's QFedAvg multiplies each array by a fraction in its place, which fails for whole numbers: {whole[0]} is of "
+            f"{arrays[whole[0]].dtype}. Let server and clients send floating-point arrays alone, {{k: t for k, t in "
+            "model.state_dict().items() if t.is_floating_point()}, and load them with strict=False"
+        )
+
+
 def may_weigh_by_examples(strategy: Strategy) -> bool:
     """Whether a strategy averages replies by examples, as far as can be known: a user's own may."""
     return not isinstance(innermost(strategy), UNWEIGHTED)

@@ -115,8 +115,13 @@ class UpdateValidator(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Let the wrapped strategy choose clients; remember what was sent, and to whom."""
+        """Let the wrapped strategy choose clients; remember what was sent, and to whom.
+
+        Raises:
+            ValueError: the strategy would fail over arrays of such dtypes.
+        """
         self._params = dict(arrays.to_torch_state_dict())
+        round_checks.check_kinds(self.inner, self._params)
         random.seed(seed_of(self.seed, "sample", server_round))  # Flower's strategies sample with the global generator
         messages = list(
             self.inner.configure_train(

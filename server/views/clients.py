@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER, LABELS
 from fedgauge.server.views import formatting
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Floats
@@ -28,11 +28,11 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
     rounds = np.unique(rows.round).tolist()
     return {
         "metric": metric,
-        "label": formatting.LABELS.get(metric, metric),
+        "label": LABELS.get(metric, metric),
         "ungraded": count_ungraded(reading.scores),
         "attack": attack or "",
         "attacks": [a for a in reading.order if is_attack(a)],
-        "metrics": [{"name": m, "label": formatting.LABELS.get(m, m)} for m in reading.metrics],
+        "metrics": [{"name": m, "label": LABELS.get(m, m)} for m in reading.metrics],
         "rounds": rounds,
         "clients": ids,
         "z": [

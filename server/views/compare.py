@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER, LABELS
 from fedgauge.server.views import formatting
 from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.overview import privacy, rate_in_numbers
@@ -24,8 +24,8 @@ def compare(readings: Sequence[Reading], metric: str) -> dict[str, Any]:
     metrics = [m for m in HIGHER_IS_BETTER if any(m in reading.metrics for reading in readings)]
     return {
         "metric": metric,
-        "label": formatting.LABELS.get(metric, metric),
-        "metrics": [{"name": m, "label": formatting.LABELS.get(m, m)} for m in metrics],
+        "label": LABELS.get(metric, metric),
+        "metrics": [{"name": m, "label": LABELS.get(m, m)} for m in metrics],
         "lower_is_worse": not HIGHER_IS_BETTER[metric],
         "ceiling": formatting.ceiling(metric),
         "runs": [_run(name, r, metric) for name, r in named],

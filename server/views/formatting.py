@@ -4,31 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER, PSNR_CAP
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER, LABELS
 from fedgauge.attacks.plan import describe
 from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.roles import is_limit
 
-LABELS = {
-    "psnr": "PSNR (dB)",
-    "ssim": "SSIM",
-    "mse": "MSE (lower leaks more)",
-    "identified": "identified (part of the images)",
-    "label_accuracy": "label accuracy",
-    "lpips_alex": "LPIPS, AlexNet (lower leaks more)",
-    "lpips_vgg": "LPIPS, VGG16 (lower leaks more)",
-    "psnr_augmented": "PSNR (dB) to what was trained on",
-    "ssim_augmented": "SSIM to what was trained on",
-    "mse_augmented": "MSE to what was trained on (lower leaks more)",
-    "rouge1": "ROUGE-1 (%)",
-    "rouge2": "ROUGE-2 (%)",
-    "rougeL": "ROUGE-L (%)",
-    "token_accuracy": "words in their places (%)",
-    "exact": "exact sentences (%)",
-    "rouge1_special": "ROUGE-1 with special tokens (%)",
-    "rouge2_special": "ROUGE-2 with special tokens (%)",
-    "rougeL_special": "ROUGE-L with special tokens (%)",
-}
 ENDED = {"converged": "finished"}  # an attack that ran its schedule to the end is not known to have converged
 RATES = ("identified",)  # 0 or 1 per example, so no worst case, and Wilson intervals
 

@@ -1,7 +1,6 @@
 """The gallery: private examples beside the attacks' reconstructions, one page at a time."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,8 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
+from fedgauge.attacks.modality.base import Mark, Modality
+from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.modality.registry import modality_measured, modality_of
 from fedgauge.client.components import SpecError
-from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Shards
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.views import formatting
@@ -20,7 +21,7 @@ from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.png import SMALL, png, reconstruction
 from fedgauge.server.views.reading import Reading, most_examples
 from fedgauge.server.views.roles import is_attack, planned_attacks
-from fedgauge.server.views.scores import OF_TEXT, Scores
+from fedgauge.server.views.scores import Scores
 
 WORD_BYTES = 40  # per marked word
 PAGE_BYTES = 1_500_000  # of images in one answer
@@ -28,7 +29,6 @@ PAGE = (6, 60)  # cards in one answer, at least and at most
 NO_TRUTH, NOT_HERE, NOT_GRADED = "the truth stays with the client", "no truth here", "not graded"
 
 Sort = Literal["leak", "hidden", "client"]
-Mark = Literal["right", "misplaced", "wrong"]
 
 
 @dataclass(frozen=True)
@@ -151,18 +151,16 @@ class Gallery:
 
     @property
     def kind(self) -> Literal["image", "text"]:
-        """What was attacked."""
-        ungraded_text = self.reading.ledger.deployed and self.text is not None
-        return "text" if self.reading.scores.measure == OF_TEXT or ungraded_text else "image"
+        """How what was attacked is shown."""
+        return (self.modality or modality_measured(self.reading.scores.metrics)).shown_as
 
     @cached_property
-    def text(self) -> Text | None:
-        """Sentences like the private ones, if these are sentences: the data itself, or in a deployment the public data."""
+    def modality(self) -> Modality | None:
+        """The kind of the private data, or in a deployment of the public data; None if neither is on this machine."""
         try:
-            dataset = self.reading.scenario.federation.shards.dataset
+            return modality_of(self.reading.scenario.federation.shards.dataset)
         except SpecError:
             return None
-        return dataset if isinstance(dataset, Text) else None
 
     @cached_property
     def psnr(self) -> Scores:
@@ -226,6 +224,7 @@ class Gallery:
         shown = chosen.where(slice(query.offset, query.offset + size))
         return {
             "kind": self.kind,
+            "noun": self.reading.scores.measure.private,
             "rounds": self.rounds,
             "clients": np.unique(everything.client).tolist(),
             "attacks": self.attacks,
@@ -264,8 +263,8 @@ class Gallery:
     @property
     def example_bytes(self) -> int:
         """The size of one image in base64, if it cannot be compressed; the approximate size of a sentence."""
-        if self.text is not None:
-            return WORD_BYTES * self.text.shape[0]
+        if self.modality is not None and self.kind == "text":
+            return WORD_BYTES * self.modality.dataset.shape[0]
         channels, height, width = self._shape
         return channels * min(height, SMALL) * min(width, SMALL) * 4 // 3
 
@@ -300,11 +299,13 @@ class Gallery:
             example=example,
             image=row,
             why=why,
-            truth=None if truth is None or self.text else png(truth[0], SMALL),
+            truth=None if truth is None or self.kind == "text" else png(truth[0], SMALL),
             label=None if truth is None else truth[1],
             label_name=self.label_name(truth[1]) if truth and truth[1] is not None else "",
             tiles=tuple(self._tile(a, round, client, example) for a in attacks if (round, a) in self.cells),
-            truth_words=tuple(token_strings(truth[0], self.text)) if truth and self.text else None,
+            truth_words=tuple(self.modality.words(truth[0]))
+            if truth and self.modality and self.kind == "text"
+            else None,
             absent="" if truth is not None else NO_TRUTH if self.reading.ledger.deployed else NOT_HERE,
         )
 
@@ -332,16 +333,15 @@ class Gallery:
         if isinstance(tensors, str):
             return Tile(attack, None, shown, exact, f"file {tensors}; {note}")
         # the file may hold sentences, which no score row shows here, or fewer images than the client claims to have
-        shape = 2 if self.text is not None else 4
         x = tensors.get("x")
-        if x is None or x.dim() != shape or example >= len(x):
+        if x is None or not (self.modality or ImageModality).holds(x) or example >= len(x):
             return Tile(attack, None, shown, exact, note if status == UNGRADED else f"file damaged; {note}")
         label = self._label(tensors.get("y"), round, client, example, attack)
         traced = "trace_x" in tensors
         if self.kind == "image":
-            return Tile(attack, png(tensors["x"][example], SMALL), shown, exact, note, label, traced)
+            return Tile(attack, png(x[example], SMALL), shown, exact, note, label, traced)
         truth, _ = self._truth(round, client, example)
-        written = marked(tensors["x"][example], truth[0] if truth else None, self.text) if self.text else None
+        written = self.modality.marked(x[example], truth[0] if truth else None) if self.modality else None
         return Tile(attack, None, shown, exact, note, label, traced, written)
 
     def _ungraded(self, round: int, client: int, attack: str) -> str:
@@ -359,28 +359,6 @@ class Gallery:
         truth, _ = self._truth(round, client, example)
         right = "" if truth is None else " ✓" if truth[1] == guess else " ✗"
         return f"{self.label_name(guess)}{right}"
-
-
-def token_strings(x: Tensor, text: Text) -> list[str]:
-    """A sentence's tokens as text, without padding."""
-    return text.tokenizer.tokens(x[x != text.tokenizer.pad].tolist())
-
-
-def marked(guess: Tensor, truth: Tensor | None, text: Text) -> tuple[tuple[str, Mark], ...]:
-    """A guess's tokens, each right in its place, misplaced (the truth has it elsewhere) or wrong; without truth, all are wrong."""
-    tokenizer, pad = text.tokenizer, text.tokenizer.pad
-    ids: list[int] = guess.tolist()
-    true: list[int] = [] if truth is None else truth.tolist()
-    here = [i < len(true) and true[i] == token for i, token in enumerate(ids)]
-    spare = Counter(token for i, token in enumerate(true) if not (i < len(here) and here[i]))
-    marks: list[tuple[str, Mark]] = []
-    for token, right in zip(ids, here, strict=True):
-        if token == pad:
-            continue
-        mark: Mark = "right" if right else "misplaced" if spare[token] > 0 else "wrong"
-        spare[token] -= mark == "misplaced"
-        marks.append((tokenizer.tokens([token])[0], mark))
-    return tuple(marks)
 
 
 def worst_cases(gallery: Gallery, count: int) -> list[dict[str, Any]]:

@@ -1,14 +1,14 @@
 """How much each attack brought back: by round, over all rounds, and beside the best baseline and the accuracy."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import UNGRADED
+from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
 from fedgauge.server.views.roles import attack_order, is_attack, is_baseline
 from fedgauge.server.views.scores import Scores, capped
@@ -110,6 +110,64 @@ def as_rate(leak: Leak) -> Rate:
     """A Leak of a metric that is 0 or 1 (identified) as a rate."""
     # clipped, as a ledger from elsewhere may hold any number
     return Rate(round(min(max(leak.mean or 0.0, 0.0), 1.0) * leak.n), leak.n)
+
+
+class Snapshot:
+    """The scores of a ledger as read so far, and how much came back by them; only what is new is read and computed."""
+
+    def __init__(self) -> None:
+        self._forget()
+        self._retried: str | None = None
+
+    def _forget(self) -> None:
+        self.scores, self._finished = Scores.empty(), 0
+        self._by_round: dict[str, dict[int, list[Leak]]] = {}
+        self._pooled: dict[str, list[Leak]] = {}
+
+    def read(self, ledger: Ledger) -> set[int]:
+        """Read what is new, all of one moment (`Ledger.snapshot`); returns the rounds that it changes."""
+        if (retried := ledger.meta().get("retried")) != self._retried:  # rows that were read are deleted by now
+            self._retried = retried
+            self._forget()
+        if (finished := ledger.finished()) <= self._finished:
+            return set()
+        touched: set[int] = set()
+        self.scores = self.scores.extended(_noting(ledger.scores_since(self._finished), touched))
+        for rounds in self._by_round.values():
+            for round in touched:
+                rounds.pop(round, None)
+        self._pooled.clear()
+        self._finished = finished
+        return touched
+
+    def of_round(self, metric: str, round: int) -> list[Leak]:
+        """The Leaks of one round."""
+        self._compute(metric, [round])
+        return self._by_round[metric][round]
+
+    def leaks(self, metric: str) -> list[Leak]:
+        """The same as `leakage`."""
+        rounds = np.unique(self.scores.round).tolist()
+        self._compute(metric, rounds)
+        if metric not in self._pooled:
+            self._pooled[metric] = leakage_of_all(self.scores, metric)
+        known = self._by_round[metric]
+        return [leak for round in rounds for leak in known[round]] + self._pooled[metric]
+
+    def _compute(self, metric: str, rounds: Sequence[int]) -> None:
+        known = self._by_round.setdefault(metric, {})
+        if missing := [round for round in rounds if round not in known]:
+            known |= {round: [] for round in missing}
+            for leak in leakage_by_round(self.scores.where(np.isin(self.scores.round, missing)), metric):
+                assert leak.round is not None
+                known[leak.round].append(leak)
+
+
+def _noting(rows: Iterable[ScoreRow], rounds: set[int]) -> Iterator[ScoreRow]:
+    """Pass the rows on, and collect their rounds."""
+    for row in rows:
+        rounds.add(row[0])
+        yield row
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import math
 import shlex
 from collections.abc import Iterator
 
-from fedgauge.attacks.grading.image_metrics import LPIPS_PIXELS
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
+from fedgauge.attacks.modality.image_metrics import LPIPS_PIXELS
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_types import EMPTY, MORE_NOTED, ROUND_NOTE, USUAL_NORM, json_table
 from fedgauge.server.views.outcomes import failure

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeGuard
 
-from fedgauge.attacks.grading.image_metrics import PSNR_CAP
 from fedgauge.attacks.limits import known_noise
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP
+from fedgauge.attacks.modality.registry import LABELS, modality_of
 from fedgauge.attacks.plan import describe
 from fedgauge.client.components import SpecError
 from fedgauge.defenses.accounting import privacy_statement
@@ -15,7 +16,7 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_types import json_table
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import formatting, server_attacks
-from fedgauge.server.views.formatting import LABELS, RATES, percent, rounded
+from fedgauge.server.views.formatting import RATES, percent, rounded
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.notices import notices
@@ -23,7 +24,6 @@ from fedgauge.server.views.outcomes import attacked_on, device_use
 from fedgauge.server.views.participation import app_clients, rounds_seen
 from fedgauge.server.views.reading import Reading, most_examples
 from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, planned_attacks, role_of
-from fedgauge.server.views.scores import OF_TEXT
 from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
 from fedgauge.server.views.ungraded import ungraded_table
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
@@ -286,10 +286,10 @@ def limit(reading: Reading) -> dict[str, Any]:
         parts = planned[0]["knowledge"].split("; ")
         return {"state": "drawn" if drawn else "pending", "parts": parts}
     try:
-        chain = reading.scenario.federation.chain
+        chain, dataset = reading.scenario.federation.chain, reading.scenario.federation.shards.dataset
     except SpecError:
         return {"state": "unknown", "parts": []}
-    if reading.scores.measure == OF_TEXT:  # of text the limit is unknown, unless nothing is hidden
+    if not modality_of(dataset).limits:  # the limit is unknown, unless nothing is hidden
         return {
             "state": "unknown" if chain.update_distribution is None or chain.update_distribution.noisy else "none",
             "parts": [],
@@ -368,6 +368,6 @@ def environment(reading: Reading) -> Any:
     """Versions and hardware of the run; None if they were not recorded."""
     path = reading.run.folder / "environment.json"
     try:
-        return json.loads(run_files.read(path)) if run_files.look(path) else None
+        return json.loads(run_files.read(path, run_files.MOST_VERSIONS)) if run_files.look(path) else None
     except (OSError, ValueError, RecursionError) as error:
         return f"{path.name} cannot be read: {error}"

@@ -3,12 +3,12 @@
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Literal, TypeVar
 
-import numpy as np
+from xxhash import xxh3_64_hexdigest
 
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
@@ -18,11 +18,11 @@ from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerChanged, LedgerError
-from fedgauge.server.store.ledger_types import EMPTY, ScoreRow
+from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tester_truth import TesterTruth
-from fedgauge.server.views.leakage import Leak, leakage_by_round, leakage_of_all
+from fedgauge.server.views.leakage import Leak, Snapshot
 from fedgauge.server.views.roles import attack_order
 from fedgauge.server.views.scores import Scores, known_metrics
 
@@ -53,7 +53,8 @@ def version_of(run: Run, ledger: Ledger) -> str:
     p = ledger.progress()
     gpus = [n for of in ledger.devices() if of.device != "cpu" for n in (of.busy, of.waves)]
     counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round(), *gpus)
-    return "-".join(map(str, (*counts, state_of(run, ledger), ledger.meta().get("replay", "")))).replace(" ", "_")
+    told = (*counts, state_of(run, ledger), ledger.meta().get("replay", ""))
+    return xxh3_64_hexdigest(repr(told).encode(errors="replace"))
 
 
 def tables_of(run: Run) -> dict[str, Any]:
@@ -104,16 +105,13 @@ class Reading:
         self._torn = False
         self.inode = self.ledger.path.stat().st_ino
         self.tables = tables_of(run)
-        self.scores = Scores.empty()
+        self.snapshot = Snapshot()
         self.rounds: dict[int, Mapping[str, Any]] = {}
         self.sizes: dict[tuple[int, int], int] = {}
         self.participation: Counter[tuple[int, str]] = Counter()  # (client, status)
         self.missed: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (status, reason): (client, round)
         self.version = ""
-        self._finished = 0
-        self._retried: str | None = None
         self._seen = 0  # the last round whose observations were read
-        self._leaks: dict[str, dict[int, list[Leak]]] = {}
         self._views: dict[Any, Any] = {}
         self._kept: dict[Any, Any] = {}
         self._scenario: Scenario | str | None = None
@@ -162,16 +160,7 @@ class Reading:
             self.participation[o["client"], o["status"]] += 1
             if o["status"] != "accepted":
                 self.missed.setdefault((o["status"], o["reason"]), []).append((o["client"], o["round"]))
-        if (retried := self.meta.get("retried")) != self._retried:  # rows that were read are deleted by now
-            self._retried, self._finished, self.scores = retried, 0, Scores.empty()
-            self._leaks.clear()
-        if (finished := self.ledger.finished()) > self._finished:
-            touched: set[int] = set()
-            self.scores = self.scores.extended(_noting(self.ledger.scores_since(self._finished), touched))
-            for rounds in self._leaks.values():
-                for round in touched:
-                    rounds.pop(round, None)
-            self._finished = finished
+        self.snapshot.read(self.ledger)
         self._views.clear()
 
     def _version(self) -> str:
@@ -236,18 +225,14 @@ class Reading:
         """The names in the scores: attacks in the plan's order, limits, baselines."""
         return attack_order(self.ledger, self.scores.attacks)
 
+    @property
+    def scores(self) -> Scores:
+        """All scores."""
+        return self.snapshot.scores
+
     def leaks(self, metric: str) -> list[Leak]:
         """The same as `leakage`; rounds without new rows are cached."""
-        known = self._leaks.setdefault(metric, {})
-        rounds = np.unique(self.scores.round).tolist()
-        if missing := [round for round in rounds if round not in known]:
-            known |= {round: [] for round in missing}
-            some = self.scores.where(np.isin(self.scores.round, missing))
-            for leak in leakage_by_round(some, metric):
-                assert leak.round is not None
-                known[leak.round].append(leak)
-        pooled = self.view(("pooled", metric), lambda: leakage_of_all(self.scores, metric))
-        return [leak for round in rounds for leak in known[round]] + pooled
+        return self.snapshot.leaks(metric)
 
     def pooled(self, metric: str) -> dict[str, Leak]:
         """The Leaks over all rounds, by attack."""
@@ -276,10 +261,3 @@ def most_examples(tables: Mapping[str, Any]) -> int:
         table.get(key, 1) for table, key in ((tables["data"], "batch_size"), (tables.get("secure_sum", {}), "group"))
     )
     return min(math.prod(max(1, n) for n in factors if isinstance(n, int)), MOST_EXAMPLES)
-
-
-def _noting(rows: Iterable[ScoreRow], rounds: set[int]) -> Iterator[ScoreRow]:
-    """Pass the rows on, and collect their rounds."""
-    for row in rows:
-        rounds.add(row[0])
-        yield row

@@ -3,7 +3,8 @@
 from collections.abc import Collection
 from typing import Literal
 
-from fedgauge.attacks.plan import BASELINES, LIMITS, PlannedAttack
+from fedgauge.attacks.modality.registry import BASELINES
+from fedgauge.attacks.plan import LIMITS, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
 
 Role = Literal["attack", "limit", "baseline"]

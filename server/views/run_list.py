@@ -33,5 +33,6 @@ def run_summary(run: Run) -> dict[str, Any]:
             "best": formatting.rounded(best),
             "exact": formatting.is_exact(best),
             "measure": measure.metric,
+            "measured": measure.name,
             "progress": {**vars(progress), "total": progress.total},
         }

@@ -9,10 +9,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER, PSNR_CAP
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
-from fedgauge.client.data.corpora import Text
-from fedgauge.client.federation import Federation
+from fedgauge.attacks.modality.base import MainMetric
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP
+from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER, MODALITIES, modality_measured
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
@@ -21,48 +22,14 @@ from fedgauge.server.views.roles import is_attack
 Mask = NDArray[np.bool_]
 Number = TypeVar("Number", np.int64, np.float64)
 
-MARGIN = 10.0  # dB: a tenth of the squared error
-
-
-@dataclass(frozen=True)
-class MainMetric:
-    """The metric by which attacks are compared.
-
-    Args:
-        name, unit: as people write them.
-        margin: no guess beats every baseline by this much through luck.
-        beyond: the margin as a phrase.
-        private: the noun for what is attacked.
-        cap: the most that a value counts in a mean.
-    """
-
-    metric: str
-    name: str
-    unit: str
-    margin: float
-    beyond: str
-    private: str
-    cap: float
-
-
-OF_IMAGES = MainMetric("psnr", "PSNR", "dB", MARGIN, "at a tenth of every baseline's error or less", "image", PSNR_CAP)
-OF_TEXT = MainMetric(
-    "rouge1", "ROUGE-1", "%", 50.0, "with half of the scale above every baseline or more", "sentence", 100.0
-)
-
 
 def best_so_far(ledger: Ledger) -> tuple[MainMetric, float | None]:
     """The main metric of a run, and the best value that an attack has reached; None before the first."""
-    for measure in (OF_TEXT, OF_IMAGES):
-        best, _ = ledger.so_far(measure.metric, measure.cap)
+    for modality in MODALITIES.values():
+        best, _ = ledger.so_far(modality.main.metric, modality.main.cap)
         if best is not None:
-            return measure, best
-    return OF_IMAGES, None
-
-
-def measure_of(federation: Federation) -> MainMetric:
-    """The main metric for the examples of a federation."""
-    return OF_TEXT if isinstance(federation.shards.dataset, Text) else OF_IMAGES
+            return modality.main, best
+    return ImageModality.main, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +148,7 @@ class Scores:
     @property
     def measure(self) -> MainMetric:
         """The main metric for the kind of examples that were graded."""
-        return OF_TEXT if OF_TEXT.metric in self.metrics else OF_IMAGES
+        return modality_measured(self.metrics).main
 
     def batch_keys(self) -> Ints:
         """(N,) one number for each (round, client)."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from fedgauge.attacks.grading.image_metrics import PSNR_CAP
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.roles import is_attack
@@ -90,22 +90,17 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
     suspicions = [o["suspicion"] for o in seen if o["suspicion"] is not None and (o["round"], o["client"]) in altered]
     spread = " to ".join(dict.fromkeys(f"{s:.3g}" for s in (min(suspicions), max(suspicions)))) if suspicions else ""
     words += f"; suspicion {spread} at the altered ones (alarm above 1)" if suspicions else ""
-    first = first_alarm(seen, scenario.protocol.secure_sum is not None)
+    first = first_alarm(seen)
     return f"{words}; {first}" if first else words
 
 
-def first_alarm(seen: Sequence[Row], named: bool) -> str:
-    """The first alarm: its round, client and message, on one line; empty if no guard raised one.
-
-    Args:
-        named: whether the message may name its client, as the validator's does for a sum; a client's own message may lie.
-    """
+def first_alarm(seen: Sequence[Row]) -> str:
+    """The first alarm: its round, the client of the update or sum, and the message; empty if no guard raised one."""
     alarm = next((o for o in seen if o["alarm"]), None)
     if alarm is None:
         return ""
     words = shortened(alarm["reason"])
-    whose = "" if named and words.startswith("client ") else f"client {alarm['client']}: "
-    return f"first in round {alarm['round']}: {whose}{words}"
+    return f"first in round {alarm['round']}, on client {alarm['client']}'s update: {words}"
 
 
 def shortened(reason: str) -> str:

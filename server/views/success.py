@@ -3,10 +3,11 @@
 import numpy as np
 
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
+from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.roles import attack_order, is_baseline, is_limit
-from fedgauge.server.views.scores import OF_IMAGES, Scores
+from fedgauge.server.views.scores import Scores
 
 THRESHOLDS = tuple(range(10, 61))  # dB
 
@@ -20,7 +21,7 @@ def success_curve(scores: Scores, ledger: Ledger, most: int) -> dict[str, list[R
     Args:
         most: how many examples an update can be of, whatever its client says.
     """
-    if scores.measure != OF_IMAGES:
+    if scores.measure != ImageModality.main:
         return {}
     sizes = {(o["round"], o["client"]): min(o["examples"] or 1, most) for o in ledger.observations()}
     psnr = scores.of_metric("psnr")

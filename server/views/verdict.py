@@ -9,7 +9,8 @@ import numpy as np
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
-from fedgauge.attacks.plan import BASELINES
+from fedgauge.attacks.modality.base import MainMetric
+from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
@@ -26,7 +27,7 @@ from fedgauge.server.views.intervals import (
 )
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, planned_attacks
-from fedgauge.server.views.scores import MainMetric, Scores, capped
+from fedgauge.server.views.scores import Scores, capped
 
 UNKNOWN = (0.5, 0.5)  # shares of the classes, where they are not known
 
@@ -344,7 +345,7 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
         counts = Counter(real.statuses[s] for s in real.status)
         hidden = counts.pop(UNGRADED, 0)
         outcomes = ", ".join(f"{n} x {status_words(status)}" for status, n in sorted(counts.items()))
-        other = f"no attack gave {_a(scores.measure.private)} to grade ({outcomes})"
+        other = f"no attack gave {a_or_an(scores.measure.private)} to grade ({outcomes})"
         if hidden:
             reason = ungraded_reason(ledger)
             count = f"{hidden} reconstruction{'s' if hidden > 1 else ''} came back, and nobody graded any"
@@ -357,11 +358,12 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
 
 def ungraded_reason(ledger: Ledger) -> str:
     """Why a deployment's clients graded nothing or not everything, in their words; empty if they graded everything."""
-    grading = ledger.meta().get("grading")
-    if grading is None and ledger.foreign:
+    meta = ledger.meta()
+    if "grading" not in meta and ledger.foreign:
         return "the app's clients keep their data; who owns it grades with: fedgauge audit RUN --truth FOLDER"
-    return (grading or "").partition("not graded")[2].partition(": ")[2]
+    return meta.get("ungraded", "")
 
 
-def _a(noun: str) -> str:
+def a_or_an(noun: str) -> str:
+    """A noun with its article."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.devices import CPU
-from fedgauge.attacks.grading.image_metrics import PSNR_CAP, psnr
 from fedgauge.attacks.matching.compiled_step import missing
-from fedgauge.attacks.matching.gradient_matching import GradientMatching, Step
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.attacks.matching.search import AdamSearch, Step
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
@@ -68,7 +69,7 @@ CELLS: tuple[SpeedCase, ...] = (
 )
 
 
-class CompiledOnce(GradientMatching):
+class CompiledOnce(AdamSearch):
     """Keeps the step compiled for its first wave for later runs on the same wave, so that no iteration includes compiling."""
 
     def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
@@ -94,7 +95,7 @@ class ImageProblem:
     def attack(self) -> GradientMatching:
         """The timed attack."""
         recipe = inverting_gradients(TV, compile=self.compiled)
-        return CompiledOnce(**vars(recipe)) if self.compiled else recipe
+        return replace(recipe, search=CompiledOnce(**vars(recipe.search))) if self.compiled else recipe
 
     def engine(self, iterations: int) -> Tensor:
         """The engine's images (K, 1, C, H, W) in [0, 1]."""

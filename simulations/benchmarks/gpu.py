@@ -27,7 +27,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Stream, Wave
 from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, devices_of, numerics
 from fedgauge.attacks.engine.scheduler import Variables
-from fedgauge.attacks.grading.image_metrics import PSNR_CAP, psnr
 from fedgauge.attacks.learned.learning_to_invert import (
     Trainer,
     batches,
@@ -38,6 +37,7 @@ from fedgauge.attacks.learned.learning_to_invert import (
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, Simulator, UpdateFeatures, flat
 from fedgauge.attacks.matching.compiled_step import missing
 from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
 from fedgauge.attacks.text.lamp import lamp
 from fedgauge.client.chain import chain
 from fedgauge.client.models.language import tiny_bert
@@ -448,7 +448,7 @@ def resnet18(shape: tuple[int, int, int], classes: int, width: int = 64) -> nn.M
 
 def step_of(posed: ImageProblem) -> tuple[Problems, Variables, Tensor]:
     """All problems with a first guess at each, as the attack's own step takes them."""
-    problems = Problems(posed.attack, posed.wave, posed.known, posed.known.labels, 1, torch.get_default_dtype())
+    problems = Problems(posed.attack.objective, posed.wave, posed.known, posed.known.labels, 1, torch.get_default_dtype())
     x = torch.randn(posed.truth.shape, generator=generator("gpu", "guess")).to(posed.truth)
     return problems, {"x": x}, torch.arange(len(posed.wave))
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.exact.analytic import analytic
-from fedgauge.attacks.grading.image_metrics import PSNR_CAP, psnr
 from fedgauge.attacks.labels import restore
 from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar10, mnist5k
 from fedgauge.client.local_data import data_folder

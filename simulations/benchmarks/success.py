@@ -6,9 +6,9 @@ from statistics import median
 import torch
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.grading.image_metrics import PSNR_CAP, mse, psnr
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.recipes import dlg, idlg
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP, mse, psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar100, mnist5k
 from fedgauge.client.local_data import data_folder
@@ -57,7 +57,7 @@ def _measured(dataset: Dataset, count: int, attack: GradientMatching, evaluation
     images = torch.stack([r.x[0] for r in found if r.x is not None])
     errors = mse(truth.x, images)
     rate = 100 * float((errors < SUCCESS).double().mean())
-    name = f"{'DLG' if attack.labels == 'optimised' else 'iDLG'}, {dataset.name}"
+    name = f"{'DLG' if attack.label_source == 'optimised' else 'iDLG'}, {dataset.name}"
     spent = median(r.iterations for r in found)
     quality = median(min(v, PSNR_CAP) for v in psnr(truth.x, images).tolist())
     note = f"n = {count}; median {spent:.0f} evaluations, {quality:.1f} dB"

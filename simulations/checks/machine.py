@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from fedgauge.attacks.engine.devices import devices_of, driver
-from fedgauge.attacks.grading.image_metrics import BACKBONES, lpips_weights
+from fedgauge.attacks.modality.image_metrics import BACKBONES, lpips_weights
 from fedgauge.client.components import SpecError, build
 from fedgauge.client.data import images
 from fedgauge.client.federation import DATASET

@@ -18,8 +18,8 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.grading.image_metrics import PSNR_CAP, label_accuracy, match, psnr_of
 from fedgauge.attacks.limits import bayes_limit, known_noise
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy, match, psnr_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance

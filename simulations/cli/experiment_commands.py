@@ -1,7 +1,6 @@
 """`fedgauge sweep`, `reproduce` and `bench`: many runs, a paper's tables, speed and quality."""
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 
 from fedgauge.client.components import SpecError
-from fedgauge.client.files import replacing
 from fedgauge.simulations.cli.options import Commands
 
 
@@ -28,7 +26,9 @@ def add_to(commands: Commands) -> None:
     table.add_argument("--cells", metavar="PATTERN", help="only these settings: part of their name, or with * and ?")
     table.add_argument("--attacks", metavar="PATTERN", help="only these attacks: part of their name, or with * and ?")
     table.add_argument("--json", action="store_true", help="one object per line instead of a table")
-    table.add_argument("--output", "-o", type=Path, metavar="FILE", help="keep the figures too, with seed and versions")
+    table.add_argument(
+        "--output", "-o", type=Path, metavar="FILE", help="keep the figures too, and continue what it holds"
+    )
     measured = commands.add(bench, with_run=False)
     measured.add_argument("names", nargs="*", metavar="NAME", help="engine, quality, labels, ...; default: all")
     measured.add_argument("--json", action="store_true", help="one object per line instead of tables")
@@ -47,22 +47,26 @@ def reproduce(options: argparse.Namespace) -> int:
     """fedgauge reproduce NAME: attack what a paper attacked, and print its figures beside ours."""
     from fedgauge.simulations.experiments import reproduce as reproduction
     from fedgauge.simulations.experiments.paper_table_files import load, restrict
-    from fedgauge.simulations.experiments.reproduce_output import ProgressReporter, show
+    from fedgauge.simulations.experiments.reproduce_output import FiguresFile, ProgressReporter, show
 
     paper_table = restrict(load(options.name), options.n, options.budget, options.cells, options.attacks)
-    started, rows = time.monotonic(), []
+    kept = None if options.output is None else FiguresFile(options.output, paper_table)
+    rows = [] if kept is None else list(kept.rows)
+    started = time.monotonic()
+    if rows:
+        print(f"{options.output} holds {len(rows)} of the figures; the others follow", file=sys.stderr)
+    if options.json:
+        print(*(row.to_json() for row in rows), sep="\n", end="\n" if rows else "", flush=True)
     with ProgressReporter(paper_table.name, Console(stderr=True)) as reporter:
-        for row in reproduction.reproduce(paper_table, reporter):
-            rows.append(row)
+        for found in reproduction.reproduce(paper_table, reporter, () if kept is None else kept.done):
+            rows += found
+            if kept is not None:  # after every attack: an interruption loses no more than one
+                kept.add(found, time.monotonic() - started)
             if options.json:
-                print(row.to_json(), flush=True)
-            if options.output is not None:  # after every row: an interruption loses none
-                kept = reproduction.record(paper_table, rows, time.monotonic() - started)
-                with replacing(options.output) as file:
-                    file.write((json.dumps(kept, indent=1, allow_nan=False) + "\n").encode())
+                print(*(row.to_json() for row in found), sep="\n", flush=True)
     if not options.json:
         show(paper_table, rows, Console() if sys.stdout.isatty() else Console(width=180))
-    if options.output is not None:
+    if kept is not None:
         print(f"kept in {options.output}", file=sys.stderr)
     return 0
 

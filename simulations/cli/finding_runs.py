@@ -20,14 +20,9 @@ def find_run(named: Path, folder: Path) -> Run:
 
 
 def find_runs(named: Path, folder: Path) -> list[Run]:
-    """A run, or every run of a sweep's folder; LedgerError if there is none, or one is refused."""
+    """A run, or every run of a sweep's folder, unchecked, as one may be damaged; LedgerError if there is none."""
     place = named if named.exists() else folder / named
-    if not (place / "sweep.toml").exists():
-        return [find_run(named, folder)]
-    runs = cells(place)
-    for run in runs:
-        run.check()
-    return runs
+    return cells(place) if (place / "sweep.toml").exists() else [find_run(named, folder)]
 
 
 def cells(sweep: Path) -> list[Run]:

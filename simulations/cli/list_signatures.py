@@ -42,7 +42,7 @@ TARGETS = {
     "other": (
         "attacks.matching.priors:Prior.bind",
         "attacks.malicious.server_attack:ServerAttack.craft",
-        "attacks.grading.image_metrics:Metric",
+        "attacks.modality.image_metrics:Metric",
         "client.deployment.deployed_client:SelfAudit.leak",
     ),
 }

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.run_files import printable
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, port
 from fedgauge.simulations.cli.run_summary import wide_console
+from fedgauge.simulations.run.exit_status import MISTAKE
 
 
 def add_to(commands: Commands) -> None:
@@ -78,36 +80,41 @@ def report(options: argparse.Namespace) -> int:
     chosen = [run for named in options.run for run in find_runs(named, options.runs)]
     if options.output is not None and len(chosen) == 1:
         raise SpecError("--output is for the comparison of several runs; a run's own report is written into its folder")
+    shown = []
     for run in chosen:
-        print(write_report(run))
-        if options.pdf:
-            print(write_pdf(run))
-    if len(chosen) > 1:
-        beside = chosen[0].folder.resolve().parent / "comparison.html"
-        print(write_comparison(chosen, options.output or beside))
+        try:
+            run.check()
+            print(write_report(run))
+            if options.pdf:
+                print(write_pdf(run))
+            shown.append(run)
+        except LedgerError as error:
+            if len(chosen) == 1:
+                raise
+            print(printable(f"fedgauge: {error}"), file=sys.stderr)  # and the others are shown
+    if len(shown) > 1:
+        beside = shown[0].folder.resolve().parent / "comparison.html"
+        print(write_comparison(shown, options.output or beside))
     if options.figures is not None:
         from fedgauge.simulations.reports.figures.write import write_figures
 
-        paths, missing = write_figures(chosen, options.figures)
+        paths, missing = write_figures(shown, options.figures)
         print(*paths, sep="\n", end="\n" if paths else "")
         for reason in missing:
             print(f"fedgauge: {reason}", file=sys.stderr)
-    return 0
+    return 0 if len(shown) == len(chosen) else MISTAKE
 
 
 def export(options: argparse.Namespace) -> int:
     """fedgauge export RUN: every score as CSV or parquet, or curves and images for TensorBoard."""
-    from fedgauge.simulations.reports.export import save_csv, write_csv, write_parquet, write_tensorboard
+    from fedgauge.simulations.reports.export import FOLDER, save_csv, write_csv, write_parquet, write_tensorboard
 
     run = find_run(options.run, options.runs)
     if options.to == "parquet":
-        path = options.output or run.folder / "scores.parquet"
-        write_parquet(run, path)
-        print(path)
+        print(write_parquet(run, options.output))
     elif options.to == "tensorboard":
-        path = options.output or run.folder / "tensorboard"
-        print(f"fedgauge: {write_tensorboard(run, path)}", file=sys.stderr)
-        print(path)
+        print(f"fedgauge: {write_tensorboard(run, options.output)}", file=sys.stderr)
+        print(options.output or run.folder / FOLDER)
     elif options.output:
         save_csv(run, options.output)
         print(options.output)

@@ -11,6 +11,7 @@ from typing import get_args
 from rich.console import Console
 
 from fedgauge.attacks.base import Status
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
@@ -254,5 +255,5 @@ def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
         given["every"] = scenario.plan.every
     limits = scenario.protocol.rounds, scenario.protocol.clients
     options_ = {**given, **{k: list(v) for k, v in plan.items() if v is not None}}
-    baselines = [p.name for p in scenario.plan.attacks if p.is_baseline]
-    return AttackPlan.from_tables(tables, options_, *limits, baselines=baselines)
+    modality = type(modality_of(scenario.federation.shards.dataset))
+    return AttackPlan.from_tables(tables, options_, *limits, modality=modality)

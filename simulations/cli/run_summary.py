@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 
 from rich.console import Console
 from rich.table import Table
@@ -14,11 +15,10 @@ from fedgauge.server.views.formatting import status_words
 from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import app_clients, numbering, other_sizes, participation
-from fedgauge.server.views.reading import state_of, tables_of
-from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.ungraded import UngradedAttack, ungraded_table
-from fedgauge.server.views.verdict import ungraded_reason, verdict
+from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.participation import guarded
@@ -29,15 +29,10 @@ def print_summary(run: Run, log: Log) -> None:
     from fedgauge.simulations.reports.report import write_report
 
     if log == "json":
-        report = write_report(run)
-        with run.ledger() as ledger:
-            state = state_of(run, ledger)
-        json_log.finish(run, state, report)
+        json_log.finish(run, write_report(run))
         return
-    if log == "quiet":
-        _print_errors(run)
-    else:
-        _print_results(run)
+    with closing(Reading(run)) as reading, reading.now():
+        (_print_errors if log == "quiet" else _print_results)(reading)
     print(f"report: {write_report(run)}")
     print(run.folder)
 
@@ -73,59 +68,54 @@ def wide_console() -> Console:
     return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=160)
 
 
-def _print_errors(run: Run) -> None:
+def _print_errors(reading: Reading) -> None:
     """Print on standard error why some attacks were not carried out."""
-    with run.ledger() as ledger:
-        meta = ledger.meta()
-        if meta.get("replay") == "mismatch":
-            print(printable(f"fedgauge: replay check: {meta.get('replay_detail', '')}"), file=sys.stderr)
-        for text in _warnings(run, ledger):
-            print(printable(f"fedgauge: WARNING: {text}"), file=sys.stderr)
-        for text in filter(None, (*_nothing_came_back(ledger), _clients(ledger), next_step(run, ledger))):
-            print(printable(f"fedgauge: {text}"), file=sys.stderr)
+    ledger = reading.ledger
+    if reading.meta.get("replay") == "mismatch":
+        print(printable(f"fedgauge: replay check: {reading.meta.get('replay_detail', '')}"), file=sys.stderr)
+    for text in _warnings(reading):
+        print(printable(f"fedgauge: WARNING: {text}"), file=sys.stderr)
+    for text in filter(None, (*_nothing_came_back(ledger), _clients(ledger), next_step(reading.run, ledger))):
+        print(printable(f"fedgauge: {text}"), file=sys.stderr)
 
 
-def _print_results(run: Run) -> None:
+def _print_results(reading: Reading) -> None:
     """Print the table of scores, failures, and what to do next."""
     console = wide_console()
-    with run.ledger() as ledger:
-        scores = Scores.read(ledger)
-        of = f"{scores.measure.name} ({scores.measure.unit})"
-        values = [f"{which} {of}" for which in ("mean", "best", "baseline")]
-        table = Table("round", "accuracy", "attack", *values, "label accuracy", box=None)
-        lines, without_truth = round_table(scores, ledger), ungraded_table(scores, ledger)
-        if any(line.psnr.n for line in lines) or not without_truth:
-            for line in lines:
-                if line.psnr.n or line.psnr.failed:
-                    table.add_row(*_cells(line))
-        if table.row_count:
-            console.print(table)
-        elif not without_truth:
-            _print_line(console, f"no table: {verdict(scores, ledger).sentence}")
-        if without_truth:
-            _print_ungraded(console, ledger, without_truth)
-        meta = ledger.meta()
-        if "replay_detail" in meta:
-            style = "yellow" if meta.get("replay") != "ok" else None
-            _print_line(console, f"replay check: {meta['replay_detail']}", style)
-        effects = server_attack_effects(run.scenario(), scores, ledger) if tables_of(run).get("server_attack") else {}
-        for name, effect in effects.items():
-            _print_line(console, f"malicious server, {name}: {effect}")
-        for text in filter(
-            None, (attacked_on(ledger), numbering(app_clients(ledger)), _clients(ledger), _grading(ledger))
-        ):
-            _print_line(console, text)
-        for text in _warnings(run, ledger):
-            _print_line(console, f"WARNING: {text}", "yellow")
-        reasons = ledger.reasons()
-        for row in reasons[:MOST_REASONS]:
-            _print_line(console, f"{row['attack']} ({row['jobs']} x): {row['reason']}")
-        if len(reasons) > MOST_REASONS:
-            _print_line(console, f"and {len(reasons) - MOST_REASONS} more reasons of attacks")
-        for text in _nothing_came_back(ledger):
-            _print_line(console, text, "yellow")
-        if text := next_step(run, ledger):
-            _print_line(console, text, "yellow" if meta.get("replay") == "mismatch" else None)
+    ledger, scores, meta = reading.ledger, reading.scores, reading.meta
+    of = f"{scores.measure.name} ({scores.measure.unit})"
+    values = [f"{which} {of}" for which in ("mean", "best", "baseline")]
+    table = Table("round", "accuracy", "attack", *values, "label accuracy", box=None)
+    lines, without_truth = round_table(scores, ledger), ungraded_table(scores, ledger)
+    if any(line.psnr.n for line in lines) or not without_truth:
+        for line in lines:
+            if line.psnr.n or line.psnr.failed:
+                table.add_row(*_cells(line))
+    if table.row_count:
+        console.print(table)
+    elif not without_truth:
+        _print_line(console, f"no table: {verdict_of(reading).sentence}")
+    if without_truth:
+        _print_ungraded(console, ledger, without_truth)
+    if "replay_detail" in meta:
+        style = "yellow" if meta.get("replay") != "ok" else None
+        _print_line(console, f"replay check: {meta['replay_detail']}", style)
+    effects = server_attack_effects(reading.scenario, scores, ledger) if reading.tables.get("server_attack") else {}
+    for name, effect in effects.items():
+        _print_line(console, f"malicious server, {name}: {effect}")
+    for text in filter(None, (attacked_on(ledger), numbering(app_clients(ledger)), _clients(ledger), _grading(ledger))):
+        _print_line(console, text)
+    for text in _warnings(reading):
+        _print_line(console, f"WARNING: {text}", "yellow")
+    reasons = ledger.reasons()
+    for row in reasons[:MOST_REASONS]:
+        _print_line(console, f"{row['attack']} ({row['jobs']} x): {row['reason']}")
+    if len(reasons) > MOST_REASONS:
+        _print_line(console, f"and {len(reasons) - MOST_REASONS} more reasons of attacks")
+    for text in _nothing_came_back(ledger):
+        _print_line(console, text, "yellow")
+    if text := next_step(reading.run, ledger):
+        _print_line(console, text, "yellow" if meta.get("replay") == "mismatch" else None)
 
 
 def _print_ungraded(console: Console, ledger: Ledger, rows: Sequence[UngradedAttack]) -> None:
@@ -142,10 +132,10 @@ def _print_ungraded(console: Console, ledger: Ledger, rows: Sequence[UngradedAtt
         _print_line(console, f"nobody graded these reconstructions, which the report shows: {reason}")
 
 
-def _warnings(run: Run, ledger: Ledger) -> list[str]:
+def _warnings(reading: Reading) -> list[str]:
     """What makes the figures of a user's own app doubtful."""
-    sizes = other_sizes(app_clients(ledger), tables_of(run)["data"].get("batch_size", 1))
-    return [text for text in (sizes, ledger.meta().get("truth_doubts")) if text]
+    sizes = other_sizes(app_clients(reading.ledger), reading.tables["data"].get("batch_size", 1))
+    return [text for text in (sizes, reading.meta.get("truth_doubts")) if text]
 
 
 def _print_line(console: Console, text: str, style: str | None = None) -> None:
@@ -173,7 +163,11 @@ def _grading(ledger: Ledger) -> str:
     if grading is None or "truth" in ledger.meta():
         return grading or ""
     allow = 'an owner may allow it: mode = "scores" under [grading] in client.toml (all: fedgauge deploy init --grading scores)'
-    parts = [f"grading: {grading}", *([allow] if NOT_ALLOWED in grading else []), "labels are graded by no client"]
+    parts = [
+        f"grading: {grading}",
+        *([allow] if any(row["reason"] == NOT_ALLOWED for row in ledger.graded()) else []),
+        "labels are graded by no client",
+    ]
     return "; ".join(parts)
 
 

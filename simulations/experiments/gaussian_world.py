@@ -15,10 +15,11 @@ from torch.func import vmap
 
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.distances import Distance, gaussian_likelihood, laplace_likelihood
-from fedgauge.attacks.engine.optimizers import lbfgs
 from fedgauge.attacks.limits import GaussianPrior, fisher, known_noise, precision, van_trees
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import Prior, gaussian, laplacian
+from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
@@ -152,9 +153,8 @@ def gaussian_world(
     clean = world.updates(chain(local_sgd(1.0)), seed).update
     size = float(torch.stack([t.flatten(1).square().sum(1) for t in clean.values()]).sum(0).sqrt().mean())
     information = mean_information(world)
-    attack = GradientMatching(
-        priors=(gaussian(1.0, prior.mean, prior.covariance),), optimizer=lbfgs(), box=False, double=True
-    )
+    objective = Objective(priors=(gaussian(1.0, prior.mean, prior.covariance),))
+    attack = GradientMatching(objective, LBFGSSearch(double=True))
     rows = []
     for ratio in ratios:
         sigma = ratio * size
@@ -188,7 +188,7 @@ def fig4_attacks() -> dict[tuple[str, str], GradientMatching]:
         "laplacian": laplace_likelihood(NOISE),
     }
     return {
-        (p, c): GradientMatching(likelihood, (prior,), lbfgs(), box=False, double=True)
+        (p, c): GradientMatching(Objective(likelihood, (prior,)), LBFGSSearch(double=True))
         for p, prior in priors.items()
         for c, likelihood in conditionals.items()
     }

@@ -7,9 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.grading.image_metrics import PSNR_CAP
+from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.image_metrics import AUGMENTED, PSNR_CAP
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.server.views.intervals import Rate, clustered_interval
-from fedgauge.simulations.experiments.paper_tables import TEXT_METRICS
 
 BOOTSTRAP_DRAWS = 2000  # for the interval of a ratio
 SUCCESS_MSE = 1e-3  # mean squared error below which an image counts as recovered
@@ -20,10 +22,9 @@ class AttackOutcome:
     """One attack's scores on every update, its cost, and the score of a guess that reads no update.
 
     Args:
-        scores: (n, B) each: psnr and mse of images, TEXT_METRICS of sentences.
+        scores: (n, B) each, by metric.
         failed: attacks that reconstructed nothing; reasons: why.
-        floor: score of the mean public image, or of random words.
-        augmented: PSNR (n, B) to the examples as trained on, where a defense changed them.
+        floor: score of the mean public image, or of random words, by metric.
         isolated: for each batch, the example that the server attack isolates.
     """
 
@@ -32,7 +33,6 @@ class AttackOutcome:
     failed: int
     seconds: float
     floor: Mapping[str, float]
-    augmented: Tensor | None = None
     reasons: tuple[str, ...] = ()
     isolated: tuple[int, ...] | None = None
 
@@ -70,10 +70,6 @@ def _rate(hits: Tensor) -> Interval:
 def _succeeded(outcome: AttackOutcome) -> Tensor:
     """(n,) whether every image of an update was recovered."""
     return (outcome.mse < SUCCESS_MSE).all(1)
-
-
-def _augmented(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
-    return (None, None, None) if outcome.augmented is None else _mean(outcome.augmented)
 
 
 def _success(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
@@ -133,25 +129,45 @@ def _paired(ratio: Callable[[np.ndarray], np.ndarray], n: int) -> Interval:
     return value, float(low), float(high)
 
 
-def _scored(name: str) -> Measure:
-    return lambda outcome, _: _mean(outcome.scores[name])
+def _best(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
+    """Mean PSNR of each update's best image."""
+    return _mean(outcome.psnr.amax(1, keepdim=True))
 
 
-MEASURES: Mapping[str, Measure] = {
-    "psnr": lambda outcome, _: _mean(outcome.psnr),
-    "psnr_augmented": _augmented,
-    "best_psnr": lambda outcome, _: _mean(outcome.psnr.amax(1, keepdim=True)),
-    "mse": lambda outcome, _: _mean(outcome.mse),
-    "success": _success,
-    "exact": _exact,
-    "verbatim": _verbatim,
-    "isolated_psnr": _isolated_psnr,
-    "iterations": _iterations,
-    "success_gain": _success_gain,
-    "iterations_saved": _iterations_saved,
-    **{name: _scored(name) for name in TEXT_METRICS},
+# measures that are no means of a metric, each with the metric that it reads
+DERIVED: Mapping[str, tuple[str, Measure]] = {
+    "best_psnr": ("psnr", _best),
+    "isolated_psnr": ("psnr", _isolated_psnr),
+    "success": ("mse", _success),
+    "exact": ("psnr", _exact),
+    "verbatim": ("psnr", _verbatim),
+    "iterations": ("mse", _iterations),
+    "success_gain": ("mse", _success_gain),
+    "iterations_saved": ("mse", _iterations_saved),
 }
+RENAMED = {"exact_sentence": "exact"}  # of sentences: of images, `exact` is a measure
+METRICS = (*DERIVED, *RENAMED, *(m for m in HIGHER_IS_BETTER if m not in DERIVED and m != "label_accuracy"))
+
+
+def metric_of(measure: str) -> str:
+    """The metric that a measure reads."""
+    return DERIVED[measure][0] if measure in DERIVED else RENAMED.get(measure, measure)
+
+
+def measures_of(modality: Modality) -> list[str]:
+    """The measures that there are of a kind of data."""
+    return [measure for measure in METRICS if metric_of(measure) in modality.measured]
+
+
+def measured(measure: str, outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:
+    """A measure of an attack's outcome; without a value where its metric does not apply."""
+    if measure in DERIVED:
+        return DERIVED[measure][1](outcome, against)
+    scores = outcome.scores.get(metric_of(measure))
+    return (None, None, None) if scores is None else _mean(scores)
+
+
 UNITS = {
-    **dict.fromkeys(("psnr", "isolated_psnr", "psnr_augmented", "best_psnr"), "dB"),
-    **dict.fromkeys(("success_gain", "iterations_saved", *TEXT_METRICS), "%"),
+    **dict.fromkeys(("psnr", "isolated_psnr", "psnr" + AUGMENTED, "best_psnr"), "dB"),
+    **dict.fromkeys(("success_gain", "iterations_saved", *RENAMED, *SentenceModality.measured), "%"),
 }

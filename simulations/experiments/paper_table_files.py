@@ -9,8 +9,9 @@ from typing import Any
 
 from fedgauge.attacks.base import Budget
 from fedgauge.client.components import SpecError, call, check_arguments, coerce
+from fedgauge.simulations.experiments import grids
+from fedgauge.simulations.experiments.measures import METRICS
 from fedgauge.simulations.experiments.paper_tables import (
-    METRICS,
     AttackSpec,
     Images,
     PaperTable,
@@ -40,41 +41,29 @@ def load(name: str) -> PaperTable:
 
 
 def parse(name: str, tables: Mapping[str, Any]) -> PaperTable:
-    """A table from parsed TOML; a [[cell]] takes n, wave, data, model, chain ... from the top where it sets none."""
-    shared = {"n", "clients", "wave", "data", "model", "chain", "weights", "train", "auxiliary"}
-    shared |= {"server_attack", "rounds", "members", "alone", "faintest"}
-    _check_keys(tables, {"title", "note", "seed", "cell", "world"} | shared, "the paper table")
-    head = {key: coerce(tables.get(key, ""), str, key) for key in ("title", "note")}
-    seed = coerce(tables.get("seed", 0), int, "seed")
-    cells = []
-    for i, table in enumerate(coerce(tables.get("cell", []), list, "cell"), 1):
-        _check_keys(table, {"name", "attack", "heavy"} | shared, f"[[cell]] #{i}")
-        cells.append(_cell({k: v for k, v in tables.items() if k in shared} | table, f"[[cell]] #{i}"))
+    """A table from parsed TOML, whose cells are those of its grid."""
+    cells = tuple(map(_cell, grids.expand(tables, ("title", "note", "seed", "world"))))
     world = _options(WorldSpec, tables["world"], "[world]") if "world" in tables else None
     if (world is None) == (not cells):
         raise SpecError("a paper table needs either [[cell]]s or a [world]")
-    return PaperTable(name, **head, seed=seed, cells=tuple(cells), world=world)
+    head = {key: coerce(tables.get(key, ""), str, key) for key in ("title", "note")}
+    return PaperTable(name, **head, seed=coerce(tables.get("seed", 0), int, "seed"), cells=cells, world=world)
 
 
-def _check_keys(table: Mapping[str, Any], allowed: set[str], where: str) -> None:
-    if unknown := sorted(table.keys() - allowed):
-        raise SpecError(f"{where} has no key {unknown[0]!r} (it has: {', '.join(sorted(allowed))})")
-
-
-def _cell(table: Mapping[str, Any], where: str) -> Setting:
-    name = coerce(table.get("name"), str, f"{where}: name")
-    specs = [_attack_spec(t, f"{where} {name}, attack #{j}") for j, t in enumerate(table.get("attack", []), 1)]
+def _cell(table: Mapping[str, Any]) -> Setting:
+    where = f"cell {table['name']}"
+    specs = [_attack_spec(t, f"{where}, attack #{j}") for j, t in enumerate(table["attack"], 1)]
     if not specs:
-        raise SpecError(f"{where} {name}: no [[cell.attack]]")
+        raise SpecError(f"{where}: it has no attack")
     for spec in specs:
         if spec.against and spec.against not in {t.name for t in specs}:
-            raise SpecError(f"{where} {name}: against = {spec.against!r} is not one of its attacks")
+            raise SpecError(f"{where}: against = {spec.against!r} is not one of its attacks")
     chain = tuple(coerce(table.get("chain", []), list, f"{where}: chain"))
     for j, link in enumerate(chain, 1):
         check_link(link, f"{where}, chain #{j}")
     training = table.get("train")
     made = dict(
-        name=name,
+        name=table["name"],
         n=coerce(table.get("n"), int, f"{where}: n"),
         wave=coerce(table.get("wave", 64), int, f"{where}: wave"),
         images=_options(Images, table.get("data"), f"{where}: data"),
@@ -100,26 +89,26 @@ def _options(kind: Any, table: Any, where: str) -> Any:
 
 
 def _attack_spec(table: Mapping[str, Any], where: str) -> AttackSpec:
-    own = {f.name for f in fields(AttackSpec)} - {"table", "budget"}
+    own = {f.name for f in fields(AttackSpec)} - {"table", "budget", "trace"}
     spent = {f.name for f in fields(Budget)}
     arguments = {k: v for k, v in table.items() if k in own}
     paper = {k: coerce(v, float, f"{where}: paper {k}") for k, v in arguments.pop("paper", {}).items()}
-    blend = arguments.pop("blend", None)
-    auxiliary = arguments.pop("auxiliary", None)
+    auxiliary = coerce(arguments.pop("auxiliary", None), dict | None, f"{where}: auxiliary")
     made = {
         "table": {k: v for k, v in table.items() if k not in own | spent},
         "budget": _options(Budget, {k: v for k, v in table.items() if k in spent}, where),
         "paper": paper,
+        "auxiliary": auxiliary,
     }
-    checked = check_arguments(AttackSpec, arguments, where, made)
-    checked["blend"] = None if blend is None else coerce(blend, dict, f"{where}: blend")
-    checked["auxiliary"] = None if auxiliary is None else coerce(auxiliary, dict, f"{where}: auxiliary")
-    spec: AttackSpec = call(AttackSpec, checked, where)
+    spec: AttackSpec = call(AttackSpec, check_arguments(AttackSpec, arguments, where, made) | made, where)
     if unknown := [m for m in spec.metrics if m not in METRICS]:
         raise SpecError(f"{where}: unknown metric {unknown[0]!r} (there are: {', '.join(METRICS)})")
+    if strange := [key for key in paper if key not in (*spec.metrics, *grids.BEYOND_METRICS)]:
+        known = ", ".join((*spec.metrics, *grids.BEYOND_METRICS))
+        raise SpecError(f"{where}: the paper's figure {strange[0]!r} is none of {spec.name}'s (it has: {known})")
     try:
         spec.build()
-        spec.build_auxiliary()
+        spec.images(f"attack {spec.name}")
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from error
     return spec

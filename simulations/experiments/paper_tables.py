@@ -1,31 +1,21 @@
 """Paper tables: the data, networks, chains and attacks of a published table, with the figures that the paper reports."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from fedgauge.attacks import plan
-from fedgauge.attacks.base import Attack, Budget
-from fedgauge.attacks.grading.text_metrics import ROUGE, SPECIAL
-from fedgauge.attacks.learned.auxiliary import Auxiliary
+from fedgauge.attacks.base import Attack
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
-from fedgauge.attacks.matching.feedback_blending import FeedbackBlending
-from fedgauge.attacks.matching.gradient_matching import GradientMatching
-from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.components import ComponentKind, Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.corpora import Longer
 from fedgauge.client.federation import TRANSFORM
 from fedgauge.client.models.tokenizer import Task
-from fedgauge.client.transforms import Link, per_example
 
 # a scenario's attacks, and ablations
 TABLE_ATTACK = ComponentKind("an attack", (*plan.ATTACK.groups, "fedgauge.ablations"), Attack)
-OFFERED = ("model", "shape", "classes", "batch_size", "normalise")  # to links that have these arguments
-IMAGE_METRICS = (
-    *("psnr", "psnr_augmented", "best_psnr", "isolated_psnr", "mse", "success", "exact", "verbatim"),
-    *("iterations", "success_gain", "iterations_saved"),
-)
-TEXT_METRICS = (*ROUGE, *(kind + SPECIAL for kind in ROUGE), "token_accuracy", "exact_sentence")
-METRICS = IMAGE_METRICS + TEXT_METRICS
+OFFERED = ("model", "shape", "classes", "batch_size", "examples", "normalise")  # to links, by a federation
 
 
 @dataclass(frozen=True)
@@ -82,53 +72,25 @@ class Pretraining:
 
 
 @dataclass(frozen=True)
-class AttackSpec:
-    """One attack in a setting.
+class AttackSpec(PlannedAttack):
+    """One attack in a setting: a planned attack, with what the paper reports of it.
 
     Args:
         name: its name in the paper's table.
-        table: the attack's component table.
-        budget: ours.
-        paper: what the paper reports: a figure for each metric, its spread, its n, iterations and restarts.
-        labels: given, in the client's order, or restored.
-        lengths: of sentences: given, in the order of the labels, or hidden.
-        defense: known (the attacker inverts the whole chain) or unknown (it assumes bare local training).
+        labels: given, in the client's order and not sorted; or restored.
+        lengths: of sentences: given, in the order of the labels; or hidden.
+        paper: a figure for each metric, its spread, its n, iterations and restarts.
         metrics: those to report.
         against: the attack of the same setting that gains are relative to.
-        blend: arguments of feedback blending around the attack, over the sequence of each client's images.
-        auxiliary: which of the setting's public images the attacker has (arguments of attacks.learned.auxiliary.Auxiliary).
     """
 
-    name: str
-    table: Table
-    budget: Budget
-    paper: Mapping[str, float]
-    labels: Literal["given", "restored"] = "given"
-    lengths: Literal["given", "hidden"] = "hidden"
+    labels: Literal["restored", "given"] = "given"
     defense: Literal["known", "unknown"] = "known"
+    paper: Mapping[str, float] = field(default_factory=dict)
     metrics: tuple[str, ...] = ("psnr",)
     against: str = ""
-    blend: Table | None = None
-    auxiliary: Table | None = None
 
-    def build_auxiliary(self) -> Auxiliary:
-        """The choice of public images that the attacker has; SpecError if its table has a mistake."""
-        where = f"attack {self.name}: auxiliary"
-        chosen: Auxiliary = call(Auxiliary, check_arguments(Auxiliary, self.auxiliary or {}, where), where)
-        return chosen
-
-    def build(self) -> Attack | FeedbackBlending:
-        """The attack; SpecError if its table has a mistake."""
-        where = f"attack {self.name}"
-        attack = build(self.table, where, TABLE_ATTACK)
-        assert isinstance(attack, Attack)
-        if self.blend is None:
-            return attack
-        if not isinstance(attack, GradientMatching):
-            raise SpecError(f"{where}: feedback blending needs an attack by gradient matching, not {self.table['use']}")
-        arguments = check_arguments(FeedbackBlending, self.blend, f"{where}: blend", {"attack": attack})
-        blending: FeedbackBlending = call(FeedbackBlending, arguments, f"{where}: blend")
-        return blending
+    kind: ClassVar[ComponentKind] = TABLE_ATTACK
 
 
 @dataclass(frozen=True)
@@ -210,26 +172,11 @@ class PaperTable:
     world: WorldSpec | None = None
 
 
-def build_link(table: Table, where: str, offered: Mapping[str, Any]) -> Link | per_example:
-    """A chain's link from its table; with each = true it acts per example.
-
-    Args:
-        offered: the setting's model, shape, classes, batch_size and normalise.
-    """
-    arguments, each = _link(table, where)
-    link: Link = build(arguments, where, TRANSFORM, offered)
-    return per_example(link) if each else link
-
-
-def _link(table: Table, where: str) -> tuple[Table, bool]:
-    arguments = dict(coerce(table, dict, where))
-    return arguments, coerce(arguments.pop("each", False), bool, f"{where}: each")
-
-
 def check_link(table: Table, where: str) -> None:
     """Check a link before there is a network: build it, unless it needs something of the network or the data."""
-    arguments, _ = _link(table, where)
-    target, given = resolve(arguments, where, TRANSFORM), dict.fromkeys(OFFERED)
-    checked = check_arguments(target, {k: v for k, v in arguments.items() if k != "use"}, where, given)
+    arguments = {key: value for key, value in table.items() if key not in ("use", "each")}
+    coerce(table.get("each", False), bool, f"{where}: each")
+    target, given = resolve(table, where, TRANSFORM), dict.fromkeys(OFFERED)
+    checked = check_arguments(target, arguments, where, given)
     if not any(checked.get(k, "") is None for k in OFFERED):
         call(target, checked, where)

@@ -2,21 +2,19 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from typing import Any
 
+from fedgauge.attacks.modality.registry import modality_measured
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.experiments.canary_world import canary_world
 from fedgauge.simulations.experiments.gaussian_world import bayes_fig4, gaussian_world
 from fedgauge.simulations.experiments.guard_detection import guard_world, patient_world
-from fedgauge.simulations.experiments.measures import MEASURES, AttackOutcome
+from fedgauge.simulations.experiments.measures import DERIVED, AttackOutcome, measured, metric_of
 from fedgauge.simulations.experiments.paper_table_files import matches
-from fedgauge.simulations.experiments.paper_tables import TEXT_METRICS, AttackSpec, PaperTable, Setting, WorldSpec
+from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting, WorldSpec
 from fedgauge.simulations.experiments.run_attack import check_attacks, estimate_seconds, run_attack
-from fedgauge.simulations.experiments.setups import build_setup
-from fedgauge.simulations.run.environment import environment
+from fedgauge.simulations.experiments.setups import Setup, build_setup
 
 REPORT_EVERY = 60.0  # seconds between two progress reports of an attack
 WORLDS = {
@@ -69,18 +67,18 @@ def compared_figures(
     """The rows of one attack in one setting."""
     failed = ""
     if outcome.failed:
-        graded = "no words" if set(outcome.scores) == set(TEXT_METRICS) else "grey"
-        failed = f"{outcome.failed} of {len(outcome.iterations)} attacks failed, graded as {graded}"
+        graded_as = modality_measured(tuple(outcome.scores)).blank_name
+        failed = f"{outcome.failed} of {len(outcome.iterations)} attacks failed, graded as {graded_as}"
         failed += "".join(f": {reason}" for reason in outcome.reasons[:1])
     rows = []
     for metric in spec.metrics:
-        here, low, high = MEASURES[metric](outcome, others.get(spec.against))
+        here, low, high = measured(metric, outcome, others.get(spec.against))
         row = ComparedFigure(cell.name, spec.name, metric, spec.paper.get(metric), here, low, high, outcome.examples)
         rows.append(
             replace(
                 row,
                 spread=spec.paper.get("spread") if metric == "psnr" else None,
-                floor=outcome.floor.get(metric),
+                floor=None if metric in DERIVED else outcome.floor.get(metric_of(metric)),
                 budget=_budget(spec, cell),
                 note="; ".join(filter(None, (note, failed))),
                 seconds=round(outcome.seconds, 1),
@@ -104,26 +102,37 @@ def _budget(spec: AttackSpec, cell: Setting) -> str:
     return ", ".join(parts)
 
 
-def reproduce(paper_table: PaperTable, report: ReportProgress) -> Iterator[ComparedFigure]:
-    """Yield the figures of a table as they are computed; every setting is prepared before the first attack."""
+def reproduce(
+    paper_table: PaperTable, report: ReportProgress, done: Collection[tuple[str, str]] = ()
+) -> Iterator[list[ComparedFigure]]:
+    """Yield the figures of each attack, or of a world, when it is done; every setting is prepared before the first attack.
+
+    Args:
+        done: attacks that need not be run again, as names of cell and attack.
+    """
     if paper_table.world is not None:
-        yield from _world_figures(paper_table.world, paper_table.seed, report)
+        if not done:
+            yield _world_figures(paper_table.world, paper_table.seed, report)
         return
-    jobs = [(cell, spec) for cell in paper_table.cells for spec in cell.attacks]
-    setups, expected = {}, []
-    for i, cell in enumerate(paper_table.cells, 1):
-        report(f"preparing {cell.name}, {i} of {len(paper_table.cells)} cells")
+    jobs = [(cell, spec) for cell in paper_table.cells for spec in cell.attacks if (cell.name, spec.name) not in done]
+    setups: dict[str, Setup] = {}
+    to_do = {cell.name for cell, _ in jobs}
+    cells = [cell for cell in paper_table.cells if cell.name in to_do]
+    for i, cell in enumerate(cells, 1):
+        report(f"preparing {cell.name}, {i} of {len(cells)} cells")
         setups[cell.name] = build_setup(cell, paper_table.seed)
         check_attacks(cell, setups[cell.name])
-        expected += [estimate_seconds(spec, setups[cell.name], paper_table.seed, cell.wave) for spec in cell.attacks]
+    expected = [estimate_seconds(spec, setups[cell.name], cell.wave) for cell, spec in jobs]
     outcomes: dict[str, dict[str, AttackOutcome]] = {}
     for i, (cell, spec) in enumerate(jobs):
         job, setup = f"{i + 1} of {len(jobs)}: {cell.name}, {spec.name}", setups[cell.name]
         report(f"{job}; about {sum(expected[i:]):.0f} s left")
         cell_outcomes = outcomes.setdefault(cell.name, {})
         on_progress = _progress_callback(report, job, len(setup.observations), sum(expected[i + 1 :]))
-        cell_outcomes[spec.name] = run_attack(spec, setup, paper_table.seed, cell.wave, on_progress)
-        yield from compared_figures(cell, spec, cell_outcomes[spec.name], cell_outcomes, setups[cell.name].note)
+        for needed in cell.attacks:  # what it is compared with was perhaps done in an earlier call
+            if needed.name in (spec.name, spec.against) and needed.name not in cell_outcomes:
+                cell_outcomes[needed.name] = run_attack(needed, setup, cell.wave, on_progress)
+        yield compared_figures(cell, spec, cell_outcomes[spec.name], cell_outcomes, setup.note)
 
 
 def _progress_callback(report: ReportProgress, job: str, updates: int, later: float) -> Callable[[int], None]:
@@ -155,17 +164,3 @@ def _world_figures(world: WorldSpec, seed: int, report: ReportProgress) -> list[
         raise SpecError(f"no cell of {world.name} matches {world.only!r}")
     spent, budget = round(time.perf_counter() - started, 1), f"n {world.n}, iterations at most {world.iterations}"
     return [ComparedFigure(**asdict(row), budget=budget, seconds=spent) for row in rows]
-
-
-def record(paper_table: PaperTable, rows: Sequence[ComparedFigure], seconds: float) -> dict[str, Any]:
-    """A reproduction for a results file: rows, seed, differences from the paper, machine, versions, date."""
-    return {
-        "name": paper_table.name,
-        "title": paper_table.title,
-        "note": paper_table.note,
-        "seed": paper_table.seed,
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "seconds": round(seconds, 1),
-        "rows": [asdict(row) for row in rows],
-        "environment": environment(),
-    }

@@ -1,19 +1,32 @@
-"""What `fedgauge reproduce` prints: the table and the progress."""
+"""What `fedgauge reproduce` prints and keeps: the table, the progress, and a file of the figures."""
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from fedgauge.simulations.experiments.measures import UNITS
-from fedgauge.simulations.experiments.paper_tables import TEXT_METRICS, PaperTable
+from fedgauge.attacks.modality.registry import modality_measured
+from fedgauge.client.components import SpecError
+from fedgauge.client.files import read_file, replacing
+from fedgauge.simulations.experiments.measures import DERIVED, UNITS, metric_of
+from fedgauge.simulations.experiments.paper_tables import PaperTable
 from fedgauge.simulations.experiments.reproduce import ComparedFigure
+from fedgauge.simulations.run.environment import environment
+
+LARGEST_FILE = 2**26  # bytes of kept figures
 
 
 def show(paper_table: PaperTable, rows: Sequence[ComparedFigure], console: Console) -> None:
     """Print a reproduction as a table, then what differs from the paper."""
     reference = "paper" if paper_table.world is None else "bound"
-    floor = "random words" if any(row.metric in TEXT_METRICS for row in rows) else "mean image"
+    modality = modality_measured(tuple(metric_of(row.metric) for row in rows if row.metric not in DERIVED))
+    floor = next(iter(modality.baselines)).replace("_", " ")
     headings = ("cell", "attack", "metric", reference, "here", "95 % interval", "n", floor, "budget", "remarks")
     table = Table(*headings, title=paper_table.title)
     for row in rows:
@@ -56,3 +69,73 @@ class ProgressReporter:
             self._status.update(f"{self.name}: {text}")
         else:
             self.console.print(f"{self.name}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+class FiguresFile:
+    """A file that keeps a reproduction: figures, settings, seed, machine, versions, date. It continues what it holds.
+
+    Raises:
+        SpecError: the file holds something else: another table, or figures of other settings, another seed or other versions.
+    """
+
+    def __init__(self, path: Path, paper_table: PaperTable) -> None:
+        self.path = path
+        self.rows: list[ComparedFigure] = []
+        self._seconds = 0.0
+        self._head: dict[str, Any] = {
+            **{key: getattr(paper_table, key) for key in ("name", "title", "note", "seed")},
+            "settings": _digest(paper_table),
+            "environment": environment(),
+        }
+        try:
+            kept = json.loads(read_file(path, LARGEST_FILE))
+            self._check(kept)
+            self.rows, self._seconds = [ComparedFigure(**row) for row in kept["rows"]], float(kept["seconds"])
+        except FileNotFoundError:
+            return
+        except SpecError:
+            raise
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise self._refusal(f"is no file of figures ({error})") from error
+
+    @property
+    def done(self) -> set[tuple[str, str]]:
+        """The names of cell and attack of all figures in the file."""
+        return {(row.cell, row.attack) for row in self.rows}
+
+    def add(self, rows: Iterable[ComparedFigure], seconds: float) -> None:
+        """Keep further figures; a reader, and whoever continues after an interruption, sees all of them or none.
+
+        Args:
+            seconds: since the call began.
+        """
+        self.rows += rows
+        kept = {
+            **self._head,
+            "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            "seconds": round(self._seconds + seconds, 1),
+            "rows": [asdict(row) for row in self.rows],
+        }
+        with replacing(self.path) as file:
+            file.write((json.dumps(kept, indent=1, allow_nan=False) + "\n").encode())
+
+    def _check(self, kept: Any) -> None:
+        if not isinstance(kept, dict) or not {*self._head, "rows", "seconds"} <= kept.keys():
+            raise self._refusal("does not say with which settings its figures were computed")
+        for key in ("name", "seed", "settings"):
+            if kept[key] != self._head[key]:
+                told = "" if key == "settings" else f" ({kept[key]!r} there, {self._head[key]!r} here)"
+                what = {"name": "of another table", "seed": "of another seed", "settings": "of other settings"}[key]
+                raise self._refusal(f"holds figures {what}{told}")
+        for key in ("python", "commit", "packages"):
+            if (there := kept["environment"].get(key)) != (here := self._head["environment"][key]):
+                raise self._refusal(f"holds figures that were computed with another {key} ({there} there, {here} here)")
+
+    def _refusal(self, words: str) -> SpecError:
+        return SpecError(f"{self.path} {words}; name another file with --output, or remove this one")
+
+
+def _digest(paper_table: PaperTable) -> str:
+    """A digest of all that decides a table's figures, but for the seed."""
+    settings = {key: value for key, value in asdict(paper_table).items() if key in ("cells", "world")}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

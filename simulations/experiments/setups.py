@@ -1,94 +1,185 @@
-"""Setups: what a server observes in one setting of a paper's table, computed by the clients' code without Flower."""
+"""Setups: what a server observes in one setting of a paper's table, computed by a federation without Flower."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from fedgauge.attacks.base import Knowledge, Observation, Sentences
-from fedgauge.client.chain import Chain, trained_on
+from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Stream, Wave
+from fedgauge.attacks.grading.audit import Auditor, Truth
+from fedgauge.attacks.grading.scores import Grader, ScoreRecord, has_images
+from fedgauge.attacks.modality.image_metrics import AUGMENTED
+from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.threat_model import public_knowledge
+from fedgauge.client.chain import Chain
 from fedgauge.client.components import SpecError, build, call
 from fedgauge.client.data.corpora import Text
-from fedgauge.client.data.images import Dataset, batch_of
-from fedgauge.client.federation import DATASET
+from fedgauge.client.data.images import Dataset, Shards, batch_of
+from fedgauge.client.federation import DATASET, Federation
 from fedgauge.client.local_data import data_folder
-from fedgauge.client.models.build import build_model
-from fedgauge.client.models.losses import next_token, per_example_accuracy
-from fedgauge.client.models.tokenizer import Tokenizer
-from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
+from fedgauge.client.models.losses import CROSS_ENTROPY, per_example_accuracy
+from fedgauge.client.models.vision import detached_params
+from fedgauge.client.protocol import Protocol, SecureSumOptions
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
-from fedgauge.client.transforms import GroupMean, UpdateTransform, per_example
-from fedgauge.client.update import Batch, Loss, Params, Transform, UpdateFn, average, norm
-from fedgauge.simulations.experiments.paper_tables import OFFERED, Images, Setting, build_link
+from fedgauge.client.training import local_sgd
+from fedgauge.client.transforms import UpdateTransform, per_example
+from fedgauge.client.update import Batch, UpdateFn, average, norm
+from fedgauge.simulations.experiments.measures import metric_of
+from fedgauge.simulations.experiments.paper_tables import Images, Pretraining, Setting
 
 AUXILIARY = 200  # last training images, held out of pretraining
 
 
 @dataclass(frozen=True, eq=False)
+class ChosenShards(Shards):
+    """Each client has the same examples in every round, in order; rows behind the training part are the test part's."""
+
+    def rows_at(self, client: int, round: int) -> Tensor:
+        return self.indices[client]
+
+    def batch_at(self, client: int, round: int) -> Batch:
+        data, rows = self.dataset, self.indices[client]
+        test = int(rows[0]) >= len(data.y)
+        return batch_of(data.x_test, data.y_test, rows - len(data.y)) if test else batch_of(data.x, data.y, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class TableAuditor(Auditor):
+    """Attacks and grades as papers do.
+
+    Attacks of one setting share their starts, so that luck of the draw does not separate them; given labels come in the
+    client's order; a failed attack is graded as a blank guess.
+
+    Args:
+        metrics: those to grade by.
+        purpose: of the attacks' randomness.
+    """
+
+    metrics: frozenset[str] = frozenset()
+    purpose: tuple[str | int, ...] = ("attack",)
+
+    labels_in_order = True
+
+    @cached_property
+    def grader(self) -> Grader:
+        return Grader(self.modality, self.auxiliary.x, self.metrics)
+
+    def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
+        return partial(generator, self.seed, *self.purpose, client // len(self.federation.protocol.members(client, round)))
+
+    def _grade(
+        self, attack: str, wave: Wave, client: int, other: int | None, result: Reconstruction, truth: Truth | None
+    ) -> tuple[Reconstruction, list[ScoreRecord]]:
+        if has_images(result.x):
+            return super()._grade(attack, wave, client, other, result, truth)
+        blank = self.modality.blank(self.federation.batch_at(client, wave.round).x)
+        return result, super()._grade(attack, wave, client, other, replace(result, x=blank, y=None), truth)[1]
+
+
+@dataclass(frozen=True, eq=False)
 class Setup:
-    """What the server observes and knows in one setting, and the true batches, which only grading reads.
+    """What the server observes in one setting, and who attacks and grades it.
 
     Args:
         clients: whose updates come in turns: 0, 1, 2, 0, 1, 2 ...
-        augmented: the examples as they were trained on, where the chain changes them.
-        tokenizer: of sentences.
         isolated: for each batch, the example with the largest update at the weights that were sent.
     """
 
+    auditor: TableAuditor
     observations: tuple[Observation, ...]
-    truth: tuple[Batch, ...]
-    known: Knowledge
     note: str = ""
     clients: int = 1
-    augmented: tuple[Batch, ...] | None = None
-    tokenizer: Tokenizer | None = None
     isolated: tuple[int, ...] | None = None
+
+    @property
+    def known(self) -> Knowledge:
+        """What the server knows, before anything of the private examples is given to it."""
+        return public_knowledge(self.auditor.federation)
+
+    @property
+    def truth(self) -> tuple[Batch, ...]:
+        """The private examples behind each observation."""
+        return tuple(self.auditor.federation.batch_at(seen.client, seen.round) for seen in self.observations)
 
 
 def build_setup(cell: Setting, seed: int) -> Setup:
     """Compute the n updates of a setting; SpecError if data or weights are missing."""
     dataset = _dataset(cell)
-    together = cell.members * cell.images.batch_size
-    candidates = choose(dataset, replace(cell.images, batch_size=together), cell.n * (4 if cell.faintest else 1))
-    model, note = _network(cell, dataset, seed)
-    chain = Chain(_links(cell, dataset, model, cell.images.batch_size))
-    known = Knowledge(
-        model=model,
-        chain=chain if cell.members == 1 else Chain((*chain.links, GroupMean(cell.members))),
-        shape=dataset.shape,
-        classes=dataset.classes,
-        batch_size=together,
-        mean=dataset.mean,
-        std=dataset.std,
-        auxiliary=_auxiliary(dataset, cell, candidates),
-        loss=_loss(dataset),
-        text=Sentences() if isinstance(dataset, Text) else None,
-    )
-    bare = gradient(model, known.loss, dataset.normalise)
-    clients = _Clients(cell, chain(bare), known, detached_params(model), seed)
-    truth = clients.faintest(candidates) if cell.faintest else candidates
+    images = replace(cell.images, batch_size=cell.members * cell.images.batch_size)
+    rows = choose(dataset, images, cell.n * (4 if cell.faintest else 1))
+    shards = _shards(cell, dataset, rows, seed)
+    try:
+        fed = _federation(cell, shards, seed)
+        note = _pretrain(cell, fed)
+        _ = fed.chain
+    except SpecError as error:
+        raise SpecError(f"cell {cell.name}: {error}") from error
+    if cell.faintest:
+        fed = _with(fed, _faintest(fed, cell.members))
+    clients = _Clients(cell, fed)
     isolated: tuple[int, ...] | None = None
     if cell.alone or any("isolated_psnr" in spec.metrics for spec in cell.attacks):
-        isolated = tuple(map(clients.isolated, range(cell.n), truth))
+        isolated = tuple(map(clients.isolated, range(cell.n)))
     if cell.alone and isolated is not None:
-        truth = tuple(Batch(b.x[i : i + 1], b.y[i : i + 1]) for b, i in zip(truth, isolated, strict=True))
+        alone = replace(cell, server_attack=None, rounds=1, members=1)
+        firsts = [fed.shards.indices[k * cell.members][i : i + 1] for k, i in enumerate(isolated)]
         isolated = (0,) * cell.n
-        known = replace(known, chain=chain, batch_size=1)
-        clients = replace(clients, cell=replace(cell, server_attack=None, rounds=1, members=1))
-    observations = clients.observed(truth)
-    params = clients.honest
-    made = [trained_on(chain, bare, params, batch, generator(seed, "client", k, 1)) for k, batch in enumerate(truth)]
-    augmented = tuple(batch for batch in made if batch is not None)
+        fed = _with(_federation(alone, shards, seed, fed), firsts)
+        clients = _Clients(alone, fed)
+    reported = {metric_of(measure).removesuffix(AUGMENTED) for spec in cell.attacks for measure in spec.metrics}
+    auditor = TableAuditor(fed, seed, metrics=frozenset({*reported, modality_of(dataset).main.metric}))
     # every client has equally many images
     turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)
-    tokenizer = dataset.tokenizer if isinstance(dataset, Text) else None
-    return Setup(observations, truth, known, note, turns, augmented or None, tokenizer, isolated)
+    return Setup(auditor, clients.observed(), note, turns, isolated)
+
+
+def _federation(cell: Setting, shards: Shards, seed: int, like: Federation | None = None) -> Federation:
+    """The federation of a setting; like: one whose network it shares."""
+    table, server_attack = cell.model, cell.build_server_attack()
+    if server_attack is not None and server_attack.architecture is not None:
+        table = {**table, "architectures": [server_attack.architecture]}
+    if cell.weights:
+        folder = data_folder()
+        if folder is None:
+            raise SpecError(
+                f"weights: {cell.weights} belongs into the local data folder: set FEDGAUGE_DATA to that folder"
+            )
+        table = {**table, "weights": str(folder / cell.weights)}
+    protocol = Protocol(
+        seed=seed,
+        rounds=cell.rounds,
+        clients=len(shards.indices),
+        data=cell.images.table,
+        model=table,
+        chain=cell.chain,
+        secure_sum=SecureSumOptions(cell.members) if cell.members > 1 else None,
+        loss={"use": "next_token"} if shards.dataset.y.dim() > 1 else dict(CROSS_ENTROPY),
+    )
+    fed = Federation(protocol)
+    vars(fed).update(shards=shards, **({} if like is None else {"model": like.model}))
+    return fed
+
+
+def _with(fed: Federation, indices: Sequence[Tensor]) -> Federation:
+    """The federation with other examples, and the same network."""
+    other = Federation(replace(fed.protocol, clients=len(indices)))
+    shards = replace(fed.shards, indices=tuple(indices), batch_size=len(indices[0]))
+    vars(other).update(shards=shards, model=fed.model)
+    return other
+
+
+def _faintest(fed: Federation, members: int) -> list[Tensor]:
+    """The rows of the clients in the quarter of the groups with the smallest updates at the honest weights."""
+    params, buffers = fed.initial()
+    groups = range(0, len(fed.shards.indices), members)
+    sizes = torch.tensor([float(norm(fed.client_update(params, buffers, first, 1))) for first in groups])
+    chosen = sizes.topk(len(groups) // 4, largest=False).indices.sort().values
+    return [rows for k in chosen.tolist() for rows in fed.shards.indices[k * members : (k + 1) * members]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,85 +187,68 @@ class _Clients:
     """The clients of a setting, and what its server sends them."""
 
     cell: Setting
-    client: UpdateFn
-    known: Knowledge
-    honest: Params
-    seed: int
+    fed: Federation
 
-    def observed(self, truth: Sequence[Batch]) -> tuple[Observation, ...]:
+    def observed(self) -> tuple[Observation, ...]:
         """One observation per batch; neighbours that were sent equal weights share the tensors, so that one wave can hold them."""
         observations: list[Observation] = []
-        for k, batch in enumerate(truth):
-            observation = self._observed(k, batch)
+        for k in range(self.cell.n):
+            observation = self._observed(k)
             same_weights = bool(observations) and all(
                 torch.equal(observation.params[name], t) for name, t in observations[-1].params.items()
             )
             observations.append(replace(observation, params=observations[-1].params) if same_weights else observation)
         return tuple(observations)
 
-    def faintest(self, candidates: Sequence[Batch]) -> tuple[Batch, ...]:
-        """The quarter of the batches with the smallest updates at the honest weights."""
-        rng = partial(generator, self.seed, "client")
-        sizes = torch.tensor([float(norm(self.client(self.honest, b, rng(k, 1)))) for k, b in enumerate(candidates)])
-        chosen = sizes.topk(len(candidates) // 4, largest=False).indices.sort().values
-        return tuple(candidates[k] for k in chosen.tolist())
-
-    def isolated(self, k: int, batch: Batch) -> int:
+    def isolated(self, k: int) -> int:
         """The example of a batch (of a group's first client) with the largest update at the weights that were sent."""
-        sent = self._observed(k, batch).params
-        size = len(batch.y) // self.cell.members
-        singles = [Batch(batch.x[i : i + 1], batch.y[i : i + 1]) for i in range(size)]
-        rng = partial(generator, self.seed, "client", k)
-        return max(range(size), key=lambda i: float(norm(self.client(sent, singles[i], rng(1)))))
+        fed, sent = self.fed, self._observed(k).params
+        batch = fed.shards.batch_at(k * self.cell.members, 1)
+        update, rng = fed.update_fn(), partial(generator, fed.protocol.seed, "client", k)
+        singles = [Batch(batch.x[i : i + 1], batch.y[i : i + 1]) for i in range(len(batch.y))]
+        return max(range(len(singles)), key=lambda i: float(norm(update(sent, singles[i], rng(1)))))
 
-    def _observed(self, k: int, batch: Batch) -> Observation:
+    def _observed(self, k: int) -> Observation:
         """What the server observes in the last round of its k-th client, or group of clients."""
-        cell, server_attack, buffers = self.cell, self.cell.build_server_attack(), floating_buffers(self.known.model)
-        parts = [Batch(*part) for part in zip(batch.x.chunk(cell.members), batch.y.chunk(cell.members), strict=True)]
+        cell, fed, server_attack = self.cell, self.fed, self.cell.build_server_attack()
+        honest, buffers = fed.initial()
+        first = k * cell.members
         observations: list[Observation] = []
         for round in range(1, cell.rounds + 1):
-            sent = self.honest
+            sent = honest
             if server_attack is not None:
-                arguments = {"known": self.known, "rng": generator(self.seed, "malice", k, round), "seen": observations}
-                sent = call(server_attack.craft, {"sent": self.honest, **arguments}, f"cell {cell.name}: server attack")
-            weights_by_member = [sent] if cell.members == 1 else [self.honest, *[sent] * (cell.members - 1)]
+                rng = generator(fed.protocol.seed, "malice", k, round)
+                arguments = {"known": public_knowledge(fed), "rng": rng, "seen": observations}
+                sent = call(server_attack.craft, {"sent": honest, **arguments}, f"cell {cell.name}: server attack")
+            weights_by_member = [sent] if cell.members == 1 else [honest, *[sent] * (cell.members - 1)]
             updates = [
-                _detached(self.client(params, part, generator(self.seed, "client", k * cell.members + i, round)))
-                for i, (params, part) in enumerate(zip(weights_by_member, parts, strict=True))
+                {name: t.detach() for name, t in fed.own_update(params, buffers, first + i, round).items()}
+                for i, params in enumerate(weights_by_member)
             ]
             update = updates[0] if cell.members == 1 else average(updates, [1] * cell.members)
-            observations.append(Observation(round, k, weights_by_member[0], update, buffers))
+            observations.append(Observation(round, first, weights_by_member[0], update, buffers))
         return replace(observations[-1], round=1)
 
 
-def _loss(dataset: Dataset) -> Loss:
-    """The loss that clients minimise."""
-    return next_token() if isinstance(dataset, Text) and dataset.task == "next_token" else F.cross_entropy
-
-
 def _noun(dataset: Dataset) -> str:
-    return "sentences" if isinstance(dataset, Text) else "images"
+    return f"{modality_of(dataset).main.private}s"
 
 
-def _detached(update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {k: t.detach() for k, t in update.items()}
-
-
-def _auxiliary(dataset: Dataset, cell: Setting, candidates: Sequence[Batch]) -> Batch:
-    """Public examples: the last training examples; SpecError if some of them are attacked, or if there are too few."""
-    first, images = len(dataset.y) - cell.auxiliary, cell.images
+def _shards(cell: Setting, dataset: Dataset, rows: Sequence[Tensor], seed: int) -> Shards:
+    """The attacked examples, and the last training examples as public ones; SpecError if some are both, or if there are too few."""
+    first = len(dataset.y) - cell.auxiliary
     if first < 0:
         raise SpecError(
             f"cell {cell.name}: auxiliary = {cell.auxiliary:,}, but {dataset.name} has {len(dataset.y):,} {_noun(dataset)}"
         )
-    attacked = [t.x for t in candidates] if images.part == "train" else []
-    public = batch_of(dataset.x, dataset.y, torch.arange(first, len(dataset.y)))
-    own = {x.numpy().tobytes() for batch in attacked for x in batch}
-    if both := sum(x.numpy().tobytes() in own for x in public.x) if own else 0:
+    if cell.images.part == "test":
+        rows = [r + len(dataset.y) for r in rows]
+    elif both := sum(int((r >= first).sum()) for r in rows):
         raise SpecError(
             f"cell {cell.name}: {both} of the {cell.auxiliary:,} auxiliary {_noun(dataset)} are attacked; lower auxiliary"
         )
-    return public
+    clients = tuple(part for group in rows for part in group.chunk(cell.members))
+    return ChosenShards(dataset, clients, torch.arange(first, len(dataset.y)), cell.images.batch_size, seed)
 
 
 def _dataset(cell: Setting) -> Dataset:
@@ -196,13 +270,13 @@ def _read(items: tuple[tuple[str, Any], ...], where: str) -> Dataset:
     return dataset
 
 
-def choose(dataset: Dataset, images: Images, n: int) -> tuple[Batch, ...]:
-    """The first n batches of a dataset, in order; SpecError if there are too few examples."""
-    x, y = (dataset.x_test, dataset.y_test) if images.part == "test" else (dataset.x, dataset.y)
+def choose(dataset: Dataset, images: Images, n: int) -> list[Tensor]:
+    """The rows of the first n batches of a dataset's part, in order; SpecError if there are too few examples."""
+    y = dataset.y_test if images.part == "test" else dataset.y
     if y.dim() > 1 and (images.distinct or images.classes):
         raise SpecError(f"distinct and classes need class labels, but the labels of {dataset.name} are words")
     left = [i for i in range(images.first, len(y)) if not images.classes or int(y[i]) in images.classes]
-    batches = []
+    batches: list[Tensor] = []
     for _ in range(n):
         taken: list[int] = []
         for i in left:
@@ -216,34 +290,23 @@ def choose(dataset: Dataset, images: Images, n: int) -> tuple[Batch, ...]:
                 f"number {images.first} on; lower --n"
             )
         left = [i for i in left if i not in set(taken)]
-        batches.append(batch_of(x, y, torch.tensor(taken)))
-    return tuple(batches)
+        batches.append(torch.tensor(taken))
+    return batches
 
 
 # -------------------------------------------------------------------------------------------------------- the networks
 
 
-def _network(cell: Setting, dataset: Dataset, seed: int) -> tuple[nn.Module, str]:
-    """The setting's network in eval mode, and a note on its training."""
-    table, server_attack = cell.model, cell.build_server_attack()
-    if server_attack is not None and server_attack.architecture is not None:
-        table = {**table, "architectures": [server_attack.architecture]}
-    model = build_model(table, f"cell {cell.name}: model", dataset.offered, seed).eval()
-    if cell.weights:
-        where = f"cell {cell.name}: weights"
-        folder = data_folder()
-        if folder is None:
-            raise SpecError(
-                f"{where}: {cell.weights} belongs into the local data folder: set FEDGAUGE_DATA to that folder"
-            )
-        call(load_weights, {"model": model, "path": folder / cell.weights}, where)
+def _pretrain(cell: Setting, fed: Federation) -> str:
+    """Train the federation's network as the setting says; returns a note on it."""
     if cell.train is None:
-        return model, ""
+        return ""
+    dataset = fed.shards.dataset
     defended = cell.chain if cell.train.defended else []
-    key = json.dumps([table, defended, asdict(cell.train), asdict(cell.images), seed])
-    model.load_state_dict(_trained(key, partial(_train, model, cell, dataset, seed)))
-    right = "words" if _loss(dataset) == next_token() else _noun(dataset)
-    return model, f"{cell.train.steps} steps of training, {_accuracy(model, dataset):.0%} of the test {right} right"
+    key = json.dumps([fed.protocol.model, defended, asdict(cell.train), asdict(cell.images), fed.protocol.seed])
+    fed.model.load_state_dict(_trained(key, partial(_train, cell.train, fed)))
+    right = "words" if dataset.y.dim() > 1 else _noun(dataset)
+    return f"{cell.train.steps} steps of training, {_accuracy(fed, dataset):.0%} of the test {right} right"
 
 
 _STATES: dict[str, dict[str, Tensor]] = {}
@@ -256,12 +319,10 @@ def _trained(key: str, train: Callable[[], dict[str, Tensor]]) -> dict[str, Tens
     return _STATES[key]
 
 
-def _train(model: nn.Module, cell: Setting, dataset: Dataset, seed: int) -> dict[str, Tensor]:
-    training = cell.train
-    assert training is not None
-    bare = gradient(model, _loss(dataset), dataset.normalise)
-    compute = _defended(bare, model, cell, dataset, training.batch_size) if training.defended else bare
-    params = detached_params(model)
+def _train(training: Pretraining, fed: Federation) -> dict[str, Tensor]:
+    dataset, seed = fed.shards.dataset, fed.protocol.seed
+    compute = defended_gradient(fed, training.batch_size) if training.defended else fed.gradient
+    params = detached_params(fed.model)
     adam = torch.optim.Adam(params.values(), lr=training.rate)
     order = generator(seed, "training order")
     last = len(dataset.y) - AUXILIARY
@@ -272,27 +333,22 @@ def _train(model: nn.Module, cell: Setting, dataset: Dataset, seed: int) -> dict
         for name, p in params.items():
             p.grad = update[name].detach()
         adam.step()
-    return {**model.state_dict(), **{k: p.detach() for k, p in params.items()}}
+    return {**fed.model.state_dict(), **{k: p.detach() for k, p in params.items()}}
 
 
-def _links(cell: Setting, dataset: Dataset, model: nn.Module, batch_size: int) -> tuple[Transform, ...]:
-    values = (model, dataset.shape, dataset.classes, batch_size, dataset.normalise)
-    offered = dict(zip(OFFERED, values, strict=True))
-    return tuple(build_link(table, f"cell {cell.name}: chain #{i}", offered) for i, table in enumerate(cell.chain, 1))
-
-
-def _defended(bare: UpdateFn, model: nn.Module, cell: Setting, dataset: Dataset, batch_size: int) -> UpdateFn:
-    """The gradient of a batch under the setting's defenses, without its local training.
+def defended_gradient(fed: Federation, batch_size: int) -> UpdateFn:
+    """The gradient of a batch under the federation's defenses, without its local training.
 
     A defense of updates acts on each example's gradient, as it does on the attacked updates of single examples.
     """
-    links = _links(cell, dataset, model, batch_size)
+    links = _with(fed, [torch.arange(batch_size)]).chain.links
     before = links[: next(i for i, link in enumerate(links) if isinstance(link, local_sgd))]
     whole = Chain(before)
-    return per_example(whole)(bare) if all(isinstance(link, UpdateTransform) for link in before) else whole(bare)
+    each = all(isinstance(link, UpdateTransform) for link in before)
+    return per_example(whole)(fed.gradient) if each else whole(fed.gradient)
 
 
-def _accuracy(model: nn.Module, dataset: Dataset, count: int = 2000) -> float:
+def _accuracy(fed: Federation, dataset: Dataset, count: int = 2000) -> float:
     test = batch_of(dataset.x_test, dataset.y_test, torch.arange(min(count, len(dataset.y_test))))
     with torch.no_grad():
-        return float(per_example_accuracy(model(dataset.normalise(test.x)), test.y).mean())
+        return float(per_example_accuracy(fed.model(dataset.normalise(test.x)), test.y).mean())

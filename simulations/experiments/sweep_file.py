@@ -2,15 +2,15 @@
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, Table, coerce
 from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.experiments.grids import check_keys, layered, names_of, selection, tables_of
 
 TOP_KEYS = ("scenario", "seeds", "defense", "attack")
 # keys of a [[defense]]; MERGED_KEYS are scenario tables, merged into those of [scenario]
@@ -67,9 +67,8 @@ def _cells(tables: Table) -> list[SweepCell]:
         if key in shared:
             raise SpecError(f"[scenario]: {key} is what the sweep varies; set it in [[defense]], [[attack]] or seeds")
     seeds = coerce(tables.get("seeds", [0]), Sequence[int], "seeds")
-    defenses = [coerce(d, dict, f"[[defense]] #{i}") for i, d in enumerate(_tables(tables, "defense"), 1)]
-    attacks = [coerce(a, dict, f"[[attack]] #{i}") for i, a in enumerate(_tables(tables, "attack"), 1)]
-    if not defenses or not attacks or not seeds:
+    defenses, found = tables_of(tables, "defense"), tables_of(tables, "attack")
+    if not defenses or not found or not seeds:
         raise SpecError(
             "a sweep needs at least one [[defense]], one [[attack]] and one seed (see simulations/defenses.toml)"
         )
@@ -78,13 +77,19 @@ def _cells(tables: Table) -> list[SweepCell]:
     for i, defense in enumerate(defenses, 1):
         if missing := [key for key in REQUIRED if not defense.get(key)]:
             raise SpecError(f"[[defense]] #{i} needs {missing[0]!r}")
-    names = [coerce(d["name"], str, f"[[defense]] #{i}: name") for i, d in enumerate(defenses, 1)]
-    _check_targets(attacks, names)
+    names = names_of("defense", defenses)
+    attacks = [selection(attack, {"defense": names}, f"[[attack]] #{i}") for i, attack in enumerate(found, 1)]
     cells = [
         SweepCell(
             name,
             seed,
-            _scenario(shared, defense, name, attacks, seed, f"[[defense]] #{i} ({name})"),
+            _scenario(
+                shared,
+                defense,
+                [attack for chosen, attack in attacks if name in chosen["defense"]],
+                seed,
+                f"[[defense]] #{i} ({name})",
+            ),
             coerce(defense.get("promise", ""), str, f"[[defense]] #{i} ({name}): promise"),
         )
         for i, (name, defense) in enumerate(zip(names, defenses, strict=True), 1)
@@ -96,37 +101,15 @@ def _cells(tables: Table) -> list[SweepCell]:
     return cells
 
 
-def _tables(tables: Table, key: str) -> list[Any]:
-    if isinstance(tables.get(key), Mapping):
-        raise SpecError(f"{key} must be a list of tables; write [[{key}]] instead of [{key}]")
-    return list(coerce(tables.get(key, []), list, f"[[{key}]]"))
-
-
-def _check_targets(attacks: Sequence[Table], names: Sequence[str]) -> None:
-    for i, attack in enumerate(attacks, 1):
-        targets = coerce(attack.get("defenses", names), Sequence[str], f"[[attack]] #{i}: defenses")
-        if not targets:
-            raise SpecError(f"[[attack]] #{i}: defenses is empty; name some, or leave the key out to attack all")
-        for name in targets:
-            if name not in names:
-                raise SpecError(f"[[attack]] #{i}: unknown defense {name!r} (the sweep has: {', '.join(names)})")
-
-
-def _scenario(shared: Table, defense: Table, name: str, attacks: Sequence[Table], seed: int, where: str) -> Table:
+def _scenario(shared: Table, defense: Table, attacks: Sequence[Table], seed: int, where: str) -> Table:
     """The scenario of one cell; it is built once, so that mistakes show before anything runs."""
-    if unknown := sorted(defense.keys() - {*OWN_KEYS, *MERGED_KEYS}):
-        raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join((*OWN_KEYS, *MERGED_KEYS))})")
-    merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in shared.items()}
-    for key in (k for k in MERGED_KEYS if k in defense):
-        merged[key] = {**merged.get(key, {}), **coerce(defense[key], dict, f"{where}: {key}")}
-    own_attacks = [
-        {k: v for k, v in a.items() if k != "defenses"} for a in attacks if name in a.get("defenses", [name])
-    ]
+    check_keys(defense, (*OWN_KEYS, *MERGED_KEYS), where)
+    own = {key: defense[key] for key in MERGED_KEYS if key in defense}
     tables = {
-        **merged,
+        **layered([shared, own], MERGED_KEYS, where),
         "seed": seed,
         "chain": coerce(defense.get("chain"), list, f"{where}: chain"),
-        "attack": own_attacks,
+        "attack": list(attacks),
     }
     try:
         Scenario.from_tables(tables)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table as Grid
 
-from fedgauge.attacks.grading.image_metrics import AUGMENTED
+from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run

@@ -115,7 +115,7 @@ def _best(cell: Setting, spec: AttackSpec, setup: Setup, seed: int, trials: int)
         }
         optuna_trial.set_user_attr("settings", settings)
         tried = replace(spec, table={**spec.table, **settings})
-        return float(run_attack(tried, setup, seed, cell.wave).psnr.mean())
+        return float(run_attack(tried, setup, cell.wave).psnr.mean())
 
     study.optimize(score, n_trials=trials)
     best_settings: dict[str, float] = study.best_trial.user_attrs["settings"]

@@ -65,7 +65,7 @@ class Events(View):
             emit(event, **facts, **more)
 
 
-def finish(run: Run, state: str, report: Path) -> None:
+def finish(run: Run, report: Path) -> None:
     """Emit how a run ended, with its verdict and scores."""
     with closing(Reading(run)) as reading, reading.now():
         result, ledger = verdict_of(reading), reading.ledger
@@ -74,7 +74,7 @@ def finish(run: Run, state: str, report: Path) -> None:
             "finished",
             run=run.name,
             folder=str(run.folder),
-            state=state,
+            state=reading.state,
             report=str(report),
             verdict=result.word,
             words=result.sentence,

@@ -24,4 +24,4 @@ def guarded(observations: Sequence[ObservationRow]) -> str:
     if not alarms:
         return ""
     rounds = len({o["round"] for o in alarms})
-    return f"clients' guards alarmed {len(alarms)} times in {rounds} rounds; {first_alarm(alarms, named=True)}"
+    return f"clients' guards alarmed {len(alarms)} times in {rounds} rounds; {first_alarm(alarms)}"

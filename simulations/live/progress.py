@@ -2,17 +2,21 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
+
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DeviceUse, Progress, ScoreRow
+from fedgauge.server.store.ledger_types import DeviceUse, Progress
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.leakage import Leak, Snapshot
 from fedgauge.server.views.outcomes import device_shares
 from fedgauge.server.views.overview import jobs_of_remaining_rounds
 from fedgauge.server.views.roles import is_attack, is_baseline
-from fedgauge.server.views.scores import OF_IMAGES, measure_of
+from fedgauge.server.views.scores import Scores
 
 EVERY = 1.0  # seconds between two readings of the ledger
 IDLE = 0.1  # share of the time that attacks may have waited for rounds; above it their pace does not predict the end
@@ -46,14 +50,14 @@ class AttackProgress:
     complete: bool
 
     @classmethod
-    def of(
-        cls, values: Mapping[tuple[int, int], float | None], complete: bool, cap: float = OF_IMAGES.cap
-    ) -> "AttackProgress":
-        """From the run's measure by client and example."""
-        hits = [BestExample(client, example, v) for (client, example), v in sorted(values.items()) if v is not None]
-        mean = sum(min(h.psnr, cap) for h in hits) / len(hits) if hits else None
-        best = max(hits, key=lambda h: h.psnr, default=None)
-        return cls(len(hits), len(values) - len(hits), mean, best, complete)
+    def of(cls, leak: Leak, rows: Scores, complete: bool) -> "AttackProgress":
+        """From what came back, and the rows of its round."""
+        best = None
+        if leak.best is not None:
+            own = rows.of_attack(leak.attack)
+            row = int(np.flatnonzero(own.value == leak.best)[0])
+            best = BestExample(int(own.client[row]), int(own.example[row]), leak.best)
+        return cls(leak.n, sum(leak.failed.values()), leak.mean, best, complete)
 
 
 class RunProgress:
@@ -79,7 +83,7 @@ class RunProgress:
     ) -> None:
         self.ledger = ledger
         self.scenario = scenario
-        self.measure = measure_of(scenario.federation)
+        self.measure = modality_of(scenario.federation.shards.dataset).main
         self.training = self.coming = training
         self.attacks = [row["name"] for row in ledger.attacks()]
         self.rounds: dict[int, Mapping[str, float | None]] = {}
@@ -91,8 +95,7 @@ class RunProgress:
         self.best: tuple[str, int, BestExample] | None = None
         self.replay, self.replay_detail = "", ""
         self._newest = 0  # round that has jobs
-        self._values: dict[tuple[str, int], dict[tuple[int, int], float | None]] = {}
-        self._finished = 0
+        self._snapshot = Snapshot()
         self._version: object = None
         self._clock = clock
         self._started = clock()
@@ -111,7 +114,8 @@ class RunProgress:
         if version == self._version:
             return False
         self._version = version
-        self._read()
+        with self.ledger.snapshot():
+            self._read()
         return True
 
     def _read(self) -> None:
@@ -121,18 +125,17 @@ class RunProgress:
         self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds_since(self.round)}
         self.progress = self.ledger.progress()
         self._measure()
-        # in this order: a job that ends in between is read again next time, and nothing counts as complete too early
-        finished = self.ledger.finished()
-        waiting = self._waiting()
-        touched = self._take(self.ledger.scores_since(self._finished))
-        self._finished = finished
+        waiting, touched = self._waiting(), self._snapshot.read(self.ledger)
         self.fresh = []
-        for attack, round in sorted(touched, key=lambda key: (key[1], not is_attack(key[0]), key[0])):
-            cell = AttackProgress.of(self._values[attack, round], not waiting[_own(attack), round], self.measure.cap)
-            if cell != self.cells.get((attack, round)):
-                self.cells[attack, round] = cell
-                self.fresh.append((attack, round))
-        self._newest = max([self._newest, *(r for _, r in waiting), *(r for _, r in touched)])
+        for round in sorted(touched):
+            rows = self._snapshot.scores.of_metric(self.measure.metric)
+            rows = rows.where(rows.round == round)
+            for leak in sorted(self._snapshot.of_round(self.measure.metric, round), key=_attacks_first):
+                cell = AttackProgress.of(leak, rows, not waiting[_own(leak.attack), round])
+                if cell != self.cells.get((leak.attack, round)):
+                    self.cells[leak.attack, round] = cell
+                    self.fresh.append((leak.attack, round))
+        self._newest = max([self._newest, *(r for _, r in waiting), *touched])
         self._choose_best()
 
     def _measure(self) -> None:
@@ -160,17 +163,6 @@ class RunProgress:
             waiting[row["attack"], row["round"]] += row["jobs"]
             self.busy += row["waves"] if row["state"] == "leased" else 0
         return waiting
-
-    def _take(self, rows: Iterable[ScoreRow]) -> set[tuple[str, int]]:
-        """Keep values of the measure; returns the cells that changed. A row that is read twice changes nothing."""
-        touched = set()
-        for round, client, attack, example, metric, _, value in rows:
-            if metric == self.measure.metric or (metric.startswith("psnr") and self.measure == OF_IMAGES):
-                self._values.setdefault((attack, round), {})[client, example] = value
-                touched.add((attack, round))
-        # a failed wave writes rows of its attack only, and may be the last one that the attack's baseline waited for
-        mates = {(f"wrong_client({attack})", round) for attack, round in touched}
-        return touched | (mates & self._values.keys())
 
     def _choose_best(self) -> None:
         newest = max((r for a, r in self.fresh if is_attack(a) and self.cells[a, r].best), default=None)
@@ -252,6 +244,10 @@ class RunProgress:
         now = self._clock()
         lived = now - self._first[0]
         return not self._waiting_jobs or lived - self._busy_until(now) > IDLE * lived
+
+
+def _attacks_first(leak: Leak) -> tuple[bool, str]:
+    return not is_attack(leak.attack), leak.attack
 
 
 def _own(attack: str) -> str:

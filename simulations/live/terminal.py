@@ -12,10 +12,10 @@ from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
-from fedgauge.client.data import corpora
+from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
-from fedgauge.server.views.gallery import marked, token_strings
 from fedgauge.server.views.roles import is_attack, is_limit
 from fedgauge.simulations.live import thumbnails
 from fedgauge.simulations.live.progress import BestExample, Clock, RunProgress
@@ -232,9 +232,9 @@ class LiveDisplay(View):
         if not any(map(is_attack, self.run_progress.attacks)):
             return []
         dataset, best = self.run_progress.scenario.federation.shards.dataset, self.run_progress.best
-        if isinstance(dataset, corpora.Text):
+        if (modality := modality_of(dataset)).shown_as == "text":
             lines = ["no reconstruction yet", ""] if best is None else caption(*best, self.run_progress.measure.unit)
-            return [*self._sentences(dataset, glyphs), *(glyphs.fit(line, CAPTION) for line in lines)]
+            return [*self._sentences(modality, glyphs), *(glyphs.fit(line, CAPTION) for line in lines)]
         _, h, w = dataset.shape
         pixels = thumbnails.size(h, w)
         tile = max(pixels[1], TILE)
@@ -248,13 +248,13 @@ class LiveDisplay(View):
         ]
         return [*made, *(glyphs.fit(line, width) for line in lines)]
 
-    def _sentences(self, data: corpora.Text, glyphs: Glyphs) -> list[Text]:
+    def _sentences(self, modality: Modality, glyphs: Glyphs) -> list[Text]:
         """The truth, and the best reconstruction with its words marked; the size is the same from the start."""
         shown, pair = [Text(), Text()], self._images()
         if pair:
             truth = pair[0] if len(pair) == 2 else None
-            known = [] if truth is None else token_strings(truth, data)
-            guess = [glyphs.fit(w, len(w), MARKS[mark]) for w, mark in marked(pair[-1], truth, data)]
+            known = [] if truth is None else modality.words(truth)
+            guess = [glyphs.fit(w, len(w), MARKS[mark]) for w, mark in modality.marked(pair[-1], truth)]
             shown = [Text(" ".join(known)), Text(" ").join(guess)]
         lines = [Text("truth"), shown[0], Text("reconstruction"), shown[1]]
         for line in lines:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fedgauge.client.components import SpecError
 from fedgauge.client.files import replacing
 from fedgauge.defenses.accounting import Accountant, NoGuarantee
+from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.formatting import RATES
@@ -36,6 +37,7 @@ COLUMNS = (
     "run", "round", "client", "attack", "example", "metric", "value", "status", "seconds", "knowledge", "epsilon", "delta",
 )  # fmt: skip
 TRAINING, GALLERY = "training", "gallery"  # TensorBoard runs besides those of the attacks
+FOLDER = "tensorboard"  # in the run's
 MARK = "fedgauge.json"  # marks a folder of event files as ours, so that it may be replaced
 GAP = 2  # white pixels between the tiles of a picture
 
@@ -78,10 +80,13 @@ class _Epsilons:
 
 
 def write_csv(run: Run, out: TextIO) -> None:
-    """Write CSV with a header; an empty value is missing, inf is an exact hit."""
+    """Write CSV with a header; an empty value is missing, inf is an exact hit; a terminal gets no control codes."""
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
-    writer.writerows(rows(run))
+    if out.isatty():
+        writer.writerows([run_files.printable(v) if isinstance(v, str) else v for v in row] for row in rows(run))
+    else:
+        writer.writerows(rows(run))
 
 
 def save_csv(run: Run, path: Path) -> None:
@@ -92,8 +97,8 @@ def save_csv(run: Run, path: Path) -> None:
         text.detach()  # otherwise the wrapper would close the file before it is in place
 
 
-def write_parquet(run: Run, path: Path) -> None:
-    """Write one parquet file."""
+def write_parquet(run: Run, path: Path | None = None) -> Path:
+    """Write one parquet file, scores.parquet in the run's folder if no path is given; returns its path."""
     import pyarrow
     import pyarrow.parquet
 
@@ -104,8 +109,9 @@ def write_parquet(run: Run, path: Path) -> None:
     table = pyarrow.table([pyarrow.array(c, k) for c, k in zip(columns, kinds, strict=True)], schema=schema)
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer)
-    with _open_for_writing(path) as file:
+    with run_files.replacing(own := run.folder / "scores.parquet") if path is None else _open_for_writing(path) as file:
         file.write(buffer.getvalue())
+    return path or own
 
 
 def _open_for_writing(path: Path) -> AbstractContextManager[IO[bytes]]:
@@ -116,8 +122,8 @@ def _open_for_writing(path: Path) -> AbstractContextManager[IO[bytes]]:
 # -------------------------------------------------------------------------------------------------------- TensorBoard
 
 
-def write_tensorboard(run: Run, folder: Path) -> str:
-    """Write a folder of event files; returns a sentence on which examples are pictured.
+def write_tensorboard(run: Run, folder: Path | None = None) -> str:
+    """Write a folder of event files, the run's own if none is given; returns a sentence on which examples are pictured.
 
     Training and each attack, limit and baseline are separate TensorBoard runs, so that equal tags (psnr/mean,
     psnr/worst_case, ...) share a plot; the step is the round. Values are those of `leakage`, in single precision;
@@ -131,7 +137,7 @@ def write_tensorboard(run: Run, folder: Path) -> str:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise SpecError('TensorBoard is not installed; install it with: pip install "fedgauge[tensorboard]"') from error
-    with _replacing_folder(folder.resolve(), run.name) as place, run.ledger() as ledger:
+    with _replacing_folder(run, folder) as place, run.ledger() as ledger:
         scores, clock = Scores.read(ledger), RoundTimes(run, ledger)
         with SummaryWriter(place / TRAINING) as writer:
             writer.add_text("scenario", f"```\n{run.scenario_text()}\n```", 0, clock(0))
@@ -158,7 +164,8 @@ class RoundTimes:
     """When a round ended, in seconds since 1970, from the time of the scenario's file and the ledger's durations."""
 
     def __init__(self, run: Run, ledger: Ledger) -> None:
-        self.now = (run.folder / "scenario.toml").stat().st_mtime
+        found = run_files.look(run.folder / "scenario.toml")
+        self.now = found.st_mtime if found else 0.0
         self.ends: dict[int, float] = {}
         for row in ledger.rounds():
             self.now += row["seconds"] or 0.0
@@ -254,14 +261,20 @@ def _folder_name(attack: str) -> str:
 
 
 @contextmanager
-def _replacing_folder(folder: Path, run: str) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` at the end, readable for its owner only."""
-    _check_replaceable(folder)
+def _replacing_folder(run: Run, folder: Path | None) -> Iterator[Path]:
+    """Yield a temporary folder, readable for its owner only, that replaces `folder`, or the run's own, at the end."""
+    _check_replaceable(folder or run.folder / FOLDER)
+    with _in(folder.resolve()) if folder else run_files.new_folder(run.folder, FOLDER) as made:
+        (made / MARK).write_text(json.dumps({"run": run.name}))
+        yield made
+
+
+@contextmanager
+def _in(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".part-") as scratch:
         made = Path(scratch) / "new"
         made.mkdir(mode=0o700)
-        (made / MARK).write_text(json.dumps({"run": run}))
         yield made
         if folder.exists():
             folder.rename(Path(scratch) / "old")

@@ -3,10 +3,10 @@
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from fedgauge.client.components import SpecError
+from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import processes
 
@@ -36,11 +36,12 @@ def write_pdf(run: Run, patience: float = PATIENCE) -> Path:
         OSError: Chromium printed nothing.
     """
     browser, path = find_browser(), run.folder / "report.pdf"
+    page = run.folder / "report.html"
     # in the run's folder, for its access rights: a browser profile keeps what it has shown
-    with tempfile.TemporaryDirectory(dir=run.folder, prefix=".part-", ignore_cleanup_errors=True) as scratch:
-        made, log = Path(scratch) / "report.pdf", Path(scratch) / "log"
-        page = (run.folder / "report.html").resolve().as_uri()
-        process = processes.start([browser, *_options(Path(scratch) / "profile", made), page], log, os.environ)
+    with run_files.new_folder(run.folder) as scratch:
+        made, log, shown = (scratch / name for name in ("report.pdf", "log", page.name))
+        shown.write_bytes(run_files.read(page))
+        process = processes.start([browser, *_options(scratch / "profile", made), shown.as_uri()], log, os.environ)
         try:
             process.wait(patience)
         except subprocess.TimeoutExpired as error:
@@ -49,8 +50,7 @@ def write_pdf(run: Run, patience: float = PATIENCE) -> Path:
             processes.end(process, patience=2.0)
         if process.returncode != 0 or not made.exists() or not made.read_bytes().startswith(b"%PDF"):
             raise OSError(f"{browser} printed no PDF (exit status {process.returncode}){_last_words(log)}")
-        made.chmod(0o600)
-        made.replace(path)
+        run_files.write(path, made.read_bytes())
     return path
 
 

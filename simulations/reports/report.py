@@ -9,7 +9,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER, PSNR_CAP
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
 from fedgauge.client.components import SpecError
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store import run_files
@@ -26,13 +27,11 @@ from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on
 from fedgauge.server.views.reading import Reading, most_examples
-from fedgauge.server.views.scores import OF_IMAGES, OF_TEXT
 from fedgauge.server.views.success import THRESHOLDS, success_curve
-from fedgauge.server.views.verdict import verdict_of
+from fedgauge.server.views.verdict import a_or_an, verdict_of
 from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
-OWN_COLUMNS = (OF_IMAGES.metric, OF_TEXT.metric, "identified", "label_accuracy")
 AT = 20  # dB: threshold at which the text states certified rates
 
 
@@ -75,7 +74,12 @@ def _write(path: Path, template: str, content: Mapping[str, Any], in_run: bool =
 def _template(name: str) -> jinja2.Template:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
     )
     environment.filters |= {
         "number": number,
@@ -83,8 +87,14 @@ def _template(name: str) -> jinja2.Template:
         "percent": percent,
         "interval": interval,
         "ended": status_words,
+        "one": a_or_an,
     }
     return environment.get_template(name)
+
+
+def _shown(value: object) -> object:
+    """What a place of the template shows: words from elsewhere without control codes."""
+    return run_files.printable(value.encode(errors="replace").decode()) if type(value) is str else value
 
 
 def interval(leak: Leak) -> str:
@@ -119,7 +129,11 @@ def _content(reading: Reading) -> dict[str, Any]:
         "reasons": reasons[: overview.REASONS],
         "more_reasons": max(0, len(reasons) - overview.REASONS),
         "summary": overview.summary(reading),
-        "further": [metric for metric in reading.metrics if metric not in OWN_COLUMNS],
+        "further": [
+            metric
+            for metric in reading.metrics
+            if metric not in (scores.measure.metric, "identified", "label_accuracy")
+        ],
         "gallery": shown,
         "data": _data(reading, gallery, shown, certificate),
         "cards": known["cards"],

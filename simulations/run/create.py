@@ -22,7 +22,6 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DEPLOYMENT
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.tape import write_bytes
 from fedgauge.simulations.run.environment import environment, package
 
 DECISIVE = ("fedgauge", "torch", "numpy", "flwr")  # packages whose version changes the trained bits
@@ -51,7 +50,7 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
     elif "RAY_ADDRESS" not in os.environ:
         scenario = _with_waves_for(scenario, scenario.audit.devices_here())
     run = Run.create(folder, scenario)
-    write_bytes(folder / "environment.json", json.dumps(environment(), indent=2).encode())
+    run_files.write(folder / "environment.json", json.dumps(environment(), indent=2).encode())
     with run.ledger() as ledger:
         ledger.set_meta(rounds=str(scenario.protocol.rounds))
         if mode == DEPLOYMENT:
@@ -82,7 +81,8 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         NotResumable: the run is complete, has the other mode, was trained by another version, or its checkpoint is unusable.
         RunBusy: a process still trains it.
     """
-    from fedgauge.server.store.checkpoint import starting_point  # imports Flower, which an audit does not need
+    from fedgauge.server.app import build_strategy  # imports Flower, which an audit does not need
+    from fedgauge.server.store.checkpoint import restore, starting_point
 
     if (server := run.holder("server")) is not None:
         raise RunBusy(
@@ -96,7 +96,10 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
             left = f"; {waiting} attacks wait: fedgauge audit {run.folder}" if waiting else ""
             raise NotResumable(f"{run.folder} is complete: its {scenario.protocol.rounds} rounds are trained{left}")
         _same_versions(run)
-        starting_point(run, ledger, scenario)
+        if (
+            start := starting_point(run, ledger, scenario)
+        ) is not None:  # tried here, where it is refused in a sentence
+            restore(build_strategy(scenario.strategy, scenario.protocol.clients), start.strategy, start.params)
     return scenario
 
 
@@ -121,7 +124,7 @@ def restart_command(run: Run, ledger: Ledger) -> str:
 def _same_versions(run: Run) -> None:
     path = run.folder / "environment.json"
     try:
-        then = json.loads(run_files.read(path))["packages"]
+        then = json.loads(run_files.read(path, run_files.MOST_VERSIONS))["packages"]
         changed = {name: (then.get(name), version) for name in DECISIVE if then.get(name) != (version := package(name))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise NotResumable(f"{path} does not say which versions trained this run: {error}") from error

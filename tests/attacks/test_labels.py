@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Knowledge, Observation, Wave
-from fedgauge.attacks.grading.image_metrics import label_accuracy
 from fedgauge.attacks.labels import METHODS, assignments, auto, fedavg, grad_inversion, idlg, ilrg, llg, restore
+from fedgauge.attacks.modality.image_metrics import label_accuracy
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import Dataset, batch_of, mnist5k
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.exact.analytic import analytic
-from fedgauge.attacks.grading.image_metrics import psnr
+from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation

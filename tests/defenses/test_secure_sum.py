@@ -633,6 +633,16 @@ def test_clients_that_are_handed_different_keys_share_no_sum() -> None:
             group.answer(m, question)
 
 
+@pytest.mark.parametrize("threshold", [4, 5])
+def test_a_server_that_gives_a_client_keys_of_its_own_for_all_others_reads_its_update_unnoticed(threshold: int) -> None:
+    """Nobody certifies keys: what SECURITY.md says of no secure sum must be said of this one."""
+    terms, (update, examples) = PairwiseMasking(5, 1.0, threshold), updates(1)[10]
+    nobody = (np.zeros(len(update)), 1)
+    group = Group(terms, {10: (update, examples), **dict.fromkeys(range(4), nobody)})  # the server plays the other four
+    others = np.array([4 * int(v) for v in terms.quantise(*nobody)], dtype=object)
+    assert (unmasked(group, group.sum()) - others).tolist() == terms.quantise(update, examples).tolist()
+
+
 def test_at_three_of_five_one_colluding_client_helps_a_lying_server_to_an_update_and_the_default_refuses() -> None:
     with pytest.raises(ValueError, match="threshold = 3 of group = 5 resists 0 clients"):
         PairwiseMasking(5, 1.0, 3)

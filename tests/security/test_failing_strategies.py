@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
     FedAvg,
     FedAvgM,
     QFedAvg,
@@ -76,9 +77,10 @@ def saying(**said: Any) -> Spoil:
     return spoil
 
 
-def federation(hostile: int | None, spoil: Spoil, clients: int = CLIENTS) -> MemoryGrid:
-    """Clients of which one's reply is spoiled; None: everybody's."""
+def federation(hostile: int | Collection[int] | None, spoil: Spoil, clients: int = CLIENTS) -> MemoryGrid:
+    """Clients of which some replies are spoiled; None: everybody's."""
     app = ClientApp()
+    spoiled = range(clients) if hostile is None else [hostile] if isinstance(hostile, int) else hostile
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -87,7 +89,7 @@ def federation(hostile: int | None, spoil: Spoil, clients: int = CLIENTS) -> Mem
         arrays = ArrayRecord({k: Array((t + 0.01 * (client + 1)).numpy()) for k, t in sent.items()})
         metrics = {"num-examples": 5, "train_loss": 1.0 + client, "norm_bit": 1.0}
         reply: Reply = {"arrays": arrays, "metrics": MetricRecord(metrics)}
-        return Message(RecordDict(spoil(reply) if hostile in (client, None) else reply), reply_to=message)
+        return Message(RecordDict(spoil(reply) if client in spoiled else reply), reply_to=message)
 
     return MemoryGrid("", clients, app=app)
 
@@ -125,7 +127,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 
 def trained(
-    strategy: Strategy, hostile: int, spoil: Spoil, clients: int = CLIENTS
+    strategy: Strategy, hostile: int | Collection[int], spoil: Spoil, clients: int = CLIENTS
 ) -> tuple[Result, list[RoundReplies]]:
     np.random.seed(0)  # of Flower's noise
     grid, seen = federation(hostile, spoil, clients), list[RoundReplies]()
@@ -217,6 +219,15 @@ def test_a_release_that_was_tried_twice_is_accounted_once() -> None:
     assert strategy.accountant.num_releases == 2  # type: ignore[attr-defined]
 
 
+def test_flowers_q_fedavg_is_refused_whole_numbers_before_anybody_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would fail over every reply, the honest ones included."""
+    monkeypatch.setitem(START, "norm.num_batches_tracked", torch.tensor(7))
+    with pytest.raises(ValueError, match=r"fails for whole numbers: norm.num_batches_tracked is of torch.int64\. Let"):
+        trained(STRATEGIES["QFedAvg"](), 2, lambda reply: pytest.fail("a client trains"))
+    result, _ = trained(FedAvg(**options()), 2, lambda reply: reply)
+    assert result.arrays
+
+
 @pytest.mark.parametrize("loss", [-1e-10, 0.0, 1e9])
 def test_a_loss_by_which_the_others_hardly_count_is_named_once(loss: float) -> None:
     _, seen = trained(STRATEGIES["QFedAvg"](), 2, saying(train_loss=loss))
@@ -237,6 +248,57 @@ def test_of_two_clients_that_do_not_fit_together_none_is_blamed_and_the_round_is
     result, seen = trained(accounted(2), 1, saying(num_examples=6), clients=2)
     assert not result.arrays and rejected(seen) == [set(), set()]
     assert "Accounted aggregation requires equal client weights.) whoever is left out, so the round" in seen[0].notes[0]
+
+
+class InverseLoss(FedAvg):
+    """A user's strategy that sums in its own way, by the inverse of the loss, and needs every client."""
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        contents = [m.content for m in replies if not m.has_error()]
+        if len(contents) < self.min_available_nodes:
+            return None, None
+        weights = [1 / np.float64(c.metric_records["metrics"]["train_loss"]) for c in contents]
+        arrays = [c.array_records["arrays"] for c in contents]
+        mean = {k: sum(w * a[k].numpy() for w, a in zip(weights, arrays, strict=True)) / sum(weights) for k in START}
+        return ArrayRecord({k: Array(v.astype("f4")) for k, v in mean.items()}), None
+
+
+class AdamOfAll(FedAdam):
+    """FedAdam that needs every client, and moves by the mean of the losses."""
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        received = list(replies)
+        losses = [m.content.metric_records["metrics"]["train_loss"] for m in received if not m.has_error()]
+        if len(losses) < self.min_available_nodes:
+            return None, None
+        self.eta = 0.1 / np.prod(np.sign(losses))
+        return super().aggregate_train(server_round, received)
+
+
+MANY = 64
+NEED_ALL: dict[str, tuple[Callable[[], Strategy], Spoil]] = {
+    "FedAvg": (lambda: accounted(MANY), saying(num_examples=6)),
+    "FedAdam": (lambda: AdamOfAll(**options(MANY)), saying(train_loss=0.0)),
+    "own": (lambda: InverseLoss(**options(MANY)), saying(train_loss=0.0)),
+}
+
+
+@pytest.mark.parametrize("culprits", [{17}, {0}, {5, 40}, {62, 63}], ids=str)
+@pytest.mark.parametrize("use", NEED_ALL)
+def test_of_many_clients_those_are_named_with_whom_a_strategy_that_needs_all_has_no_result(
+    use: str, culprits: set[int]
+) -> None:
+    """And no other; the round is then as if they had not answered."""
+    make, spoil = NEED_ALL[use]
+    result, seen = trained(make(), culprits, spoil, clients=MANY)
+    assert rejected(seen) == [culprits, culprits] and not result.arrays
+    assert all("left out, as with its update" in p.reason for intake in seen for p in intake.refused)
+
+
+@pytest.mark.parametrize("culprits", [{0, 1}, {2, 3}])
+def test_of_two_halves_that_do_not_fit_together_none_is_blamed(culprits: set[int]) -> None:
+    _, seen = trained(accounted(), culprits, saying(num_examples=6))
+    assert rejected(seen) == [set(), set()]
 
 
 class NeedsMost(FedAvg):

@@ -7,7 +7,7 @@ import socket
 import sqlite3
 import stat
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 from fedgauge.simulations.cli import housekeeping_commands
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.reports import report
+from fedgauge.simulations.reports import export, pdf, report
 from fedgauge.simulations.run.retention import prune
 from tests.server.dashboard.pages import Http
 
@@ -264,6 +264,89 @@ def test_a_report_is_written_into_the_folder_that_was_read(theirs: Run, monkeypa
     with pytest.raises((run_files.RefusedFile, LedgerError), match="is a link where a run has a folder"):
         report.write_report(theirs)
     assert (own / "report.html").read_text() == "mine"
+
+
+def _what_a_browser_prints(theirs: Run) -> None:
+    theirs.folder.joinpath("report.html").write_text("<p>theirs</p>")
+    pdf.write_pdf(theirs)
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (export.write_parquet, "scores.parquet"),
+        (export.write_tensorboard, "tensorboard"),
+        (_what_a_browser_prints, "report.pdf"),
+    ],
+    ids=["parquet", "tensorboard", "pdf"],
+)
+def test_what_others_write_by_path_stays_in_the_folder_that_was_opened(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write: Callable[[Run], object], name: str
+) -> None:
+    """Its owner swaps the run for a link before the first byte is written; what is being written has its name there, too."""
+    shutil.rmtree(theirs.folder / "tensorboard")  # which is no export of ours
+    own = Path(shutil.copytree(theirs.folder, theirs.folder.parent.parent / "home" / "own"))
+    before, moved = state(own), theirs.folder.with_name("moved")
+
+    def swap() -> None:
+        if not theirs.folder.is_symlink():
+            for made in theirs.folder.glob(".part-*/**"):
+                (own / made.relative_to(theirs.folder)).mkdir(parents=True)
+            theirs.folder.rename(moved)
+            theirs.folder.symlink_to(own)
+            before.update(state(own))
+
+    if name == "report.pdf":
+        browser = tmp_path / "chromium"
+        browser.write_text(
+            '#!/bin/sh\nfor word; do case "$word" in --print-to-pdf=*) printf %%PDF > "${word#*=}";; esac; done\n'
+        )
+        browser.chmod(0o755)
+        monkeypatch.setattr(pdf, "find_browser", lambda: str(browser))
+        start = pdf.processes.start
+        monkeypatch.setattr(pdf.processes, "start", lambda *words: [swap(), start(*words)][1])
+    else:
+        of_run = export.rows if name == "scores.parquet" else export._write_rounds
+        monkeypatch.setattr(export, of_run.__name__, lambda *given: [swap(), of_run(*given)][1])
+    with suppress(LedgerError):  # what is read, or written, after that is refused
+        write(theirs)
+    assert theirs.folder.is_symlink() and state(own) == before
+
+
+def test_a_run_is_created_in_its_own_folder(theirs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, scenario = theirs.folder.parent.parent / "home", theirs.scenario()
+    own.mkdir()
+    text = type(scenario).to_toml
+
+    def swapped(self: Any) -> str:
+        made = theirs.folder.with_name("new")
+        made.rename(theirs.folder.with_name("moved"))
+        made.symlink_to(own)
+        return text(self)
+
+    monkeypatch.setattr(type(scenario), "to_toml", swapped)
+    with pytest.raises(run_files.RefusedFile, match="new is a link where a run has a folder"):
+        Run.create(theirs.folder.with_name("new"), scenario)
+    assert not list(own.iterdir())
+
+
+def test_a_folder_that_is_swapped_while_it_is_made_is_not_written_into(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def theirs_instead(name: str, *words: Any, **at: Any) -> None:
+        make(name, *words, **at)
+        os.chown(theirs.folder / name, 12345, 12345)
+
+    make = os.mkdir
+    monkeypatch.setattr(run_files.os, "mkdir", theirs_instead)
+    if os.getuid() != 0:
+        pytest.skip("only root may give folders away")
+    with (
+        pytest.raises(run_files.RefusedFile, match="was replaced while it was made"),
+        run_files.new_folder(theirs.folder),
+    ):
+        pass
+    assert not list(theirs.folder.glob(".part-*"))
 
 
 def _when_deleting(monkeypatch: pytest.MonkeyPatch, folder: Path, target: Path) -> None:

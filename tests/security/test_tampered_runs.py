@@ -6,15 +6,19 @@ FEDGAUGE_FUZZ sets how many are tried; tests/security/tampering.py says which.
 import json
 import os
 import re
+import resource
 import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 
 from fedgauge.client.components import SpecError
@@ -246,6 +250,109 @@ def test_an_honest_run_of_many_scores_repeats_its_long_cards(theirs: Run) -> Non
         assert sum(len(row["knowledge"]) for row in ledger.scores()) > 6e7
 
 
+@contextmanager
+def short_files(most: int) -> Iterator[None]:
+    """Nothing here can write a file of more bytes; SQLite sorts in temporary ones."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def crowded(run: Run, number: int, script: str) -> None:
+    """Give a run so many jobs in each state with so many scores, and change it."""
+    many = f"WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {number})"
+    attack = "(SELECT attack_id FROM jobs WHERE id = 1), 1, 0, 0"
+    jobs = "".join(
+        f"INSERT INTO jobs (id, key, attack_id, round, client, wave, state, numerics_id, error, finished, ended) {many}"
+        f" SELECT i + {first}, i + {first}, {attack}, '{state}', 1, {error}, i, i FROM n;"
+        for first, state, error in ((10**6, "done", "NULL"), (2 * 10**6, "failed", "'e'"), (3 * 10**6, "done", "'e'"))
+    )
+    scores = f"INSERT OR IGNORE INTO scores {many} SELECT i + 1000000, '', 0, 0, 'objective', 1, 0.5, 'converged', 0.1 FROM n;"
+    changed(run, jobs + scores + script)
+
+
+@pytest.mark.parametrize(
+    ("script", "named"),
+    [
+        ("UPDATE attacks SET name = LONG WHERE id = 1", "expected a text of at most 300 letters as its name"),
+        ("UPDATE numerics SET torch = LONG", "expected a text of at most 300 letters as its torch"),
+        ("UPDATE attacks SET knowledge = LONG", "its rows have more text than its [0-9]* bytes can hold"),
+        ("UPDATE attacks SET grading = LONG", "its rows have more text than its [0-9]* bytes can hold"),
+    ],
+)
+def test_a_long_text_is_not_sorted_with_every_row_that_belongs_to_it(theirs: Run, script: str, named: str) -> None:
+    """300 MB or more of temporary files from a file of one, before any row was read."""
+    crowded(theirs, 1000, script.replace("LONG", "printf('%.*c', 300000, 'x')"))
+    with short_files(32 << 20), pytest.raises(LedgerError, match=named), theirs.ledger(readonly=True) as ledger:
+        _ = ledger.reasons(), ledger.outcomes(), ledger.numerics(), ledger.ungraded(), list(ledger.scores())
+
+
+def test_names_are_not_sorted_with_every_row_that_belongs_to_them(theirs: Run) -> None:
+    """Of the length that a name may have: 24 MB of names from a file of six."""
+    crowded(
+        theirs, 20_000, "UPDATE attacks SET name = replace(printf('%.*c', 300, 'x'), 'x', char(128512)) WHERE id = 1"
+    )
+    with short_files(8 << 20), theirs.ledger(readonly=True) as ledger:
+        assert max(row["jobs"] for row in ledger.outcomes()) > 20_000
+        assert max(row["jobs"] for row in ledger.numerics()) > 60_000
+        assert [row["jobs"] for state in ("failed", "done") for row in ledger.reasons(state)][:2] == [20_001, 20_001]
+        assert len({job.attack for job in ledger.ungraded()}) == 1 and len(ledger.ungraded()) > 20_000
+        assert sum(row["jobs"] for row in ledger.graded()) > 40_000
+
+
+@pytest.mark.parametrize("of", ["environment.json", "devices"])
+def test_a_long_list_is_not_read_for_a_line_in_the_list_of_runs(theirs: Run, of: str) -> None:
+    if of == "environment.json":
+        (theirs.folder / of).write_text("[" + "[]," * 500_000 + "[]]")
+        assert run_summary(theirs)["state"]
+        assert main(["report", str(theirs.folder)]) == 0
+        assert "no such file has more than 1048576" in (theirs.folder / "report.html").read_text()
+    else:
+        use = json.dumps({f"cuda:{i}": (1, 0, 1, 0.5) for i in range(5000)})
+        changed(theirs, f"INSERT OR REPLACE INTO meta VALUES ('devices', '{use}')")
+        with pytest.raises(LedgerError, match=rf"its devices fill {len(use)} letters, expected at most 65536"):
+            run_summary(theirs)
+
+
+def test_a_runs_version_is_short_whatever_the_run_says(theirs: Run) -> None:
+    """It stands in a line of its own in what the page listens to."""
+    changed(
+        theirs,
+        "INSERT OR REPLACE INTO meta VALUES ('replay', 'x' || char(10) || 'event: gone' || printf('%.*c', 999, 'x'))",
+    )
+    assert re.fullmatch("[0-9a-f]{16}", run_summary(theirs)["version"])
+
+
+CODES = "char(27) || ']0;owned' || char(7)"
+
+
+def test_a_report_holds_no_control_code(theirs: Run) -> None:
+    words = ("UPDATE attacks SET knowledge = {0}, training = {0}, grading = {0}; UPDATE observations SET reason = {0}, "
+             "status = 'rejected' WHERE client = 0; UPDATE jobs SET error = {0}, state = 'failed' WHERE id = 1; "
+             "UPDATE numerics SET name = {0}; INSERT OR REPLACE INTO meta VALUES ('replay', 'mismatch'), "
+             "('replay_detail', {0}), ('note_on_round_1', {0})")  # fmt: skip
+    changed(theirs, words.format(CODES))
+    (theirs.folder / "environment.json").write_text(json.dumps({"packages": {"torch": "\x1b[2J"}}))
+    assert main(["report", str(theirs.folder)]) == 0
+    page = (theirs.folder / "report.html").read_text()
+    assert "]0;owned" in page and not set("\x1b\x07") & set(page)
+
+
+def test_a_terminal_gets_no_control_code_of_an_export_and_a_pipe_gets_every_byte(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed(theirs, f"UPDATE attacks SET knowledge = {CODES}")
+    assert main(["export", str(theirs.folder)]) == 0
+    assert "\x1b]0;owned\x07" in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["export", str(theirs.folder)]) == 0
+    shown = capsys.readouterr().out
+    assert " ]0;owned " in shown and not set("\x1b\x07") & set(shown)
+
+
 def test_one_array_of_a_checkpoint_is_taken_once(theirs: Run) -> None:
     """A small file could name one array, or a parameter, as often as memory lasts."""
     path = theirs.folder / "checkpoint.json"
@@ -314,6 +421,16 @@ def test_a_checkpoint_of_another_kind_or_size_is_refused(theirs: Run, facts: dic
         resume(theirs)
 
 
+@pytest.mark.parametrize("moment", [5, {"dict": [["w", 5]]}, "text"])
+def test_a_strategys_state_that_is_no_state_of_it_is_refused_before_anything_starts(theirs: Run, moment: Any) -> None:
+    """FedAdam has no moments before its first round, so that they were not compared with anything."""
+    scenario, path = theirs.folder / "scenario.toml", theirs.folder / "checkpoint.json"
+    scenario.write_text(tomli_w.dumps({**tomllib.loads(scenario.read_text()), "strategy": {"use": "FedAdam"}}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "strategy": {"m_t": moment}}))
+    with pytest.raises(NotResumable, match="expected the strategy's m_t as arrays of the model's shapes"):
+        resume(theirs)
+
+
 def test_a_scenario_of_a_billion_rounds_or_clients_is_refused(theirs: Run) -> None:
     path = theirs.folder / "scenario.toml"
     text = path.read_text()
@@ -333,6 +450,26 @@ def test_one_run_that_cannot_be_read_is_a_line_with_its_reason(
     assert main(["runs", "--runs", str(theirs.folder.parent)]) == 0
     listed, said = capsys.readouterr()
     assert re.search(r"theirs +unreadable", listed) and "good" in listed and "is not as fedgauge makes a ledger" in said
+
+
+def test_a_sweep_is_reported_without_the_cell_that_cannot_be_read(
+    theirs: Run, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = theirs.folder.parent
+    (sweep / "sweep.toml").touch()
+    for name in ("good", "linked", "other"):
+        shutil.copytree(base / "run", sweep / name)
+    changed(theirs, "DROP TABLE scores")
+    (sweep / "linked" / "note.json").symlink_to("/etc/hosts")
+    assert main(["report", str(sweep)]) == 2
+    printed, said = capsys.readouterr()
+    assert printed.split() == [
+        str(sweep / name) for name in ("good/report.html", "other/report.html", "comparison.html")
+    ]
+    assert [line.split(" is ")[0] for line in said.splitlines()] == [
+        f"fedgauge: {sweep / 'linked' / 'note.json'}",
+        f"fedgauge: {theirs.folder / 'ledger.sqlite'}",
+    ]
 
 
 def test_a_scenario_may_name_no_device_as_its_weights(theirs: Run) -> None:

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.attacks.engine.distances import cosine
-from fedgauge.attacks.engine.optimizers import adam
-from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params
@@ -128,7 +127,7 @@ def _posed(network: Network, k: int) -> tuple[Problems, Tensor]:
     rng = torch.Generator().manual_seed(2)
     seen = {name: torch.zeros(1) if lazy else torch.randn(p.shape, generator=rng) for name, p in params.items()}
     wave = Wave.stack([Observation(1, c, params, {n: (c + 1) * t for n, t in seen.items()}) for c in range(k)])
-    return Problems(GradientMatching(cosine(), (), adam(0.1)), wave, known, y, 1, torch.get_default_dtype()), x
+    return Problems(Objective(cosine()), wave, known, y, 1, torch.get_default_dtype()), x
 
 
 def _plain(problems: Problems, models: Sequence[nn.Module], x: Tensor, by_all: bool) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Stream, Wave
 from fedgauge.attacks.engine.distances import squared
-from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.matching import recipes
 from fedgauge.attacks.matching.adaptive import leave_layer_out
 from fedgauge.attacks.matching.feedback_blending import feedback_blending
 from fedgauge.attacks.matching.gi_gip import gi_gip
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.several_rounds import several_rounds
 from fedgauge.client.chain import chain
@@ -103,13 +103,13 @@ def test_objective_and_slopes_are_plain_autograds_or_there_is_a_sentence(network
     seen = {k: torch.zeros(1) if is_lazy(p) else RATE * torch.randn(p.shape, generator=rng) for k, p in params.items()}
     observations = [Observation(1, c, params, {k: (c + 1) * t for k, t in seen.items()}) for c in range(PROBLEMS)]
     wave = Wave.stack(observations)
-    attack = GradientMatching(squared(), (), adam(0.1))
+    attack = GradientMatching(Objective(squared()))
     if network.declined:
         with pytest.raises(ValueError, match=re.escape(network.declined)):
-            Problems(attack, wave, known, y, 1, torch.float64)
+            Problems(attack.objective, wave, known, y, 1, torch.float64)
         return
     before = {k: b.clone() for k, b in model.named_buffers()}
-    problems = Problems(attack, wave, known, y, 1, torch.float64)
+    problems = Problems(attack.objective, wave, known, y, 1, torch.float64)
     value, slopes = problems.value_and_slopes({"x": known.normalise(x)}, torch.arange(PROBLEMS))
     assert all(torch.equal(b, before[k]) for k, b in model.named_buffers()), "an attack must not move a model's buffers"
     for c in range(PROBLEMS):
@@ -203,6 +203,6 @@ def test_flowers_quickstart_takes_one_pass_as_other_networks_do() -> None:
     wave = Wave.stack([Observation(1, 0, detached_params(model), update)])
     for network_known in (known, replace(known, chain=chain(local_sgd(RATE, 2)))):
         assert (
-            Problems(recipes.inverting_gradients(), wave, network_known, y[:1], 1, torch.float64).way.route
+            Problems(recipes.inverting_gradients().objective, wave, network_known, y[:1], 1, torch.float64).way.route
             == "one pass"
         )

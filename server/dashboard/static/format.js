@@ -9,6 +9,7 @@ const PERCENTAGES = /^(rouge|token_accuracy|exact)/; // already in percent
 const percent = value => value === null || value === undefined ? NONE : `${Math.round(100 * value)}\u00a0%`;
 const decimal = value => value === null || value === undefined ? NONE : value.toPrecision(3);
 const many = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+const article = noun => /^[aeiou]/.test(noun) ? "an" : "a";
 const plain = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
 function inMetric(metric, value, unit = " dB") {

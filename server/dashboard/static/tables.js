@@ -72,7 +72,7 @@ function leakageColumns(metric, less, unit) {
 }
 
 function summaryTable(rows, state, change, measure) {
-  const { metric, name: called, unit, private: noun } = measure, without = `without ${noun === "image" ? "an image" : `a ${noun}`}`;
+  const { metric, name: called, unit, private: noun } = measure, without = `without ${article(noun)} ${noun}`;
   const name = r => [breakable(r.attack), r.kind !== "attack" && small(r.kind), r.failed && small(`${without}: ${r.failed}`),
     r.ungraded > 0 && small(`${many(r.ungraded, "reconstruction")} not graded`)];
   const { mean, interval, worst } = leakageColumns(metric, false, "");

@@ -48,7 +48,7 @@ function runLine(run) {
     el("p.small", `${run.data}; ${run.model}; ${run.chain}`),
     el("dl.numbers",
       fact("round", `${run.round} of ${run.rounds}`), fact("accuracy", percent(run.accuracy)),
-      fact(`best ${run.measure === "psnr" ? "PSNR" : "ROUGE-1"}`, run.exact ? "∞" : inMetric(run.measure, run.best)), fact("attacks", run.attacks.join(", ") || NONE)),
+      fact(`best ${run.measured}`, run.exact ? "∞" : inMetric(run.measure, run.best)), fact("attacks", run.attacks.join(", ") || NONE)),
     progressBar(run.progress, run.progress.total),
   ];
 }
@@ -102,10 +102,10 @@ function appRounds(rows) {
 }
 
 /** The private examples that came back best. */
-function worstCases({ worst, kind, name }) {
+function worstCases({ worst, kind, name, measure: { private: noun } }) {
   if (!worst.length) return null;
   const few = { class: "worst", "data-key": "worst" }, title = el("h2.hidden", "Worst cases");
-  const words = `The ${many(worst.length, `private ${kind === "text" ? "sentence" : "image"}`)} that came back best: `
+  const words = `The ${many(worst.length, `private ${noun}`)} that came back best: `
     + `truth, reconstruction${kind === "text" ? "" : ", difference (black: none)"}. `;
   const all = link(address(name, "/gallery?round=all"), "All in the gallery");
   return el("div", few, title, cards(worst, kind, kind === "image" ? imageAddress(name) : null), el("p.small", words, all));
@@ -164,7 +164,7 @@ const imageAddress = id => card => card.image !== null && address(id, `/image/${
 
 function galleryView(found, { id, state }) {
   const opens = found.kind === "image" ? imageAddress(id) : null;
-  const title = [el("h1", `Private ${found.kind}s and their reconstructions`), el("p.facts", id), el("h2.hidden", "Examples")];
+  const title = [el("h1", `Private ${found.noun}s and their reconstructions`), el("p.facts", id), el("h2.hidden", "Examples")];
   return [title, gallery(found, state, change, opens)];
 }
 

@@ -3,18 +3,18 @@
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.formatting import RATES
 from fedgauge.server.views.gallery import Card, Gallery
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.leakage import Leak, as_rate, leakage
-from fedgauge.server.views.reading import Reading, most_examples, tables_of
+from fedgauge.server.views.leakage import Leak, as_rate
+from fedgauge.server.views.reading import Reading, most_examples
 from fedgauge.server.views.roles import Role, attack_order, is_attack, is_baseline, role_of
 from fedgauge.server.views.scores import Scores, capped, known_metrics
 from fedgauge.server.views.success import success_curve
@@ -31,6 +31,7 @@ class RunResults:
 
     run: Run
     scores: Scores
+    kind: Literal["image", "text"]  # how examples are shown
     order: Sequence[str]
     line_styles: Mapping[str, LineStyle]
     leaks: Mapping[str, Sequence[Leak]]  # by metric
@@ -41,24 +42,25 @@ class RunResults:
     knowledge: str
 
     @classmethod
+    @reads_again
     def read(cls, run: Run) -> "RunResults":
-        with run.ledger() as ledger:
-            scores = Scores.read(ledger)
-            planned = [row["name"] for row in ledger.attacks()]
-            order = attack_order(ledger, {*scores.attacks, *planned})
-            curve = success_curve(scores, ledger, most_examples(tables_of(run))) if len(scores) else {}
-            mechanism = _mechanism(run)
+        with closing(Reading(run)) as reading, reading.now():
+            gallery, scores = Gallery(reading), reading.scores
+            order = attack_order(reading.ledger, {*scores.attacks, *(row["name"] for row in reading.attacks)})
+            curve = success_curve(scores, reading.ledger, most_examples(reading.tables)) if len(scores) else {}
+            mechanism = _mechanism(reading)
             return cls(
                 run=run,
                 scores=scores,
+                kind=gallery.kind,
                 order=order,
                 line_styles=line_styles(order),
-                leaks={m: leakage(scores, m) for m in known_metrics(scores)},
+                leaks={m: reading.leaks(m) for m in known_metrics(scores)},
                 curve=curve,
-                accuracy={r["round"]: r["accuracy"] for r in ledger.rounds() if r["accuracy"] is not None},
+                accuracy={n: row["accuracy"] for n, row in reading.rounds.items() if row["accuracy"] is not None},
                 certified=certified(curve, mechanism) if mechanism and curve else None,
-                cards=_sampled_cards(run),
-                knowledge=_knowledge(ledger),
+                cards=_sampled_cards(gallery),
+                knowledge=_knowledge(reading),
             )
 
     @property
@@ -67,32 +69,24 @@ class RunResults:
         return [a for a in self.order if is_attack(a)]
 
 
-def _mechanism(run: Run) -> GaussianMechanism | None:
+def _mechanism(reading: Reading) -> GaussianMechanism | None:
     """The Gaussian mechanism of the run's chain; None if its data is not on this machine."""
     try:
-        federation = run.scenario().federation
+        federation = reading.scenario.federation
     except SpecError:
         return None
     return gaussian_mechanism(federation.chain, federation.shards.batch_size, federation.model)
 
 
-@reads_again
-def _sampled_cards(run: Run) -> list[Card]:
+def _sampled_cards(gallery: Gallery) -> list[Card]:
     """The cards for the gallery: those whose true example is on this machine."""
-    with closing(Reading(run)) as reading, reading.now():
-        gallery = Gallery(reading)
-        cards_by_round = sample_examples(gallery, EXAMPLES).cards(gallery)
-    return [
-        card
-        for cards in cards_by_round.values()
-        for card in cards
-        if card.truth is not None or card.truth_words is not None
-    ]
+    cards = (card for some in sample_examples(gallery, EXAMPLES).cards(gallery).values() for card in some)
+    return [card for card in cards if card.truth is not None or card.truth_words is not None]
 
 
-def _knowledge(ledger: Ledger) -> str:
+def _knowledge(reading: Reading) -> str:
     """What each attacker knew, which every figure must state."""
-    real = [row for row in ledger.attacks() if not is_baseline(row["name"])]
+    real = [row for row in reading.attacks if not is_baseline(row["name"])]
     return ". ".join(f"{row['name']}: {row['knowledge']}" for row in real)
 
 

@@ -7,7 +7,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from fedgauge.server.views.scores import OF_TEXT
 from fedgauge.simulations.reports.export import pixels
 from fedgauge.simulations.reports.figures.data import EXAMPLES, RunResults
 from fedgauge.simulations.reports.figures.style import INK, LINE_HEIGHT, MUTED, WIDTH
@@ -18,7 +17,7 @@ MONOSPACED: dict[str, Any] = {"ha": "left", "va": "top", "family": "monospace", 
 
 def gallery_figure(results: RunResults) -> Figure:
     """True examples above each attack's reconstructions, with the PSNR below."""
-    if results.scores.measure == OF_TEXT:
+    if results.kind == "text":
         return _sentences_figure(results)
     cards, attacks = results.cards[:EXAMPLES], results.attacks
     truths = [pixels(card.truth) for card in cards if card.truth is not None]

@@ -10,7 +10,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from fedgauge.server.views.formatting import LABELS, RATES
+from fedgauge.attacks.modality.registry import LABELS
+from fedgauge.server.views.formatting import RATES
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.roles import is_attack
 from fedgauge.simulations.reports.figures.data import LeakPoint, RunResults, leak_points

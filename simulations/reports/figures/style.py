@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MultipleLocator, PercentFormatter
 
-from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
 from fedgauge.server.views.formatting import RATES
 from fedgauge.server.views.overview import LIMIT
 from fedgauge.server.views.roles import is_limit, role_of

@@ -9,8 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
-from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
-from fedgauge.server.views.formatting import LABELS
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER, LABELS
 from fedgauge.simulations.reports.figures.data import LeakPoint, RunResults, leak_points
 from fedgauge.simulations.reports.figures.leakage import interval_entry
 from fedgauge.simulations.reports.figures.style import (

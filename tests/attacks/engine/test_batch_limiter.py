@@ -66,7 +66,7 @@ torch.set_num_threads(1)
 posed = problem("random 3x32x32", 1)
 many = 512
 known, wave = posed.known, posed.wave
-problems = Problems(inverting_gradients(), wave, known, known.labels.repeat(many, 1), many, torch.float32)
+problems = Problems(inverting_gradients().objective, wave, known, known.labels.repeat(many, 1), many, torch.float32)
 
 def work(count):
     problems.value_and_slopes({"x": torch.zeros(count, 1, 3, 32, 32)}, torch.arange(count))
@@ -234,7 +234,7 @@ def test_a_wave_is_as_wide_as_memory_lets_it_be_and_finds_the_same(
 
     monkeypatch.setattr(batch_limiter, "peak_bytes", measured)
     attack.reconstruct(wave, known, Budget(1, restarts), streams(*range(5)))
-    held = attack.optimizer.state_per_variable * 5 * restarts * 64 * 8
+    held = attack.search.state_per_variable * 5 * restarts * 64 * 8
     monkeypatch.setattr(batch_limiter, "free_bytes", lambda device: int((1.05 * two[0] + held) / batch_limiter.SHARE))
     seen = widths(monkeypatch)
     apart = attack.reconstruct(wave, known, Budget(24, restarts), streams(*range(5)))

@@ -11,12 +11,13 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.distances import InnerProducts, cosine
-from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.engine.scheduler import CHECK_EVERY, Deadline, OptimizerState, advance
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import CUTS, inverting_gradients
+from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
@@ -188,15 +189,13 @@ def same(one: Reconstruction, other: Reconstruction) -> None:
 
 ATTACKS = {
     "cuts": GradientMatching(
-        cosine(), (total_variation(0.01),), adam(0.1, True, CUTS, patience=12, tolerance=0.05), trace=6
+        Objective(cosine(), (total_variation(0.01),)),
+        AdamSearch(0.1, True, CUTS, patience=12, tolerance=0.05),
+        trace=6,
     ),
     "annealed, decaying, sampled": GradientMatching(
-        cosine(),
-        (total_variation(0.01),),
-        adam(0.1, decay=0.99, patience=10, tolerance=0.05),
-        anneal=0.1,
-        samples=2,
-        radius=0.05,
+        Objective(cosine(), (total_variation(0.01),)),
+        AdamSearch(0.1, decay=0.99, patience=10, tolerance=0.05, anneal=0.1, samples=2, radius=0.05),
         trace=6,
     ),
 }
@@ -250,7 +249,8 @@ class raised_cosine(cosine):
 def test_a_stall_is_judged_where_objectives_can_be_compared(anneal: float) -> None:
     """With an unreachable tolerance everything stalls; while the likelihood's weight grows nothing does."""
     wave, known = scene(2)
-    attack = GradientMatching(raised_cosine(), optimizer=adam(0.1, patience=5, tolerance=0.99), anneal=anneal)
+    search = AdamSearch(0.1, patience=5, tolerance=0.99, anneal=anneal)
+    attack = GradientMatching(Objective(raised_cosine()), search)
     for found in run(attack, wave, known, range(2), Budget(200)):
         assert found.status == "converged"
         assert 1 - 1e-5 < found.objective < 3 + 1e-5

@@ -12,11 +12,13 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Trace, Wave
 from fedgauge.attacks.engine import batch_limiter
 from fedgauge.attacks.engine.distances import squared
-from fedgauge.attacks.engine.optimizers import lbfgs
 from fedgauge.attacks.engine.trace import Tracer
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective
+from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
 from fedgauge.attacks.matching.recipes import bayes, dlg, grad_inversion, idlg, inverting_gradients, surrogate
+from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, lenet
@@ -112,7 +114,7 @@ def test_snapshots_are_evenly_spaced_from_the_first_to_the_last(
 
 def test_a_snapshot_is_what_a_smaller_budget_would_have_handed_out() -> None:
     wave, known = scene()
-    attack = GradientMatching(squared())  # no schedule, which would depend on the budget
+    attack = GradientMatching(Objective(squared()))  # no schedule, which would depend on the budget
     whole = attack.traced(4).reconstruct(wave, known, Budget(12), streams(0, 1))
     for place, iterations in ((1, 4), (2, 8)):
         for less, found in zip(attack.reconstruct(wave, known, Budget(iterations), streams(0, 1)), whole, strict=True):
@@ -155,7 +157,7 @@ def test_the_trace_is_that_of_the_restart_that_was_chosen(attack: GradientMatchi
 
 def test_a_new_draw_of_lbfgs_is_shown_once_it_is_lower() -> None:
     wave, known = scene(n=1)
-    attack = GradientMatching(squared(), (), lbfgs(plateau=0.9999, restart_above=1e-12), box=False)
+    attack = GradientMatching(Objective(squared()), LBFGSSearch(plateau=0.9999, restart_above=1e-12))
     for found in attack.traced(30).reconstruct(wave, known, Budget(300), streams(0, 1)):
         trace = trace_of(found)
         assert 30 < int(trace.iteration[-1]) == found.iterations <= 300, "it ended and began again"
@@ -165,7 +167,7 @@ def test_a_new_draw_of_lbfgs_is_shown_once_it_is_lower() -> None:
 
 def test_a_problem_that_ends_early_keeps_what_it_has() -> None:
     wave, known = scene(n=1)
-    attack = GradientMatching(squared(), (), lbfgs(plateau=0.9999), box=False)
+    attack = GradientMatching(Objective(squared()), LBFGSSearch(plateau=0.9999))
     for found in attack.traced(30).reconstruct(wave, known, Budget(300), streams(0, 1)):
         trace = trace_of(found)
         assert int(trace.iteration[-1]) == found.iterations < 40
@@ -184,15 +186,15 @@ def test_time_ends_a_trace_with_what_was_found() -> None:
 def test_a_wave_that_is_tried_again_in_halves_has_one_trace_each(monkeypatch: pytest.MonkeyPatch) -> None:
     wave, known = scene()
     whole = inverting_gradients().traced(3).reconstruct(wave, known, Budget(6), streams(0, 1))
-    advance = GradientMatching._advance
+    advance = AdamSearch._advance
 
-    def narrow(self: GradientMatching, problems: Any, variables: Any, rows: Tensor, *others: Any) -> int:
-        done = advance(self, problems, variables, rows, *others)
+    def narrow(self: AdamSearch, context: Any, step: Any, part: Any, rows: Tensor, length: int) -> int:
+        done = advance(self, context, step, part, rows, length)
         if len(rows) > 1:
             raise MemoryError("a machine that holds one problem at a time, and tells late")
         return done
 
-    monkeypatch.setattr(GradientMatching, "_advance", narrow)
+    monkeypatch.setattr(AdamSearch, "_advance", narrow)
     assert batch_limiter.exhausted(MemoryError())
     halved = inverting_gradients().traced(3).reconstruct(wave, known, Budget(6), streams(0, 1))
     for one, other in zip(whole, halved, strict=True):

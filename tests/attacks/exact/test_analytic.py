@@ -10,7 +10,7 @@ from torch import nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.exact.analytic import analytic
-from fedgauge.attacks.grading.image_metrics import psnr
+from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import Activation, detached_params, lenet, mlp
 from fedgauge.client.training import gradient, local_sgd

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.exact.unmixing import cocktail_party, spear
-from fedgauge.attacks.grading.image_metrics import match, psnr
+from fedgauge.attacks.modality.image_metrics import match, psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.models.vision import Activation, detached_params, lenet, mlp

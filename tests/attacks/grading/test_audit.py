@@ -12,7 +12,6 @@ from torch import Tensor
 
 import fedgauge.client.data.images
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, StatefulAttack, Wave
-from fedgauge.attacks.grading import image_metrics
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.malicious.carried_input import carried_input
@@ -22,7 +21,9 @@ from fedgauge.attacks.malicious.optimised_features import optimised_features
 from fedgauge.attacks.malicious.separate_models import separate_models
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.attacks.malicious.trap_weights import trap_weights
-from fedgauge.attacks.plan import ATTACK, DECODERS, IMAGE_ATTACKS, IMAGE_BASELINES, PlannedAttack
+from fedgauge.attacks.modality import image_metrics
+from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.plan import ATTACK, DECODERS, IMAGE_ATTACKS, PlannedAttack
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.data.images import Shards
 from fedgauge.client.federation import Federation
@@ -95,7 +96,7 @@ SMALL: dict[str, dict[str, int]] = {  # an attack that trains first trains littl
 
 
 # attacks on text: test_text_audit.py, text/test_text_contract.py; decoders of a malicious server's weights: below
-OF_IMAGES = [*(entry.name for entry in ATTACK.entries() if entry.group == IMAGE_ATTACKS), *IMAGE_BASELINES]
+OF_IMAGES = [*(entry.name for entry in ATTACK.entries() if entry.group == IMAGE_ATTACKS), *ImageModality.baselines]
 DECODED: dict[str, ServerAttack | None] = {  # by decoder, the server attack whose answers it reads
     "read_carried": carried_input(),
     "lone_example": class_fishing(),
@@ -154,7 +155,7 @@ def test_no_attack_touches_private_data(
     assert "asked" not in events[:begin], "the truth was fetched before the attack"
     assert events[begin + 1] == "attack ends"
     # two clients graded, each as itself and, baselines apart, as the other's wrong client
-    assert events[end:].count("truth") == (2 if use in IMAGE_BASELINES else 4)
+    assert events[end:].count("truth") == (2 if use in ImageModality.baselines else 4)
     for outcome in audited:
         values = rows_of(outcome.rows, plan.name, "psnr")
         assert len(values) == 1

@@ -14,7 +14,7 @@ from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.grading.scores import ScoreRecord
-from fedgauge.attacks.grading.text_metrics import text_metrics
+from fedgauge.attacks.modality.text_metrics import text_metrics
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.data.images import batch_of

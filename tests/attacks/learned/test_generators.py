@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.grading.image_metrics import mse
 from fedgauge.attacks.learned.generators import (
     GENERATOR,
     check,
@@ -26,6 +25,7 @@ from fedgauge.attacks.learned.generators import (
 from fedgauge.attacks.matching.gi_gip import gi_gip
 from fedgauge.attacks.matching.priors import generator_prior, total_variation
 from fedgauge.attacks.matching.recipes import bayes, dlg, inverting_gradients
+from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.data.images import mnist5k
@@ -302,8 +302,8 @@ def test_the_density_is_that_of_a_latent_and_of_noise_round_its_image(here: Path
     by_hand = density(*pairs[0]) - density(*pairs[1])
     torch.testing.assert_close(bound.energy(*pairs[0]) - bound.energy(*pairs[1]), by_hand, rtol=1e-4, atol=1e-3)
     named = {"use": "generator_prior", "generator": said}
-    assert bayes(tv=0.0, prior=named).priors == (generator_prior(generator=said),)
-    assert inverting_gradients(prior=named).priors == (total_variation(0.01), generator_prior(generator=said))
+    assert bayes(tv=0.0, prior=named).objective.priors[1:] == (generator_prior(generator=said),)
+    assert inverting_gradients(prior=named).objective.priors == (total_variation(0.01), generator_prior(generator=said))
 
 
 def test_packing_changes_nothing_where_latents_are_found_beside_images(here: Path) -> None:
@@ -315,7 +315,7 @@ def test_packing_changes_nothing_where_latents_are_found_beside_images(here: Pat
     for attack in (
         inverting_gradients(prior=prior),
         bayes(prior=prior),
-        replace(dlg(), priors=bayes(tv=0.0, prior=prior).priors),
+        dlg().with_objective(priors=bayes(tv=0.0, prior=prior).objective.priors),
     ):
         together = attack.reconstruct(wave, known, Budget(20), streams)
         for k, found in enumerate(together):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.grading.image_metrics import match, mse
 from fedgauge.attacks.learned.ridge import RidgeInputs, fit, minimise_on_grid, principal, ridge_inversion
+from fedgauge.attacks.modality.image_metrics import match, mse
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.rng import generator

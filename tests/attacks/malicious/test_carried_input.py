@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.grading.image_metrics import match, psnr
 from fedgauge.attacks.malicious.carried_input import (
     CarriedInputNetwork,
     carried,
@@ -21,6 +20,7 @@ from fedgauge.attacks.malicious.carried_input import (
     reversible_blocks,
 )
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
+from fedgauge.attacks.modality.image_metrics import match, psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import build
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.grading.image_metrics import match, psnr
 from fedgauge.attacks.malicious.inconsistency import dead_layer, lone_target
+from fedgauge.attacks.modality.image_metrics import match, psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import convnet, detached_params, last_linear, lenet, mlp, resnet20
 from fedgauge.client.rng import generator

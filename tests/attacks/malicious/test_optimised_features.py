@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.malicious.optimised_features import LinearEstimate, optimised_features, read_features
+from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
@@ -105,7 +105,7 @@ def test_what_it_cannot_do_is_said() -> None:
     assert found.status == "not_applicable" and "there are 3" in found.reason
     steps = knowledge(lenet(SHAPE, CLASSES), links=chain(local_sgd(0.1, steps=2)))
     assert "2 local steps" in attacked(steps, crafted(steps), Batch(pictures(1, 3), torch.tensor([1]))).reason
-    with pytest.raises(ValueError, match="ridge must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="ridge must not be negative, got -1"):
         read_features(ridge=-1)
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.func import functional_call
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.malicious.separate_models import SeparateNetworks, separate, separate_models, separated
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
+from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError, build
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp

@@ -11,12 +11,11 @@ from torch import Generator, Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.distances import Distance, cosine, visible_columns, without
-from fedgauge.attacks.engine.optimizers import adam
-from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.matching.adaptive import leave_layer_out, precode_joint
-from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import NOISE, Objective, unrolled
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import bayes, dlg, inverting_gradients
+from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar10, mnist5k
 from fedgauge.client.models.vision import convbig, convsmall, detached_params, mlp
@@ -107,7 +106,7 @@ def test_no_attack_that_knows_the_chain_reads_what_it_hides(attack: Attack) -> N
 
 def test_leaving_a_layer_out_is_matching_all_others() -> None:
     _, wave, known = met(model := small(), hiding(model, "3"))
-    plain = replace(inverting_gradients(4e-4), likelihood=without(cosine(), ("3.weight",)))
+    plain = inverting_gradients(4e-4).with_objective(likelihood=without(cosine(), ("3.weight",)))
     bare = replace(known, chain=chain(SGD))
     torch.testing.assert_close(
         images(found_by(leave_layer_out(), wave, known)), images(found_by(plain, wave, bare)), rtol=0, atol=1e-4
@@ -124,7 +123,7 @@ def test_a_large_layer_is_left_out_by_its_products() -> None:
     names = ("3.weight",)  # 600 x 60: large enough
     fast = images(found_by(leave_layer_out(layer="3"), wave, known, Budget(6)))
     slow = images(
-        found_by(replace(inverting_gradients(4e-4), likelihood=without(cosine(), names)), wave, known, Budget(6))
+        found_by(inverting_gradients(4e-4).with_objective(likelihood=without(cosine(), names)), wave, known, Budget(6))
     )
     torch.testing.assert_close(fast, slow, rtol=0, atol=1e-3)
 
@@ -138,7 +137,7 @@ def test_columns_that_are_left_are_matched_and_no_others(width: int) -> None:
     away = {"x": x["x"] + 0.1}
 
     def objectives(distance: Distance, at: dict[str, Tensor]) -> Tensor:
-        return problems_of(GradientMatching(distance, (), adam(0.1)), wave, known).value(at, torch.arange(2))
+        return problems_of(Objective(distance), wave, known).value(at, torch.arange(2))
 
     columns = visible_columns(cosine(), ("3.weight",))
     torch.testing.assert_close(objectives(columns, x), torch.zeros(2), rtol=0, atol=1e-5)
@@ -230,11 +229,11 @@ def test_given_its_noise_the_attackers_client_is_the_client(local: local_sgd) ->
     assert all(m.noise is None for m in model.modules() if isinstance(m, StochasticLayer))
 
 
-def problems_of(attack: GradientMatching, wave: Wave, known: Knowledge) -> Problems:
-    return Problems(attack, wave, known, known.labels, 1, torch.float32)
+def problems_of(objective: Objective, wave: Wave, known: Knowledge) -> Problems:
+    return Problems(objective, wave, known, known.labels, 1, torch.float32)
 
 
-JOINT = GradientMatching(cosine(), (), adam(0.1), latent=0.5)
+JOINT = Objective(cosine(), training=unrolled(latent=0.5))
 
 
 def test_at_the_truth_only_the_noises_own_density_is_left() -> None:
@@ -242,9 +241,9 @@ def test_at_the_truth_only_the_noises_own_density_is_left() -> None:
     batches, wave, known = met(model, links)
     noise = [draws_of(model, links, b, generator("client", i)) for i, b in enumerate(batches)]
     problems = problems_of(JOINT, wave, known)
-    ((variable, latent),) = problems.noise.items()
-    drawn = torch.stack([n[latent.layer] for n in noise])
-    assert drawn.shape[1:] == latent.shape
+    ((variable, start),) = problems.own.items()
+    drawn = torch.stack([n[variable.removeprefix(NOISE)] for n in noise])
+    assert drawn.shape[1:] == start.shape
     variables = {"x": known.normalise(torch.stack([b.x for b in batches])), variable: drawn}
     value, slopes = problems.value_and_slopes(variables, torch.arange(2))
     torch.testing.assert_close(value, 0.25 * drawn.square().mean((1, 2, 3)), rtol=0, atol=1e-5)
@@ -255,7 +254,7 @@ def test_at_the_truth_only_the_noises_own_density_is_left() -> None:
 def test_slopes_by_the_noise_are_those_of_the_objective_and_problems_do_not_mix() -> None:
     _, wave, known = met(small(guarded=True).double(), chain(SGD), count=3)
     problems = problems_of(JOINT, wave, known)
-    (variable,) = problems.noise
+    (variable,) = problems.own
     rng, rows = generator("start"), torch.arange(3)
     variables = {
         "x": torch.randn(3, 1, *SHAPE, generator=rng, dtype=torch.float64),
@@ -320,7 +319,7 @@ class flipped(Link):
 @pytest.mark.parametrize("link", [shaken(), flipped()])
 def test_the_objective_is_averaged_over_the_attackers_draws(link: Transform) -> None:
     batches, wave, known = met(small(), chain(link, SGD), count=3)
-    problems = problems_of(GradientMatching(cosine(), (), adam(0.1), draws=8), wave, known)
+    problems = problems_of(Objective(cosine(), training=unrolled(draws=8)), wave, known)
     x = known.normalise(torch.stack([b.x for b in batches]))
     value = problems.value({"x": x}, torch.arange(3))
     for k, batch in enumerate(batches):
@@ -332,7 +331,9 @@ def test_the_objective_is_averaged_over_the_attackers_draws(link: Transform) -> 
         torch.testing.assert_close(alone[0], value[k], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("attack", [replace(inverting_gradients(), draws=3), replace(dlg(double=False), draws=2)])
+@pytest.mark.parametrize(
+    "attack", [make().with_objective(training=unrolled(draws=3)) for make in (inverting_gradients, dlg)]
+)
 def test_draws_serve_every_optimiser_and_a_model_that_draws(attack: Attack) -> None:
     _, wave, known = met(small(guarded=True), chain(SGD))
     state = torch.get_rng_state()
@@ -342,18 +343,17 @@ def test_draws_serve_every_optimiser_and_a_model_that_draws(attack: Attack) -> N
     assert torch.equal(images(found), images(found_by(attack, wave, known, Budget(4))))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"draws": -1}, "draws must not be negative, got -1"),
-        ({"draws": 2, "surrogate": True}, "draws needs the whole chain"),
-        ({"latent": -0.1}, "latent must not be negative, got -0.1"),
-        ({"latent": 0.0, "surrogate": True}, "leave out tied and surrogate"),
-    ],
-)
-def test_fields_without_sense_are_refused(fields: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GradientMatching(**fields)  # type: ignore[arg-type]
+def test_a_step_with_draws_runs_as_it_is_where_it_would_be_compiled() -> None:
+    _, wave, known = met(small(guarded=True), chain(SGD))
+    plain, fast = (inverting_gradients(compile=c).with_objective(training=unrolled(draws=2)) for c in (False, True))
+    assert not problems_of(fast.objective, wave, known).one_path
+    assert torch.equal(images(found_by(plain, wave, known)), images(found_by(fast, wave, known)))
+
+
+@pytest.mark.parametrize(("field", "value"), [("draws", -1), ("latent", -0.1)])
+def test_fields_without_sense_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} must not be negative, got {value}"):
+        unrolled(**{field: value})  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------------- quality

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +14,14 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.distances import Distance, cosine, squared
-from fedgauge.attacks.engine.optimizers import adam, lbfgs
 from fedgauge.attacks.matching import compiled_step
 from fedgauge.attacks.matching.compiled_step import CompiledStep, missing
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
-from fedgauge.attacks.matching.recipes import CUTS, dlg, inverting_gradients
+from fedgauge.attacks.matching.recipes import CUTS
+from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
@@ -61,8 +63,8 @@ def test_the_compiled_step_is_the_plain_one_for_any_problems(case: str, monkeypa
     monkeypatch.setattr("fedgauge.attacks.engine.gradients.factored.FORM_BELOW", 300)
     distance, links = CASES[case]
     wave, known = scene(4, links)
-    attack = GradientMatching(distance, (total_variation(0.01),))
-    problems = Problems(attack, wave, known, known.labels, 1, torch.float32)
+    objective = Objective(distance, (total_variation(0.01),))
+    problems = Problems(objective, wave, known, known.labels, 1, torch.float32)
     step = CompiledStep(problems, BatchLimiter(3))
     compilations: list[int] = []
     compile_it = torch.compile
@@ -90,8 +92,9 @@ def test_a_compiled_attack_ends_where_the_plain_one_does() -> None:
     """Without signs, which rounding turns; with draws in a box, and problems that leave early."""
     wave, known = scene(3)
     wave.update["1.weight"][1, 0, 0] = torch.nan
-    plain = GradientMatching(squared(), optimizer=adam(0.05, cuts=CUTS), samples=2, radius=0.01)
-    fast = GradientMatching(squared(), optimizer=adam(0.05, cuts=CUTS), samples=2, radius=0.01, compile=True)
+    search = AdamSearch(0.05, cuts=CUTS, samples=2, radius=0.01)
+    plain = GradientMatching(Objective(squared()), search)
+    fast = replace(plain, search=replace(search, compile=True))
     ours, theirs = (a.reconstruct(wave, known, Budget(40), streams(3)) for a in (fast, plain))
     assert [f.status for f in ours] == [f.status for f in theirs] == ["converged", "diverged", "converged"]
     for one, other in zip(ours, theirs, strict=True):
@@ -126,16 +129,9 @@ print(found.status)
     assert plain == "converged"
 
 
-def test_lbfgs_is_not_compiled() -> None:
-    with pytest.raises(ValueError, match="compile needs a fixed number of problems"):
-        GradientMatching(squared(), optimizer=lbfgs(), compile=True)
-    assert not dlg().compile
-    assert not inverting_gradients().compile, "opt-in"
-
-
 def test_padding_repeats_the_last_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     wave, known = scene(4)
-    problems = Problems(GradientMatching(squared()), wave, known, known.labels, 1, torch.float32)
+    problems = Problems(Objective(squared()), wave, known, known.labels, 1, torch.float32)
     step = CompiledStep(problems, BatchLimiter(4))
     seen: list[list[int]] = []
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, ClientState, Knowledge, Observation, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
-from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.matching.feedback_blending import FeedbackBlending, feedback_blending
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.recipes import dlg, idlg
@@ -41,7 +40,7 @@ def recorded_starts(blending: FeedbackBlending) -> list[Tensor | None]:
 
 
 def recorded() -> Recorded:
-    attack = Recorded(optimizer=adam())
+    attack = Recorded()
     object.__setattr__(attack, "starts", [])
     return attack
 
@@ -65,19 +64,42 @@ def streams(place: int) -> list[Stream]:
     return [partial(generator, "feedback", place, k) for k in range(2)]
 
 
-def run(blending: FeedbackBlending, waves: list[Wave], known: Knowledge, **judged: bool) -> list[list[Reconstruction]]:
-    return blending.sequence(waves, [known] * len(waves), Budget(3), streams, **judged)  # type: ignore[arg-type]
+def run(blending: FeedbackBlending, waves: list[Wave], known: Knowledge) -> list[list[Reconstruction]]:
+    memories, found = [blending.initial() for _ in waves[0].clients], []
+    for place, wave in enumerate(waves):
+        results, memories = blending.advance(wave, known, Budget(3), streams(place), memories)
+        found.append(results)
+    return found
+
+
+class JudgedBlending(FeedbackBlending):
+    """Counts as successes what a test says."""
+
+    def __init__(self, attack: GradientMatching, alpha: float, successes: list[bool]) -> None:
+        super().__init__(attack, alpha)
+        object.__setattr__(self, "successes", iter(successes))
+
+    def _remember(self, memory: ClientState, found: Reconstruction) -> ClientState:
+        succeeded = next(self.successes)  # type: ignore[attr-defined]
+        return super()._remember(memory, replace(found, objective=0.0 if succeeded else 1.0))
 
 
 def test_the_third_image_starts_from_the_blend_of_the_first_two_and_a_failure_is_left_out() -> None:
     waves, known = sequence(5)
     attack = recorded()
-    successes = {0: {0, 1, 2, 3}, 1: {0, 2, 3}}  # the second client's second image is a failure
-
-    def judge(place: int, k: int, found: Reconstruction) -> bool:
-        return place in successes[k]
-
-    found = FeedbackBlending(attack, alpha=0.25).sequence(waves, [known] * 5, Budget(3), streams, judge)
+    successes = [
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]  # the second client's second image fails
+    found = run(JudgedBlending(attack, 0.25, successes), waves, known)
     images = [[r.x for r in results] for results in found]
     third, fourth = attack.starts[2], attack.starts[3]
     assert third is not None
@@ -130,7 +152,7 @@ def test_the_controls_start_where_they_say(start: str) -> None:
 
 def test_noise_is_the_attack_itself() -> None:
     waves, known = sequence(1)
-    alone = GradientMatching(optimizer=adam()).reconstruct(waves[0], known, Budget(3), streams(0))
+    alone = GradientMatching().reconstruct(waves[0], known, Budget(3), streams(0))
     (found,) = run(FeedbackBlending(recorded()), waves, known)
     for a, b in zip(alone, found, strict=True):
         torch.testing.assert_close(a.x, b.x, rtol=0, atol=1e-6)
@@ -151,11 +173,9 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 def test_round_by_round_is_the_whole_sequence_bit_for_bit_and_writes_to_nothing() -> None:
     waves, known = sequence(4)
-    alone = [
-        GradientMatching(optimizer=adam()).reconstruct(w, known, Budget(3), streams(i)) for i, w in enumerate(waves)
-    ]
+    alone = [GradientMatching().reconstruct(w, known, Budget(3), streams(i)) for i, w in enumerate(waves)]
     fit = sorted(r.objective for results in alone for r in results)[3]
-    blending = FeedbackBlending(GradientMatching(optimizer=adam()), fit=fit)
+    blending = FeedbackBlending(GradientMatching(), fit=fit)
     expected = run(blending, waves, known)
     memories: list[ClientState] = [blending.initial(), blending.initial()]
     counts = []
@@ -206,7 +226,7 @@ def test_what_is_of_another_batch_is_neither_a_start_nor_blended() -> None:
 def test_an_attack_that_found_nothing_is_not_remembered() -> None:
     waves, known = sequence(1)
     known = replace(known, model=nn.Sequential(known.model, nn.Dropout()))  # which the engine refuses
-    blending = FeedbackBlending(GradientMatching(optimizer=adam()), discard_failures=False)
+    blending = FeedbackBlending(GradientMatching(), discard_failures=False)
     kept = {"images": torch.tensor(2), "blend": torch.rand(1, *SHAPE)}
     found, after = blending.advance(waves[0], known, Budget(3), streams(0), [kept, kept])
     assert {(r.status, r.x) for r in found} == {("not_applicable", None)}

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.grading.image_metrics import mse
 from fedgauge.attacks.learned.cache import TensorCache
 from fedgauge.attacks.learned.generators import Decoder, GeneratorTraining
 from fedgauge.attacks.matching.gi_gip import gi_gip
+from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.distances import Distance, cosine, squared
-from fedgauge.attacks.engine.optimizers import adam, lbfgs
-from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective
+from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
 from fedgauge.attacks.matching.recipes import CUTS, dlg, idlg, inverting_gradients, surrogate
+from fedgauge.attacks.matching.search import AdamSearch
+from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
@@ -61,8 +63,8 @@ def plain_attack(
     ("recipe", "attack", "tv"),
     [
         ("inverting_gradients", inverting_gradients(tv=0.02), 0.02),
-        ("dlg", GradientMatching(squared(), (), adam(cuts=CUTS), box=False, labels="optimised"), 0.0),
-        ("idlg", GradientMatching(squared(), (), adam(cuts=CUTS), box=False), 0.0),
+        ("dlg", GradientMatching(Objective(squared(), labels="optimised"), AdamSearch(cuts=CUTS, box=False)), 0.0),
+        ("idlg", GradientMatching(Objective(squared()), AdamSearch(cuts=CUTS, box=False)), 0.0),
     ],
     ids=["inverting_gradients", "dlg by Adam", "idlg by Adam"],
 )
@@ -218,7 +220,7 @@ def test_an_objective_that_is_not_finite_is_reported_as_diverged(value: float) -
         def __call__(self, seen: Update, expected: Update) -> Tensor:
             return cosine()(seen, expected) + value
 
-    found = GradientMatching(broken()).reconstruct(wave, known, Budget(3, restarts=2), streams(0, 1))
+    found = GradientMatching(Objective(broken())).reconstruct(wave, known, Budget(3, restarts=2), streams(0, 1))
     assert [result.status for result in found] == ["diverged"] * 2
     results_in_the_box(found)
 
@@ -302,28 +304,28 @@ def test_where_slices_hold_which_label_is_not_known_restarts_try_it() -> None:
     assert any(r.y is not None and r.y.tolist() == b.y.tolist() for r, b in zip(found, batches, strict=True))
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"group": 0.1}, {"anneal": 0.5}, {"radius": 0.1}, {"surrogate": True}], ids=lambda a: next(iter(a))
-)
-def test_lbfgs_refuses_what_has_no_line_search(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="lbfgs needs one smooth objective"):
-        GradientMatching(cosine(), optimizer=lbfgs(), **arguments)
-
-
 @pytest.mark.parametrize("arguments", [{"anneal": 0.0}, {"samples": 0}, {"group": -1.0}, {"radius": float("nan")}])
 def test_engine_settings_without_sense_are_refused(arguments: dict[str, Any]) -> None:
     (name,) = arguments
     with pytest.raises(ValueError, match=f"{name} must "):
-        GradientMatching(cosine(), **arguments)
+        AdamSearch(**arguments)
 
 
 def test_lbfgs_starts_again_where_it_ends_without_a_fit() -> None:
     wave, known, _ = scene(clients=2, n=1)
-    ends = GradientMatching(squared(), (), lbfgs(plateau=0.9999), box=False)
-    again = GradientMatching(squared(), (), lbfgs(plateau=0.9999, restart_above=1e-12), box=False)
+    ends = GradientMatching(Objective(squared()), LBFGSSearch(plateau=0.9999))
+    again = replace(ends, search=LBFGSSearch(plateau=0.9999, restart_above=1e-12))
     first, more = (a.reconstruct(wave, known, Budget(300), streams(0, 1)) for a in (ends, again))
     for one, two in zip(first, more, strict=True):
         assert one.iterations < 40, "ten steps, and no more"
         assert two.iterations > one.iterations, "then from a new draw, while the budget lasts"
         assert two.iterations <= 300
         assert two.objective <= one.objective
+
+
+def test_lbfgs_finds_the_surrogates_point_too() -> None:
+    wave, known, _ = scene(clients=2, n=1, links=chain(local_sgd(0.1, 3)))
+    attack = replace(surrogate(), search=LBFGSSearch())
+    few, many = (attack.reconstruct(wave, known, Budget(n), streams(0, 1)) for n in (1, 60))
+    for early, late in zip(few, many, strict=True):
+        assert late.status == "converged" and late.objective < 0.5 * early.objective

@@ -14,12 +14,13 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.distances import squared
-from fedgauge.attacks.grading.image_metrics import match, psnr
 from fedgauge.attacks.labels import assignments
 from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective, tied_epochs
 from fedgauge.attacks.matching.problems import Problems
-from fedgauge.attacks.matching.recipes import federated_averaging, surrogate
+from fedgauge.attacks.matching.recipes import federated_averaging
+from fedgauge.attacks.modality.image_metrics import match, psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.local_training import LocalTraining, local_training
 from fedgauge.client.models.vision import detached_params, mlp
@@ -177,8 +178,8 @@ def test_the_copies_in_the_clients_order_are_the_client() -> None:
         torch.testing.assert_close(posed.wave.update[k][0], theta[k] - p, rtol=0, atol=1e-14)
 
     flat = [i for epoch in orders for i in epoch]
-    attack = GradientMatching(squared(), tied=1.0)
-    copies = Problems(attack, posed.wave, known, batch.y[flat][None], 1, torch.float64, epochs=2)
+    objective = Objective(squared(), training=tied_epochs())
+    copies = Problems(objective, posed.wave, known, batch.y[flat][None], 1, torch.float64)
     x, only = normalise(batch.x[flat])[None], torch.arange(1)
     value, slopes_there = copies.value_and_slopes({"x": x}, only)
     assert abs(float(value)) < 1e-20
@@ -199,8 +200,8 @@ def test_copies_of_a_shuffled_training_with_a_ragged_last_batch(beside: dict[str
     wave = replace(posed.wave, update={k: t[None] for k, t in update.items()})
     drawn = link.order(5, generator("client"))
     flat = torch.cat([torch.cat(next(drawn)) for _ in range(6)])
-    attack = GradientMatching(squared(), tied=1.0)
-    copies = Problems(attack, wave, replace(known, chain=chain(link)), batch.y[flat][None], 1, torch.float64, epochs=2)
+    objective = Objective(squared(), training=tied_epochs())
+    copies = Problems(objective, wave, replace(known, chain=chain(link)), batch.y[flat][None], 1, torch.float64)
     value, slopes = copies.value_and_slopes({"x": normalise(batch.x[flat])[None]}, torch.arange(1))
     assert abs(float(value)) < 1e-20
     assert float(slopes["x"].abs().max()) < 1e-9
@@ -242,7 +243,7 @@ def test_local_sgds_slices_that_do_not_divide_the_batch_are_not_applicable() -> 
 def test_where_every_step_takes_the_whole_batch_there_is_nothing_to_tie() -> None:
     posed = scene(chain(local_sgd(0.1, 3)), [((0, 1),), ((1, 0),)], 2)
     tied = federated_averaging()
-    free = replace(tied, tied=0.0)
+    free = federated_averaging(tied=0.0)
     for one, other in zip(
         *(a.reconstruct(posed.wave, posed.known, Budget(5), streams(2)) for a in (tied, free)), strict=True
     ):
@@ -255,15 +256,10 @@ def test_labels_found_beside_copies_are_those_of_paired_copies() -> None:
     links = chain(local_sgd(0.1, 4, batch_size=1))
     posed = scene(links, [((1, 0), (0, 1))], 2)
     known = replace(posed.known, labels=None)
-    attack = GradientMatching(squared(), labels="optimised", tied=1.0, trace=2)
+    attack = GradientMatching(Objective(squared(), labels="optimised", training=tied_epochs()), trace=2)
     (found,) = attack.reconstruct(posed.wave, known, Budget(3), streams(1))
     assert found.x is not None
     assert found.y is not None
     assert found.trace is not None
     assert (found.x.shape, found.y.shape) == ((2, *SHAPE), (2,))
     assert found.trace.x.shape == (2, 2, *SHAPE)
-
-
-def test_one_gradient_in_place_of_the_steps_has_no_order() -> None:
-    with pytest.raises(ValueError, match="leave out tied"):
-        replace(surrogate(), tied=1.0)

@@ -11,10 +11,11 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.engine.distances import Distance, cosine, squared
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.matching import problems
-from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import bayes, inverting_gradients
+from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.attacks.matching.whole_batch import whole_batch_update
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import Chain, chain
@@ -39,11 +40,13 @@ from tests.attacks.matching.tiny_problems import (
 )
 
 
-def evaluate(attack: GradientMatching, z: Tensor, wave: Wave, known: Knowledge) -> tuple[Tensor, Tensor]:
+def evaluate(
+    objective: Objective, z: Tensor, wave: Wave, known: Knowledge, group: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The engine's gradients and objectives at images z (K, R, B, C, H, W)."""
     assert known.labels is not None
     labels = known.labels.repeat_interleave(z.shape[1], 0)
-    posed = Problems(attack, wave, known, labels, z.shape[1], z.dtype)
+    posed = Problems(objective, wave, known, labels, z.shape[1], z.dtype, group)
     value, slopes = posed.value_and_slopes({"x": z.flatten(0, 1)}, torch.arange(posed.count))
     return slopes["x"].view_as(z), value.view(z.shape[:2])
 
@@ -69,9 +72,9 @@ def test_objective_and_gradient_are_the_plain_loops(
         monkeypatch.setattr(problems, "whole_batch_update", lambda *_: None)
     else:
         assert (whole_batch_update(links) is None) == plain["clipped"]
-    attack = GradientMatching(DISTANCES[distance], (total_variation(0.05),))
+    objective = Objective(DISTANCES[distance], (total_variation(0.05),))
     z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))  # (K, R, B, C, H, W)
-    gradients, objectives = evaluate(attack, z, wave, known)
+    gradients, objectives = evaluate(objective, z, wave, known)
     for k in range(3):
         for r in range(2):
             leaf = z[k, r].clone().requires_grad_()
@@ -99,20 +102,20 @@ def test_every_chain_by_passes_is_the_same_by_vmap(links: str, monkeypatch: pyte
     parts, passes = CHAINS[links]
     assert (whole_batch_update(parts) is not None) == passes
     wave, known, _ = scene(clients=3, links=parts)
-    attack = GradientMatching(cosine(), (total_variation(0.05),))
+    objective = Objective(cosine(), (total_variation(0.05),))
     z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
-    ours, values = evaluate(attack, z, wave, known)
+    ours, values = evaluate(objective, z, wave, known)
     monkeypatch.setattr(problems, "whole_batch_update", lambda *_: None)
-    theirs, expected = evaluate(attack, z, wave, known)
+    theirs, expected = evaluate(objective, z, wave, known)
     torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * float(theirs.abs().max()))
 
 
 def test_in_float32_signed_adam_gets_the_same_signs() -> None:
     wave, known, batches = scene(clients=4, n=1)
-    attack = inverting_gradients(tv=0.01)
+    objective = inverting_gradients(tv=0.01).objective
     z = torch.randn(4, 4, 1, *SHAPE, generator=torch.Generator().manual_seed(5))
-    found, _ = evaluate(attack, z, wave, known)
+    found, _ = evaluate(objective, z, wave, known)
     exact = []
     model = network().double()
     start = {k: p.double() for k, p in wave.params.items()}
@@ -131,8 +134,8 @@ def test_in_float32_signed_adam_gets_the_same_signs() -> None:
 @pytest.mark.usefixtures("double")
 def test_the_truth_is_a_stationary_point_at_distance_zero(distance: Distance, client: str) -> None:
     wave, known, batches = scene(links=CLIENTS[client][0])
-    g, value = evaluate(GradientMatching(distance), normalise(batches[0].x)[None, None], wave, known)
-    other, higher = evaluate(GradientMatching(distance), normalise(truth(9).x)[None, None], wave, known)
+    g, value = evaluate(Objective(distance), normalise(batches[0].x)[None, None], wave, known)
+    other, higher = evaluate(Objective(distance), normalise(truth(9).x)[None, None], wave, known)
     assert abs(float(value)) < 1e-14
     assert float(higher) > 1e-3
     assert float(g.abs().max()) < 1e-10 * max(1.0, float(other.abs().max()))
@@ -142,24 +145,24 @@ def test_the_truth_is_a_stationary_point_at_distance_zero(distance: Distance, cl
 def test_restarts_of_a_group_are_held_together() -> None:
     wave, known, _ = scene(clients=1)
     z = torch.randn(1, 3, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
-    free, _ = evaluate(GradientMatching(cosine()), z, wave, known)
-    held, higher = evaluate(GradientMatching(cosine(), group=0.7), z, wave, known)
+    free, _ = evaluate(Objective(cosine()), z, wave, known)
+    held, higher = evaluate(Objective(cosine()), z, wave, known, group=0.7)
     apart = z - z.mean(1, keepdim=True)
     size = 2 * SHAPE[1] * SHAPE[2] * SHAPE[0]
     torch.testing.assert_close(held - free, 0.7 * 2 * apart / size, rtol=0, atol=1e-9)
-    _, plain = evaluate(GradientMatching(cosine()), z, wave, known)
+    _, plain = evaluate(Objective(cosine()), z, wave, known)
     torch.testing.assert_close(higher - plain, 0.7 * apart.square().flatten(2).mean(2), rtol=0, atol=1e-9)
 
 
 @pytest.mark.usefixtures("double")
 def test_samples_in_a_box_average_the_objective() -> None:
     wave, known, _ = scene(clients=2)
-    attack = GradientMatching(cosine(), samples=3, radius=0.2)
+    search = AdamSearch(samples=3, radius=0.2)
     assert known.labels is not None
-    posed = Problems(attack, wave, known, known.labels, 1, torch.float64)
+    posed = Problems(Objective(cosine()), wave, known, known.labels, 1, torch.float64)
     rows = torch.arange(2)
     z = torch.randn(2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
-    nearby = attack._nearby(z, [7, 7])
+    nearby = search.nearby(z, [7, 7])
     assert nearby is not None
     assert nearby.shape == (3, 1, 2, *SHAPE)
     assert 0.15 < float(nearby.abs().max()) <= 0.2
@@ -184,9 +187,7 @@ def test_updates_of_large_layers_are_compared_by_their_factors_to_the_same_end(
         wave.update["1.weight"][1] += 1e-9 * torch.randn(24, 64, generator=torch.Generator().manual_seed(2))
     z = torch.randn(3, 2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
     assert known.labels is not None
-    posed = Problems(
-        GradientMatching(DISTANCES[distance]), wave, known, known.labels.repeat_interleave(2, 0), 2, z.dtype
-    )
+    posed = Problems(Objective(DISTANCES[distance]), wave, known, known.labels.repeat_interleave(2, 0), 2, z.dtype)
     for some in (torch.arange(6), torch.tensor([4, 5, 1])):  # all, then those that are left
         value, slopes = posed.value_and_slopes({"x": z.flatten(0, 1)[some]}, some)
         for place, row in enumerate(some.tolist()):
@@ -217,7 +218,7 @@ def test_a_layer_that_one_pass_does_not_know_goes_the_general_way_to_the_same_en
     torch.manual_seed(0)
     wave, known, batches = scene(clients=3, model=Normalised())
     z = torch.randn(3, 1, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
-    found, values = evaluate(GradientMatching(squared()), z, wave, known)
+    found, values = evaluate(Objective(squared()), z, wave, known)
     for k in range(3):
         leaf = z[k, 0].clone().requires_grad_()
         value = plain_objective(
@@ -252,12 +253,12 @@ def test_the_order_of_an_updates_names_means_nothing(distance: Distance) -> None
     wave, known, batches = scene(clients=2)
     backwards = replace(wave, update=dict(reversed(wave.update.items())))
     z = torch.stack([normalise(b.x) for b in batches])[:, None]
-    attack = GradientMatching(distance)
+    objective = Objective(distance)
     for seen in (wave, backwards):
-        slopes, objectives = evaluate(attack, z, seen, known)
+        slopes, objectives = evaluate(objective, z, seen, known)
         assert float(objectives.abs().max()) < 1e-9, "the truth explains what was seen"
     elsewhere = z + 0.1
-    ours, theirs = (evaluate(attack, elsewhere, seen, known) for seen in (wave, backwards))
+    ours, theirs = (evaluate(objective, elsewhere, seen, known) for seen in (wave, backwards))
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 

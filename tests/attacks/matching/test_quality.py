@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import batch_of, cifar10
 from fedgauge.client.models.vision import detached_params, lenet

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Budget, ClientState, Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.grading.image_metrics import psnr
 from fedgauge.attacks.matching.several_rounds import several_rounds
+from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator

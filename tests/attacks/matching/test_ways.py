@@ -11,10 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fedgauge.attacks.base import Budget, Observation, Wave
 from fedgauge.attacks.engine.distances import squared
-from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.matching import recipes
-from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.model_check import check_parameters
+from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.matching.value_reads import ValueReads
@@ -53,7 +52,7 @@ DECIDING: dict[str, Callable[[Tensor], Tensor]] = {
 def test_problems_do_not_share_a_decision(how: str) -> None:
     model = Deciding(DECIDING[how])
     wave, known, batches = scene(clients=2, model=model)
-    posed = Problems(GradientMatching(squared(), (), adam(0.1)), wave, known, known.labels, 1, torch.float64)
+    posed = Problems(Objective(squared()), wave, known, known.labels, 1, torch.float64)
     assert posed.way.route == "loop"
     bright, dark = normalise(batches[0].x), normalise(0.1 * batches[1].x)
     value, slopes = posed.value_and_slopes({"x": torch.stack([bright, dark])}, torch.arange(2))
@@ -73,8 +72,8 @@ def test_reading_what_does_not_depend_on_the_batch_leaves_one_pass() -> None:
     weight = torch.ones(3)
     model = Deciding(lambda x: x * float(weight.max()) if bool(weight[0] > 0) else x)
     wave, known, _ = scene(clients=2, model=model)
-    attack = GradientMatching(squared(), (), adam(0.1))
-    assert Problems(attack, wave, known, known.labels, 1, torch.float32).way.route == "one pass"
+    objective = Objective(squared())
+    assert Problems(objective, wave, known, known.labels, 1, torch.float32).way.route == "one pass"
 
 
 def test_a_value_is_followed_through_views_and_the_backward_pass() -> None:

@@ -15,7 +15,7 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Sentences, Wav
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.baselines import random_words
-from fedgauge.attacks.grading.text_metrics import rouge
+from fedgauge.attacks.modality.text_metrics import rouge
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.attacks.text.lamp import dlg_text, lamp, tag
 from fedgauge.attacks.text.sentence_layout import lengths_of

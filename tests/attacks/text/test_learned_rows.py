@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
 from fedgauge.attacks.grading.baselines import random_words
-from fedgauge.attacks.grading.text_metrics import token_accuracy
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
+from fedgauge.attacks.modality.text_metrics import token_accuracy
 from fedgauge.attacks.text.learned_rows import _PositionTraining, _RowFeatures, learned_rows
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.corpora import Text, phrases

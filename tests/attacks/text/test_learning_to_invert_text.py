@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
 from fedgauge.attacks.grading.baselines import random_words
-from fedgauge.attacks.grading.text_metrics import token_accuracy
 from fedgauge.attacks.learned import shadow_updates
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures, flat
+from fedgauge.attacks.modality.text_metrics import token_accuracy
 from fedgauge.attacks.text import learning_to_invert_text as module
 from fedgauge.attacks.text.learning_to_invert_text import (
     TextInverterTraining,
@@ -351,7 +351,7 @@ def test_what_it_needs_and_does_not_have_is_reported(
     ("arguments", "message"),
     [
         ({"hidden": 0}, "hidden must be at least 1, got 0"),
-        ({"buckets": -1}, "buckets must be at least 0, got -1"),
+        ({"buckets": -1}, "buckets must not be negative, got -1"),
         ({"rate": 0.0}, "rate must be above 0"),
         ({"alone": True}, "pseudo = 0 makes none"),
     ],

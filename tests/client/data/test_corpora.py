@@ -22,7 +22,6 @@ from fedgauge.client.data.corpora import Text, csv, phrases, rotten_tomatoes, ss
 from fedgauge.client.data.corpora import cola as read_cola
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data.images import batch_of, split
-from fedgauge.client.data.own_images import image_dataset_error
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.terms import ServerTerms
@@ -129,7 +128,7 @@ def test_a_classified_sentence_is_framed_and_padded() -> None:
     assert (data.x[ended.bool()] == words.pad).all()
     read = {words.decode(row) for row in data.x.tolist()}
     assert read <= {s for s, _ in sentences()}
-    assert image_dataset_error(data) == ""
+    assert data.fault == ""
 
 
 def test_the_labels_of_next_token_are_the_words() -> None:
@@ -192,7 +191,7 @@ def test_what_is_wrong_with_text_is_said() -> None:
         ({"y": data.y + 2}, "the labels of x lie in 2..3, expected 0..1"),
         ({"x_test": data.x_test[:, :5]}, "x_test is torch.int64 of shape"),
     ):
-        assert words in image_dataset_error(Text(**{**fields, **changed}))
+        assert words in Text(**{**fields, **changed}).fault
 
 
 # ---------------------------------------------------------------------------------------------------------- local files
@@ -213,7 +212,7 @@ def test_public_corpora_are_read_from_their_local_files(local_file: Callable[[st
     assert torch.bincount(tomatoes.y).tolist() == [len(tomatoes.x) // 2] * 2
     wiki = wikitext2()
     assert wiki.x.shape[1] == 16 and not (wiki.x == wiki.tokenizer.pad).any()
-    assert all(image_dataset_error(d) == "" for d in (found, films, tomatoes, wiki))
+    assert all(d.fault == "" for d in (found, films, tomatoes, wiki))
 
 
 @pytest.mark.usefixtures("no_local_data")
@@ -282,7 +281,7 @@ def told(data: Text) -> Counter[tuple[str, int]]:
 
 def test_a_table_gives_each_of_its_sentences_once_with_its_class(table: Path) -> None:
     data = csv(table, test=0.25)
-    assert (data.name, data.classes, image_dataset_error(data)) == ("diary", 2, "")
+    assert (data.name, data.classes, data.fault) == ("diary", 2, "")
     assert (len(data.y), len(data.y_test)) == (8, 4), "of each class of six a quarter, and empty rows are none"
     assert data.y.tolist().count(0) == data.y.tolist().count(1) == 4
     found = told(data)
@@ -347,7 +346,7 @@ def test_any_table_is_read_or_refused_with_its_name(tmp_path_factory: pytest.Tem
     path.write_bytes(b"text,label\n" + junk)
     told = ""
     try:
-        told = image_dataset_error(csv(path))
+        told = csv(path).fault
     except ValueError as error:
         told = str(error).replace(str(path), "").replace("junk has no sentence", "")
         told = "" if told != str(error) else f"without a name: {error}"

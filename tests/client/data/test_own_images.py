@@ -18,7 +18,7 @@ from torchvision.transforms import functional as tv
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import held_out
 from fedgauge.client.data.images import Dataset
-from fedgauge.client.data.own_images import hugging_face, image_dataset_error, image_folder, npz
+from fedgauge.client.data.own_images import hugging_face, image_folder, npz
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 
@@ -69,7 +69,7 @@ def test_classes_are_sub_folders_in_alphabetical_order_and_all_pictures_are_ther
     counts = (data.y.bincount() + data.y_test.bincount()).tolist()
     assert counts == [5, 2, 10], "ants, bees, cats"
     assert data.y_test.bincount().tolist() == [1, 1, 2], "a fifth of each, at least one"
-    assert image_dataset_error(data) == ""
+    assert data.fault == ""
 
 
 def test_the_split_and_the_pixels_are_the_same_every_time(pictures: Path) -> None:
@@ -350,5 +350,5 @@ def test_a_scenario_trains_on_a_folder_of_pictures(pictures: Path) -> None:
 def test_a_dataset_of_anybodys_is_checked(change: dict[str, Any], message: str) -> None:
     x, y = torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
     parts = {"x": x, "y": y, "x_test": x[:1], "y_test": y[:1], "classes": 2, "mean": (0.5,), "std": (1.0,)}
-    assert image_dataset_error(Dataset("own", **parts)) == ""
-    assert message in image_dataset_error(Dataset("own", **{**parts, **change}))
+    assert Dataset("own", **parts).fault == ""
+    assert message in Dataset("own", **{**parts, **change}).fault

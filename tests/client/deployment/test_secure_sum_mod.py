@@ -7,6 +7,8 @@ with warnings.catch_warnings():  # typer asks click for names that Click 9 will 
     import flwr.clientapp  # noqa: F401
 
 import io
+import os
+import re
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +38,7 @@ THETA = {
 }
 TERMS = PairwiseMasking(group=3, clip=8.0, threshold=2)
 CLIENTS = (5, 6, 7)
+AGAIN = "asked to {} again in a session"
 Train = Callable[[Message, Context], RecordDict | Error]
 
 
@@ -169,15 +172,70 @@ def asked_to_mask(nodes: Nodes) -> dict[int, Record]:
 
 
 def test_an_error_of_the_clientapp_passes_and_the_client_has_masked_nothing() -> None:
-    fate: list[RecordDict | Error] = [Error(100, "too late"), trained(5)]
-    nodes = Nodes(lambda message, context: fate.pop(0))
+    nodes = Nodes(lambda message, context: Error(100, "too late"))
     question = asked_to_mask(nodes)[5]
     reply = nodes.ask(5, question, arrays=True)
     assert (reply.error.code, reply.error.reason) == (100, "too late")
     assert nodes.contexts[5].state.config_records[RECORD]["step"] == "share"
-    assert not nodes.ask(5, question, arrays=True).has_error(), "it may try again: nothing was given away"
-    with pytest.raises(ValueError, match="asked to mask after mask"):
+    with pytest.raises(ValueError, match=AGAIN.format("mask")):
         nodes.ask(5, question, arrays=True)
+
+
+def of_two_processes(ask: Callable[[], Message]) -> list[str]:
+    """What two processes make of one question that both have before either answers: "answered", or an error's text."""
+    pipes = [os.pipe(), os.pipe()]
+    start, go = os.pipe()
+    for into in (into for _, into in pipes):
+        if not os.fork():
+            try:
+                os.close(go)
+                os.read(start, 1)  # until nobody can write: both begin together
+                reply = ask()
+                os.write(into, (reply.error.reason if reply.has_error() else "answered").encode())
+            except BaseException as error:
+                os.write(into, str(error).encode())
+            finally:
+                os._exit(0)
+    os.close(go)
+    for _ in pipes:
+        os.wait()
+    return sorted(os.read(out, 1000).decode() for out, _ in pipes)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("step", range(5))
+def test_of_two_processes_with_one_state_one_answers(step: int) -> None:
+    """Flower may hand two messages to two processes, each with the state from before either was answered."""
+    nodes, server = Nodes(), TERMS.rounds(CLIENTS, 6)
+    questions = next(server)
+    for earlier in range(step):
+        questions = server.send({n: read(nodes.ask(n, q, arrays=earlier == 2).content) for n, q in questions.items()})
+    asked = questions[5]
+    found = of_two_processes(lambda: nodes.ask(5, asked, arrays=step == 2))
+    assert found[0] == "answered" and re.search(AGAIN.format(asked["step"]), found[1]), found
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_client_that_crashed_over_a_question_does_not_answer_it_later() -> None:
+    """Nobody knows what has left it."""
+    nodes = Nodes(lambda message, context: os._exit(9))  # while it trains: the step is claimed, and not answered
+    question = asked_to_mask(nodes)[5]
+    if not (child := os.fork()):
+        nodes.ask(5, question, arrays=True)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    with pytest.raises(ValueError, match=AGAIN.format("mask")):
+        nodes.ask(5, question, arrays=True)
+
+
+def test_a_session_may_not_begin_again() -> None:
+    """Two keys of one client under one session would count as two members."""
+    nodes = Nodes()
+    question = next(TERMS.rounds(CLIENTS, 6))[5]
+    nodes.ask(5, question)
+    with pytest.raises(ValueError, match=AGAIN.format("advertise")):
+        nodes.ask(5, question)
+    with pytest.raises(ValueError, match=r"must name its session \(bytes\)"):
+        nodes.ask(5, {**question, "session": 1})
 
 
 def test_a_client_refuses_to_give_both_secrets_of_one() -> None:
@@ -189,9 +247,10 @@ def test_a_client_refuses_to_give_both_secrets_of_one() -> None:
     both: Record = {**base, "step": "confirm", "survivors": [1, 2, 3], "dropped": [3]}
     with pytest.raises(ValueError, match="both secrets of client 3 are asked for"):
         nodes.ask(5, both)
-    assert not nodes.ask(5, {**both, "dropped": []}).has_error()
-    with pytest.raises(ValueError, match="asked to confirm after confirm"):
-        nodes.ask(5, {**both, "survivors": [1, 2], "dropped": [3]})
+    assert not nodes.ask(6, {**both, "dropped": []}).has_error()
+    for node in (5, 6):
+        with pytest.raises(ValueError, match=AGAIN.format("confirm")):
+            nodes.ask(node, {**both, "survivors": [1, 2], "dropped": [3]})
 
 
 @pytest.mark.parametrize(

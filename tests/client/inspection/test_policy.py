@@ -77,11 +77,11 @@ def test_a_client_compares_with_the_last_weights_that_raised_no_alarm() -> None:
 @pytest.mark.parametrize("round", [2, 400, 10**9])
 def test_the_number_that_the_server_gives_a_round_does_not_excuse_a_jump(round: int) -> None:
     params = detached_params(network())
-    altered = with_(params, p1_weight=8 * params["1.weight"], p1_bias=8 * params["1.bias"])
+    altered = with_(params, p1_weight=16 * params["1.weight"], p1_bias=16 * params["1.bias"])
     inspection_policy, memory = InspectionPolicy("refuse"), TransformState()
     assert not inspection_policy.findings(probes(), params, 1, memory).alarms
     found = inspection_policy.findings(probes(), altered, round, memory)
-    assert alarmed(found)["jump"].score == pytest.approx(7 / min(round - 1, 5))
+    assert alarmed(found)["jump"].score == pytest.approx(15 / min(round - 1, 5))
 
 
 def test_what_is_kept_is_not_the_senders_tensor() -> None:

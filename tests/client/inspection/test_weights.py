@@ -100,11 +100,11 @@ def test_a_swap_of_two_classes_is_two_rows_that_moved() -> None:
 
 def test_a_jump_is_measured_in_the_layers_own_size_and_by_the_rounds_between() -> None:
     params = detached_params(network())
-    altered = with_(params, p1_weight=3 * params["1.weight"], p1_bias=3 * params["1.bias"])
+    altered = with_(params, p1_weight=5 * params["1.weight"], p1_bias=5 * params["1.bias"])
     found = inspect(probes(), altered, params)
-    assert score(found, "jump") == pytest.approx(2.0)
+    assert score(found, "jump") == pytest.approx(4.0)
     assert alarmed(found)["jump"].layer == "1"
-    assert score(inspect(probes(), altered, params, apart=4), "jump") == pytest.approx(0.5)
+    assert score(inspect(probes(), altered, params, apart=4), "jump") == pytest.approx(1.0)
 
 
 def test_weights_out_of_nothing_have_the_largest_jump() -> None:

@@ -17,11 +17,12 @@ from fedgauge.attacks.engine.gradients.factored import FactoredGradient
 from fedgauge.attacks.engine.gradients.per_problem import gradients, local_training_changes
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.grading.image_metrics import psnr_of
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.limits import BLOCKS, bayes_limit, trace_bound
 from fedgauge.attacks.matching.recipes import dlg, inverting_gradients
+from fedgauge.attacks.matching.search import AdamSearch
+from fedgauge.attacks.modality.image_metrics import psnr_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError, allowing
@@ -271,8 +272,8 @@ def test_the_attacker_matches_the_loss_that_it_knows(own: None, make_federation:
     fed = make_federation(loss=loss, data={"batch_size": 2})
     wave, batch = wave_of(fed), fed.shards.batch_at(0, 1)
     known = replace(Auditor(fed).knowledge(planned("inverting_gradients")), labels=batch.y[None])
-    attack, streams = replace(inverting_gradients(tv=0.0), box=False), [lambda *_: torch.Generator()]
-    attack = replace(attack, optimizer=replace(attack.optimizer, rate=1e-9))
+    attack, streams = inverting_gradients(tv=0.0), [lambda *_: torch.Generator()]
+    attack = replace(attack, search=AdamSearch(1e-9, box=False))
     (right,) = attack.continued(wave, known, Budget(1), streams, batch.x[None])
     wrong = replace(known, loss=cross_entropy(0.5))
     (other,) = attack.continued(wave, wrong, Budget(1), streams, batch.x[None])

@@ -40,7 +40,7 @@ def test_without_the_token_nothing_is_answered(folder: Path) -> None:
         ]
         for address in routes:
             answer = http.get(address)
-            assert answer.status_code == 401, address
+            assert (answer.status_code, answer.headers["connection"]) == (401, "close"), address
             assert "open the address that `fedgauge watch` printed" in answer.text
         assert http.get("/?token=wrong").status_code == 401
         assert http.get("/api/runs", headers={"Authorization": "Bearer secret"}).status_code == 200
@@ -87,7 +87,8 @@ def test_it_is_known_whose_connection_it_is(here: str) -> None:
 def test_a_visitor_of_unknown_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "user_of", lambda *_: None)
     with listening(make_app(folder)) as port:
-        assert ask(port, request("/api/runs"))[0] == 403
+        status, answer = ask(port, request("/api/runs", close=False))  # and its connection ends
+        assert status == 403 and b"connection: close" in answer.lower()
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux says whose connection it is")

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -97,6 +98,17 @@ def test_an_answer_that_nobody_takes_is_not_kept(folder: Path, monkeypatch: pyte
     with listening(app) as port, Raw(port, get("/large")):
         assert gone.wait(60)
     assert len(held) == 1
+
+
+def test_what_waited_before_the_time_began_buys_no_more_of_it() -> None:
+    dropped = []
+    connection = object.__new__(connections.Connection)
+    transport: Any = SimpleNamespace(get_write_buffer_size=lambda: 50_000, abort=lambda: dropped.append(True))
+    later: Any = SimpleNamespace(call_later=lambda *_: SimpleNamespace(cancel=lambda: None))
+    connection.transport, connection.loop, connection.crowd = transport, later, connections.Crowd(9)
+    connection._start()
+    connection._late()
+    assert dropped
 
 
 def test_who_takes_his_answer_slowly_gets_all_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +206,47 @@ def test_requests_at_work_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*found, again.status_code]
 
     assert asyncio.run(flood()) == [200, 200, 200, 503] * 2 + [503] * 4 + [200]
+
+
+@pytest.mark.parametrize(("token", "theirs", "ours"), [
+    ("secret", {}, {"authorization": "Bearer secret"}),
+    (None, {"host": "evil.example"}, {}),
+])  # fmt: skip
+def test_who_is_refused_takes_no_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, token: str | None, theirs: dict[str, str], ours: dict[str, str]
+) -> None:
+    """However long a visitor leaves the refusals of his requests where they are."""
+    monkeypatch.setattr(guards, "REQUESTS", 2)
+
+    async def flood() -> list[int]:
+        app, statuses, left = make_app(folder, token), list[int](), asyncio.Event()
+
+        async def request(headers: dict[str, str], taken: bool) -> None:
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+                if not taken:
+                    await left.wait()
+
+            async def receive() -> Any:
+                return {"type": "http.request", "body": b"", "more_body": False}
+
+            named = [(key.encode(), value.encode()) for key, value in ({"host": "localhost"} | headers).items()]
+            scope = {"type": "http", "http_version": "1.1", "method": "GET", "path": "/healthz", "raw_path": b"/healthz",
+                     "root_path": "", "scheme": "http", "query_string": b"", "headers": named,
+                     "client": ("127.0.0.1", 1), "server": ("localhost", None)}  # fmt: skip
+            await app(scope, receive, send)
+
+        held = [asyncio.create_task(request(theirs, taken=False)) for _ in range(6)]
+        while len(statuses) < 6:
+            await asyncio.sleep(0)
+        await request(ours, taken=True)
+        left.set()
+        await asyncio.gather(*held)
+        return statuses
+
+    *refused, answered = asyncio.run(asyncio.wait_for(flood(), 60))
+    assert set(refused) <= {400, 401} and answered == 200
 
 
 def test_a_place_is_free_again_whatever_has_happened_to_who_had_it() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.modality.registry import LABELS
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
@@ -21,7 +22,6 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_types import UNGRADED, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.formatting import LABELS
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.png import png
 from fedgauge.server.views.reading import Reading
@@ -516,12 +516,12 @@ def test_a_report_shows_what_nobody_graded_and_claims_no_rate(
 ) -> None:
     run = make_taped(tmp_path / "refused", make_scenario(rounds=1))
     with run.ledger() as ledger:
-        ledger.set_meta(mode="deployment", state="trained", grading="not graded: the owner does not allow it")
+        ledger.set_meta(mode="deployment", state="trained", grading="not graded", ungraded="the owner does not allow it")
     serve(run, LocalExecutor())
     with run.ledger() as ledger:
         for job in ledger.ungraded():
             rows = [ScoreRecord(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
-            ledger.grade(job.id, rows, "not graded: the owner does not allow it")
+            ledger.grade(job.id, rows, "the owner does not allow it")
     page = watched.open(write_report(run).resolve().as_uri())
     expect(page.locator(".verdict")).to_contain_text("nobody graded any (the owner does not allow it)")
     cards = page.locator(".gallery .card")

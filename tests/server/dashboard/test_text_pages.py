@@ -13,16 +13,19 @@ import pytest
 import torch
 from rich.console import Console
 
+from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.client.components import allowing
+from fedgauge.client.data.corpora import Text
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.gallery import Gallery, Query, marked, token_strings
+from fedgauge.server.views.gallery import Gallery, Query
 from fedgauge.server.views.leakage import round_table
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.scores import OF_TEXT, Scores
+from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.verdict import verdict
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.terminal import LiveDisplay
@@ -78,8 +81,9 @@ def test_the_gallery_shows_sentences_with_their_words_marked(run: Run) -> None:
     with closing(Reading(run)) as reading, reading.now():
         gallery = Gallery(reading)
         page = gallery.page(Query())
-        federation, data = reading.scenario.federation, gallery.text
-    assert data is not None
+        federation = reading.scenario.federation
+    data = federation.shards.dataset
+    assert gallery.modality is not None and isinstance(data, Text)
     assert (page["kind"], page["total"]) == ("text", 2 * 2 * 2)
     best = 0.0
     for card in page["cards"]:
@@ -99,17 +103,17 @@ def test_a_word_is_right_misplaced_as_often_as_the_truth_has_it_or_wrong(run: Ru
     data = run.scenario().federation.shards.dataset
     a, b, c, d = range(10, 14)
     truth, guess = torch.tensor([a, b, c, b, 0, 0]), torch.tensor([a, c, b, d, b, b])
-    marks = [mark for _, mark in marked(guess, truth, data)]  # type: ignore[arg-type]
+    marks = [mark for _, mark in modality_of(data).marked(guess, truth)]
     assert marks == ["right", "misplaced", "misplaced", "wrong", "misplaced", "wrong"]
-    assert {mark for _, mark in marked(guess, None, data)} == {"wrong"}  # type: ignore[arg-type]
-    assert len(token_strings(truth, data)) == 4  # type: ignore[arg-type]
+    assert {mark for _, mark in modality_of(data).marked(guess, None)} == {"wrong"}
+    assert len(modality_of(data).words(truth)) == 4
 
 
 def test_the_verdict_compares_by_rouge_with_the_floor_of_text(run: Run) -> None:
     with run.ledger() as ledger:
         scores = Scores.read(ledger)
         found, lines = verdict(scores, ledger), round_table(scores, ledger)
-    assert scores.measure == OF_TEXT
+    assert scores.measure == SentenceModality.main
     assert "% ROUGE-1 on average" in found.sentence and "sentences" in found.sentence and "dB" not in found.sentence
     assert found.strongest is not None
     assert found.strongest.baseline in ("random_words", "wrong_client(copies)")
@@ -158,5 +162,5 @@ def test_the_terminal_shows_sentences_and_percent(run: Run) -> None:
         attack, round, hit = run_progress.best
         truth = run_progress.scenario.federation.batch_at(hit.client, round).x[hit.example]
     data = run.scenario().federation.shards.dataset
-    assert " ".join(token_strings(truth, data))[:30] in drawn  # type: ignore[arg-type]
+    assert " ".join(modality_of(data).words(truth))[:30] in drawn
     assert "worst case" in drawn and "dB" not in drawn

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
+from fedgauge.attacks.base import Reconstruction, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
-from fedgauge.attacks.matching.feedback_blending import FeedbackBlending
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
@@ -117,14 +116,13 @@ def waves_of(run: Run, clients: Sequence[int], rounds: Sequence[int]) -> list[Wa
 def expected(scenario: Scenario, run: Run, clients: Sequence[int], rounds: Sequence[int]) -> list[list[Reconstruction]]:
     """The same observations as one sequence in memory, as `fedgauge reproduce` meets them."""
     planned, auditor = scenario.plan.attacks[0], Auditor(Federation(scenario.protocol), scenario.plan.seed)
-    blending = planned.build()
-    assert isinstance(blending, FeedbackBlending)
-    known: list[Knowledge] = [auditor.knowledge(planned)] * len(rounds)
-
-    def streams(place: int) -> list[Any]:
-        return [auditor.stream(planned, rounds[place], c) for c in clients]
-
-    return blending.sequence(waves_of(run, clients, rounds), known, planned.budget, streams)
+    attack, known = planned.build(), auditor.knowledge(planned)
+    memories, sequence = [attack.initial() for _ in clients], []
+    for round, wave in zip(rounds, waves_of(run, clients, rounds), strict=True):
+        streams = [auditor.stream(planned, round, c) for c in clients]
+        results, memories = attack.advance(wave, known, planned.budget, streams, memories)
+        sequence.append(results)
+    return sequence
 
 
 def test_a_federations_rounds_are_one_sequence_bit_for_bit(scenario: Scenario, whole: Run) -> None:

@@ -207,7 +207,7 @@ def test_momentum_survives_as_on_paper(kit: Any) -> None:
     after = advance(first, 1, theta)
     tensors: dict[str, torch.Tensor] = {}
     state = json.loads(json.dumps({k: checkpoint._encoded(v, k, tensors) for k, v in vars(first).items()}))
-    restore(second, {k: checkpoint._decoded(v, tensors) for k, v in state.items()})
+    restore(second, {k: checkpoint._decoded(v, tensors) for k, v in state.items()}, after)
     trained = advance(second, 2, after)
     assert all(torch.equal(trained[k], theta[k] + 2.5 * u[k]) for k in theta)
     forgetful = advance(strategy(), 2, after)
@@ -564,8 +564,8 @@ def test_a_strategy_built_with_another_function_is_refused() -> None:
     state = {k: checkpoint._decoded(checkpoint._encoded(v, k, tensors), tensors) for k, v in vars(FedAvg()).items()}
     other = FedAvg(train_metrics_aggr_fn=lambda records, key: MetricRecord())
     with pytest.raises(NotResumable, match="train_metrics_aggr_fn was .*:aggregate_metricrecords and is .* now"):
-        restore(other, state)
-    restore(FedAvg(), state)
+        restore(other, state, {})
+    restore(FedAvg(), state, {})
 
 
 @pytest.mark.parametrize(
@@ -576,11 +576,14 @@ def test_a_strategy_built_with_another_function_is_refused() -> None:
         ({"aggregate_train": 5}, "a strategy's aggregate_train is no state of it"),
         ({"__dict__": {}}, "a strategy's __dict__ is no state of it"),
         ({"server_opt": 7}, "expected the strategy's server_opt as bool, got 7"),
+        ({"momentum_vector": 5}, "expected the strategy's momentum_vector as arrays of the model's shapes, got 5"),
+        ({"momentum_vector": [5.0]}, "expected the strategy's momentum_vector as arrays"),
+        ({"momentum_vector": [np.ones(3)]}, "expected the strategy's momentum_vector as arrays"),
     ],
 )
 def test_a_checkpoint_sets_a_strategys_state_and_nothing_else(state: dict[str, Any], named: str) -> None:
     with pytest.raises(NotResumable, match=named):
-        restore(FedAvgM(), state)
+        restore(FedAvgM(), state, {"w": torch.ones(2)})
 
 
 def test_a_strategy_of_somebody_else_may_keep_its_state_under_any_name() -> None:
@@ -590,7 +593,7 @@ def test_a_strategy_of_somebody_else_may_keep_its_state_under_any_name() -> None
             self.rate, self.best = rate, None
 
     strategy = Decaying()
-    restore(strategy, {"rate": 0.5, "best": 3.0, "seen": [1]})
+    restore(strategy, {"rate": 0.5, "best": 3.0, "seen": [1]}, {})
     assert (strategy.rate, strategy.best, vars(strategy)["seen"]) == (0.5, 3.0, [1])
 
 

@@ -220,7 +220,7 @@ def test_a_ledger_of_the_first_version_loses_a_column_and_no_row(path: Path, mon
 
 
 def test_facts_that_an_older_ledger_has_in_words_become_columns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alarms, what an attack cannot follow, how its training fits, and who graded it."""
+    """Alarms, what an attack cannot follow, how its training fits, who graded it, and why nobody graded a job."""
     with monkeypatch.context() as patch:
         patch.setattr(ledger_connection, "MIGRATIONS", ledger_connection.MIGRATIONS[:6])
         Ledger(path, create=True).close()
@@ -233,6 +233,15 @@ def test_facts_that_an_older_ledger_has_in_words_become_columns(path: Path, monk
     reasons = ["", "guard: round 2: alarm, suspicion 3: the head", "withheld by the client's guard: the head", "late"]
     old = sqlite3.connect(path)
     old.execute("INSERT INTO meta VALUES ('training', ?)", (fits,))
+    old.execute(
+        "INSERT INTO meta VALUES ('grading', 'graded by the clients, to 2 dB; not graded (1 of 2): it was not connected')"
+    )
+    notes = [None, "graded to 0.5 dB", "graded against the examples handed in with --truth", "not graded: late: no"]
+    for k, note in enumerate(notes):
+        old.execute(
+            "INSERT INTO jobs (key, attack_id, round, client, wave, state, graded) VALUES (?, 1, 1, ?, 0, 'done', ?)",
+            (k, k, note),
+        )
     for name, card in cards.items():
         plan = plan_of(name)
         old.execute(
@@ -255,6 +264,9 @@ def test_facts_that_an_older_ledger_has_in_words_become_columns(path: Path, monk
             (1, None),
             (None, None),
         ]
+        grades = {(row["reason"], row["graded_to"]) for row in ledger.graded()}
+        assert grades == {(None, None), ("", 0.5), ("", None), ("late: no", None)}
+        assert ledger.meta()["ungraded"] == "it was not connected"
         ledger.set_grading({"graded": "graded to 3 dB", "not": ""})
         ledger.set_training({"graded": ""})
         after = {a["name"]: a["knowledge"] for a in ledger.attacks()}

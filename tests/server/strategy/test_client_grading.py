@@ -149,7 +149,7 @@ def test_an_attack_that_left_no_images_is_a_row_with_its_status_and_no_question(
         assert {r["status"] for r in rows} == {"not_applicable"}
         assert [r["value"] for r in rows] == [None] * (2 * 3 * 2)
         assert len([r for r in ledger.scores("psnr") if r["attack"] == "wrong_client(analytic)"]) == 2 * 3 * 2
-        assert not any("analytic" in (r["note"] or "") for r in ledger.graded())
+        assert not any("analytic" in (r["reason"] or "") for r in ledger.graded())
 
 
 def test_the_cards_say_who_graded_and_how_exactly(pair: tuple[Run, Run]) -> None:
@@ -440,16 +440,17 @@ def test_a_clients_words_are_shown_as_one_short_line() -> None:
 
 
 def test_what_is_said_of_many_jobs() -> None:
-    def row(note: str, jobs: int) -> dict[str, Any]:
-        return {"attack": "dlg", "note": note, "jobs": jobs}
+    def row(answer: float | str, jobs: int) -> dict[str, Any]:
+        reason, graded_to = (answer, None) if isinstance(answer, str) else ("", answer)
+        return {"attack": "dlg", "reason": reason, "graded_to": graded_to, "jobs": jobs}
 
-    assert grading_summary([row("graded to 0.5 dB", 4)]) == "graded by the clients, to 0.5 dB"
-    assert grading_summary([row("not graded: no", 4)]) == "not graded: no"
-    mixed = [row("graded to 0.5 dB", 4), row("graded to 1 dB", 1), row("not graded: a", 2), row("not graded: b", 1)]
+    assert grading_summary([row(0.5, 4)]) == "graded by the clients, to 0.5 dB"
+    assert grading_summary([row("no", 4)]) == "not graded: no"
+    mixed = [row(0.5, 4), row(1.0, 1), row("a", 2), row("b", 1)]
     words = "graded by the clients, to 0.5 dB and 1 dB; not graded (3 of 8): a, b"
     assert grading_summary(mixed) == words
-    assert grading_summary([*mixed, row("not graded: c", 1)]).endswith("not graded (4 of 9): a, b, and 1 more reasons")
-    many = [row(f"graded to {i} dB", 1) for i in range(1000, 4000)]
+    assert grading_summary([*mixed, row("c", 1)]).endswith("not graded (4 of 9): a, b, and 1 more reasons")
+    many = [row(float(i), 1) for i in range(1000, 4000)]
     assert grading_summary(many) == "graded by the clients, to 1000 dB and 1001 dB and 1002 dB and 2997 more"
 
 

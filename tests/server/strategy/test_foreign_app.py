@@ -18,7 +18,7 @@ import tomli_w
 import torch
 from flwr.app import Context, RecordDict
 
-from fedgauge.attacks.grading.image_metrics import psnr_of
+from fedgauge.attacks.modality.image_metrics import psnr_of
 from fedgauge.client.components import allowing
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve

@@ -274,8 +274,8 @@ def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
         told = server_attack_effects(scenario, Scores.read(ledger), ledger)
     assert told["sent"].endswith("to all clients but client 0 in every round: 2 messages answered in 1 round")
     assert told["noticed"].startswith("guards alarmed at 1 of 1 altered sum and 0 of 0 honest ones; suspicion ")
-    first = told["noticed"].partition("; first in round 1: ")[2]
-    assert first.startswith(("client 1: ", "client 2: ")), "whose guard it was, not whose name the sum bears"
+    first = told["noticed"].partition("; first in round 1, on client 0's update: ")[2]
+    assert first.startswith(("client 1: ", "client 2: ")), "whose guard it was, beside whose name the sum bears"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
         ("", None, None, "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
         ("alarm, suspicion 9: withheld by the client's guard", False, 0.5, "at 0 of 2 altered messages and 0 of 7 honest ones; "
          "suspicion 0.5 at the altered ones"),
-        ("client 2: alarm, suspicion 2", True, 2.0, "; first in round 2: client 1: client 2: alarm, suspicion 2"),
+        ("client 2: alarm, suspicion 2", True, 2.0, "; first in round 2, on client 1's update: client 2: alarm, suspicion 2"),
         ("", True, 2.5, "2 of 2 altered messages and 0 of 7 honest ones; suspicion 2.5"),
     ],
 )  # fmt: skip
@@ -407,7 +407,7 @@ def test_a_client_that_notices_says_so_or_withholds_and_the_run_goes_on(
         assert status == "accepted" and reason.startswith("guard: round 2: alarm, suspicion ")
     assert {status for status, _ in seen.values()} == {"accepted"}
     assert all(("suspicion" in reason) == (mode == "log") and "alarm" not in reason for _, reason in seen.values())
-    assert words.startswith("clients' guards alarmed 1 times in 1 rounds; first in round 2: client 1: ")
+    assert words.startswith("clients' guards alarmed 1 times in 1 rounds; first in round 2, on client 1's update: ")
 
 
 def test_without_a_guard_nothing_is_said(fishing: Run) -> None:

@@ -276,7 +276,7 @@ def refuse(ledger: Ledger, clients: Sequence[int]) -> None:
     for job in ledger.ungraded():
         if job.client in clients:
             rows = [ScoreRecord(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
-            ledger.grade(job.id, rows, "not graded: the owner does not allow it")
+            ledger.grade(job.id, rows, "the owner does not allow it")
 
 
 def test_what_nobody_graded_counts_neither_way(ledger: Ledger) -> None:
@@ -295,7 +295,7 @@ def test_where_nobody_grades_there_is_no_curve_and_no_word_of_a_missing_image(le
     cells = ungraded("matching", (0, 1)) | ungraded("mean_image", (0, 1))
     score(ledger, cells | {(1, 2, "matching"): {"psnr": [None]}}, examples=1, status="not_applicable")
     refuse(ledger, (0, 1))
-    ledger.set_meta(grading="not graded: the owner does not allow it")
+    ledger.set_meta(ungraded="the owner does not allow it")
     assert curve_of(ledger) == {}
     said = verdict_of(ledger)
     assert said.word == "undetermined"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedgauge.attacks.grading.image_metrics import PSNR_CAP
 from fedgauge.attacks.matching.compiled_step import missing
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.vision import lenet
 from fedgauge.client.rng import generator

@@ -4,14 +4,16 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
+from copy import copy, deepcopy
 from pathlib import Path
 
 import pytest
 import tomli_w
 import torch
-from flwr.app import Error, Message
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from safetensors.torch import load_file
 
+from fedgauge.client.app import REFUSED
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD
@@ -109,6 +111,43 @@ def test_a_deployment_trains_on_sums_through_drop_outs_and_attacks_the_complete_
     )
     attacked = {(row["round"], row["client"]) for row in scores if row["attack"] == "inverting_gradients"}
     assert attacked == {(1, 0), (3, 0)}, "the complete sums"
+
+
+class Forking(in_memory.MemoryGrid):
+    """Before client 0 masks in round 1 a second process has the same question as of round 2, and the state of that moment."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.second: list[Message] = []
+
+    def _answer(self, message: Message) -> Message:
+        asked = message.content.config_records.get(RECORD, {})
+        if (asked.get("step"), message.metadata.dst_node_id) != ("mask", 1) or self.second:
+            return super()._answer(message)
+        later = copy(message)
+        later.content = RecordDict({**message.content, "config": ConfigRecord({"server-round": 2})})
+        now, before = self._contexts[1], deepcopy(self._contexts[1])
+        reply = super()._answer(message)
+        self._contexts[1] = before
+        self.second.append(super()._answer(later))
+        self._contexts[1] = now
+        return reply
+
+
+@pytest.mark.usefixtures("identity")
+def test_a_step_of_a_sum_is_answered_once_whatever_state_a_process_begins_with(tmp_path: Path) -> None:
+    """The difference of two vectors under one session's masks is that of two updates."""
+    deployment, owners = deployed(tmp_path / "a")
+    run, _ = deployment.begin("one")
+    grid = Forking(run.scenario().protocol, owners)
+    with in_memory.flower():
+        federate(run, grid)
+    (second,) = grid.second
+    assert (second.error.code, "does not answer that question" in second.error.reason) == (REFUSED, True)
+    log = (owners[0].parent / "state" / "log.jsonl").read_text()
+    assert log.count("asked to mask again in a session") == 1 and log.count('"sent"') == 3, "and it trains on"
+    with run.ledger() as ledger:
+        assert {(o["round"], o["status"]) for o in ledger.observations()} == {(k, "accepted") for k in (1, 2, 3)}
 
 
 @pytest.mark.usefixtures("identity")

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.engine.distances import gaussian_likelihood
-from fedgauge.attacks.engine.optimizers import lbfgs
 from fedgauge.attacks.limits import van_trees
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian
+from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
 from fedgauge.client.chain import chain
 from fedgauge.client.training import local_sgd
 from fedgauge.defenses import noise
@@ -76,7 +77,7 @@ def test_a_wrong_attack_is_told_from_the_right_one() -> None:
     sigma = 0.1 * float(torch.stack([t.flatten(1).square().sum(1) for t in clean.values()]).sum(0).sqrt().mean())
     bound = van_trees([world_of.mean_information(world) / sigma**2], prior) / STD**2
     right = GradientMatching(
-        gaussian_likelihood(sigma), (gaussian(1.0, prior.mean, prior.covariance),), lbfgs(), box=False, double=True
+        Objective(gaussian_likelihood(sigma), (gaussian(1.0, prior.mean, prior.covariance),)), LBFGSSearch(double=True)
     )
     links = chain(noise.gaussian(sigma), local_sgd(1.0))
 
@@ -85,9 +86,9 @@ def test_a_wrong_attack_is_told_from_the_right_one() -> None:
 
     assert 0.85 * bound < error(right) < 1.15 * bound  # 128 inputs leave some per cent
     for wrong in (
-        replace(right, likelihood=gaussian_likelihood(sigma / 10)),
-        replace(right, likelihood=gaussian_likelihood(sigma * 10)),
-        replace(right, priors=()),
+        right.with_objective(likelihood=gaussian_likelihood(sigma / 10)),
+        right.with_objective(likelihood=gaussian_likelihood(sigma * 10)),
+        right.with_objective(priors=()),
     ):
         assert error(wrong) > 1.2 * bound
 
@@ -95,7 +96,7 @@ def test_a_wrong_attack_is_told_from_the_right_one() -> None:
 def test_an_attack_that_diverges_is_told_and_not_averaged() -> None:
     world, _ = world_of.tanh_world(2)
     lost = replace(world, x=world.x * torch.nan)
-    attack = GradientMatching(gaussian_likelihood(1.0), (), lbfgs(), box=False, double=True)
+    attack = GradientMatching(Objective(gaussian_likelihood(1.0)), LBFGSSearch(double=True))
     with pytest.raises(RuntimeError, match="an attack ended as diverged"):
         world_of.squared_errors(attack, lost, chain(local_sgd(1.0)), 0, 3)
 

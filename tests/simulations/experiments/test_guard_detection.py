@@ -11,6 +11,8 @@ from fedgauge.attacks.base import Knowledge, Observation
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.client.components import build
 from fedgauge.client.federation import Federation
+from fedgauge.client.inspection.policy import inspect
+from fedgauge.client.inspection.results import THRESHOLDS
 from fedgauge.client.update import Params
 from fedgauge.simulations.experiments import guard_detection
 from fedgauge.simulations.experiments.guard_detection import (
@@ -19,6 +21,7 @@ from fedgauge.simulations.experiments.guard_detection import (
     OTHERS,
     TUNING,
     AttackTrial,
+    GuardSetting,
     attempts,
     guard_world,
     honest,
@@ -65,6 +68,23 @@ def test_honest_rounds_of_the_networks_at_hand_raise_no_alarm() -> None:
     assert [f.reasons for f in found if f.alarms] == []
     assert len(found) == 24
     assert max(f.suspicion for f in found) > 0.05, "it looked"
+
+
+@pytest.mark.parametrize(("hidden", "seed", "rounds"), [(16, 7, 6), (256, 5, 5), (64, 2, 10)])
+def test_a_client_that_trains_alone_on_one_example_a_round_does_not_jump(
+    hidden: int, seed: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last layer moves by up to 2.2 times its size: of 24 such trainings those in which it moves most."""
+    monkeypatch.setattr(guard_detection, "CLIENTS", 1)
+    met = list(honest(GuardSetting("mnist5k", "mlp", {"hidden": [hidden]}, 1, 0.1).federation(seed), rounds))
+    scores = [f.score for m in met[1:] for f in m.findings().results if f.detector == "jump"]
+    assert len(scores) == rounds - 1 and 0.5 < max(scores) < THRESHOLDS["jump"]
+
+
+def test_a_jump_that_only_a_comparison_shows_is_seen_a_round_later_too() -> None:
+    first, second = honest(NETWORKS["mlp, MNIST"][1].federation(0), 2)
+    found = inspect(second.probes, second.crafted(of("optimised_features")), first.params, apart=2, rng=second.rng)
+    assert {f.detector for f in found.alarms} == {"jump"}
 
 
 def test_honest_rounds_are_federated_averaging() -> None:

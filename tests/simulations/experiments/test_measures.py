@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.client.data.corpora import phrases
+from fedgauge.client.data.images import mnist5k
 from fedgauge.server.views.intervals import clustered_interval
 from fedgauge.simulations.experiments import measures
+from fedgauge.simulations.experiments.measures import measured, measures_of, metric_of
 from tests.simulations.experiments.small_tables import outcome
 
 
@@ -13,16 +17,32 @@ def test_gains_are_ratios_that_can_be_done_on_paper() -> None:
     """Ours recovers 3 of 4 in 10, 20 and 30 iterations, theirs 2 of 4 in 40 and 60: 50 % more, in 60 % less."""
     ours = outcome([1e-4, 1e-4, 1e-4, 1.0], [10, 20, 30, 99])
     theirs = outcome([1e-4, 1.0, 1e-4, 1.0], [40, 99, 60, 99])
-    by_name = measures.MEASURES
-    value, low, high = by_name["success_gain"](ours, theirs)
+    value, low, high = measured("success_gain", ours, theirs)
     assert value == pytest.approx(50)
     assert low is not None and high is not None and low <= 50 <= high
-    assert by_name["iterations_saved"](ours, theirs)[0] == pytest.approx(60)
-    assert by_name["iterations"](ours, None)[0] == pytest.approx(20)
-    assert by_name["success"](ours, None)[0] == 0.75
+    assert measured("iterations_saved", ours, theirs)[0] == pytest.approx(60)
+    assert measured("iterations", ours, None)[0] == pytest.approx(20)
+    assert measured("success", ours, None)[0] == 0.75
     nothing = outcome([1.0, 1.0], [5, 5])
-    assert by_name["iterations"](nothing, None) == (None, None, None)
-    assert by_name["success_gain"](nothing, nothing) == (None, None, None)
+    assert measured("iterations", nothing, None) == (None, None, None)
+    assert measured("success_gain", nothing, nothing) == (None, None, None)
+
+
+def test_every_metric_of_the_data_is_a_measure_and_others_read_one() -> None:
+    images, sentences = measures_of(modality_of(mnist5k())), measures_of(modality_of(phrases()))
+    assert {"psnr", "ssim", "lpips_alex", "identified", "success", "iterations", "exact", "psnr_augmented"} <= set(
+        images
+    )
+    assert {"rouge1", "rouge2_special", "token_accuracy", "exact_sentence"} <= set(sentences)
+    assert not set(images) & set(sentences) and "label_accuracy" not in images
+    assert [metric_of(m) for m in ("verbatim", "success_gain", "exact_sentence", "ssim")] == [
+        "psnr",
+        "mse",
+        "exact",
+        "ssim",
+    ]
+    nothing = outcome([1e-4, 1e-4], [1, 1])
+    assert measured("lpips_vgg", nothing, None) == (None, None, None), "without its weights"
 
 
 def test_intervals_resample_updates_and_one_update_gives_none() -> None:

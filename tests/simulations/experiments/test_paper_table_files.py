@@ -84,13 +84,16 @@ def test_sheets_of_lamp_say_what_the_paper_says() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sede": 1}, "has no key 'sede' (it has: alone, auxiliary, cell, chain, clients"),
-        ({"cell": {"atack": []}}, "[[cell]] #1 has no key 'atack'"),
-        ({"cell": {"attack": []}}, "[[cell]] #1 mlp: no [[cell.attack]]"),
-        ({"cell": {"attack": [{**ANALYTIC, "tv": 1.0}]}}, "attack #1: attack analytic: analytic() has no argument 'tv'"),
-        ({"cell": {"attack": [{**ANALYTIC, "metrics": ["ssim"]}]}}, "unknown metric 'ssim' (there are: psnr, psnr_augmented"),
+        ({"sede": 1}, "the paper table: unknown key 'sede' (it has: title, note, seed, world, axes, cell_name"),
+        ({"cell": {"atack": []}}, "[[cell]] #1: unknown key 'atack' (it has: name, attack, attacks, n"),
+        ({"cell": {"attack": []}}, "cell mlp: it has no attack"),
+        ({"cell": {"attack": [{**ANALYTIC, "tv": 1.0}]}}, "attack #1: [[attack]] analytic: analytic() has no argument 'tv'"),
+        ({"cell": {"attack": [{**ANALYTIC, "metrics": ["vif"]}]}}, "unknown metric 'vif' (there are: best_psnr, isolated_psnr"),
         ({"cell": {"attack": [{**ANALYTIC, "against": "dlg"}]}}, "against = 'dlg' is not one of its attacks"),
         ({"cell": {"attack": [{**ANALYTIC, "paper": {"psnr": "high"}}]}}, "paper psnr must be a number, got 'high'"),
+        ({"cell": {"attack": [{**ANALYTIC, "paper": {"ssim": 0.1}}]}}, "the paper's figure 'ssim' is none of ana"),
+        ({"cell": {"attack": [ANALYTIC, ANALYTIC]}}, "cell mlp: two of its attacks are called 'analytic'"),
+        ({"cell": {"attack": [{"use": "analytic"}]}}, "cell mlp: the name of an attack must be a text, got None"),
         ({"cell": {"attack": [{**ANALYTIC, "iterations": 0}]}}, "iterations must be at least 1, got 0"),
         ({"chain": [{"use": "os:system"}]}, "chain #1: use = 'os:system' is not allowed here"),
         ({"data": {"use": "mnist5k", "part": "all"}}, "part must be one of 'train', 'test', got 'all'"),
@@ -140,10 +143,8 @@ def test_heavy_cells_run_only_when_they_are_named() -> None:
 
 
 def test_only_matching_can_be_blended() -> None:
-    with pytest.raises(
-        SpecError, match="attack #1: attack analytic: feedback blending needs an attack by gradient matching"
-    ):
-        paper_table(cell={"attack": [{**ANALYTIC, "blend": {"alpha": 0.5}}]})
-    matching = {"name": "a", "use": "idlg", "blend": {"beta": 0.5}}
-    with pytest.raises(SpecError, match=r"blend: FeedbackBlending\(\) has no argument 'beta'"):
-        paper_table(cell={"attack": [matching]})
+    blending = {"name": "a", "use": "feedback_blending"}
+    with pytest.raises(SpecError, match="analytic is no attack by gradient matching|analytic"):
+        paper_table(cell={"attack": [{**blending, "attack": "analytic"}]})
+    with pytest.raises(SpecError, match=r"feedback_blending\(\) has no argument 'beta'"):
+        paper_table(cell={"attack": [{**blending, "beta": 0.5}]})

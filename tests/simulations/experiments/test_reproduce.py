@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedgauge.attacks.base import Reconstruction
-from fedgauge.attacks.grading.image_metrics import PSNR_CAP
+from fedgauge.attacks.grading.audit import AuditResult
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.images import Dataset, mnist5k
 from fedgauge.simulations.cli.main import main
@@ -23,8 +23,7 @@ from fedgauge.simulations.experiments.paper_tables import (
     PaperTable,
     Setting,
 )
-from fedgauge.simulations.experiments.reproduce import compared_figures
-from fedgauge.simulations.experiments.reproduce import reproduce as run
+from fedgauge.simulations.experiments.reproduce import ComparedFigure, ReportProgress, compared_figures, reproduce
 from tests.simulations.experiments.small_tables import (
     ANALYTIC,
     GPT2,
@@ -37,8 +36,12 @@ from tests.simulations.experiments.small_tables import (
 )
 
 
+def run(table: PaperTable, report: ReportProgress = quiet) -> list[ComparedFigure]:
+    return [row for rows in reproduce(table, report) for row in rows]
+
+
 def test_an_exact_attack_scores_the_cap_and_every_success() -> None:
-    rows = {row.metric: row for row in run(paper_table(n=6), quiet)}
+    rows = {row.metric: row for row in run(paper_table(n=6))}
     assert (rows["psnr"].here, rows["psnr"].low, rows["psnr"].high) == (PSNR_CAP, PSNR_CAP, PSNR_CAP)
     assert rows["mse"].here is not None and rows["mse"].here < 1e-10
     wilson = 1 / (1 + 1.959963984540054**2 / 6)  # of 6 in 6, by hand
@@ -50,7 +53,7 @@ def test_an_exact_attack_scores_the_cap_and_every_success() -> None:
 
 def test_a_failed_attack_is_graded_as_grey_and_counted() -> None:
     lenet = {"model": {"use": "lenet"}}  # its first layer is a convolution: not applicable
-    rows = {row.metric: row for row in run(paper_table(cell=lenet), quiet)}
+    rows = {row.metric: row for row in run(paper_table(cell=lenet))}
     truth = mnist5k().x_test[:4].double() / 255
     assert rows["mse"].here == pytest.approx(float((truth - 0.5).square().mean()))
     assert rows["success"].here == 0
@@ -61,14 +64,14 @@ def test_beside_every_score_stands_that_of_the_mean_public_image() -> None:
     data = mnist5k()
     mean = data.x[-200:].double().mean(0) / 255
     errors = (data.x_test[:4].double() / 255 - mean).square().flatten(1).mean(1)
-    rows = {row.metric: row for row in run(paper_table(), quiet)}
+    rows = {row.metric: row for row in run(paper_table())}
     assert rows["mse"].floor == pytest.approx(float(errors.mean()), rel=1e-5)
     assert rows["psnr"].floor == pytest.approx(float((-10 * errors.log10()).mean()), rel=1e-5)
     assert rows["success"].floor is None
 
 
 def test_sentences_that_are_read_exactly_score_100_and_random_words_little() -> None:
-    rows = {row.metric: row for row in run(sentences(n=3), quiet)}
+    rows = {row.metric: row for row in run(sentences(n=3))}
     assert [row.here for row in rows.values()] == pytest.approx([100] * 4)
     assert {row.n for row in rows.values()} == {3}
     assert all(row.floor is not None and row.floor < 50 for row in rows.values())
@@ -76,7 +79,7 @@ def test_sentences_that_are_read_exactly_score_100_and_random_words_little() -> 
 
 
 def test_what_found_no_words_is_graded_as_none_and_says_why() -> None:
-    rows = list(run(sentences({"batch_size": 2}), quiet))
+    rows = run(sentences({"batch_size": 2}))
     assert [row.here for row in rows] == [0] * 4
     for row in rows:
         assert row.note.startswith("4 of 4 attacks failed, graded as no words: ") and "sums 2" in row.note
@@ -94,13 +97,15 @@ def test_a_long_attack_says_how_far_it_is_at_its_own_pace(monkeypatch: pytest.Mo
     """On a clock that stands still but for 50 s an update: two of five are told, each a minute or more after the word before."""
     clock, said = [0.0], list[str]()
 
-    def spend(*_: Any) -> list[Reconstruction]:
-        clock[0] += 50
-        return [Reconstruction(None, None, 0.0, 1, 0.0, "failed", "")]
+    whole = attacking._audit
 
-    monkeypatch.setattr(attacking, "_reconstruct", spend)
+    def spend(*arguments: Any) -> list[AuditResult]:
+        clock[0] += 50
+        return whole(*arguments)
+
+    monkeypatch.setattr(attacking, "_audit", spend)
     monkeypatch.setattr(attacking.time, "perf_counter", lambda: clock[0])
-    list(run(paper_table(n=5, wave=1), said.append))
+    run(paper_table(n=5, wave=1), said.append)
     job = "1 of 1: mlp, analytic"
     error = [f"{job}: 2 of 5 updates; about 150 s left", f"{job}: 4 of 5 updates; about 50 s left"]
     assert said == ["preparing mlp, 1 of 1 cells", f"{job}; about 0 s left", *error]
@@ -111,11 +116,11 @@ def test_a_long_attack_says_how_far_it_is_at_its_own_pace(monkeypatch: pytest.Mo
     [
         (
             paper_table(cell={"attack": [{**ANALYTIC, "metrics": ["rouge1"]}]}),
-            "rouge1 is a metric of sentences; the metrics of mnist5k are psnr",
+            "rouge1 is no metric of images; those of mnist5k are best_psnr, isolated_psnr, success",
         ),
         (
             sentences(attack={"metrics": ["psnr"]}),
-            "psnr is a metric of images; the metrics of phrases are rouge1",
+            "psnr is no metric of sentences; those of phrases are exact_sentence, rouge1",
         ),
         (
             paper_table(cell={"attack": [{**ANALYTIC, "lengths": "given"}]}),
@@ -139,7 +144,7 @@ def test_a_long_attack_says_how_far_it_is_at_its_own_pace(monkeypatch: pytest.Mo
 )
 def test_a_sheet_of_text_that_does_not_fit_is_told(found: PaperTable, message: str) -> None:
     with pytest.raises(SpecError) as error:
-        list(run(found, quiet))
+        run(found)
     assert message in str(error.value)
 
 
@@ -231,6 +236,6 @@ def test_a_cell_of_every_paper_runs_from_end_to_end(local_data: Path, name: str)
     if not found.cells or found.cells[0].train is not None or not there(found.cells[0], local_data):
         pytest.skip("its first cell is no attack on a network as it comes, or needs data that is not on this machine")
     first = small(found.cells[0])
-    rows = list(run(restrict(replace(found, cells=(first,)), 1, 1, first.name), quiet))
+    rows = run(restrict(replace(found, cells=(first,)), 1, 1, first.name))
     assert rows
     assert all(r.here is None or math.isfinite(r.here) for r in rows)

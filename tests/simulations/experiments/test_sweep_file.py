@@ -54,7 +54,7 @@ def test_a_cell_is_the_shared_scenario_with_the_defenses_own_tables(tmp_path: Pa
         ({"chain": [SGD]}, "this looks like a scenario"),
         (changed("defense", 0, model={"width": 2}), "[[defense]] #1 (none): [model]: mlp() has no argument 'width'"),
         (changed("defense", 1, name="none"), "two runs would be called 'none-seed0'"),
-        (changed("attack", 1, defenses=["nothing"]), "[[attack]] #2: unknown defense 'nothing' (the sweep has: none, sign"),
+        (changed("attack", 1, defenses=["nothing"]), "[[attack]] #2: unknown defense 'nothing' (there are: none, sign"),
         (changed("attack", 0, iterations=0), "[[defense]] #1 (none): [[attack]] #1: iterations must be at least 1"),
     ],
 )  # fmt: skip

@@ -8,8 +8,8 @@ import pytest
 from matplotlib.collections import FillBetweenPolyCollection, LineCollection
 from matplotlib.colors import to_hex
 
+from fedgauge.attacks.modality.registry import LABELS
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.formatting import LABELS
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.reports.figures.style import MUTED, PURPLE

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedgauge.attacks.grading.image_metrics import HIGHER_IS_BETTER
-from fedgauge.attacks.grading.text_metrics import exact, match_sentences, rouge, text_metrics, token_accuracy
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.text_metrics import exact, match_sentences, rouge, text_metrics, token_accuracy
 from fedgauge.client.models.tokenizer import Tokenizer, framed, wordpiece
 
 pytest.importorskip("rouge_score", reason="the extra [text] is not installed")

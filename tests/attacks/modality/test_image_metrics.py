@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
-from fedgauge.attacks.grading.image_metrics import (
-    HIGHER_IS_BETTER,
+from fedgauge.attacks.modality.image_metrics import (
     PSNR_CAP,
     identified,
     image_metrics,
@@ -26,6 +25,7 @@ from fedgauge.attacks.grading.image_metrics import (
     psnr,
     ssim,
 )
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
 
 
 def images(seed: int, *shape: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.grading.image_metrics import Metric
+from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.client.models.tokenizer import Tokenizer
 
 ROUGE = ("rouge1", "rouge2", "rougeL")

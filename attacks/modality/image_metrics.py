@@ -20,27 +20,6 @@ from fedgauge.client.pairing import psnr_of as psnr_of
 
 AUGMENTED = "_augmented"  # suffix of metrics against the examples as a defense changed them before training
 
-# by name, in the order in which tables and figures show them
-HIGHER_IS_BETTER = {
-    "psnr": True,
-    "ssim": True,
-    "mse": False,
-    "identified": True,
-    "label_accuracy": True,
-    "lpips_alex": False,
-    "lpips_vgg": False,
-    "psnr_augmented": True,
-    "ssim_augmented": True,
-    "mse_augmented": False,
-    "rouge1": True,
-    "rouge2": True,
-    "rougeL": True,
-    "token_accuracy": True,
-    "exact": True,
-    "rouge1_special": True,
-    "rouge2_special": True,
-    "rougeL_special": True,
-}
 LPIPS_PIXELS = 32  # smallest image: AlexNet pools 28 pixels down to nothing
 
 

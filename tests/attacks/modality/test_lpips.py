@@ -12,14 +12,9 @@ import torchvision
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedgauge.attacks.grading import image_metrics as module
-from fedgauge.attacks.grading.image_metrics import (
-    BACKBONES,
-    HIGHER_IS_BETTER,
-    image_metrics,
-    lpips_metric,
-    lpips_weights,
-)
+from fedgauge.attacks.modality import image_metrics as module
+from fedgauge.attacks.modality.image_metrics import BACKBONES, image_metrics, lpips_metric, lpips_weights
+from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
 from fedgauge.client.rng import generator
 
 Find = Callable[[str], Path]

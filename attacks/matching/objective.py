@@ -1,0 +1,157 @@
+"""What gradient matching minimises: how far the update of a guess is from the observed one, plus priors on the guess."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Generator, Tensor
+
+from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.engine.distances import Distance
+from fedgauge.attacks.engine.scheduler import Variables
+from fedgauge.attacks.matching import local_steps
+from fedgauge.attacks.matching.priors import Prior
+from fedgauge.attacks.setting_checks import check_at_least
+from fedgauge.client.rng import generator
+from fedgauge.client.training import StochasticLayer, gradient
+from fedgauge.client.transforms import is_per_example
+from fedgauge.client.update import Batch, Params, Update
+
+NOISE = "noise of "  # a variable's name, before its layer's
+
+
+class TrainingModel:
+    """A frozen dataclass: how the attacker computes the update of a guess. By default, the clients' whole chain."""
+
+    order_known: ClassVar[bool] = True  # whether it takes the examples of each local step as known
+    draws: int = 0  # of random numbers, over which the objective is averaged
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}  # of its own variables
+
+    def epochs(self, known: Knowledge) -> int:
+        """Copies of the batch among a problem's images; ValueError where there can be no copies."""
+        return 1
+
+    def variables(self, known: Knowledge) -> Variables:
+        """Where one problem's own variables start, besides images and labels; ValueError if they cannot be searched for."""
+        return {}
+
+    def updates(
+        self, known: Knowledge, params: Params, x: Tensor, y: Tensor, seen: Update, own: Variables
+    ) -> Sequence[Update]:
+        """The update of a guess, once for each draw: normalised images x (B, C, H, W), labels y, own variables."""
+        return [known.forward(params, Batch(known.pixels(x), y), None)]
+
+    def terms(self, x: Tensor, epochs: int, own: Variables) -> Iterator[Tensor]:
+        """Further terms (N,) of the objectives of N problems with images x (N, epochs * B, C, H, W)."""
+        return iter(())
+
+
+@dataclass(frozen=True)
+class unrolled(TrainingModel):
+    """The clients' whole chain, step by step.
+
+    Args:
+        draws: average the objective over this many draws of what has no noise-free form (expectation over
+            transformation); 0: nothing is drawn.
+        latent: for a model whose layers draw noise: optimise the noise too, with its normal density at this weight (times
+            half the mean square); None: use the layers' mean.
+    """
+
+    draws: int = 0
+    latent: float | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "draws", "latent")
+
+    def variables(self, known: Knowledge) -> Variables:
+        return {} if self.latent is None else {name: torch.zeros(size) for name, size in _noise_sizes(known).items()}
+
+    def updates(
+        self, known: Knowledge, params: Params, x: Tensor, y: Tensor, seen: Update, own: Variables
+    ) -> Sequence[Update]:
+        batch = Batch(known.pixels(x), y)
+        client = known.given({name.removeprefix(NOISE): t for name, t in own.items()}) if own else known.forward
+        # the same draws in every iteration and for all problems: the objective stays one function, packing changes nothing
+        rngs: list[Generator | None] = [generator("draw", j) for j in range(self.draws)]
+        return [client(params, batch, rng) for rng in rngs or [None]]
+
+    def terms(self, x: Tensor, epochs: int, own: Variables) -> Iterator[Tensor]:
+        return (0.5 * (self.latent or 0.0) * t.square().flatten(1).mean(1) for t in own.values())
+
+
+@dataclass(frozen=True)
+class tied_epochs(TrainingModel):
+    """Local steps over slices of the batch in an unknown order: each epoch has its own copy of the images.
+
+    Args:
+        tied: weight of the term that ties the copies (fedgauge.attacks.matching.local_steps).
+        aggregate: the statistic of an epoch's images that is tied.
+    """
+
+    tied: float = 1.0
+    aggregate: local_steps.Aggregate = "mean"
+    order_known: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "tied")
+
+    def epochs(self, known: Knowledge) -> int:
+        return local_steps.epochs(known.chain, known.batch_size)
+
+    def terms(self, x: Tensor, epochs: int, own: Variables) -> Iterator[Tensor]:
+        if epochs > 1:
+            yield self.tied * local_steps.aggregate_gap(x, epochs, self.aggregate)
+
+
+@dataclass(frozen=True)
+class surrogate_gradient(TrainingModel):
+    """One gradient in place of several local steps, at a point between the weights before and after them.
+
+    The point is optimised too (SME: Zhu et al., 2023).
+    """
+
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"at": (0.0, 1.0)}
+
+    def variables(self, known: Knowledge) -> Variables:
+        return {"at": torch.full((1,), 0.5)}
+
+    def updates(
+        self, known: Knowledge, params: Params, x: Tensor, y: Tensor, seen: Update, own: Variables
+    ) -> Sequence[Update]:
+        between = {k: p + own["at"].clamp(0, 1) * seen[k] for k, p in params.items()}
+        slopes = gradient(known.model, known.loss, plain=known.plain)(between, Batch(x, y), None)
+        return [{k: -known.scale * t for k, t in slopes.items()}]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Likelihood and priors of images.
+
+    Args:
+        likelihood: of the observed update; None: the one of the chain's own noise, as far as the attacker knows the chain.
+        priors: on the images.
+        labels: "restored" before matching (or given by the threat model), or "optimised" with the image as in DLG.
+        training: how the update of a guess is computed.
+    """
+
+    likelihood: Distance | None = None
+    priors: tuple[Prior, ...] = ()
+    labels: Literal["restored", "optimised"] = "restored"
+    training: TrainingModel = field(default_factory=unrolled)
+
+    def __post_init__(self) -> None:
+        for prior in self.priors:
+            if not prior.weight >= 0:
+                raise ValueError(f"the weight of {type(prior).__name__} must not be negative, got {prior.weight}")
+
+
+def _noise_sizes(known: Knowledge) -> dict[str, tuple[int, int, int]]:
+    """The noise that a model's layers draw while a client trains: (steps, examples of a step, numbers), by variable name."""
+    steps, links = known.chain.local, known.chain.links
+    layers = {n: m.drawn for n, m in known.model.named_modules() if isinstance(m, StochasticLayer) and m.drawn}
+    if layers and known.batch_size > 1 and any(map(is_per_example, links)):
+        raise ValueError("the chain trains on each example separately, so their noise cannot be told apart")
+    # in a sum, one client's steps follow the other's
+    total = steps.gradients(known.batch_size // known.chain.parts) * known.chain.parts
+    return {f"{NOISE}{n}": (total, known.chain.slice_of(known.batch_size), numbers) for n, numbers in layers.items()}

@@ -1,0 +1,1 @@
+"""One kind of private data as one value: how it is graded, against which baselines, and how people see it."""

@@ -1,0 +1,85 @@
+"""Sentences as private data."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Sentences
+from fedgauge.attacks.modality.base import MainMetric, Mark, Measured, Modality
+from fedgauge.attacks.modality.image_metrics import Metric
+from fedgauge.attacks.modality.text_metrics import match_sentences, text_metrics
+from fedgauge.client.data.corpora import Text
+
+
+@dataclass(frozen=True, eq=False)
+class SentenceModality(Modality):
+    """Sentences (L,) of token ids, paired by ROUGE-1 and ROUGE-2 and compared by ROUGE-1."""
+
+    dataset: Text
+
+    main = MainMetric(
+        "rouge1", "ROUGE-1", "%", 50.0, "with half of the scale above every baseline or more", "sentence", 100.0
+    )
+    measured: ClassVar = {
+        "rouge1": Measured("ROUGE-1 (%)"),
+        "rouge2": Measured("ROUGE-2 (%)"),
+        "rougeL": Measured("ROUGE-L (%)"),
+        "token_accuracy": Measured("words in their places (%)"),
+        "exact": Measured("exact sentences (%)"),
+        "rouge1_special": Measured("ROUGE-1 with special tokens (%)"),
+        "rouge2_special": Measured("ROUGE-2 with special tokens (%)"),
+        "rougeL_special": Measured("ROUGE-L with special tokens (%)"),
+    }
+    baselines: ClassVar = {"random_words": "random_words"}
+    attacks = ("fedgauge.text_attacks",)
+    shown_as = "text"
+    gives_lengths = True
+    blank_name = "no words"
+    hides_defense = (
+        "a defense is inferred from zeros that the gradient of images never has; the gradient of sentences has them "
+        'wherever a word does not occur: attack with defense = "known" or "unknown"'
+    )
+    hides_training = "only trainings on images are compared"
+
+    @classmethod
+    def holds(cls, x: Tensor) -> bool:
+        return x.dim() == 2 and x.dtype == torch.int64
+
+    def metrics(self, gallery: Tensor) -> list[Metric]:
+        return text_metrics(self.dataset.tokenizer)
+
+    def pairing(self, truth: Tensor, guess: Tensor) -> Tensor:
+        return match_sentences(truth, guess, self.dataset.tokenizer)
+
+    def blank(self, truth: Tensor) -> Tensor:
+        return torch.full_like(truth, self.dataset.tokenizer.pad)
+
+    def known(self) -> Sentences:
+        return Sentences()
+
+    def condition(self, lengths: str) -> str:
+        return f"lengths {lengths}"
+
+    def words(self, x: Tensor) -> list[str]:
+        """A sentence's tokens, without padding."""
+        tokenizer = self.dataset.tokenizer
+        return tokenizer.tokens(x[x != tokenizer.pad].tolist())
+
+    def marked(self, guess: Tensor, truth: Tensor | None) -> tuple[tuple[str, Mark], ...]:
+        """A guess's tokens, each right in its place, misplaced (the truth has it elsewhere) or wrong."""
+        tokenizer, pad = self.dataset.tokenizer, self.dataset.tokenizer.pad
+        ids: list[int] = guess.tolist()
+        true: list[int] = [] if truth is None else truth.tolist()
+        here = [i < len(true) and true[i] == token for i, token in enumerate(ids)]
+        spare = Counter(token for i, token in enumerate(true) if not (i < len(here) and here[i]))
+        marks: list[tuple[str, Mark]] = []
+        for token, right in zip(ids, here, strict=True):
+            if token == pad:
+                continue
+            mark: Mark = "right" if right else "misplaced" if spare[token] > 0 else "wrong"
+            spare[token] -= mark == "misplaced"
+            marks.append((tokenizer.tokens([token])[0], mark))
+        return tuple(marks)

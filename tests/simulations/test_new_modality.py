@@ -1,0 +1,92 @@
+"""A kind of data that one file adds is attacked, graded, judged and shown everywhere, with no other change."""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fedgauge.attacks.modality import registry
+from fedgauge.client.components import SpecError, allowing
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.gallery import Gallery, Query, worst_cases
+from fedgauge.server.views.overview import overview
+from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.verdict import verdict_of
+from fedgauge.simulations.live.progress import RunProgress
+from fedgauge.simulations.live.view import progress_line
+from fedgauge.simulations.reports.export import write_csv
+from fedgauge.simulations.reports.figures.write import write_figures
+from fedgauge.simulations.reports.report import write_report
+
+TOY = Path(__file__).parents[1] / "numbers_modality.py"
+TABLES = {
+    "seed": 1,
+    "rounds": 2,
+    "clients": 4,
+    "data": {"use": "mynumbers:numbers", "batch_size": 1, "auxiliary": 50},
+    "model": {"use": "mynumbers:line"},
+    "chain": [{"use": "local_sgd", "rate": 0.1}],
+    "attack": [{"use": "mynumbers:row_over_bias"}],
+    "audit": {"executor": "local"},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("numbers")
+    (folder / "mynumbers.py").write_text(TOY.read_text())
+    kept = [
+        (table, dict(table))
+        for table in (registry.MODALITIES, registry.HIGHER_IS_BETTER, registry.LABELS, registry.BASELINES)
+    ]
+    with allowing(["mynumbers"], [folder]):
+        made = make_taped(folder / "run", Scenario.from_tables(TABLES))
+        serve(made, LocalExecutor())
+        yield made
+    for table, before in kept:
+        table.clear()
+        table.update(before)  # type: ignore[arg-type]
+
+
+def test_the_page_shows_every_number_and_the_verdict_counts_them(run: Run) -> None:
+    with closing(Reading(run)) as reading, reading.now():
+        gallery = Gallery(reading)
+        page, told, worst = gallery.page(Query()), overview(reading), worst_cases(gallery, 3)
+        found = verdict_of(reading)
+    assert (page["kind"], page["noun"], page["total"]) == ("text", "number", 6)
+    for card in page["cards"]:
+        (tile,) = card["tiles"]
+        assert tile["words"] == ((card["truth_words"][0], "right"),), tile["note"]
+        assert tile["note"] == "100.0 %"
+    assert len(worst) == 3 and told["measure"]["private"] == "number"
+    rows = {row["attack"]: row for row in told["summary"]}
+    assert (
+        rows["row_over_bias"]["mean"] == 100.0
+        and rows["mean_number"]["mean"] < 20
+        and rows["mean_number"]["kind"] == "baseline"
+    )
+    assert found.word == "leaks" and "right numbers" in found.sentence and "numbers" in found.sentence
+
+
+def test_the_report_the_export_the_figures_and_the_terminal_name_it(run: Run, tmp_path: Path) -> None:
+    report = write_report(run).read_text()
+    assert "Private numbers and their reconstructions" in report and "right numbers" in report
+    table = io.StringIO()
+    write_csv(run, table)
+    lines = [line for line in table.getvalue().splitlines() if ",row_over_bias," in line and ",close," in line]
+    assert len(lines) == 6 and all(",100.0," in line for line in lines)
+    assert any("close" in path.name for path in write_figures([run], tmp_path)[0])
+    with run.ledger() as ledger:
+        state = RunProgress(ledger, run.scenario())
+        state.refresh(force=True)
+    assert "right numbers best 100.0 %" in progress_line(state)
+
+
+def test_attacks_on_other_kinds_are_refused_by_what_they_reconstruct(run: Run) -> None:
+    with pytest.raises(SpecError, match=r"inverting_gradients reconstructs images, and \[data\] holds numbers"):
+        Scenario.from_tables({**TABLES, "attack": [{"use": "inverting_gradients"}]})
