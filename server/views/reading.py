@@ -4,7 +4,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from threading import Lock
 from typing import Any, Literal, TypeVar
 
@@ -253,6 +253,14 @@ class Reading:
         if isinstance(self._scenario, str):
             raise SpecError(self._scenario)
         return self._scenario
+
+
+@contextmanager
+def read_once(run: Run) -> Iterator[Reading]:
+    """A run's state at one moment, for a command that reads it once; an older ledger is brought up to date first."""
+    run.ledger().close()
+    with closing(Reading(run)) as reading, reading.now():
+        yield reading
 
 
 def most_examples(tables: Mapping[str, Any]) -> int:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +14,7 @@ from fedgauge.server.views.formatting import status_words
 from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import app_clients, numbering, other_sizes, participation
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.ungraded import UngradedAttack, ungraded_table
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
@@ -31,7 +30,7 @@ def print_summary(run: Run, log: Log) -> None:
     if log == "json":
         json_log.finish(run, write_report(run))
         return
-    with closing(Reading(run)) as reading, reading.now():
+    with read_once(run) as reading:
         (_print_errors if log == "quiet" else _print_results)(reading)
     print(f"report: {write_report(run)}")
     print(run.folder)

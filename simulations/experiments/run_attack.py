@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Budget, ClientState, Wave
 from fedgauge.attacks.grading.audit import AuditResult
-from fedgauge.attacks.grading.baselines import mean_image
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, has_images
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.plan import PlannedAttack
@@ -97,7 +96,7 @@ def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
     use = next(iter(setup.auditor.modality.baselines.values()))
     baseline = PlannedAttack(use, {"use": use}, Budget(1), labels=spec.labels, lengths=spec.lengths)
     draws = []
-    for draw in range(1 if isinstance(baseline.build(), mean_image) else RANDOM_DRAWS):
+    for draw in range(RANDOM_DRAWS if baseline.build().is_random else 1):
         guessing = replace(setup, auditor=replace(setup.auditor, purpose=("floor", draw)))
         waves = _waves(spec, guessing, len(setup.observations))
         draws.append(_scores(guessing, [result for part in waves for result in _audit(baseline, guessing, part)]))

@@ -70,7 +70,9 @@ class TableAuditor(Auditor):
         return Grader(self.modality, self.auxiliary.x, self.metrics)
 
     def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
-        return partial(generator, self.seed, *self.purpose, client // len(self.federation.protocol.members(client, round)))
+        return partial(
+            generator, self.seed, *self.purpose, client // len(self.federation.protocol.members(client, round))
+        )
 
     def _grade(
         self, attack: str, wave: Wave, client: int, other: int | None, result: Reconstruction, truth: Truth | None

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.overview import privacy
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.roles import is_baseline, is_limit
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 
@@ -72,7 +71,7 @@ def rows(found: Sweep, folder: Path, failures: Mapping[str, str] | None = None) 
         if failures and cell.folder in failures:
             result += [_failed_row(cell, attack, failures[cell.folder]) for attack in _attacks(cell)]
         elif is_done(path):
-            with closing(Reading(Run(path))) as reading, reading.now():
+            with read_once(Run(path)) as reading:
                 result += [_row(cell, attack, reading) for attack in _attacks(cell)]
     return result
 

@@ -4,13 +4,13 @@ A number that is not finite is null; `exact` says of a PSNR that it is null beca
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import Leak
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import read_once
 from fedgauge.server.views.roles import attack_order, role_of
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.live.log import emit
@@ -67,7 +67,7 @@ class Events(View):
 
 def finish(run: Run, report: Path) -> None:
     """Emit how a run ended, with its verdict and scores."""
-    with closing(Reading(run)) as reading, reading.now():
+    with read_once(run) as reading:
         result, ledger = verdict_of(reading), reading.ledger
         pooled = reading.pooled(reading.scores.measure.metric)
         emit(

@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 from urllib.parse import quote
@@ -23,11 +23,11 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.formatting import RATES
 from fedgauge.server.views.gallery import Card, Gallery
-from fedgauge.server.views.leakage import Leak, leakage
+from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.participation import rounds_seen
-from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.roles import attack_order, is_limit
-from fedgauge.server.views.scores import Scores, capped, known_metrics
+from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.roles import is_limit
+from fedgauge.server.views.scores import capped, known_metrics
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
 if TYPE_CHECKING:
@@ -137,48 +137,46 @@ def write_tensorboard(run: Run, folder: Path | None = None) -> str:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise SpecError('TensorBoard is not installed; install it with: pip install "fedgauge[tensorboard]"') from error
-    with _replacing_folder(run, folder) as place, run.ledger() as ledger:
-        scores, clock = Scores.read(ledger), RoundTimes(run, ledger)
+    with _replacing_folder(run, folder) as place, read_once(run) as reading:
+        clock, gallery = RoundTimes(reading), Gallery(reading)
         with SummaryWriter(place / TRAINING) as writer:
             writer.add_text("scenario", f"```\n{run.scenario_text()}\n```", 0, clock(0))
-            _write_rounds(writer, ledger, clock)
-        leaks = [k for metric in known_metrics(scores) for k in leakage(scores, metric)]
-        cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}
-        for attack in attack_order(ledger, scores.attacks):
+            _write_rounds(writer, reading, clock)
+        leaks = [leak for metric in known_metrics(reading.scores) for leak in reading.leaks(metric)]
+        knowledge = {row["name"]: row["knowledge"] for row in reading.attacks}
+        for attack in reading.order:
             with SummaryWriter(place / _folder_name(attack)) as writer:
-                if attack in cards:
-                    writer.add_text("knowledge", cards[attack], 0, clock(0))
+                if attack in knowledge:
+                    writer.add_text("knowledge", knowledge[attack], 0, clock(0))
                 _write_leakage(writer, [k for k in leaks if k.attack == attack], clock)
-        with closing(Reading(run)) as reading, reading.now():
-            gallery = Gallery(reading)
-            shown = sample_examples(gallery)
-            words, cards = _sampled_sentence(shown), shown.cards(gallery)
+        shown = sample_examples(gallery)
+        words = _sampled_sentence(shown)
         if shown.shown:
             with SummaryWriter(place / GALLERY) as writer:
                 writer.add_text("choice", words, 0, clock(0))
-                _write_pictures(writer, cards, gallery.attacks, clock)
+                _write_pictures(writer, shown.cards(gallery), gallery.attacks, clock)
     return words
 
 
 class RoundTimes:
     """When a round ended, in seconds since 1970, from the time of the scenario's file and the ledger's durations."""
 
-    def __init__(self, run: Run, ledger: Ledger) -> None:
-        found = run_files.look(run.folder / "scenario.toml")
+    def __init__(self, reading: Reading) -> None:
+        found = run_files.look(reading.run.folder / "scenario.toml")
         self.now = found.st_mtime if found else 0.0
         self.ends: dict[int, float] = {}
-        for row in ledger.rounds():
+        for number, row in sorted(reading.rounds.items()):
             self.now += row["seconds"] or 0.0
-            self.ends[row["round"]] = self.now
+            self.ends[number] = self.now
 
     def __call__(self, round: int) -> float:
         return self.ends.get(round, self.now)  # a round under attack may not have ended yet
 
 
-def _write_rounds(writer: "SummaryWriter", ledger: Ledger, clock: RoundTimes) -> None:
-    for row in ledger.rounds():
+def _write_rounds(writer: "SummaryWriter", reading: Reading, clock: RoundTimes) -> None:
+    for number, row in sorted(reading.rounds.items()):
         for name in ("accuracy", "loss"):
-            _add(writer, f"test/{name}", row[name], row["round"], clock)
+            _add(writer, f"test/{name}", row[name], number, clock)
 
 
 def _write_leakage(writer: "SummaryWriter", leaks: Sequence[Leak], clock: RoundTimes) -> None:

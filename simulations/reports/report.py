@@ -1,7 +1,7 @@
 """The report: one self-contained HTML file with a run's leakage, figures, tables and pictures."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on
-from fedgauge.server.views.reading import Reading, most_examples
+from fedgauge.server.views.reading import Reading, most_examples, read_once
 from fedgauge.server.views.success import THRESHOLDS, success_curve
 from fedgauge.server.views.verdict import a_or_an, verdict_of
 from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
@@ -38,8 +38,7 @@ AT = 20  # dB: threshold at which the text states certified rates
 @reads_again
 def write_report(run: Run) -> Path:
     """Write report.html into the run folder, atomically and for its owner only; returns its path."""
-    run.ledger().close()  # migrates an older schema
-    with closing(Reading(run)) as reading, reading.now():
+    with read_once(run) as reading:
         content = _content(reading)
     return _write(run.folder / "report.html", "report.html", content, in_run=True)
 
@@ -47,12 +46,9 @@ def write_report(run: Run) -> Path:
 @reads_again
 def write_comparison(runs: Sequence[Run], path: Path) -> Path:
     """Write one HTML file that compares several runs, atomically and for its owner only; returns its path."""
-    readings = []
     with ExitStack() as stack:
-        for run in dict.fromkeys(Run(run.folder.resolve()) for run in runs):
-            run.ledger().close()
-            reading = stack.enter_context(closing(Reading(run)))
-            readings.append(stack.enter_context(reading.now()))
+        distinct = dict.fromkeys(Run(run.folder.resolve()) for run in runs)
+        readings = [stack.enter_context(read_once(run)) for run in distinct]
         metrics = [m for m in HIGHER_IS_BETTER if any(m in reading.metrics for reading in readings)]
         comparisons = [compare(readings, metric) for metric in metrics or ["psnr"]]
     return _write(

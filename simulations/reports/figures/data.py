@@ -1,7 +1,6 @@
 """What figures show of one run: its scores, as the views give them."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,7 +13,7 @@ from fedgauge.server.views.formatting import RATES
 from fedgauge.server.views.gallery import Card, Gallery
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate
-from fedgauge.server.views.reading import Reading, most_examples
+from fedgauge.server.views.reading import Reading, most_examples, read_once
 from fedgauge.server.views.roles import Role, attack_order, is_attack, is_baseline, role_of
 from fedgauge.server.views.scores import Scores, capped, known_metrics
 from fedgauge.server.views.success import success_curve
@@ -44,7 +43,7 @@ class RunResults:
     @classmethod
     @reads_again
     def read(cls, run: Run) -> "RunResults":
-        with closing(Reading(run)) as reading, reading.now():
+        with read_once(run) as reading:
             gallery, scores = Gallery(reading), reading.scores
             order = attack_order(reading.ledger, {*scores.attacks, *(row["name"] for row in reading.attacks)})
             curve = success_curve(scores, reading.ledger, most_examples(reading.tables)) if len(scores) else {}

@@ -27,7 +27,9 @@ def test_how_updates_are_packed_into_waves_changes_rounding_only() -> None:
     whole, split = (run_attack(cell.attacks[0], setup, wave) for wave in (4, 3))
     torch.testing.assert_close(whole.psnr, split.psnr, rtol=1e-3, atol=1e-3)
     other = replace(setup, auditor=replace(setup.auditor, seed=1))
-    assert not torch.allclose(whole.psnr, run_attack(cell.attacks[0], other, 4).psnr, rtol=1e-3), "the seed draws the start"
+    assert not torch.allclose(whole.psnr, run_attack(cell.attacks[0], other, 4).psnr, rtol=1e-3), (
+        "the seed draws the start"
+    )
 
 
 def test_an_unknown_defense_is_not_in_the_attackers_chain() -> None:
