@@ -249,6 +249,53 @@ def test_the_reader_of_circles_sees_imports_between_folders() -> None:
     assert len(siblings()) > 15
 
 
+# who may ask whether the data is text or images, beside the modalities themselves and the attacks that are on text alone
+BRANCHES_ON_MODALITY = {
+    "server/views/gallery.py": 5,  # pictures or words, whatever they stand for
+    "simulations/live/terminal.py": 1,
+    "simulations/reports/figures/gallery.py": 1,
+    "attacks/base.py": 1,  # what the threat model gives of sentences
+    "attacks/threat_model.py": 2,
+    "attacks/grading/baselines.py": 2,  # random words are drawn by a language model's vocabulary
+    "attacks/grading/knowledge_card.py": 1,  # the others: a language model takes its words' vectors, which have gradients
+    "attacks/labels.py": 1,
+    "attacks/learned/shadow_updates.py": 1,
+    "defenses/precode.py": 1,
+    "defenses/soteria.py": 1,
+    "simulations/checks/owner_check.py": 1,
+    "simulations/checks/preflight.py": 2,
+    "simulations/checks/second_derivative.py": 1,
+    "simulations/experiments/setups.py": 1,  # a table may give the mean and deviation of images
+}
+
+
+def branches_on_modality(tree: ast.Module) -> Iterator[int]:
+    """The lines that ask for the kind of data: by its class, by what stands for images where there is no text, by its name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
+            parts = [ast.unparse(a).split(".")[-1] for a in ast.walk(node.args[1]) if isinstance(a, ast.Name | ast.Attribute)]
+            if {"Text", "Sentences", "LanguageModel", "ImageModality", "SentenceModality"} & set(parts):
+                yield node.lineno
+        if isinstance(node, ast.Compare):
+            parts = [ast.unparse(side) for side in (node.left, *node.comparators)]
+            without = "None" in parts and any(p.endswith((".text", "tokenizer")) for p in parts)
+            if without or {"'text'", "'image'"} & set(parts):
+                yield node.lineno
+
+
+def test_the_kind_of_data_is_asked_for_in_few_places() -> None:
+    """A new kind of data is one value, not one more branch in many files."""
+    asked = Counter(
+        file
+        for file in sources()
+        if not file.startswith(("attacks/modality/", "attacks/text/"))
+        for _ in branches_on_modality(parse(file))
+    )
+    assert dict(asked) == BRANCHES_ON_MODALITY
+    shapes = "isinstance(data, corpora.Text), known.text is None, page.kind == 'image', isinstance(m, (A, LanguageModel))"
+    assert len(list(branches_on_modality(ast.parse(f"[{shapes}]")))) == 4
+
+
 def test_no_folder_has_more_files_than_a_reader_can_hold() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     count = Counter(file.rpartition("/")[0] for file in listed)

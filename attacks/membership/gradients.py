@@ -1,0 +1,170 @@
+"""Gradients of many candidates at the weights that the server sent, without holding all of them at once."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.engine.gradients.factored import FactoredGradient, formed
+from fedgauge.attacks.engine.gradients.per_problem import gradients
+from fedgauge.attacks.engine.gradients.recording import Unsupported
+from fedgauge.client.chain import Chain
+from fedgauge.client.models.losses import is_mean, logit_gradient
+from fedgauge.client.training import StochasticLayer, gradient
+from fedgauge.client.transforms import is_per_example
+from fedgauge.client.update import Batch, Params, Update
+
+CHUNK = 128  # candidates that are differentiated together
+FEW = 3  # directions up to which one forward-mode derivative each is cheaper than the gradients themselves
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateGradients:
+    """The gradients of N candidates' own losses.
+
+    Args:
+        params: the weights that the server sent.
+        batch: the candidates: x (N, ...) in [0, 1], y (N,).
+
+    Raises:
+        ValueError: the network or the loss mixes examples, or draws noise, so that a candidate has no gradient of its own.
+    """
+
+    known: Knowledge
+    params: Params
+    batch: Batch
+
+    def __post_init__(self) -> None:
+        for name, module in self.known.model.named_modules():
+            if isinstance(module, _BatchNorm) and module.training:
+                raise ValueError(f"layer {name!r} (BatchNorm in train mode) mixes examples: set the model to eval mode")
+            if isinstance(module, StochasticLayer):
+                raise ValueError(f"layer {name!r} draws noise, so a candidate has no gradient of its own")
+        if not is_mean(self.known.loss, self.known.classes):
+            raise ValueError("the loss is no mean over examples, so a candidate has no gradient of its own")
+
+    def __len__(self) -> int:
+        return len(self.batch.x)
+
+    @cached_property
+    def losses(self) -> Tensor:
+        """(N,) float64, each candidate's loss."""
+        return self.losses_at(self.params)
+
+    def losses_at(self, params: Params) -> Tensor:
+        """(N,) float64, each candidate's loss at other weights."""
+        with torch.no_grad():
+            found = [
+                torch.stack([self.known.loss(row[None], y[None]) for row, y in zip(logits, part.y, strict=True)])
+                for part in self._parts()
+                for logits in [self._logits(params, part.x)]
+            ]
+        return torch.cat(found).double()
+
+    def products(self, directions: Tensor) -> Tensor:
+        """<gradient, direction> for each direction (K, d), flattened in the order of the weights: (K, N) float64.
+
+        A few directions take a forward-mode derivative each; many share one pass that forms a chunk of gradients at a time.
+        """
+        if len(directions) > FEW or self.known.plain:
+            return torch.cat([(rows @ directions.T).double() for rows in self.rows()]).T
+        return torch.stack([self._along(unflattened(direction, self.params)) for direction in directions])
+
+    def _along(self, direction: Update) -> Tensor:
+        found = []
+        for part in self._parts():
+
+            def logits(params: Params, x: Tensor = part.x) -> Tensor:
+                return self._logits(params, x)
+
+            with warnings.catch_warnings():  # torch compiles some rules on its first forward-mode derivative, with a warning
+                warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+                at, moved = jvp(logits, (self.params,), (direction,))
+            slopes = logit_gradient(self.known.loss, at, part.y)
+            found.append((slopes * moved).flatten(1).double().sum(1))
+        return torch.cat(found)
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """(N,) float64, each gradient's Euclidean norm; gradients of large layers are not formed."""
+        try:
+            squares = [
+                torch.stack([_squares(t) for t in self._factored(part, True).values()]).sum(0) for part in self._parts()
+            ]
+        except Unsupported:
+            squares = [rows.double().square().sum(1) for rows in self.rows()]
+        return torch.cat(squares).sqrt()
+
+    def rows(self) -> Iterator[Tensor]:
+        """The gradients (n, d), a chunk of candidates at a time, flattened in the order of the weights."""
+        for part in self._parts():
+            found = self._formed(part)
+            yield torch.cat([found[name].flatten(1) for name in self.params], 1)
+
+    def _formed(self, part: Batch) -> Update:
+        bare = gradient(self.known.model, self.known.loss, normalise=self.known.normalise, plain=self.known.plain)
+        if self.known.plain:
+            each = [bare(self.params, Batch(x[None], y[None]), None) for x, y in zip(*part, strict=True)]
+            return {k: torch.stack([one[k] for one in each]) for k in self.params}
+        try:
+            return {k: formed(t, self.params[k].shape).detach() for k, t in self._factored(part, False).items()}
+        except Unsupported:
+
+            def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+                return self.known.loss(self._logits(params, x[None]), y[None])
+
+            found: Update = vmap(grad(loss), in_dims=(None, 0, 0))(self.params, *part)
+            return found
+
+    def _factored(self, part: Batch, factors: bool) -> dict[str, Tensor | FactoredGradient]:
+        if self.known.plain:
+            raise Unsupported("plain autograd was asked for")
+        x = self.known.normalise(part.x)[:, None].requires_grad_()
+        return gradients(self.known.model, self.params, x, part.y[:, None], 1.0, factors, self.known.loss)
+
+    def _logits(self, params: Params, x: Tensor) -> Tensor:
+        logits: Tensor = functional_call(self.known.model, params, (self.known.normalise(x),))
+        return logits
+
+    def _parts(self) -> Iterator[Batch]:
+        return (Batch(x, y) for x, y in zip(self.batch.x.split(CHUNK), self.batch.y.split(CHUNK), strict=True))
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """(N,) float64 in (0, 1]: the part of each gradient that enters the mean, where links clip it by its norm."""
+        links = [link for link in self.known.chain.links if is_per_example(link)]
+        if not links:
+            return torch.ones(len(self), dtype=torch.float64)
+        none = torch.zeros(1, dtype=torch.int64)
+
+        def clipped(size: Tensor) -> Tensor:
+            return Chain(tuple(links)).mean(lambda *_: {"": size[None]})({}, Batch(size.view(1, 1), none), None)[""][0]
+
+        # a vector of one entry has the gradient's norm; a zero gradient enters as it is
+        found = torch.stack([clipped(size) for size in self.norms]) / self.norms
+        return torch.where(self.norms > 0, found, 1.0)
+
+
+def flattened(update: Update) -> Tensor:
+    """Updates (K, ...) as one matrix (K, d)."""
+    return torch.cat([t.flatten(1) for t in update.values()], 1)
+
+
+def unflattened(row: Tensor, like: Params) -> Update:
+    """A row (d,) as tensors shaped like the weights."""
+    parts = row.split([t.numel() for t in like.values()])
+    return {k: part.view(t.shape).to(t) for part, (k, t) in zip(parts, like.items(), strict=True)}
+
+
+def _squares(part: Tensor | FactoredGradient) -> Tensor:
+    """The squared norms (P,) of a tensor's gradients (P, ...), float64."""
+    if not isinstance(part, FactoredGradient):
+        return part.detach().double().flatten(1).square().sum(1)
+    signals, inputs = (torch.bmm(t, t.transpose(1, 2)).detach().double() for t in part)
+    return (signals * inputs).flatten(1).sum(1)

@@ -1,0 +1,86 @@
+"""Candidates' gradients: every shortcut equals autograd, one example at a time."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.membership.gradients import FEW, CandidateGradients, flattened, unflattened
+from fedgauge.client.chain import Chain, chain
+from fedgauge.client.models.vision import convsmall, detached_params, lenet, resnet20
+from fedgauge.client.rng import generator
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch
+from fedgauge.defenses.clip import clip
+from fedgauge.defenses.dp_sgd import dp_sgd
+from fedgauge.defenses.precode import precode
+
+SHAPE = (1, 12, 12)
+PLAIN = chain(local_sgd(0.1))
+NETS: dict[str, Callable[..., nn.Module]] = {"lenet": lenet, "convsmall": convsmall, "resnet20": resnet20}
+
+
+def candidates(net: str = "lenet", links: Chain = PLAIN, n: int = 6, **changed: object) -> CandidateGradients:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = NETS[net](SHAPE, 4).eval()
+    rng = generator("membership", net)
+    batch = Batch(torch.rand(n, *SHAPE, generator=rng), torch.randint(4, (n,), generator=rng))
+    known = replace(Knowledge(model, links, SHAPE, 4, 2, (0.5,), (0.25,)), **changed)  # type: ignore[arg-type]
+    return CandidateGradients(known, detached_params(model), batch)
+
+
+def by_autograd(found: CandidateGradients) -> Tensor:
+    bare = gradient(found.known.model, found.known.loss, normalise=found.known.normalise, plain=True)
+    each = [bare(found.params, Batch(x[None], y[None]), None) for x, y in zip(*found.batch, strict=True)]
+    return torch.stack([torch.cat([t.flatten() for t in one.values()]) for one in each])
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("net", sorted(NETS))
+def test_rows_norms_and_products_are_those_of_autograd(net: str, plain: bool) -> None:
+    found = candidates(net, plain=plain)
+    rows = by_autograd(found)
+    assert torch.allclose(torch.cat(list(found.rows())), rows, atol=1e-5)
+    assert torch.allclose(found.norms, rows.double().norm(dim=1), rtol=1e-4)
+    directions = torch.randn(FEW + 2, rows.shape[1], generator=generator("directions"))
+    expected = (rows @ directions.T).T.double()
+    assert torch.allclose(found.products(directions), expected, atol=1e-3), "by formed gradients"
+    assert torch.allclose(found.products(directions[:FEW]), expected[:FEW], atol=1e-3), "by forward-mode derivatives"
+
+
+def test_a_loss_is_the_examples_own() -> None:
+    found = candidates()
+    for i, loss in enumerate(found.losses.tolist()):
+        x, y = found.batch.x[i : i + 1], found.batch.y[i : i + 1]
+        assert float(found.known.loss(found.known.model(found.known.normalise(x)), y)) == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("links", [chain(dp_sgd(0.5, 1.0, 2), local_sgd(0.1)), chain(per_example(clip(0.5)), local_sgd(0.1))])
+def test_clipping_each_example_keeps_a_part_of_its_gradient(links: Chain) -> None:
+    found = candidates(links=links)
+    assert found.norms.min() > 0.5, "otherwise nothing is clipped"
+    assert torch.allclose(found.kept, 0.5 / found.norms, rtol=1e-4)
+    assert candidates(links=chain(clip(0.5), local_sgd(0.1))).kept.eq(1).all(), "clips the mean, not the example"
+
+
+def test_flattening_keeps_the_order_of_the_weights() -> None:
+    params = candidates().params
+    wave = {k: torch.stack([t, 2 * t]) for k, t in params.items()}
+    again = unflattened(flattened(wave)[1], params)
+    assert all(again[k].equal(2 * t) for k, t in params.items())
+
+
+def test_what_mixes_examples_or_draws_noise_is_refused() -> None:
+    found = candidates("resnet20")
+    found.known.model.train()
+    with pytest.raises(ValueError, match="mixes examples: set the model to eval mode"):
+        replace(found)
+    with pytest.raises(ValueError, match="draws noise"):
+        replace(found, known=replace(found.known, model=precode(lenet(SHAPE, 4), 4)))
+    with pytest.raises(ValueError, match="no mean over examples"):
+        replace(found, known=replace(candidates().known, loss=nn.CrossEntropyLoss(reduction="sum")))
