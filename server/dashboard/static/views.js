@@ -113,9 +113,9 @@ function worstCases({ worst, kind, name, measure: { private: noun } }) {
 
 const serverAttacks = all => el("dl", all.map(({ name, words }) => [el("dt", name), el("dd", words)]));
 
-const lines = ({ cap, limit }) => "Solid: means over examples with their 95 % band (clustered by client). "
+const lines = ({ cap, limit, measure }) => "Solid: means over examples with their 95 % band (clustered by client). "
   + "Dotted: the worst case for a client. "
-  + `Grey: guesses that do not read the update. PSNR above ${cap} dB is drawn at ${cap}. ${LIMITS[limit.state]}`;
+  + `Grey: guesses that do not read the update. ${measure.metric === "psnr" ? `PSNR above ${cap} dB is drawn at ${cap}. ` : ""}${LIMITS[limit.state]}`;
 
 function progressBar({ done, failed }, all) {
   return el("progress", { max: Math.max(1, all), value: done + failed, "aria-label": "attacks done" });
