@@ -365,6 +365,15 @@ def _hints(target: Callable[..., Any], where: str) -> dict[str, Any]:
         ) from error
 
 
+def _is_path(text: str) -> bool:
+    """Whether the system can be asked for a file of this name: half of a surrogate pair is no name."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def coerce(value: Any, hint: Any, where: str) -> Any:
     """The value as its type hint wants it (a float from an int, a tuple from a list); SpecError where it does not fit."""
     if hint is Any or hint is inspect.Parameter.empty:
@@ -382,7 +391,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
     elif hint is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise SpecError(f"{where} must fit in 64 bits, got {value}")  # as the ledger's and torch's integers do
     elif hint is Path and isinstance(value, str):
-        if not value or "\0" in value:
+        if not value or "\0" in value or not _is_path(value):
             raise SpecError(f"{where} must be the path of a file or folder, got {value!r}")
         return Path(value)
     elif hint is float:

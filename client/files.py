@@ -55,7 +55,10 @@ def replacing_in(folder: int, name: str, durable: bool = False) -> Iterator[IO[b
 
 def claimed(path: Path) -> bool:
     """Whether this call has made an empty file there: of all processes, and after a crash or a power cut, one call alone has."""
+    missing = [here for here in path.parents if not here.exists()]
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for here in missing:  # a power cut must not take a folder with what it holds
+        _sync(here.parent)
     folder = os.open(path.parent, _FOLDER)
     try:
         os.close(os.open(path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder))
@@ -65,6 +68,14 @@ def claimed(path: Path) -> bool:
     finally:
         os.close(folder)
     return True
+
+
+def _sync(path: Path) -> None:
+    folder = os.open(path, _FOLDER)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def read_file(path: Path, most: int) -> bytes:

@@ -32,6 +32,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedgauge"
 
 
+def state_folder() -> Path:
+    """What must outlive the cache: XDG_STATE_HOME/fedgauge."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "fedgauge"
+
+
 def read_npz(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an npz file that anybody may have made; a damaged one may raise anything.
 

@@ -10,7 +10,8 @@ client runs their discrete forms: the accounting then adds what rounding to thei
 between discrete and rounded normal noise can cost. Updates of half precision are float32 from the clip until the noise is in.
 In a deployment the server cannot verify that a client draws in secret: amplification then counts only in the client's own
 computation. An epsilon covers the updates of the chain, and so refusals that follow from them; not the time that an answer
-takes, gradings, or metrics that an app of one's own sends beside them.
+takes, gradings, or metrics that an app of one's own sends beside them. There is none for data of which a part was fitted on the
+private examples (`Dataset.fitted`); of a published dataset mean, std, classes and vocabulary count as published, too.
 """
 
 import math
@@ -289,6 +290,11 @@ class Accountant:
         entries = sum(p.numel() for p in model.parameters())
         # who does not know the draws is a deployment's server, whose clients run the chain's deployed form
         found = mechanism(federation.chain if secret else federation.chain.deployed, batch_size, model)
+        if fitted := federation.shards.dataset.fitted:
+            raise NoGuarantee(
+                f"no epsilon: {', '.join(fitted)} of [data] are computed from the examples, so that one of these changes all "
+                "others; give them, chosen without a look at the examples"
+            )
         return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
     def spent(self, rounds: int, shard: int) -> PrivacySpent:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from fedgauge.client.collusion import Tolerance, check_threshold, tolerance
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Train, Value, Vector
 
+STEPS = ("advertise", "share", "mask", "confirm", "unmask")  # of a session, in their order
 PRIME = 2**521 - 1  # a Mersenne prime, above every 256-bit secret
 SHARE = 66  # bytes of a number below it
 SECRET = 32  # bytes of keys, seeds and tags
@@ -179,6 +180,13 @@ class PairwiseMasking(SecureSum):
 
     # --------------------------------------------------------------------------------------------------- the client
 
+    def check(self, question: Mapping[str, Value]) -> None:
+        """ValueError unless the question is a step under these terms."""
+        if (terms := question.get("terms")) != self.terms:
+            raise ValueError(f"the server's terms are {terms!r:.200}, this client's are {self.terms!r}")
+        if (step := question.get("step")) not in STEPS:
+            raise ValueError(f"asked to {step!r:.60}, expected one of {', '.join(STEPS)}")
+
     def answer(self, state: Mapping[str, Value], question: Mapping[str, Value], train: Train) -> tuple[Record, Record]:
         """The client's side: its new state, and its answer.
 
@@ -189,15 +197,14 @@ class PairwiseMasking(SecureSum):
         Raises:
             ValueError: the protocol does not ask this question now, or an answer would reveal a secret.
         """
+        self.check(question)
         step, session = cast(str, question["step"]), cast(bytes, question["session"])
-        if question["terms"] != self.terms:
-            raise ValueError(f"the server's terms are {question['terms']!r}, this client's are {self.terms!r}")
         if step == "advertise":
             return _advertise(session)
         member = ClientSession.kept(state)
         if member is None or member.session != session:
             raise ValueError(f"asked to {step} in a session that this client is not in")
-        if (member.step, step) not in {*pairwise(("advertise", "share", "mask", "confirm", "unmask"))}:
+        if (member.step, step) not in {*pairwise(STEPS)}:
             raise ValueError(f"asked to {step} after {member.step}: each question is answered once, in its order")
         if step == "share":
             return self._share(member, cast(list[bytes], question["keys"]))

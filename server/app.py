@@ -24,9 +24,10 @@ from fedgauge.server.store.ledger_types import STARTED, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
-from fedgauge.server.strategy.client_grading import Grader
+from fedgauge.server.strategy.client_grading import ClientGrader
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.deployed_sum import of_sums, secured
+from fedgauge.server.strategy.guard_check import GuardCheck
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.strategy.model_check import ModelCheck
 from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes
@@ -97,6 +98,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         counts=None if malicious is None else malicious.counts,
         options=replace(scenario.validator, max_examples=scenario.validator.max_examples or claimed),
         usable=ModelCheck(fed),
+        guards=_guard_check(fed, ledger.deployed),
     )
     strategy.usual_norm = start.usual_norm if start else 0.0
     if malicious is not None:
@@ -105,7 +107,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     finish: Callable[[], None] | None = None
     if ledger.deployed:
         ledger.set_meta(**{f"{STARTED}{done + 1}": str(flower_run)})
-        grader = Grader(run, ledger, grid, strategy.clients, scenario.simulation.round_timeout)
+        grader = ClientGrader(run, ledger, grid, strategy.clients, scenario.simulation.round_timeout)
         late = LateJoiners(grid, scenario.protocol.clients, strategy.clients)
         between, finish = [grader.ask, late.admit], grader.finish
     record = _Record(fed, ledger, strategy, recorder, done, between)
@@ -117,6 +119,12 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     if finish is not None:
         finish()
     write_tensors(run.model, {**trained, **strategy.buffers})
+
+
+def _guard_check(fed: Federation, deployed: bool) -> GuardCheck | None:
+    """What clients that refuse weights would make of the next ones; None: none refuses. In a deployment their owners decide."""
+    seed = None if deployed else fed.protocol.seed
+    return GuardCheck(fed.model, seed) if deployed or fed.protocol.guard.inspect == "refuse" else None
 
 
 def _malicious(run: Run, ledger: Ledger, scenario: Scenario, inner: Strategy) -> MaliciousStrategy | None:

@@ -57,7 +57,7 @@ MakeFederation = Callable[..., Federation]
 def pytest_configure(config: pytest.Config) -> None:
     # a partition that an older version of the code left in the user's cache would hide a mistake in today's
     config.stash[_cache] = tempfile.TemporaryDirectory(prefix="fedgauge-tests-")
-    os.environ["XDG_CACHE_HOME"] = config.stash[_cache].name
+    os.environ["XDG_CACHE_HOME"] = os.environ["XDG_STATE_HOME"] = config.stash[_cache].name
     # torch reuses code compiled for wider registers after ATEN_CPU_CAPABILITY has narrowed them, and fails to compile
     compiled = f"fedgauge-tests-inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / compiled)

@@ -1,0 +1,1 @@
+"""Attacks that ask whether an example was in the batch behind an update."""

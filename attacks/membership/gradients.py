@@ -31,6 +31,7 @@ class CandidateGradients:
     Args:
         params: the weights that the server sent.
         batch: the candidates: x (N, ...) in [0, 1], y (N,).
+        chunk: candidates that are differentiated together.
 
     Raises:
         ValueError: the network or the loss mixes examples, or draws noise, so that a candidate has no gradient of its own.
@@ -39,6 +40,7 @@ class CandidateGradients:
     known: Knowledge
     params: Params
     batch: Batch
+    chunk: int = CHUNK
 
     def __post_init__(self) -> None:
         for name, module in self.known.model.named_modules():
@@ -83,9 +85,11 @@ class CandidateGradients:
             def logits(params: Params, x: Tensor = part.x) -> Tensor:
                 return self._logits(params, x)
 
-            with warnings.catch_warnings():  # torch compiles some rules on its first forward-mode derivative, with a warning
+            with (
+                warnings.catch_warnings()
+            ):  # torch compiles some rules on its first forward-mode derivative, with a warning
                 warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-                at, moved = jvp(logits, (self.params,), (direction,))
+                at, moved = jvp(logits, (self.params,), (direction,))[:2]
             slopes = logit_gradient(self.known.loss, at, part.y)
             found.append((slopes * moved).flatten(1).double().sum(1))
         return torch.cat(found)
@@ -133,7 +137,9 @@ class CandidateGradients:
         return logits
 
     def _parts(self) -> Iterator[Batch]:
-        return (Batch(x, y) for x, y in zip(self.batch.x.split(CHUNK), self.batch.y.split(CHUNK), strict=True))
+        return (
+            Batch(x, y) for x, y in zip(self.batch.x.split(self.chunk), self.batch.y.split(self.chunk), strict=True)
+        )
 
     @cached_property
     def kept(self) -> Tensor:

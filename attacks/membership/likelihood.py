@@ -1,33 +1,34 @@
 """The likelihood ratio of a candidate: in the batch or not, under the chain's own density and an unknown rest of the batch.
 
-The rest of the batch is a sum of gradients of the population, taken to be normal: its mean, principal axes and what is left in
-every entry come from public examples. To an entry of this sum the chain adds its noise, or shows only its sign, or drops it.
-Each entry then gives a score, the slope of log p(seen) by the expected update, and an information, so that with the axes
+The rest of the batch is a sum of gradients of the population. It counts as normal, and public examples give its mean, its
+principal axes and the variance that is left in each entry. The chain adds its noise to an entry, or shows its sign, or drops it.
+An entry then has a score (the slope of log p(seen) by the expected update) and an information, and with the axes
 
-    log p(seen | candidate) - log p(seen | another) = <change, w> - |change|^2_P / 2,   w = P-weighted residual,
+    log p(seen | candidate) - log p(seen | another) = <change, w> - change' P change / 2
 
-where change is what the candidate moves in the expected update. For normal noise this is exact. For others it is the step of
-the score test, exact to first order in the change.
+where `change` is how the candidate moves the expected update, w the score at the most probable place along the axes, and P the
+information without the axes' part. For normal noise this is exact; for other noise it is exact to first order in the change.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributions import Normal
 
 from fedgauge.attacks.base import Wave
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.client.chain import Chain
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import Link, UpdateDistribution, is_per_example
 from fedgauge.client.update import Batch
 
-AXES = 32  # principal axes of the population's gradients, at most a quarter of the public examples
-POPULATION = 2**27  # numbers of public gradients that are held at once
-EVEN = 0.1  # part of an entry's variance that is taken from its tensor's mean, as few examples leave some entries without any
-LEAST = 1e-12  # variance of an entry, in parts of the largest gradient's square
+AXES = 128  # principal axes of the population's gradients, at most half of the public examples
+HELD = 2**27  # numbers of public gradients that are held at once
+EVEN = 0.1  # part of an entry's variance that is its tensor's mean, as few examples leave some entries without any
+LEAST = 1e-6  # variance of an entry, in mean squares of the update
+ROOT = math.sqrt(2)
+STEPS = 30  # towards the most probable place along the axes
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +37,9 @@ class RestOfBatch:
 
     Args:
         mean: (d,) of one of them.
-        instead: (d,) expected gradient of who stands in the candidate's place if it is not in the batch.
-        axes: (r, d) orthonormal; variances: (r,) of one example's gradient along them.
+        instead: (d,) expected gradient of whoever stands in the candidate's place if it is not in the batch.
+        axes: (r, d) orthonormal.
+        variances: (r,) of one example's gradient along the axes.
         entries: (d,) variance of each entry beside the axes.
     """
 
@@ -49,36 +51,199 @@ class RestOfBatch:
 
     @classmethod
     def of_population(cls, public: CandidateGradients, axes: int = AXES) -> "RestOfBatch":
-        """Unknown examples like these public ones."""
-        width = sum(t.numel() for t in public.params.values())
-        count = max(2, min(len(public), POPULATION // width))
+        """Unknown examples like these public ones, of which no more are used than fit."""
         if len(public) < 2:
             raise ValueError(f"the rest of the batch is estimated from at least 2 public examples, got {len(public)}")
-        first = CandidateGradients(public.known, public.params, Batch(*(t[:count] for t in public.batch)))
-        rows = torch.cat(list(first.rows())) * first.kept[:, None].float()
+        tensors = [t.numel() for t in public.params.values()]
+        count = max(2, min(len(public), HELD // sum(tensors)))
+        used = CandidateGradients(public.known, public.params, Batch(public.batch.x[:count], public.batch.y[:count]))
+        rows = torch.cat(list(used.rows()))
+        rows *= used.kept.to(rows)[:, None]
         mean = rows.mean(0)
         rows -= mean
-        whole = rows.square().mean(0)
         variances, turns = torch.linalg.eigh((rows @ rows.T).double() / count)
-        found = variances > 1e-6 * variances[-1]
-        found[: -max(1, min(axes, count // 4))] = False
-        variances, turns = variances[found], turns[:, found]
-        along = turns.T.float() @ rows / (count * variances).sqrt()[:, None].float()
-        left = (whole - (along.square() * variances[:, None].float()).sum(0)).clamp_min(0)
-        parts = left.split([t.numel() for t in public.params.values()])
-        entries = torch.cat([(1 - EVEN) * part + EVEN * part.mean() for part in parts])
-        return cls(mean, mean, along, variances.float(), entries)
+        first = max(1, min(axes, count // 2))
+        variances, turns = variances[-first:].clamp_min(1e-12 * float(variances[-1])), turns[:, -first:]
+        along = (turns / (count * variances).sqrt()).T.to(rows) @ rows
+        left = (rows.square().mean(0) - (along.square() * variances[:, None].to(rows)).sum(0)).clamp_min(0)
+        entries = torch.cat([(1 - EVEN) * part + EVEN * part.mean() for part in left.split(tensors)])
+        return cls(mean, mean, along, variances.to(rows), entries)
 
     @classmethod
-    def known(cls, others: CandidateGradients) -> "RestOfBatch":
-        """Exactly these other examples; without the candidate, the mean over the batch lacks its term."""
-        total = sum((rows * kept[:, None]).sum(0) for rows, kept in _with_kept(others))
-        width = sum(t.numel() for t in others.params.values())
-        mean = torch.as_tensor(total) / max(len(others), 1) if len(others) else torch.zeros(width)
+    def of_known(cls, others: CandidateGradients) -> "RestOfBatch":
+        """Exactly these other examples; without the candidate, its term of the mean is zero."""
+        total = torch.zeros(sum(t.numel() for t in others.params.values()), dtype=torch.float64)
+        for rows, kept in zip(others.rows(), others.kept.split(others.chunk), strict=True) if len(others) else ():
+            total += kept @ rows.double()
+        mean = (total / max(len(others), 1)).to(next(iter(others.params.values())))
         none = torch.zeros_like(mean)
         return cls(mean, none, mean.new_zeros(0, len(mean)), mean.new_zeros(0), none)
 
+    @property
+    def norm(self) -> float:
+        """Root mean square of the norm of one gradient."""
+        return math.sqrt(float(self.mean.square().sum() + self.variances.sum() + self.entries.sum()))
 
-def _with_kept(candidates: CandidateGradients) -> "list[tuple[Tensor, Tensor]]":
-    rows = list(candidates.rows())
-    return list(zip(rows, candidates.kept.to(rows[0]).split([len(r) for r in rows]), strict=True)) if rows else []
+
+@dataclass(frozen=True, eq=False)
+class _Expected:
+    """The update without the candidate, before noise: mean (d,), axes (r, d) with variances (r,), and of entries (d,)."""
+
+    mean: Tensor
+    axes: Tensor
+    variances: Tensor
+    entries: Tensor
+
+    @classmethod
+    def of(cls, rest: RestOfBatch, factor: float, size: int) -> "_Expected":
+        scale = (factor / size) ** 2 * (size - 1)
+        mean = factor / size * ((size - 1) * rest.mean + rest.instead)
+        return cls(mean, rest.axes, scale * rest.variances, scale * rest.entries)
+
+    @property
+    def whole(self) -> Tensor:
+        """(d,) variance of each entry."""
+        return self.entries + (self.axes.square() * self.variances[:, None]).sum(0)
+
+    def at(self, columns: Tensor) -> "_Expected":
+        """Of some entries."""
+        return replace(self, mean=self.mean[columns], axes=self.axes[:, columns], entries=self.entries[columns])
+
+
+@dataclass(frozen=True, eq=False)
+class _Evidence:
+    """What some updates (k) say of some entries (c).
+
+    Args:
+        updates: numbers of the updates; columns: of the entries.
+        directions: (k, c), w of the formula.
+        information: (c,).
+        along: (r, c), whose squared product with a change is the axes' part.
+        signs: where signs are seen, mean and size (c,) of what they are signs of.
+    """
+
+    updates: Sequence[int]
+    columns: Tensor
+    directions: Tensor
+    information: Tensor
+    along: Tensor
+    signs: tuple[Tensor, Tensor] | None = None
+
+    def ratios(self, change: Tensor) -> Tensor:
+        """(k, n) float64, of n candidates with these changes (n, d) of the update."""
+        part = change[:, self.columns]
+        if self.signs is not None:  # a large change moves a sign no further than a small one
+            mean, size = self.signs
+            part = size * math.sqrt(math.pi / 2) * (((mean + part) / size / ROOT).erf() - (mean / size / ROOT).erf())
+        square = part.square() @ self.information - (part @ self.along.T).square().sum(1)
+        return (part @ self.directions.T - square[:, None] / 2).T.double()
+
+
+def likelihood_ratio(candidates: CandidateGradients, wave: Wave, rest: RestOfBatch) -> Tensor:
+    """log p(seen | in the batch) - log p(seen | not) of N candidates in K updates: (K, N) float64.
+
+    Where the chain's density has no closed form, noise counts as normal, of the size that each tensor of the updates shows.
+    """
+    known = candidates.known
+    factor = gain(known.chain, known.batch_size, rest.norm / math.sqrt(known.batch_size))
+    evidence = list(_evidence(candidates, wave, _Expected.of(rest, factor, known.batch_size)))
+    found, first = torch.zeros(len(wave), len(candidates), dtype=torch.float64), 0
+    for rows, kept in zip(candidates.rows(), candidates.kept.split(candidates.chunk), strict=True):
+        change = (rows * kept.to(rows)[:, None] - rest.instead) * (factor / known.batch_size)
+        for part in evidence:
+            found[list(part.updates), first : first + len(rows)] = part.ratios(change)
+        first += len(rows)
+    return found
+
+
+def gain(chain: Chain, size: int, norm: float) -> float:
+    """Update per unit of the mean gradient, below 0: by local training, and by clipping of a mean gradient of this norm."""
+    links = [t for t in chain.links if t is chain.local or (isinstance(t, Link) and t.bounds and not is_per_example(t))]
+    batch = Batch(torch.zeros(size, 1), torch.zeros(size, dtype=torch.int64))
+    moved = Chain(tuple(links)).mean(lambda *_: {"": torch.tensor([norm])})({}, batch, None)[""]
+    return -abs(float(moved)) / norm
+
+
+# ------------------------------------------------------------------------------------------------------- entries
+
+
+def _evidence(candidates: CandidateGradients, wave: Wave, without: _Expected) -> Iterator[_Evidence]:
+    """What the updates say, all together, or one by one where each shows other entries."""
+    seen = flattened({k: wave.update[k] for k in candidates.params})
+    density = candidates.known.chain.update_distribution
+    shown = torch.cat(
+        [torch.full((t.numel(),), density is None or k not in density.hidden) for k, t in candidates.params.items()]
+    )
+    tensors = [t.numel() for t in candidates.params.values()]
+    noise = LEAST * seen.square().mean().expand(seen.shape[1])
+    if density is None:
+        noise = noise + _shown_noise(seen, without, tensors)
+        density = UpdateDistribution()
+    signs: tuple[Tensor, Tensor] | None = None
+    if density.signed:
+        size = _sizes(without, density, tensors)
+        # a sign of a normal value of size s is sqrt(2 / pi) / s times the value, and something uncorrelated (Bussgang, 1952)
+        seen, noise = seen.sign() * size * math.sqrt(math.pi / 2), size.square() * (math.pi / 2 - 1)
+        signs, density = (without.mean[shown], size[shown]), UpdateDistribution()
+    without = replace(without, entries=without.entries + noise)
+    if density.sparse:
+        for k, row in enumerate(seen):
+            columns = torch.nonzero(shown & (row != 0)).flatten()
+            yield _Evidence([k], columns, *_slopes(density, row[None, columns], without.at(columns)))
+    else:
+        columns = torch.nonzero(shown).flatten()
+        yield _Evidence(range(len(wave)), columns, *_slopes(density, seen[:, columns], without.at(columns)), signs)
+
+
+def _shown_noise(seen: Tensor, without: _Expected, tensors: Sequence[int]) -> Tensor:
+    """(d,) variance that each tensor of the updates (K, d) has beyond the expected one, at least 0."""
+    beyond = (seen - without.mean).square().mean(0) - without.whole
+    return torch.cat([part.mean().clamp_min(0).expand(len(part)) for part in beyond.split(list(tensors))])
+
+
+def _sizes(without: _Expected, density: UpdateDistribution, tensors: Sequence[int]) -> Tensor:
+    """(d,) root mean square of each tensor's values before their signs; of one entry it is too uncertain, as tails are heavy."""
+    square = without.mean.square() + without.whole + density.sigma**2 + 2 * density.scale**2
+    return torch.cat([part.mean().sqrt().expand(len(part)) for part in square.split(list(tensors))])
+
+
+def _slopes(density: UpdateDistribution, seen: Tensor, without: _Expected) -> tuple[Tensor, Tensor, Tensor]:
+    """Directions (k, c), information (c,) and its part along the axes, of updates (k, c) whose entries are all shown."""
+    seen, sigma, scale = seen * density.shrink, density.sigma * density.shrink, density.scale * density.shrink
+    if scale and not sigma:
+        return _laplace(seen - without.mean, without, scale)
+    information = 1 / (without.entries + sigma**2 + 2 * scale**2)
+    step, along = _inverse(without, information)
+    scores = (seen - without.mean) * information
+    return scores - (scores @ without.axes.T) @ step @ (without.axes * information), information, along
+
+
+def _laplace(residual: Tensor, without: _Expected, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`_slopes` of the sum of Laplace noise and normal entries, at the most probable place along the axes."""
+    spread = without.entries.sqrt()
+
+    def score(residual: Tensor) -> Tensor:
+        z, a = residual / scale, spread / scale
+        right, left = torch.special.log_ndtr(z / a - a) - z, torch.special.log_ndtr(-z / a - a) + z
+        return torch.tanh((right - left) / 2) / scale
+
+    tiny = torch.finfo(residual.dtype).tiny  # a batch of one has no rest, so its axes do not vary
+    # the score's slope is at most 1 / spread^2, so these steps never lead away (Boehning & Lindsay, 1988)
+    step, _ = _inverse(without, spread.square().reciprocal())
+    moved = torch.zeros(len(residual), len(step)).to(residual)
+    for _ in range(STEPS):
+        scores = score(residual - moved @ without.axes)
+        moved = moved + (scores @ without.axes.T - moved / without.variances.clamp_min(tiny)) @ step
+    information = 1 / (spread.square() + scale**2)  # exact without the normal part
+    return score(residual - moved @ without.axes), information, _inverse(without, information)[1]
+
+
+def _inverse(without: _Expected, information: Tensor) -> tuple[Tensor, Tensor]:
+    """(1 / variances + U I U')^-1 of the axes U (r, c) and the information I, and its root times U I."""
+    weighted = without.axes * information
+    spread = without.variances.double().sqrt()
+    inner = (
+        torch.eye(len(spread), dtype=torch.float64) + spread[:, None] * (weighted @ without.axes.T).double() * spread
+    )
+    root = torch.linalg.solve_triangular(torch.linalg.cholesky(inner), torch.diag(spread), upper=False)
+    return (root.T @ root).to(weighted), root.to(weighted) @ weighted

@@ -61,7 +61,9 @@ class Text(Dataset):
                 return f"{name} has tokens {int(x.min())}..{int(x.max())}, and the tokenizer's are 0..{self.tokenizer.size - 1}"
             seen = y[y != IGNORED]
             if len(seen) and not 0 <= int(seen.min()) <= int(seen.max()) < self.classes:
-                return f"the labels of {name} lie in {int(seen.min())}..{int(seen.max())}, expected 0..{self.classes - 1}"
+                return (
+                    f"the labels of {name} lie in {int(seen.min())}..{int(seen.max())}, expected 0..{self.classes - 1}"
+                )
         return ""
 
 
@@ -121,7 +123,7 @@ def csv(
         text, label: its columns of sentences and of classes (numbers from 0, or names); next_token reads no label.
         classes: the names of all classes in order, if a file may lack some; default: those that occur, in alphabetical
             order.
-        test: the share of each class that no client trains on, above 0 and below 1.
+        test: the share of the sentences that no client trains on, above 0 and below 1.
         length, tokenizer, tokenizer_folder, vocabulary, task, longer: as for phrases. If several parties have their own
             tables, as deployed clients do, all of them need the same tokenizer: a name or a folder.
     """
@@ -130,16 +132,17 @@ def csv(
     names: tuple[str, ...] = ()
     if task == "classification":
         labels, count, names = _classes(path, label, written, classes)
-    if len(sentences_) < 2 or (task == "classification" and len(set(labels)) < 2):
-        few = "of one class only: there is nothing to learn" if len(sentences_) > 1 else "fewer than two"
-        raise ValueError(f"{path} has sentences {few}")
-    tested = held_out(torch.tensor(labels), test).tolist()
-    if not any(tested):
-        raise ValueError(f"{path}: no class has the two sentences that test = {test:g} needs")
+    if task == "classification" and classes is None and len(sentences_) > 1 and len(set(labels)) < 2:
+        raise ValueError(f"{path} has sentences of one class only: there is nothing to learn")
+    tested = held_out(len(labels), test, path).tolist()
     rows = list(zip(sentences_, labels, strict=True))
     corpus = Corpus(*([row for row, t in zip(rows, tested, strict=True) if t == part] for part in (False, True)))
     found = _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
-    return replace(found, names=names)
+    computed = {
+        "classes": task == "classification" and classes is None,
+        "tokenizer": tokenizer == WORDPIECE and tokenizer_folder is None,
+    }
+    return replace(found, names=names, fitted=tuple(key for key, own in computed.items() if own))
 
 
 def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
@@ -185,31 +188,35 @@ def _classes(
 ) -> tuple[list[int], int, tuple[str, ...]]:
     """The labels as numbers, the number of classes, and their names if they have names."""
     if names is None and all(v.isascii() and v.isdigit() and len(v) < 10 for v in written):
-        numbers = [int(v) for v in written]
-        if (most := max(numbers, default=0)) >= MOST_CLASSES:
+        found = [int(v) for v in written]
+        if (most := max(found, default=0)) >= MOST_CLASSES:
             raise ValueError(
                 f"{path}: column {column!r} has the label {most}; labels count from 0, to {MOST_CLASSES - 1} at most"
             )
-        return numbers, most + 1, ()
+        return found, most + 1, ()
     known = list(names) if names is not None else sorted(set(written))
-    if len(set(known)) < len(known):
+    return numbers(written, known, f"{path}: column {column!r}"), len(known), tuple(known)
+
+
+def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[int]:
+    """The place of each name among those of the classes; ValueError if it is none of them."""
+    place = {name: k for k, name in enumerate(classes)}
+    if len(place) < len(classes):
         raise ValueError("classes has a name twice")
-    place = {name: k for k, name in enumerate(known)}
     if strange := [v for v in written if v not in place]:
-        raise ValueError(f"{path}: column {column!r} has {strange[0]!r}, which is none of classes ({', '.join(known)})")
-    return [place[v] for v in written], len(known), tuple(known)
+        raise ValueError(f"{where} has {strange[0]!r}, which is none of classes ({', '.join(classes)})")
+    return [place[v] for v in written]
 
 
-def held_out(y: Tensor, share: float) -> Tensor:
-    """Which examples become the test part: at least one of each class that has two or more, and never all."""
+def held_out(count: int, share: float, path: Path) -> Tensor:
+    """Which examples become the test part, by place alone: no example's label or content moves another. Never all or none."""
     if not 0 < share < 1:
         raise ValueError(f"test must be above 0 and below 1, got {share:g}")
-    chosen = torch.zeros(len(y), dtype=torch.bool)
-    for k in y.unique().tolist():
-        own = (y == k).nonzero()[:, 0]
-        count = min(max(1, round(share * len(own))), len(own) - 1)
-        order = torch.randperm(len(own), generator=generator("test part", k, len(own)))
-        chosen[own[order[:count]]] = True
+    if count < 2:
+        raise ValueError(f"{path} has {count} examples; with test = {share:g} it needs two at least")
+    order = torch.randperm(count, generator=generator("test part", count))
+    chosen = torch.zeros(count, dtype=torch.bool)
+    chosen[order[: min(max(1, round(share * count)), count - 1)]] = True
     return chosen
 
 

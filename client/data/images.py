@@ -28,6 +28,8 @@ class Dataset:
     """Images x (N, C, H, W) uint8 and labels y (N,) int64, for training and for test, with per-channel mean and std.
 
     Data of other kinds derive from it, with other x and y, and no mean and std. names: of the classes, if they have names.
+    fitted: the arguments that were not given but computed from these examples: one example may then change how all others
+    look, which no epsilon covers. A published dataset's constants are given.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     names: tuple[str, ...] = field(default=(), kw_only=True)
+    fitted: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """A user's own images: folders of pictures, arrays, Hugging Face datasets on disk; nothing is downloaded, unpickled or copied.
 
-Paths in a scenario start from the folder in which fedgauge is called. If the data has no test part, a fixed share of each class
-becomes the test part, the same for every seed.
+Paths in a scenario start from the folder in which fedgauge is called. If the data has no test part, a fixed share of it becomes
+the test part, by place and the same for every seed.
 """
 
 import io
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.data.corpora import MOST_CLASSES, held_out
+from fedgauge.client.data.corpora import MOST_CLASSES, held_out, numbers
 from fedgauge.client.data.images import Dataset
 from fedgauge.client.files import MOST_ARCHIVE, MOST_PICTURE, MOST_WORDS, open_data, read_file
 from fedgauge.client.local_data import read_npz
@@ -33,28 +33,32 @@ def image_folder(
     grey: bool = False,
     mean: Statistics = None,
     std: Statistics = None,
+    classes: Sequence[str] | None = None,
 ) -> Dataset:
     """PNG and JPEG files in one sub-folder for each class; the sub-folders in alphabetical order are the classes.
 
     Args:
         size: each picture becomes a square of this many pixels: the shorter side is resized to it, and the centre is kept.
-        test: the share of each class that no client trains on, above 0 and below 1.
+        test: the share of the pictures that no client trains on, above 0 and below 1, chosen by their files' names.
         grey: whether pictures get one channel instead of three.
         mean, std: of each channel, in [0, 1] pixels; default: those of the training images.
+        classes: the names of all sub-folders in order, if some may be missing or empty; default: those that are there.
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; expected one with a sub-folder of pictures for each class")
-    classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
-    files = {folder: sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES) for folder in classes}
-    if empty := [folder.name for folder, found in files.items() if not found]:
+    there = {p.name: p for p in sorted(path.iterdir()) if p.is_dir() and not p.name.startswith(".")}
+    files = {name: sorted(f for f in p.iterdir() if f.suffix.lower() in SUFFIXES) for name, p in there.items()}
+    if classes is None and (empty := [name for name, found in files.items() if not found]):
         raise ValueError(f"{path}: the sub-folder {empty[0]!r} has no picture ({', '.join(SUFFIXES)})")
-    pictures = [(file, k) for k, found in enumerate(files.values()) for file in found]
-    x = _stacked([_picture(file, str(file), size, grey) for file, _ in pictures], path)
-    y = torch.tensor([k for _, k in pictures], dtype=torch.int64)
-    found = _dataset(path, x, y, None, test, len(classes), mean, std)
-    return replace(found, names=tuple(folder.name for folder in classes))
+    names = tuple(files) if classes is None else tuple(classes)
+    # by name first: a picture of another class leaves the others in their places
+    pictures = sorted((file.name, name, file) for name, found in files.items() for file in found)
+    x = _stacked([_picture(file, str(file), size, grey) for *_, file in pictures], path)
+    y = torch.tensor(numbers([name for _, name, _ in pictures], names, f"{path}: a sub-folder"), dtype=torch.int64)
+    found = _dataset(path, x, y, None, test, None if classes is None else len(names), mean, std)
+    return replace(found, classes=len(names), names=names)
 
 
 def npz(
@@ -63,13 +67,15 @@ def npz(
     layout: Layout = "auto",
     mean: Statistics = None,
     std: Statistics = None,
+    classes: int | None = None,
 ) -> Dataset:
     """A NumPy archive: x uint8 (N, H, W), (N, H, W, C) or (N, C, H, W), y whole numbers (N,), and x_test, y_test if there are.
 
     Args:
-        test: without x_test: the share of each class that no client trains on, above 0 and below 1.
+        test: without x_test: the share of the images that no client trains on, above 0 and below 1.
         layout: the position of the 1 or 3 channels; auto: read it from the shape.
         mean, std: as for image_folder.
+        classes: their number; default: the largest label and 1.
     """
     try:
         arrays = read_npz(path)
@@ -89,8 +95,7 @@ def npz(
             raise ValueError(
                 f"{path}: images of x_test are {tuple(apart[0].shape[1:])} (C, H, W), those of x {tuple(x.shape[1:])}"
             )
-    labels = y if apart is None else torch.cat([y, apart[1]])
-    return _dataset(path, x, y, apart, test, int(labels.max()) + 1, mean, std)
+    return _dataset(path, x, y, apart, test, classes, mean, std)
 
 
 def hugging_face(
@@ -102,6 +107,7 @@ def hugging_face(
     grey: bool = False,
     mean: Statistics = None,
     std: Statistics = None,
+    classes: Sequence[str] | None = None,
 ) -> Dataset:
     """A dataset that `save_to_disk` of Hugging Face's datasets wrote, with parts train and, optionally, test.
 
@@ -109,6 +115,7 @@ def hugging_face(
         image, label: its columns of pictures and of classes (numbers or names).
         size: as for image_folder; None: all pictures have one size already.
         test, grey, mean, std: as for image_folder; the share test is used if there is no part called test.
+        classes: the names of all classes in order; default: those that the dataset declares, or that occur.
     """
     import datasets
 
@@ -138,10 +145,13 @@ def hugging_face(
         return _stacked([_stored(row, f"{path}: row {i}", size, grey) for i, row in enumerate(rows)], path)
 
     used = {name: parts[name] for name in ("train", "test") if name in parts}
-    numbers, classes, names = _numbered(used, label, f"{path}: column {label!r}")
+    feature = used["train"].features[label]
+    known = classes if classes is not None else feature.names if isinstance(feature, datasets.ClassLabel) else None
+    labels, names = _numbered(used, label, f"{path}: column {label!r}", tuple(known or ()))
     x = pictures(used["train"])
-    apart = (pictures(used["test"]), numbers["test"]) if "test" in used else None
-    return replace(_dataset(path, x, numbers["train"], apart, test, classes, mean, std), names=names)
+    apart = (pictures(used["test"]), labels["test"]) if "test" in used else None
+    found = _dataset(path, x, labels["train"], apart, test, len(known or ()) or None, mean, std)
+    return replace(found, names=names)
 
 
 def _check_stored(path: Path) -> None:
@@ -166,21 +176,15 @@ def _stored(row: Mapping[str, Any], name: str, size: int | None, grey: bool) -> 
     return _picture(Path(row["path"]), f"{name}, {row['path']}", size, grey)
 
 
-def _numbered(parts: Mapping[str, Any], label: str, where: str) -> tuple[dict[str, Tensor], int, tuple[str, ...]]:
-    """The labels of each part as numbers, the number of classes, and their names; names are numbered in alphabetical order."""
-    import datasets
-
-    written = {name: list(part[label]) for name, part in parts.items()}
-    feature = parts["train"].features[label]
+def _numbered(
+    parts: Mapping[str, Any], label: str, where: str, declared: tuple[str, ...]
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The labels of each part as numbers, and the classes' names; names that are not declared count in alphabetical order."""
+    written, names = {name: list(part[label]) for name, part in parts.items()}, declared
     if all(isinstance(v, str) for values in written.values() for v in values):
-        names = tuple(sorted(set().union(*written.values())))
-        number = {name: k for k, name in enumerate(names)}
-        written = {part: [number[v] for v in values] for part, values in written.items()}
-    else:
-        names = tuple(feature.names or ()) if isinstance(feature, datasets.ClassLabel) else ()
-    found = {name: _labels(np.asarray(values), where) for name, values in written.items()}
-    classes = max(len(names), *(int(y.max()) + 1 for y in found.values()))
-    return found, classes, names if len(names) == classes else ()
+        names = declared or tuple(sorted(set().union(*written.values())))
+        written = {part: numbers(values, names, where) for part, values in written.items()}
+    return {name: _labels(np.asarray(values), where) for name, values in written.items()}, names
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
@@ -260,20 +264,22 @@ def _dataset(
     y: Tensor,
     apart: tuple[Tensor, Tensor] | None,
     share: float,
-    classes: int,
+    classes: int | None,
     mean: Statistics,
     std: Statistics,
 ) -> Dataset:
-    """Check the data, and take a test part from it if none is given."""
+    """Check the data, take a test part from it if none is given, and compute what else is not given."""
     for images, labels in [(x, y), *([apart] if apart else [])]:
         if len(images) != len(labels):
             raise ValueError(f"{path} has {len(images)} images and {len(labels)} labels")
-    if len(y.unique()) < 2:
+    fitted = tuple(key for key, given in (("mean", mean), ("std", std), ("classes", classes)) if given is None)
+    most = int((y if apart is None else torch.cat([y, apart[1]])).max())
+    if classes is None and len(y.unique()) < 2:
         raise ValueError(f"{path} has images of one class only: there is nothing to learn, and every label is known")
+    if classes is not None and not most < classes:
+        raise ValueError(f"{path} has the label {most}, and classes says that there are {classes}, counted from 0")
     if apart is None:
-        tested = held_out(y, share)
-        if not tested.any():
-            raise ValueError(f"{path}: no class has the two images that test = {share:g} needs")
+        tested = held_out(len(y), share, path)
         (x, y), apart = (x[~tested], y[~tested]), (x[tested], y[tested])
     found = _statistics(x)
     mean, std = (_given(name, v, own, path) for name, v, own in (("mean", mean, found[0]), ("std", std, found[1])))
@@ -281,7 +287,8 @@ def _dataset(
         raise ValueError(
             f"{path}: std of channel {flat[0]} is {std[flat[0]]:g}: all its pixels are the same; give a std"
         )
-    return Dataset(path.stem or str(path), x, y, *apart, classes, tuple(mean), tuple(std))
+    parts = (x, y, *apart, most + 1 if classes is None else classes)
+    return Dataset(path.stem or str(path), *parts, tuple(mean), tuple(std), fitted=fitted)
 
 
 def _statistics(x: Tensor) -> tuple[list[float], list[float]]:

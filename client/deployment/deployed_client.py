@@ -15,8 +15,8 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.client.chain import Chain, may_read_examples
-from fedgauge.client.components import ComponentKind, SpecError, build, call, check_arguments
-from fedgauge.client.data.images import Shards, split
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments
+from fedgauge.client.data.images import Dataset, Shards, split
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
 from fedgauge.client.deployment.server_model import build_servers_model
@@ -33,6 +33,12 @@ STATISTICS = (
     '[model]: BatchNorm with mode = "train" sends statistics of the examples without noise; ask for mode = "eval"'
 )
 FAILS = "[model]: it fails on an empty example; the client's own log says how"
+_GIVEN = {
+    "mean": "mean (such as 0.5 for each channel)",
+    "std": "std (such as 0.25 for each channel)",
+    "classes": "classes (all that there may be)",
+    "tokenizer": "tokenizer (the name of a published one) or tokenizer_folder",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +64,8 @@ class DeployedClient(Federation):
                     self_audit(owner.guard)
                     owner.guard.check(own.chain.private)
                 _refuse_second_reading(own.chain)
+                if own.chain.private:
+                    refuse_fitted(owner.dataset, owner.split)
         except SpecError as error:
             raise SpecError(f"{owner.path}: {error}") from error
         if own.chain.private:
@@ -174,6 +182,25 @@ def _buffers_put_back(model: nn.Module) -> Iterator[None]:
                 del module._buffers[name]
             for name, buffer in buffers.items():  # by name, which a scripted module takes, too
                 module._buffers[name] = buffer
+
+
+def refuse_fitted(dataset: Dataset, data: Table) -> None:
+    """SpecError if what a chain with noise gets of one example depends on the others, which the noise does not hide.
+
+    Args:
+        data: the table that says how the dataset is divided.
+    """
+    if dataset.fitted:
+        raise SpecError(
+            f"[data]: {', '.join(dataset.fitted)} would be computed from the private examples, so that one of these changes all "
+            "others, which the epsilon of a chain of clip and noise does not cover: give "
+            f"{', '.join(_GIVEN.get(key, key) for key in dataset.fitted)}, chosen without a look at the examples"
+        )
+    if (partition := data.get("partition", "iid")) != "iid":
+        raise SpecError(
+            f"[data]: partition = {partition!r} divides by the labels, so that one example's label moves others between clients, "
+            'which the epsilon of a chain of clip and noise does not cover: set partition = "iid", or whole = true'
+        )
 
 
 def _refuse_second_reading(chain: Chain) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgauge.client.arrays import npy_header
 from fedgauge.client.deployment.secure_sum_terms import Record, Train, Value, Vector
 from fedgauge.client.files import claimed
-from fedgauge.client.local_data import cache_folder
+from fedgauge.client.local_data import state_folder
 from fedgauge.client.mods import Mod
 
 RECORD = "secure-sum"  # of a question, an answer, and what a client keeps between the two
@@ -25,6 +25,9 @@ WEIGHT = "num-examples"
 
 class SecureSumClient(Protocol):
     """A client's side of a secure sum. Each question names its session (bytes) and step (text)."""
+
+    def check(self, question: Mapping[str, Value]) -> None:
+        """ValueError if it is no step under the client's terms."""
 
     def answer(self, state: Mapping[str, Value], question: Mapping[str, Value], train: Train) -> tuple[Record, Record]:
         """What the client keeps from now on, and its answer."""
@@ -46,7 +49,8 @@ def secure_sum(
     Args:
         replies: what the ClientApp answers with: weights (anybody's) or updates (fedgauge's).
         claims: a folder of this client alone, in which it notes the steps before it answers them; default: one for the node
-            in XDG_CACHE_HOME/fedgauge, so that a machine's nodes do not share it.
+            in XDG_STATE_HOME/fedgauge (~/.local/state/fedgauge), so that a machine's nodes do not share it. It keeps an empty
+            file for each step, as no client can know that a server will not ask again.
     """
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
@@ -68,7 +72,7 @@ def secure_sum(
             return _update(message, reply, replies), _examples(reply)
 
         kept, question = dict(context.state.config_records.get(RECORD, ConfigRecord())), read(message.content)
-        _claim(question, cache_folder() / "secure-sums" / str(context.node_id) if claims is None else claims)
+        _claim(protocol, question, claims or state_folder() / "secure-sums" / str(context.node_id))
         try:
             state, answer = protocol.answer(cast(Record, kept), question, train)
         except ValueError:
@@ -81,11 +85,12 @@ def secure_sum(
     return mod
 
 
-def _claim(question: Mapping[str, Value], claims: Path) -> None:
+def _claim(protocol: SecureSumClient, question: Mapping[str, Value], claims: Path) -> None:
     """Claim a session's step; ValueError if it is claimed already, whatever came of that."""
     session, step = question.get("session"), question.get("step")
     if not isinstance(session, bytes) or not isinstance(step, str):  # 1 and True are equal, and would be two claims
         raise ValueError("a question of a secure sum must name its session (bytes) and its step (text)")
+    protocol.check(question)
     if not claimed(claims / hashlib.sha256(session + b"/" + step.encode()).hexdigest()):
         raise ValueError(f"asked to {step} again in a session: a client answers each question once, in one process")
 

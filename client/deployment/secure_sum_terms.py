@@ -38,6 +38,10 @@ class SecureSum(ABC):
         """How many clients may side with the server, or drop out."""
 
     @abstractmethod
+    def check(self, question: Mapping[str, Value]) -> None:
+        """ValueError if it is no step under these terms; asked before anything is kept of a question."""
+
+    @abstractmethod
     def answer(self, state: Mapping[str, Value], question: Mapping[str, Value], train: Train) -> tuple[Record, Record]:
         """The client's side: what it keeps from now on, and its answer; ValueError: it does not answer this question."""
 

@@ -4,11 +4,11 @@ import hmac
 import json
 import os
 import re
+import secrets
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import sha256
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -178,7 +178,8 @@ class TokenGate:
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app = app
         self.token = token
-        self.mark = sha256(token.encode()).hexdigest()  # hashed, as a cookie cannot hold every character
+        # of this start alone: a cookie outlives the page, and its port may be somebody else's by then
+        self.mark = hmac.digest(secrets.token_bytes(32), token.encode(), "sha256").hex()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -25,9 +25,9 @@ from fedgauge.client.components import check_arguments
 from fedgauge.client.protocol import MOST_ROUNDS
 from fedgauge.client.transforms import StatefulTransform
 from fedgauge.client.update import Params
-from fedgauge.server.store import run_files
+from fedgauge.server.store import run_files, typed_rows
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.store.ledger_types import Participation, sanitised
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_tensors
@@ -97,7 +97,7 @@ class Checkpoint:
             if type(round) is not int or not 0 <= round <= MOST_ROUNDS:
                 raise ValueError(f"expected a round up to {MOST_ROUNDS}, got {round!r:.60}")
             usual = facts.get("usual_norm", 0.0)
-            if not isinstance(usual, int | float) or not 0 <= usual < math.inf:
+            if type(usual) not in (int, float) or not 0 <= usual < math.inf:
                 raise ValueError(f"expected the usual norm of an update, got {usual!r:.60}")
             tensors = read_tensors(folder / Path(facts["tensors"]).name, facts["digest"])
             return cls(
@@ -106,12 +106,25 @@ class Checkpoint:
                 buffers={k: tensors.pop(_BUFFER + k) for k in facts["buffers"]},
                 strategy={name: _decoded(value, tensors) for name, value in facts["strategy"].items()},
                 usual_norm=float(usual),
-                seen=tuple(Participation(**check_arguments(Participation, s, "seen")) for s in facts["seen"]),
+                seen=tuple(map(_participation, facts["seen"])),
             )
         except TapeError as error:
             raise NotResumable(f"{folder} cannot be resumed: {error}") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise NotResumable(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _participation(facts: Any) -> Participation:
+    """What a client did; ValueError unless the ledger takes it, and gives it back."""
+    found = Participation(**check_arguments(Participation, facts, "seen"))
+    row = {
+        **asdict(found),
+        "reason": sanitised(found.reason),
+        "alarm": None if found.alarm is None else int(found.alarm),
+    }
+    typed_rows.check(typed_rows.columns(row), list(row.values()))
+    (found.digest or "").encode()  # SQLite takes no lone surrogate
+    return found
 
 
 def mark_not_resumable(folder: Path, reason: str) -> None:
@@ -186,13 +199,13 @@ def restore(strategy: Strategy, state: Mapping[str, Any], params: Params) -> Non
     """
     fresh, settings, flowers = vars(strategy), _settings(type(strategy)), type(strategy).__module__.startswith("flwr.")
     for name, value in state.items():
-        if isinstance(value, _Named):
+        if name not in fresh and (flowers or hasattr(strategy, name)):
+            raise NotResumable(f"the checkpoint is damaged: a strategy's {name!r:.60} is no state of it")
+        elif isinstance(value, _Named):
             if (now := _Named.of(getattr(strategy, name, None))) != value:
                 raise NotResumable(
                     f"the strategy's {name} was {value.name} and is {now.name} now: build the strategy as before"
                 )
-        elif name not in fresh and hasattr(strategy, name):
-            raise NotResumable(f"the checkpoint is damaged: a strategy's {name} is no state of it")
         elif name in settings and (type(value) is not type(fresh[name]) or value != fresh[name]):
             raise NotResumable(
                 f"the strategy's {name} was {value!r:.60} and is {fresh[name]!r:.60} now: build the strategy as before"

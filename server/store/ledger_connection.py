@@ -17,7 +17,7 @@ from fedgauge.server.store.run_files import LedgerError as LedgerError
 APPLICATION = 0x666C656B  # "flek": marks a file as a fedgauge ledger
 PATIENCE = 30.0  # seconds that a connection waits for another one's lock
 _MILLION = 1_000_000
-_LONGEST = 16 << 20  # bytes of a value or row
+_SHORT, _LONGEST = 64 << 10, 16 << 20  # bytes of a value or row, before and after the file was checked
 _MANY = 1000  # objects of a schema
 # bytes of text that a query hands out for each byte of the file, and besides: rows may share the pages of one text
 _TEXT, _MORE_TEXT = 8, 16 << 20
@@ -154,7 +154,7 @@ class _Connection(sqlite3.Connection):
         """Set the limits for a file by its bytes, with those that wait: one of few pages may look like one of 10^50 rows."""
         self.path, self.steps_a_byte = path, steps_a_byte
         self.set_progress_handler(self._step, _MILLION)
-        self.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+        self.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _SHORT)  # until it is known that rows share no text
         self.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
             self.execute(f"PRAGMA {pragma}")
@@ -325,8 +325,15 @@ class LedgerFile:
             if strange := expected ^ (found - _STATISTICS):
                 kind, name = min((str(kind), str(name)) for kind, name, *_ in strange)
                 raise LedgerError(f"{self.path} is not as fedgauge makes a ledger: see its {kind} {name:.60}")
+            self._check_pages()
+        self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
         self._db.execute("COMMIT")
         return version
+
+    def _check_pages(self) -> None:
+        """Refuse rows that share a text and pages that repeat: a query then reads more bytes than the file's size explains."""
+        if (fault := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise LedgerError(f"{self.path} is damaged: {' '.join(fault.split()):.200}")
 
     def _check_names(self) -> None:
         """Read what queries compare and sort with every row of others: each is checked, and so is short."""

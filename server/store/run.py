@@ -104,9 +104,8 @@ class Run:
     def scenario(self, settings: Sequence[str] = ()) -> Scenario:
         """The scenario as it was run, with further settings applied; [model] weights are the run's own copy."""
         path, weights = self.folder / "scenario.toml", (self.folder / WEIGHTS).absolute()
-        run_files.look(path)
         own = [f"model.weights={json.dumps(str(weights), ensure_ascii=False)}"] if run_files.look(weights) else []
-        return Scenario.load(path, [*own, *settings])
+        return Scenario.load(path, [*own, *settings], read=run_files.read)
 
     def scenario_text(self) -> str:
         """The scenario's file."""

@@ -5,7 +5,7 @@ Clients are sent its protocol part; the plan of attack, the strategy and the tap
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.training import LOCAL_TRAININGS
 from fedgauge.defenses.accounting import DELTA, Accountant, NoGuarantee
-from fedgauge.server.store import predecessor
+from fedgauge.server.store import predecessor, run_files
 from fedgauge.server.store.tape import Keep
 
 _TOP = {
@@ -164,22 +164,31 @@ class Scenario:
     left_out: tuple[int, ...] = field(default=(), compare=False)
 
     @classmethod
-    def load(cls, path: Path, settings: Sequence[str] = (), rounds: int | None = None) -> "Scenario":
+    def load(
+        cls,
+        path: Path,
+        settings: Sequence[str] = (),
+        rounds: int | None = None,
+        read: Callable[[Path, int], bytes] = read_file,
+    ) -> "Scenario":
         """Read and check a file.
 
         Args:
             settings: "chain.0.max_norm=2", as given on the command line.
             rounds: replaces the file's; rounds of [audit] beyond it are `left_out`.
+            read: the file's bytes, at most so many.
 
         Raises:
             SpecError: naming the file, the table, the value and what is allowed.
         """
         try:
-            tables = toml_text.parse(read_file(path, toml_text.MOST))
+            tables = toml_text.parse(read(path, toml_text.MOST))
             for setting in settings:
                 apply_setting(tables, setting)
             left_out = _shorten(tables, rounds) if rounds is not None else ()
             return replace(cls.from_tables(tables), left_out=left_out)
+        except run_files.RefusedFile:
+            raise
         except (FileNotFoundError, NotADirectoryError) as error:
             raise SpecError(f"{path}: there is no such file; fedgauge init writes one to start from") from error
         except IsADirectoryError as error:

@@ -7,8 +7,9 @@ State that is not finite counts only where the replies make it so: a strategy ma
 reply's distance to itself. Its own is what is infinite also if nobody has trained, and whoever's metrics all clients report.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from logging import WARNING
 
 import numpy as np
@@ -26,7 +27,9 @@ from fedgauge.server.strategy.strategy_state import StateSnapshot, not_finite
 
 UNLIKE = "its records or arrays have other names than the other clients', and the strategy takes one form only"
 MOST_NAMES = 3  # of arrays, in a sentence
+OUTSTANDING = 10  # times the others' median step: from here on an alarm is charged to a client by name
 Usable = Callable[[Params, Mapping[str, Tensor]], str]
+Refused = Callable[[Params, bool], str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +65,9 @@ class Aggregation:
         usable: why the model cannot be trained with some weights and buffers; empty if it can.
         counts: whether the strategy averages a client's reply in a round, and so its buffers.
         forgiven: what of the strategy's state may be infinite or no number; a round adds to it.
+        refused: why honest clients' guards would refuse some weights (if the flag is set, also what comes near
+            it); empty if they would not.
+        usual: the norm of an update in earlier rounds.
     """
 
     inner: Strategy
@@ -71,6 +77,13 @@ class Aggregation:
     usable: Usable
     counts: Callable[[int, int], bool]
     forgiven: set[str] = field(default_factory=set)
+    refused: Refused = lambda params, near: ""
+    usual: float = 0.0
+
+    @cached_property
+    def state(self) -> StateSnapshot:
+        """The strategy's, as it was before the round."""
+        return StateSnapshot(self.inner)
 
     def of(
         self, passed: Sequence[tuple[AcceptedReply, Message]]
@@ -89,14 +102,12 @@ class Aggregation:
             self.forgiven.update(attempts.whoever_reports(untrained))
             result = attempts.of(attempts.kept)
         if flaw := result.flaw:
-            found = attempts.culprits(result)
-            if not result.fault and result.state <= untrained and 2 * len(found) > len(attempts.kept):
-                found = []  # most clients' metrics make it so: that is how the model is
-            reasons |= dict.fromkeys(found, f"left out, as with its update {flaw}")
-            attempts.kept = [i for i in attempts.kept if i not in found]
-            if found:
-                named = ", ".join(str(attempts.client(i)) for i in found)
-                what = f"{flaw} with the updates of clients {named}, which were left out"
+            suspects = attempts.culprits(result)
+            if not result.fault and result.state <= untrained and 2 * len(suspects.found) > len(attempts.kept):
+                suspects = _Suspects()  # most clients' metrics make it so: that is how the model is
+            reasons |= attempts.leave_out(suspects, flaw)
+            if suspects.found:
+                what = attempts.sentence(suspects, flaw)
             elif result.fault or len(attempts.kept) < 2:
                 what = f"{flaw} whoever is left out, so the round was undone, and the next one begins with the same weights"
             else:
@@ -106,8 +117,11 @@ class Aggregation:
             notes.append(f"round {self.round}: {what}")
             result = attempts.of(attempts.kept)
             if result.flaw:
-                attempts.state.restore()
+                self.state.restore()
                 result = Aggregate(None, None, dict(self.buffers), flaw)
+        result, refusals, beyond_guards = attempts.past_guards(result)
+        reasons |= refusals
+        notes += beyond_guards
         result, left_out_of_figures = attempts.with_figures_of_most(result)
         notes += left_out_of_figures
         for note in notes:
@@ -149,6 +163,18 @@ class Aggregation:
         return RecordDict({**content, **sent})
 
 
+@dataclass(frozen=True)
+class _Suspects:
+    """Whose replies must go for a sound result, by position.
+
+    Args:
+        other: whose reply it would also help to leave out, instead of theirs; None: nobody's.
+    """
+
+    found: tuple[int, ...] = ()
+    other: int | None = None
+
+
 class _Attempts:
     """A round's replies, given to the strategy in parts; each part as if it were the only one.
 
@@ -162,7 +188,7 @@ class _Attempts:
         self.contents = [message.content for _, message in passed]  # before a strategy empties them, as QFedAvg does
         self.odd_figures = reply_checks.odd_figures([_metrics(content) for content in self.contents])
         self.kept = list(range(len(passed)))
-        self.state = StateSnapshot(aggregation.inner)
+        self.state = aggregation.state
         self.tried = False
 
     def client(self, position: int) -> int:
@@ -225,7 +251,7 @@ class _Attempts:
     def _with(self, others: Sequence[int]) -> list[int]:
         return sorted([*self.kept, *others])
 
-    def culprits(self, result: Aggregate) -> list[int]:
+    def culprits(self, result: Aggregate) -> _Suspects:
         """Who makes the result of all unusable; nobody if it stays so whoever is left out.
 
         Raises:
@@ -237,17 +263,110 @@ class _Attempts:
         def sound(tried: Aggregate) -> bool:
             return not tried.flaw and (tried.arrays is not None or may_be_none)
 
-        replies = [self.passed[i][0] for i in kept]
-        sizes = [round_checks.norm(reply.update) + round_checks.norm(reply.moved(self.at.buffers)) for reply in replies]
-        if found := round_checks.spoilers(sizes, lambda part: sound(self.of([kept[i] for i in part]))):
-            return [kept[i] for i in found]
-        if result.fault and (found := self._replaced([i for _, i in sorted(zip(sizes, kept, strict=True))], sound)):
-            return found
+        oddness = [0.0] * len(kept)
+        if result.error is not None:  # metrics, which are all that a strategy reads besides arrays of one form
+            oddness = reply_checks.oddness([_metrics(contents[i]) for i in kept])
+        suspects = self._suspects(sound, oddness, replacing=bool(result.fault))
         alike = ([content] * len(contents) for content in contents)
-        if result.error is not None and len(kept) > 1 and all(self.of(kept, said).error for said in alike):
+        if (
+            not suspects.found
+            and result.error is not None
+            and len(kept) > 1
+            and all(self.of(kept, said).error for said in alike)
+        ):
             self.state.restore()
             raise result.error
-        return []
+        return suspects
+
+    def past_guards(self, result: Aggregate) -> tuple[Aggregate, dict[int, str], list[str]]:
+        """The result without the replies over which honest clients' guards would refuse it; why each is left out; sentences.
+
+        A result that they would refuse whoever is left out stays: there the guards' setting does not suit the federation.
+        """
+        if result.arrays is None or not (why := self._refused(result)):
+            return result, {}, []
+        flaw = f"the clients' guards would refuse the next weights ({why})"
+        suspects = self._suspects(
+            lambda tried: not tried.flaw and tried.arrays is not None and not self._refused(tried),
+            [0.0] * len(self.kept),
+        )
+        if not suspects.found or 2 * len(suspects.found) > len(self.kept):
+            what = (
+                f"{flaw} whoever is left out, so the guards' setting alarms at this federation, and nobody was left out"
+            )
+            return self.of(self.kept), {}, [f"round {self.at.round}: {what}"]
+        without = self.of([i for i in self.kept if i not in suspects.found])
+        sure = not self._refused(without, near=True) and self._outstanding(suspects.found)
+        reasons = self.leave_out(suspects, flaw, sure)
+        return self.of(self.kept), reasons, [f"round {self.at.round}: {self.sentence(suspects, flaw, sure)}"]
+
+    def _outstanding(self, found: Collection[int]) -> bool:
+        """Whether each of these steps is far larger than the others' and earlier ones: honest ones differ, too."""
+        steps = {i: round_checks.norm(self.passed[i][0].update) for i in self.kept}
+        usual = max(self.at.usual, round_checks.usual_norm([n for i, n in steps.items() if i not in found]))
+        return all(steps[i] > OUTSTANDING * usual for i in found)
+
+    def _refused(self, result: Aggregate, near: bool = False) -> str:
+        """Why honest clients' guards would refuse a result that has weights; empty if they would not."""
+        assert result.arrays is not None
+        return self.at.refused(self.at.params | result.arrays.to_torch_state_dict(), near)
+
+    def leave_out(self, suspects: _Suspects, flaw: str, sure: bool = True) -> dict[int, str]:
+        """Keep the suspects' replies no longer; by position, why."""
+        self.kept = [i for i in self.kept if i not in suspects.found]
+        reason = f"left out, as with its update {flaw}{self._doubt(suspects, sure)}"
+        return dict.fromkeys(suspects.found, reason)
+
+    def sentence(self, suspects: _Suspects, flaw: str, sure: bool = True) -> str:
+        """On who was left out."""
+        named = ", ".join(str(self.client(i)) for i in suspects.found)
+        what = f"{flaw} with the updates of clients {named}, which were left out"
+        return what + self._doubt(suspects, sure)
+
+    def _doubt(self, suspects: _Suspects, sure: bool) -> str:
+        """Why it is not known that those left out have caused it; empty if it is."""
+        if suspects.other is not None:
+            named = ", ".join(str(self.client(i)) for i in suspects.found)
+            other = self.client(suspects.other)
+            both = f"clients {named} and {other}"
+            return f"; leaving out client {other} instead helps, too: it is one of {both}, not known which"
+        return "" if sure else "; honest training may come to that, too, so nobody is blamed"
+
+    def _suspects(
+        self, sound: Callable[[Aggregate], bool], oddness: Sequence[float], replacing: bool = True
+    ) -> _Suspects:
+        """The few replies without which a result is sound.
+
+        Args:
+            oddness: by kept reply; the odder are suspected first, and of equally odd ones those with the larger step.
+            replacing: try also what comes of it if they send what others have sent, as some strategies need all replies.
+        """
+        kept, replies = self.kept, [self.passed[i][0] for i in self.kept]
+        steps = [round_checks.norm(reply.update) + round_checks.norm(reply.moved(self.at.buffers)) for reply in replies]
+        ranks = sorted(both := list(zip(oddness, steps, strict=True)))
+        sizes = [float(ranks.index(pair)) for pair in both]
+        ordered = [i for _, i in sorted(zip(sizes, kept, strict=True))]
+
+        def sound_without(out: Collection[int]) -> bool:
+            return sound(self.of([i for i in kept if i not in out]))
+
+        def sound_if_replaced(out: Collection[int]) -> bool:
+            other = next((i for i in ordered if i not in out and i not in found), None)
+            if other is None:
+                return False
+            said = [self.contents[other] if i in out else content for i, content in enumerate(self.contents)]
+            return sound(self.of(kept, said))
+
+        if found := [
+            kept[i] for i in round_checks.spoilers(sizes, lambda part: sound(self.of([kept[i] for i in part])))
+        ]:
+            helps = sound_without
+        elif replacing and (found := self._replaced(ordered, sound)):
+            helps = sound_if_replaced
+        else:
+            return _Suspects()
+        rest = [i for i in reversed(ordered) if i not in found]
+        return _Suspects(tuple(found), round_checks.one_that_helps(rest, helps))
 
     def _replaced(self, ordered: Sequence[int], sound: Callable[[Aggregate], bool]) -> list[int]:
         """Who must send what another client has sent for a sound result, where a strategy needs all replies; few, or nobody.

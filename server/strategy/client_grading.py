@@ -6,7 +6,7 @@ answer is a measurement of private images, of which an owner allows few.
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +48,7 @@ class GradingReply:
         return "" if name in self.psnr else self.refused.get(name, self.otherwise)
 
 
-class Grader:
+class ClientGrader:
     """Asks a deployment's clients for grades, and writes their answers into the ledger.
 
     Args:
@@ -132,11 +132,16 @@ class Grader:
         sent = {
             nodes[c]: (c, {name: len(x) for name, x in asked.items()}) for c, asked in questions.items() if c in nodes
         }
+        answers = list(self.grid.send_and_receive(messages, timeout=patience)) if messages else []
+        times = Counter(answer.metadata.src_node_id for answer in answers if not answer.has_error())
         replies: dict[int, GradingReply] = {}
-        for answer in self.grid.send_and_receive(messages, timeout=patience) if messages else ():
-            if answer.metadata.src_node_id in sent:  # a dead node's error comes from the SuperLink
-                client, sizes = sent[answer.metadata.src_node_id]
-                replies[client] = read(answer, sizes)
+        for answer in answers:
+            node = answer.metadata.src_node_id
+            if node not in sent or (answer.has_error() and times[node]):  # a dead node's error comes from the SuperLink
+                continue
+            client, sizes = sent[node]
+            often = GradingReply(otherwise=f"it answered {times[node]} times")
+            replies[client] = often if times[node] > 1 else read(answer, sizes)
         self._silent |= {client for client, _ in sent.values()} - replies.keys()
         return replies
 
@@ -239,7 +244,8 @@ def read(answer: Message, sizes: Mapping[str, int]) -> GradingReply:
     if not isinstance(precision, float) or not 0 < precision < math.inf or "psnr" not in records.metric_records:
         return GradingReply(otherwise="its answer is malformed")
     grades = records.metric_records["psnr"]
-    refused = {k: sanitised(v) for k, v in records.config_records.get("refused", ConfigRecord()).items() if k in sizes}
+    said = records.config_records.get("refused", ConfigRecord())
+    refused = {k: sanitised(v) or "it gave no reason" for k, v in said.items() if k in sizes}
     psnr: dict[str, Sequence[float]] = {}
     for name in sizes.keys() & grades.keys():
         if (values := _decibels(grades[name], sizes[name])) is not None:

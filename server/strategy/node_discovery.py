@@ -64,8 +64,10 @@ class LateJoiners:
 def _client_numbers(grid: Grid, nodes: Collection[int], clients: int) -> dict[int, int]:
     """By node, the client number it answered with."""
     questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
-    answers = grid.send_and_receive(questions, timeout=PATIENCE)
-    return {m.metadata.src_node_id: number for m in answers if (number := _number(m, clients)) is not None}
+    answers = [m for m in grid.send_and_receive(questions, timeout=PATIENCE) if not m.has_error()]
+    times = Counter(m.metadata.src_node_id for m in answers)  # of two under one id, neither counts
+    numbers = {m.metadata.src_node_id: _number(m, clients) for m in answers}
+    return {node: number for node, number in numbers.items() if number is not None and times[node] == 1}
 
 
 def _unique(numbers: dict[int, int]) -> dict[int, int]:
@@ -76,7 +78,5 @@ def _unique(numbers: dict[int, int]) -> dict[int, int]:
 
 def _number(answer: Message, clients: int) -> int | None:
     """Which client a node says it is; None if its answer gives no valid number."""
-    if answer.has_error():
-        return None
     number = answer.content.metric_records.get("who", MetricRecord()).get("client")
     return number if isinstance(number, int) and 0 <= number < clients else None

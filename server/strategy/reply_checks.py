@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Any, TypeVar
 
 import numpy as np
@@ -246,6 +247,19 @@ def odd_figures(records: Sequence[MetricRecord]) -> dict[int, str]:
     return {i: f"its {name[:40]} is not finite" for i, name in infinite.items()} | {
         i: f"its metrics lack {name[:40]}, or have it in another form than most" for i, name in lacking.items()
     }
+
+
+def oddness(records: Sequence[MetricRecord]) -> list[float]:
+    """By position, the largest distance of a record's metrics from the median, in mean distances of that metric."""
+    found = [0.0] * len(records)
+    for key in {k for record in records for k, v in record.items() if not isinstance(v, list)}:
+        values = [float(v) if isinstance(v := r.get(key), int | float) else math.nan for r in records]
+        finite = [v for v in values if math.isfinite(v)] or [0.0]
+        usual = median_low(finite)
+        unit = math.fsum(abs(v - usual) / len(finite) for v in finite) or 1.0
+        away = [abs(v - usual) / unit if math.isfinite(v) else math.inf for v in values]
+        found = [max(pair) for pair in zip(found, away, strict=True)]
+    return found
 
 
 def is_finite(value: float | list[int] | list[float]) -> bool:

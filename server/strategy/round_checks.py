@@ -1,7 +1,7 @@
 """What a round's replies are to each other and to the weights: which are out of all proportion, and which spoil the result."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median_low
 
 import torch
@@ -96,6 +96,14 @@ def spoilers(sizes: Sequence[float], sound: Callable[[Sequence[int]], bool]) -> 
             return sorted(found)
     high = fewest(rest, found)
     return sorted([*found, *rest[:high]]) if high < len(rest) else []
+
+
+def one_that_helps(suspects: Sequence[int], helps: Callable[[Collection[int]], bool]) -> int | None:
+    """One of the suspects that it helps to leave out alone, found by halves; None if there is none."""
+    while len(suspects) > 1:
+        halves = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+        suspects = next(filter(helps, halves), [])
+    return suspects[0] if suspects and helps(suspects) else None
 
 
 def large_share(clients: Sequence[int], examples: Sequence[int]) -> dict[int, str]:

@@ -10,11 +10,14 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from logging import WARNING
 from typing import Literal
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
@@ -26,10 +29,12 @@ from fedgauge.client.update import Params, average
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.scenario import ValidatorOptions
 from fedgauge.server.strategy import evaluation, reply_checks, round_checks
-from fedgauge.server.strategy.aggregation import Aggregation
+from fedgauge.server.strategy.aggregation import Aggregate, Aggregation
+from fedgauge.server.strategy.guard_check import GuardCheck
 from fedgauge.server.strategy.ordered_grid import OrderedGrid
 from fedgauge.server.strategy.reply_checks import MOST_EXAMPLES, AcceptedReply, GuardReport, ReplyRejected
 from fedgauge.server.strategy.secure_aggregation import SUMMED
+from fedgauge.server.strategy.strategy_state import StateSnapshot
 
 WEIGHT = "num-examples"
 OUT = "out of all proportion"
@@ -75,6 +80,7 @@ class UpdateValidator(Strategy):
         counts: whether the wrapped strategy averages a client's reply in a round, and so its buffers; None: always.
         options: bounds on a reply.
         usable: why the model cannot be trained with some weights and buffers; empty if it can.
+        guards: what honest clients' guards would make of the next weights; None: they are not asked.
     """
 
     def __init__(
@@ -90,10 +96,12 @@ class UpdateValidator(Strategy):
         counts: Callable[[int, int], bool] | None = None,
         options: ValidatorOptions | None = None,
         usable: Callable[[Params, Mapping[str, Tensor]], str] = lambda params, buffers: "",
+        guards: GuardCheck | None = None,
     ) -> None:
         self.inner = inner
         self.options = options or ValidatorOptions()
         self.usable = usable
+        self.guards = guards
         self.usual_norm = 0.0  # the largest median of a round's norms; to be set where a training continues
         self.strict = strict
         self.counts = counts or (lambda round, client: True)
@@ -110,6 +118,8 @@ class UpdateValidator(Strategy):
         self.evaluation_notes: list[str] = []  # on the latest evaluation's replies
         self._away: set[int] = set()  # clients
         self._forgiven: set[str] = set()  # of the wrapped strategy's state
+        self._before: tuple[Params, Mapping[str, Tensor], StateSnapshot] | None = None  # the latest aggregate
+        self._answered: set[int] = set()  # clients, when they were last asked
         self._large: set[int] = set()  # clients that made the others hardly count, and were named
 
     def configure_train(
@@ -153,11 +163,8 @@ class UpdateValidator(Strategy):
         passed, unlike = self._alike(passed)
         rejected |= unlike
         notes = [f"round {server_round}: client {p.client}: {p.reason}" for p in unlike.values() if OUT in p.reason]
-        aggregation = Aggregation(
-            self.inner, server_round, self._params, self.buffers, self.usable, self.counts, self._forgiven
-        )
         try:
-            result, left_out, found = aggregation.of(passed)
+            result, left_out, found = self._aggregated(server_round, passed, self._turned_away(received))
             notes += found
             passed = [pair for i, pair in enumerate(passed) if i not in left_out]
             rejected |= {p.client: p for p in left_out.values()}
@@ -174,6 +181,45 @@ class UpdateValidator(Strategy):
             self.record(RoundReplies(server_round, self._params, *facts))
         self.buffers = result.buffers
         return result.arrays, result.metrics
+
+    def _aggregated(
+        self, round: int, passed: Sequence[tuple[AcceptedReply, Message]], turned_away: bool
+    ) -> tuple[Aggregate, dict[int, Participation], list[str]]:
+        """As `Aggregation.of`; what there was before the latest aggregate, if that has turned most clients away."""
+        before, self._before = self._before, None
+        if turned_away and before is not None:
+            params, buffers, state = before
+            state.restore()
+            if self.guards is not None:
+                self.guards.limit /= 2  # clients saw what it did not
+            note = (
+                f"round {round}: most clients answered before and withhold now, so the weights are again those before the latest "
+                "aggregate, and no update of this round counts"
+            )
+            log(WARNING, "fedgauge: %s", note)
+            return Aggregate(ArrayRecord(params), None, dict(buffers)), {}, [note]
+        sent = self._params, dict(self.buffers)
+        facts = (self.inner, round, *sent, self.usable, self.counts, self._forgiven)
+        aggregation = Aggregation(*facts, usual=self.usual_norm)
+        if self.guards is not None and not self._sent:  # replies to crafted weights may move them anywhere
+            aggregation = replace(aggregation, refused=partial(self.guards.alarms, self._params))
+        made = aggregation.of(passed)
+        if made[0].arrays is not None:
+            self._before = (*sent, aggregation.state)
+        return made
+
+    def _turned_away(self, received: Sequence[Message]) -> bool:
+        """Whether most of those asked answered when they were last asked, and now withhold the update.
+
+        An owner's audit, or bound on the norm, may withhold most updates of every round: few of those answered before.
+        """
+        codes = {m.metadata.src_node_id: m.error.code if m.has_error() else None for m in received}
+        asked = {self._client(node): codes[node] for node in self._asked & codes.keys()}
+        withheld = {client for client, code in asked.items() if code == WITHHELD and client not in self._sent}
+        turned = withheld & self._answered
+        self._answered -= asked.keys()
+        self._answered |= {client for client, code in asked.items() if code is None}
+        return len(self._asked) > 1 and 2 * len(turned) > len(self._asked)
 
     def _checked(
         self, received: Sequence[Message]

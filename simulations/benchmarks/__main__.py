@@ -17,6 +17,7 @@ from fedgauge.simulations.benchmarks.label_restoration import labels
 from fedgauge.simulations.benchmarks.learned_inversion import learning
 from fedgauge.simulations.benchmarks.local_training import training
 from fedgauge.simulations.benchmarks.many_clients import load
+from fedgauge.simulations.benchmarks.membership import membership
 from fedgauge.simulations.benchmarks.memory_growth import memory, memory_of_flower
 from fedgauge.simulations.benchmarks.page_crowd import crowd
 from fedgauge.simulations.benchmarks.page_speed import page
@@ -37,6 +38,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "learning": learning,
     "training": training,
     "text": text,
+    "membership": membership,
     "success": success,
     "intercept": intercept,
     "memory": memory,

@@ -1,16 +1,13 @@
 """What a benchmark reports: figures with units and targets, and the settings that reproduce them."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-import torch
-
-from fedgauge.attacks.engine.batch_limiter import keep_freed_memory
 from fedgauge.simulations.run.environment import environment
+from fedgauge.simulations.run.environment import one_thread as one_thread
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
 
@@ -74,18 +71,6 @@ def cells(figure: Mapping[str, Any]) -> list[str]:
     value = "-" if figure["value"] is None else f"{figure['value']:.4g}"
     met = {True: "yes", False: "NO", None: ""}[figure["met"]]
     return [figure["name"], value, figure["unit"], figure["target"], met, figure["note"]]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch on one thread, as in a worker, so that speeds are per core."""
-    keep_freed_memory()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:

@@ -24,7 +24,7 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, UpdateFn
 from fedgauge.defenses.ats import OPERATIONS, Policy, ats
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.benchmarks.reporting import one_thread
+from fedgauge.simulations.run.environment import one_thread
 
 POINTS = 20  # steps on the way from noise to the image [code]
 OFFSET = 1e-5  # on eigenvalues (Mellor et al., 2020) [code]

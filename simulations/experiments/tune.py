@@ -15,11 +15,11 @@ import numpy as np
 
 from fedgauge.client.components import SpecError, Table
 from fedgauge.client.rng import seed_of
-from fedgauge.simulations.benchmarks.reporting import one_thread
 from fedgauge.simulations.experiments.paper_table_files import load, restrict
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting
 from fedgauge.simulations.experiments.run_attack import run_attack
 from fedgauge.simulations.experiments.setups import Setup, build_setup
+from fedgauge.simulations.run.environment import one_thread
 
 TUNING_OFFSET = 500  # images between the first reported and the first tuning image
 

@@ -25,8 +25,16 @@ class GaussianMechanism:
     releases: int
 
 
-def gaussian_mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> GaussianMechanism | None:
-    """A chain's clipping and normal noise as a Gaussian mechanism; None for other chains (see `fedgauge.defenses.accounting`)."""
+def gaussian_mechanism(
+    chain: Chain, batch_size: int, model: nn.Module | None = None, fitted: Sequence[str] = ()
+) -> GaussianMechanism | None:
+    """A chain's clipping and normal noise as a Gaussian mechanism; None for other chains (see `fedgauge.defenses.accounting`).
+
+    Args:
+        fitted: of the dataset: where anything was, one example changes all others, and no clip bounds what it moves.
+    """
+    if fitted:
+        return None
     try:
         found = accounting.mechanism(chain, batch_size, model)
     except accounting.NoGuarantee:

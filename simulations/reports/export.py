@@ -6,7 +6,7 @@ import io
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
@@ -39,6 +39,7 @@ COLUMNS = (
 TRAINING, GALLERY = "training", "gallery"  # TensorBoard runs besides those of the attacks
 FOLDER = "tensorboard"  # in the run's
 MARK = "fedgauge.json"  # marks a folder of event files as ours, so that it may be replaced
+BATCH, LETTERS = 5000, 16_000_000  # rows of a table, and letters in them, that are held in memory
 GAP = 2  # white pixels between the tiles of a picture
 
 
@@ -105,13 +106,29 @@ def write_parquet(run: Run, path: Path | None = None) -> Path:
     kinds = [pyarrow.string()] + [pyarrow.int64()] * 2 + [pyarrow.string(), pyarrow.int64(), pyarrow.string()]
     kinds += [pyarrow.float64(), pyarrow.string(), pyarrow.float64(), pyarrow.string(), *[pyarrow.float64()] * 2]
     schema = pyarrow.schema(list(zip(COLUMNS, kinds, strict=True)))
-    columns = list(zip(*rows(run), strict=True)) or [() for _ in COLUMNS]
-    table = pyarrow.table([pyarrow.array(c, k) for c, k in zip(columns, kinds, strict=True)], schema=schema)
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(table, buffer)
-    with run_files.replacing(own := run.folder / "scores.parquet") if path is None else _open_for_writing(path) as file:
-        file.write(buffer.getvalue())
+    own = run.folder / "scores.parquet"
+    with (
+        run_files.replacing(own) if path is None else _open_for_writing(path) as file,
+        pyarrow.parquet.ParquetWriter(file, schema) as writer,
+    ):
+        for some in _batches(rows(run)):
+            arrays = [pyarrow.array(c, k) for c, k in zip(zip(*some, strict=True), kinds, strict=True)]
+            writer.write_table(pyarrow.table(arrays, schema=schema))
     return path or own
+
+
+def _batches(found: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    """Rows by the thousand, fewer where they repeat long texts: parquet stores a text once, a table in memory once a row."""
+    batch: list[tuple[Any, ...]] = []
+    letters = 0
+    for row in found:
+        batch.append(row)
+        letters += sum(len(value) for value in row if isinstance(value, str))
+        if len(batch) >= BATCH or letters > LETTERS:
+            yield batch
+            batch, letters = [], 0
+    if batch:
+        yield batch
 
 
 def _open_for_writing(path: Path) -> AbstractContextManager[IO[bytes]]:

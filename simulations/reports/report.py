@@ -199,7 +199,9 @@ def _certificate(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> Certi
         federation = reading.scenario.federation
     except SpecError:  # its data is not on this machine; a notice says so
         return None
-    mechanism = gaussian_mechanism(federation.chain, federation.shards.batch_size, federation.model)
+    mechanism = gaussian_mechanism(
+        federation.chain, federation.shards.batch_size, federation.model, federation.shards.dataset.fitted
+    )
     if mechanism is None:
         return None
     rounds = federation.protocol.rounds

@@ -4,15 +4,31 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from fedgauge.attacks.engine.batch_limiter import keep_freed_memory
+
 PACKAGES = (
     "fedgauge", "flwr", "flwr-datasets", "ray", "torch", "torchvision", "transformers", "numpy", "scipy", "lpips",
     "rouge-score", "torchmetrics", "safetensors", "mlxtend", "plotly", "rich",
 )  # fmt: skip
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread, as in a worker, so that speeds are per core."""
+    keep_freed_memory()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def environment() -> dict[str, object]:

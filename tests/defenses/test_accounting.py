@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import dp_accounting
@@ -27,6 +28,7 @@ from fedgauge.defenses.accounting import (
     Mechanism,
     NoGuarantee,
     PrivacySpent,
+    PrivacyStatement,
     UnknownGuarantee,
     mechanism,
     privacy_statement,
@@ -547,6 +549,24 @@ def test_other_buffers_cost_no_epsilon_as_they_are_not_sent(make_federation: Mak
         assert bare.sends_buffers
         with pytest.raises(NoGuarantee):
             spent(bare, {0: 1})
+
+
+def test_data_that_was_prepared_by_its_own_examples_has_no_epsilon(make_federation: Make, tmp_path: Path) -> None:
+    """One example of another brightness changes how all others look; of a published dataset the constants are published."""
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "own.npz", x=rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), y=np.arange(40) % 4)
+    data = {"use": "npz", "path": str(tmp_path / "own.npz"), "batch_size": 4, "auxiliary": 4}
+    given = {"mean": [0.5], "std": [0.25], "classes": 4}
+
+    def of(**more: Any) -> PrivacyStatement:
+        return privacy_statement(make_federation(data=data | more, model=MLP, chain=[DP, LOCAL]), {0: 1})
+
+    bare, half, whole = of(), of(mean=[0.5], classes=4), of(**given)
+    assert bare.words.startswith("no epsilon: mean, std, classes of [data] are computed from the examples")
+    assert half.words.startswith("no epsilon: std of [data]")
+    assert (bare.record, bare.client, bare.state) == (None, None, "none")
+    assert whole.state == "holds" and whole.record
+    assert privacy_statement(make_federation(model=MLP, chain=[DP, LOCAL]), {0: 1}).state == "holds"
 
 
 @pytest.mark.parametrize(("links", "words"), [

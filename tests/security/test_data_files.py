@@ -131,7 +131,7 @@ def test_a_users_links_to_data_are_followed(tmp_path: Path) -> None:
         for i in range(2):
             (tmp_path / "linked" / name / f"{i}.png").symlink_to(_picture(tmp_path / f"{name}{i}.png"))
     (tmp_path / "again").symlink_to("linked")
-    assert image_folder(tmp_path / "again", 8, std=[1.0, 1.0, 1.0]).x.shape == (2, 3, 8, 8)
+    assert image_folder(tmp_path / "again", 8, std=[1.0, 1.0, 1.0]).x.shape == (3, 3, 8, 8)
 
 
 def test_the_limits_are_those_that_are_documented(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import (
 )
 
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy
-from fedgauge.server.strategy.reply_checks import odd_figures
+from fedgauge.server.strategy.reply_checks import odd_figures, oddness
 from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 from tests.server.conftest import MemoryGrid
 
@@ -421,3 +421,67 @@ def test_a_strategy_that_fails_over_any_replies_ends_the_training_with_its_own_e
     with pytest.raises(KeyError, match="accuracy"):
         validator.aggregate_train(1, list(grid.send_and_receive(asked)))
     assert rejected(seen) == [set()]
+
+
+# --------------------------------------------------------------------------------------- replies that do not fit together
+
+
+class Spread(FedAvg):
+    """It takes no round whose losses are too far apart, nor, where it needs all, one in which a client is missing."""
+
+    def __init__(self, clients: int, needs_all: bool) -> None:
+        super().__init__(**options(clients))
+        self.least = clients if needs_all else 1
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        own = list(replies)
+        losses = [m.content.metric_records["metrics"]["train_loss"] for m in own]
+        if len(own) < self.least or max(losses) - min(losses) > 10:
+            raise ValueError("the losses are too far apart")
+        return super().aggregate_train(server_round, own)
+
+
+@pytest.mark.parametrize("needs_all", [False, True])
+@pytest.mark.parametrize("step", [0.01, 0.5], ids=["small step", "large step"])
+@pytest.mark.parametrize("losses", [[0.0, 3.0, 6.0, 11.0], [0.0, 3.0, 6.0, 4.0, 5.0, 2.0, 11.0]], ids=len)
+def test_of_two_that_do_not_fit_together_one_goes_and_neither_is_blamed(
+    losses: list[float], step: float, needs_all: bool
+) -> None:
+    """The last one lies. The first, whose step is larger or smaller than the lie's, is as near a cause."""
+    clients, lie = len(losses), len(losses) - 1
+
+    def saying_own(reply: Reply) -> Reply:
+        client = round(float(reply["arrays"]["v"].numpy()[0]) / 0.01) - 1
+        arrays = reply["arrays"]
+        if client == lie:
+            arrays = ArrayRecord({"w": Array(START["w"].numpy() + step), "v": Array(START["v"].numpy() + step)})
+        elif client == 0:
+            arrays = ArrayRecord({"w": Array(START["w"].numpy() + 0.1), "v": Array(START["v"].numpy() + 0.1)})
+        return saying(train_loss=losses[client])({**reply, "arrays": arrays})
+
+    seen = list[RoundReplies]()
+    grid = federation(None, saying_own, clients)
+    curious = CuriousStrategy(Spread(clients, needs_all), clients=grid.nodes, replies="weights", record=seen.append)
+    curious.start(grid, ArrayRecord(START), num_rounds=1)
+    assert rejected(seen) == [{lie}], "whose loss is farther from the median's"
+    (reason,) = (p.reason for p in seen[0].refused)
+    words = f"leaving out client 0 instead helps, too: it is one of clients {lie} and 0, not known which"
+    assert reason.endswith(words) and seen[0].notes[0].endswith(words)
+
+
+def test_a_single_cause_is_named_without_doubt() -> None:
+    _, seen = trained(STRATEGIES["own figures"](), 2, saying(train_loss=0.0))
+    assert rejected(seen) == [{2}, {2}] and "one of" not in seen[0].notes[0]
+
+
+def test_the_odd_one_is_farthest_from_the_median_whatever_the_metrics_units() -> None:
+    said = [{"loss": v, "bits": b, "n": 5} for v, b in [(1.0, 1000), (1.1, 1010), (0.9, 990), (1.0, 1000), (9.0, 1000)]]
+    found = oddness([MetricRecord(own) for own in said])
+    assert max(range(5), key=found.__getitem__) == 4 and found[0] == found[3] == 0
+    assert oddness([MetricRecord({"n": n}) for n in (5, 5, 5, 6)]) == [0, 0, 0, 4]
+    assert oddness([MetricRecord({"n": n}) for n in (1e308, -1e308, 0.0)])[2] == 0
+    assert oddness([MetricRecord({"n": 1.0}), MetricRecord({"n": math.nan}), MetricRecord({})]) == [
+        0,
+        math.inf,
+        math.inf,
+    ]

@@ -213,6 +213,25 @@ def test_what_becomes_a_link_after_the_check_is_not_followed_either(theirs: Run)
     assert state(home) == before
 
 
+def test_a_scenario_that_becomes_a_link_after_it_was_looked_at_is_not_read(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, home, look = theirs.folder / "scenario.toml", theirs.folder.parent.parent / "home.toml", run_files.look
+
+    def swapped(*args: Any, **kwargs: Any) -> Any:
+        found = look(*args, **kwargs)
+        if not path.is_symlink():
+            path.rename(home)
+            path.symlink_to(home)
+        return found
+
+    monkeypatch.setattr(run_files, "look", swapped)
+    with pytest.raises(run_files.RefusedFile, match="is a link"):
+        theirs.scenario()
+    monkeypatch.undo()
+    assert path.is_symlink()
+
+
 def test_a_folder_that_becomes_a_link_while_the_run_is_pruned_leads_nowhere(
     theirs: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

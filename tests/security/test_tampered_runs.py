@@ -26,7 +26,7 @@ from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.checkpoint import Checkpoint
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
@@ -157,7 +157,9 @@ def test_a_value_of_another_kind_is_named_with_its_column(theirs: Run, script: s
         _ = ledger.meta(), ledger.rounds(), ledger.observations(), ledger.planned(), list(ledger.scores_since(0))
 
 
-def test_a_few_pages_that_look_like_endless_rows_end_in_a_sentence(theirs: Run) -> None:
+def test_a_few_pages_that_look_like_endless_rows_end_in_a_sentence(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twelve inner pages, of which each has the next one as all its children: 80^11 copies of one page of rows."""
     path = theirs.folder / "ledger.sqlite"
     with sqlite3.connect(path) as db:
@@ -173,6 +175,15 @@ def test_a_few_pages_that_look_like_endless_rows_end_in_a_sentence(theirs: Run) 
     data += b"".join(chain) + leaf
     data[28:32] = (len(data) // size).to_bytes(4, "big")
     path.write_bytes(data)
+    with pytest.raises(LedgerError, match="is damaged: .*On tree page"):
+        theirs.ledger(readonly=True)
+    os.truncate(path, 1 << 40)  # a hole, which is no bytes on the disk, lets the file look large
+    with pytest.raises(LedgerError, match="is damaged"):
+        theirs.ledger(readonly=True)
+    os.truncate(path, len(data))
+    monkeypatch.setattr(
+        LedgerFile, "_check_pages", lambda self: None
+    )  # somebody may write them when the ledger is open
     with (
         pytest.raises(LedgerError, match="cannot be read as a ledger: interrupted"),
         theirs.ledger(readonly=True) as ledger,
@@ -193,7 +204,7 @@ def _inner(size: int, child: int) -> bytes:
     return bytes(page)
 
 
-def test_rows_that_share_one_text_end_in_a_sentence(theirs: Run) -> None:
+def test_rows_that_share_one_text_end_in_a_sentence(theirs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """500 rows of a megabyte each on the same overflow pages: a file of one megabyte."""
     path = theirs.folder / "ledger.sqlite"
     with sqlite3.connect(path) as db:
@@ -228,6 +239,11 @@ def test_rows_that_share_one_text_end_in_a_sentence(theirs: Run) -> None:
     data += page
     data[28:32] = (len(data) // size).to_bytes(4, "big")
     path.write_bytes(data)
+    with pytest.raises(LedgerError, match="is damaged: .*2nd reference to page"):
+        theirs.ledger(readonly=True)
+    monkeypatch.setattr(
+        LedgerFile, "_check_pages", lambda self: None
+    )  # somebody may write them when the ledger is open
     with theirs.ledger(readonly=True) as ledger:
         rows = ledger._db.execute("SELECT metrics FROM rounds")
         assert len(rows.fetchone()["metrics"]) == text, "one row is read as any other"

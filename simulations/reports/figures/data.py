@@ -74,7 +74,9 @@ def _mechanism(reading: Reading) -> GaussianMechanism | None:
         federation = reading.scenario.federation
     except SpecError:
         return None
-    return gaussian_mechanism(federation.chain, federation.shards.batch_size, federation.model)
+    return gaussian_mechanism(
+        federation.chain, federation.shards.batch_size, federation.model, federation.shards.dataset.fitted
+    )
 
 
 def _sampled_cards(gallery: Gallery) -> list[Card]:

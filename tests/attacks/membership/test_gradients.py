@@ -57,10 +57,13 @@ def test_a_loss_is_the_examples_own() -> None:
     found = candidates()
     for i, loss in enumerate(found.losses.tolist()):
         x, y = found.batch.x[i : i + 1], found.batch.y[i : i + 1]
-        assert float(found.known.loss(found.known.model(found.known.normalise(x)), y)) == pytest.approx(loss, rel=1e-5)
+        own = found.known.loss(found.known.model(found.known.normalise(x)), y)
+        assert own.item() == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("links", [chain(dp_sgd(0.5, 1.0, 2), local_sgd(0.1)), chain(per_example(clip(0.5)), local_sgd(0.1))])
+@pytest.mark.parametrize(
+    "links", [chain(dp_sgd(0.5, 1.0, 2), local_sgd(0.1)), chain(per_example(clip(0.5)), local_sgd(0.1))]
+)
 def test_clipping_each_example_keeps_a_part_of_its_gradient(links: Chain) -> None:
     found = candidates(links=links)
     assert found.norms.min() > 0.5, "otherwise nothing is clipped"

@@ -16,6 +16,7 @@ import tomli_w
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import Text, csv, phrases, rotten_tomatoes, sst2, wikitext2
@@ -269,6 +270,14 @@ def table(tmp_path: Path) -> Path:
     return path
 
 
+def wordpiece_folder(folder: Path) -> Path:
+    """A published tokenizer, of other sentences than the table's."""
+    backend = wordpiece([sentence for sentence, _ in sentences()], 400).backend
+    special = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+    return folder
+
+
 def told(data: Text) -> Counter[tuple[str, int]]:
     """Every sentence with its class, training and test together, without what frames it."""
     decode, frame = data.tokenizer.backend.decode, {"[CLS]", "[SEP]"}
@@ -282,8 +291,7 @@ def told(data: Text) -> Counter[tuple[str, int]]:
 def test_a_table_gives_each_of_its_sentences_once_with_its_class(table: Path) -> None:
     data = csv(table, test=0.25)
     assert (data.name, data.classes, data.fault) == ("diary", 2, "")
-    assert (len(data.y), len(data.y_test)) == (8, 4), "of each class of six a quarter, and empty rows are none"
-    assert data.y.tolist().count(0) == data.y.tolist().count(1) == 4
+    assert (len(data.y), len(data.y_test)) == (9, 3), "a quarter of twelve, and empty rows are none"
     found = told(data)
     assert found["my back hurts", 0] == found["two lines", 0] == 3, "classes count in alphabetical order"
     assert sorted(found.values()) == [3, 3, 3, 3] and {y for _, y in found} == {0, 1}
@@ -316,9 +324,8 @@ def test_words_to_come_need_no_label(tmp_path: Path) -> None:
         ("text,label\na,b,c\n", {}, "line 2: expected 2 fields as in the first line; quote a text"),
         ("text,label\na,0\nb\n", {}, "line 3: expected 2 fields"),
         ('text,label\n"a,0\n', {}, "is not a CSV file in UTF-8 that can be read: unexpected end of data"),
-        ("text,label\na,0\n", {}, "has sentences fewer than two"),
+        ("text,label\na,0\n", {}, "own.csv has 1 examples; with test = 0.2 it needs two at least"),
         ("text,label\na,1\nb,1\n", {}, "has sentences of one class only"),
-        ("text,label\na,0\nb,1\n", {}, "no class has the two sentences that test = 0.2 needs"),
         ("text,label\na,0\nb,99999999\n", {}, "has the label 99999999; labels count from 0, to 99999 at most"),
         ("text,label\na,x\nb,y\n", {"classes": ["x"]}, "has 'y', which is none of classes (x)"),
         ("text,label\na,x\nb,y\n", {"classes": ["x", "x"]}, "classes has a name twice"),
@@ -330,6 +337,31 @@ def test_a_table_that_does_not_fit_is_told(tmp_path: Path, content: str, argumen
     path.write_text(content)
     with pytest.raises(ValueError, match=re.escape(words)):
         csv(path, **arguments)
+
+
+def test_a_table_says_what_was_fitted_on_its_sentences(table: Path, tmp_path: Path) -> None:
+    assert csv(table, length=8).fitted == ("classes", "tokenizer")
+    assert csv(table, length=8, classes=["ill", "well"]).fitted == ("tokenizer",)
+    assert csv(table, task="next_token", length=8).fitted == ("tokenizer",)
+    folder = wordpiece_folder(tmp_path / "words")
+    given = csv(table, classes=["ill", "well"], tokenizer_folder=folder, length=8)
+    assert given.fitted == () and phrases().fitted == (), "a published corpus's vocabulary is published, too"
+    assert len(set(given.y.tolist())) == 2
+
+
+def test_a_sentence_moves_no_other_between_training_and_test_part(table: Path, tmp_path: Path) -> None:
+    folder, lines = wordpiece_folder(tmp_path / "words"), [(f"word {i}", i % 2) for i in range(40)]
+
+    def kept(rows: list[tuple[str, int]]) -> Text:
+        (tmp_path / "own.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+        return csv(tmp_path / "own.csv", classes=["0", "1"], tokenizer_folder=folder, length=8)
+
+    before = kept(lines)
+    for row in range(40):
+        after = kept([("my back", 1 - label) if i == row else (text, label) for i, (text, label) in enumerate(lines)])
+        changed = [(a != b).any(1).sum().item() for a, b in ((before.x, after.x), (before.x_test, after.x_test))]
+        assert sorted(changed) == [0, 1], row
+        assert (before.y != after.y).sum() == changed[0]
 
 
 def test_a_table_that_is_no_file_or_no_text_is_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
 import torch
@@ -28,6 +29,7 @@ from fedgauge.client.models.vision import floating_buffers
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Params
+from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.defenses.clip import clip
 
 pytestmark = pytest.mark.usefixtures("identity")
@@ -207,6 +209,89 @@ def test_a_guard_by_which_examples_decide_does_not_go_with_a_promise(
     with pytest.raises(SpecError, match="the examples decide whether the client answers"):
         DeployedClient.of(OwnerConfig.load(own), ServerTerms.parse(text))
     DeployedClient.of(OwnerConfig.load(path(chain=[SGD], guard=guard)), ServerTerms.parse(text))
+
+
+STATISTICS = {"mean": [0.5], "std": [0.25]}
+
+
+@pytest.fixture
+def arrays(tmp_path: Path) -> Callable[..., Path]:
+    """An archive of 40 images of 8 x 8 in four classes, some of which may be changed."""
+
+    def write(name: str = "own.npz", first: int = 0, label: int = 0) -> Path:
+        rng = np.random.default_rng(0)
+        x, y = rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 4
+        x[0], y[0] = first, label
+        np.savez(tmp_path / name, x=x, y=y)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({}, "mean, std, classes would be computed from the private examples"),
+        ({"classes": 4}, "mean, std would be computed"),
+        (STATISTICS, r"classes would be computed .*: give classes \(all that there may be\)"),
+        ({**STATISTICS, "classes": 4, "whole": False, "partition": "dirichlet"}, "partition = 'dirichlet' divides by the labels"),
+        ({**STATISTICS, "classes": 4, "whole": False, "partition": "shards"}, "partition = 'shards' divides by the labels"),
+    ],
+)  # fmt: skip
+def test_what_is_computed_from_all_examples_does_not_go_with_a_promise(
+    path: Callable[..., Path], arrays: Callable[..., Path], chain: str, keys: dict[str, Any], words: str
+) -> None:
+    data = {"use": "npz", "path": str(arrays()), "batch_size": 2, "whole": True}
+    shared = {} if keys.get("whole", True) else {"auxiliary": 1}
+    text = protocol(clients=2).to_json()
+
+    def built(**data: Any) -> DeployedClient:
+        return DeployedClient.of(OwnerConfig.load(path(chain=data.pop("chain"), data=data)), ServerTerms.parse(text))
+
+    with pytest.raises(SpecError, match=rf"client.toml: \[data\]: {words}"):
+        built(chain=CHAINS[chain], **{**data, **shared, **keys})
+    own = built(chain=[SGD], **{**data, **shared, **keys})
+    assert privacy_statement(own, {1: 1}).record is None, "without a promise anything may be computed"
+    kept = built(chain=CHAINS[chain], **{**data, **STATISTICS, "classes": 4})
+    assert kept.owner.dataset.fitted == ()
+
+
+def test_sentences_with_a_vocabulary_of_their_own_do_not_go_with_a_promise(
+    path: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "own.csv").write_text("text,label\n" + "".join(f"word {i},{i % 2}\n" for i in range(20)))
+    data = {"use": "csv", "path": "own.csv", "length": 8, "classes": ["0", "1"], "batch_size": 2, "whole": True}
+    with pytest.raises(
+        SpecError, match=r"\[data\]: tokenizer would be computed .*: give tokenizer \(the name of a published one\) or"
+    ):
+        DeployedClient.of(
+            OwnerConfig.load(path(chain=CHAINS["dp_sgd"], data=data)),
+            ServerTerms.parse(protocol(model={"use": "tiny_bert"}).to_json()),
+        )
+
+
+def test_an_example_moves_no_other_ones_gradient_nor_whether_there_is_an_answer(
+    path: Callable[..., Path], arrays: Callable[..., Path]
+) -> None:
+    """Two data sets that differ in one example: what the chain gets of all others is the same, bit for bit."""
+    found = []
+    for change in ({}, {"first": 255, "label": 3}, {"label": 1}):
+        data = {"use": "npz", "path": str(arrays(**change)), "batch_size": 2, "whole": True, **STATISTICS, "classes": 4}
+        own = DeployedClient.of(
+            OwnerConfig.load(path(chain=CHAINS["dp_sgd"], data=data)), ServerTerms.parse(protocol().to_json())
+        )
+        found.append((own, own.owner.dataset))
+    (first, before), *others = found
+    params = {
+        k: torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) for k, p in first.initial()[0].items()
+    }
+    for own, after in others:
+        same = [i for i in range(len(before.x)) if torch.equal(before.x[i], after.x[i]) and before.y[i] == after.y[i]]
+        assert len(before.x) == len(after.x) and len(same) >= len(before.x) - 1
+        for i in same:
+            a, b = (c.gradient(params, c.owner.batch([i, i]), None) for c in (first, own))
+            assert all(torch.equal(a[k], b[k]) for k in a)
 
 
 IN_ANY_LINK = """

@@ -11,6 +11,7 @@ import os
 import re
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD, read, secure_sum, to_config_record
 from fedgauge.client.federation import Federation
+from fedgauge.client.files import claimed
+from fedgauge.client.local_data import state_folder
 from fedgauge.client.mods import as_mod
 from fedgauge.client.protocol import Protocol
 from fedgauge.defenses.clip import clip
@@ -236,6 +239,38 @@ def test_a_session_may_not_begin_again() -> None:
         nodes.ask(5, question)
     with pytest.raises(ValueError, match=r"must name its session \(bytes\)"):
         nodes.ask(5, {**question, "session": 1})
+
+
+@pytest.mark.parametrize("wrong", [{"step": "Advertise"}, {"terms": "mine"}, {"session": "text"}, {"step": 1}])
+def test_a_question_that_is_no_step_under_the_terms_claims_nothing(tmp_path: Path, wrong: Record) -> None:
+    mod, question = secure_sum(TERMS, claims=tmp_path / "sums"), next(TERMS.rounds(CLIENTS, 6))[5]
+    context = Context(1, 5, {}, RecordDict(), {})
+    for asked in ({**question, **wrong}, {k: v for k, v in question.items() if k not in wrong}):
+        with pytest.raises(
+            ValueError, match=r"the server's terms are|asked to .*, expected one of|must name its session"
+        ):
+            mod(Message(to_config_record(asked), dst_node_id=5, message_type="train"), context, pytest.fail)
+    assert not (tmp_path / "sums").exists()
+    mod(Message(to_config_record(question), dst_node_id=5, message_type="train"), context, pytest.fail)
+    assert len(list((tmp_path / "sums").iterdir())) == 1
+
+
+def test_claims_lie_where_no_cache_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    Nodes().ask(5, next(TERMS.rounds(CLIENTS, 6))[5])
+    assert len(list((tmp_path / "state" / "fedgauge" / "secure-sums" / "5").iterdir())) == 1
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert state_folder() == tmp_path / ".local" / "state" / "fedgauge"
+
+
+def test_a_power_cut_takes_no_folder_of_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file).st_ino), real(file))[1])
+    path = tmp_path / "a" / "b" / "claim"
+    assert claimed(path) and not claimed(path)
+    assert {tmp_path.stat().st_ino, (tmp_path / "a").stat().st_ino, (tmp_path / "a" / "b").stat().st_ino} <= set(synced)
 
 
 def test_a_client_refuses_to_give_both_secrets_of_one() -> None:

@@ -419,6 +419,37 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_trained_over(half: Run, da
     same(told(half), before)
 
 
+IMPOSSIBLE: dict[str, dict[str, Any]] = {
+    "a client below 0": {"client": -5},
+    "a client that no ledger has": {"client": 2**21},
+    "examples below 0": {"examples": -1},
+    "a digest that is no text": {"digest": "\ud800:a"},
+    "a long digest": {"digest": "x" * 301},
+    "an odd status": {"status": "odd"},
+    "suspicion without a bound": {"suspicion": 10**400},
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_what_a_checkpoint_says_of_clients_is_what_a_ledger_may_hold(half: Run, what: str) -> None:
+    path = half.folder / "checkpoint.json"
+    facts = json.loads(path.read_text())
+    facts["seen"][0].update(IMPOSSIBLE[what])
+    path.write_text(json.dumps(facts))
+    before = told(half)
+    with pytest.raises(NotResumable, match=r"checkpoint.json is damaged"):
+        start(half)
+    same(told(half), before)
+
+
+@pytest.mark.parametrize("usual", [10**400, True, -1.0, "1"])
+def test_a_usual_norm_that_is_none_is_refused(half: Run, usual: object) -> None:
+    path = half.folder / "checkpoint.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "usual_norm": usual}))
+    with pytest.raises(NotResumable, match=r"checkpoint.json is damaged"):
+        start(half)
+
+
 def test_a_checkpoint_is_its_owners_and_there_is_one(half: Run) -> None:
     files = sorted(half.folder.glob("checkpoint*"))
     assert [p.name for p in files] == ["checkpoint-00002.safetensors", "checkpoint.json"]
@@ -573,8 +604,10 @@ def test_a_strategy_built_with_another_function_is_refused() -> None:
     [
         ({"min_train_nodes": 1_000_000}, "min_train_nodes was 1000000 and is 2 now: build the strategy as before"),
         ({"min_train_nodes": [2]}, "min_train_nodes was"),
-        ({"aggregate_train": 5}, "a strategy's aggregate_train is no state of it"),
-        ({"__dict__": {}}, "a strategy's __dict__ is no state of it"),
+        ({"aggregate_train": 5}, "a strategy's 'aggregate_train' is no state of it"),
+        ({"__dict__": {}}, "a strategy's '__dict__' is no state of it"),
+        ({"train_loss_key": ["a"]}, "a strategy's 'train_loss_key' is no state of it"),
+        ({"start": checkpoint._Named.of(FedAvgM.start)}, "a strategy's 'start' is no state of it"),
         ({"server_opt": 7}, "expected the strategy's server_opt as bool, got 7"),
         ({"momentum_vector": 5}, "expected the strategy's momentum_vector as arrays of the model's shapes, got 5"),
         ({"momentum_vector": [5.0]}, "expected the strategy's momentum_vector as arrays"),

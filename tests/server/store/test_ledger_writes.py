@@ -284,7 +284,7 @@ def test_damage_that_shows_when_it_is_read_is_named_too(path: Path) -> None:
     data = path.read_bytes()
     page = int.from_bytes(data[16:18], "big")
     path.write_bytes(data[:page] + bytes([0xFF]) * (len(data) - page))
-    with pytest.raises(LedgerError, match=f"{path} cannot be read as a ledger"), Ledger(path) as ledger:
+    with pytest.raises(LedgerError, match=f"{path} is damaged"), Ledger(path) as ledger:
         ledger.progress()
 
 

@@ -5,7 +5,7 @@ import html
 import io
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fedgauge.server.pool.service import NO_REPLAY, serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.client_grading import ANSWERING, UNGRADED, Grader, grading_summary, read
+from fedgauge.server.strategy.client_grading import ANSWERING, NOTHING, UNGRADED, ClientGrader, grading_summary, read
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower, train
 
@@ -199,7 +199,7 @@ def trained_only(folder: Path, scenario: Scenario, **changes: Any) -> tuple[Run,
     grid = Counting(scenario, owners(folder, scenario, **changes))
     with flower(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "fedgauge.server.strategy.client_grading.Grader.finish", lambda self: None
+            "fedgauge.server.strategy.client_grading.ClientGrader.finish", lambda self: None
         )  # nobody attacks yet: there is nothing to grade
         from fedgauge.server.app import federate
 
@@ -233,8 +233,8 @@ class Counting(MemoryGrid):
         return [node for node, kind in self.asked if kind == "query.grade"]
 
 
-def grader(run: Run, ledger: Ledger, grid: Counting, grace: float = 0.0) -> Grader:
-    return Grader(run, ledger, grid, grid.clients, timeout=30.0, grace=grace)
+def grader(run: Run, ledger: Ledger, grid: Counting, grace: float = 0.0) -> ClientGrader:
+    return ClientGrader(run, ledger, grid, grid.clients, timeout=30.0, grace=grace)
 
 
 def test_one_query_a_client_and_round_and_none_again(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_client_that_never_answers_is_waited_for_once_in_training_and_once_at_
     with run.ledger() as ledger, flower():
         grid.mute = {2}
         grid.waited.clear()  # the training's own
-        asks = Grader(run, ledger, grid, grid.clients, timeout=300.0, grace=0.0)
+        asks = ClientGrader(run, ledger, grid, grid.clients, timeout=300.0, grace=0.0)
         for _ in range(3):
             asks.ask()
         assert grid.queries.count(2) == 1, "it let one question pass"
@@ -429,6 +429,31 @@ def test_nobody_is_scored_who_was_not_asked_about() -> None:
         found = read(answer({"dlg": [20.0, 21.0], "other": [50.0, 50.0]}, refused={"third": "no"}), {"dlg": 2})
     assert dict(found.psnr) == {"dlg": [20.0, 21.0]}
     assert dict(found.refused) == {}
+
+
+@pytest.mark.parametrize("words", ["", " ", "\n\x00"])
+def test_a_refusal_without_a_reason_is_no_grade(words: str) -> None:
+    with flower():
+        found = read(answer({}, refused={"dlg": words}), {"dlg": 2})
+    assert found.reason("dlg") == "it gave no reason", "an empty one is a grade's, in a ledger"
+
+
+def test_a_client_that_answers_twice_has_graded_nothing(tmp_path: Path) -> None:
+    scenario = small(rounds=1)
+    run, grid = trained_only(tmp_path, scenario)
+    serve(run, LocalExecutor(), scenario)
+    deliver = grid.send_and_receive
+
+    def twice(messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        answers = list(deliver(messages, timeout=timeout))
+        return [*answers, *(m for m in answers if m.metadata.src_node_id == 2)]
+
+    grid.send_and_receive = twice  # type: ignore[method-assign]
+    with run.ledger() as ledger, flower():
+        grader(run, ledger, grid).finish()
+        assert {row["reason"] for row in ledger.graded()} == {"", NOTHING, "it answered 2 times"}
+        assert psnr(ledger)[1, 1, "inverting_gradients"] == [None]
+        assert psnr(ledger)[1, 2, "inverting_gradients"][0] is not None
 
 
 def test_a_clients_words_are_shown_as_one_short_line() -> None:

@@ -445,6 +445,22 @@ def test_in_a_deployment_one_client_does_not_stop_the_others(kit: Any) -> None:
         discover_nodes(grid, 5, patience=0.5)
 
 
+def test_a_node_that_introduces_itself_twice_is_nobody(kit: Any) -> None:
+    """First as client 0, then as client 3: which one came last is chance."""
+    grid = kit.grid(kit.scenario())
+    nodes = {client: node for node, client in grid.nodes.items()}
+    deliver = grid.send_and_receive
+
+    def twice(messages: Any, **options: Any) -> Any:
+        answers = list(deliver(messages, **options))
+        (own,) = (m for m in answers if m.metadata.src_node_id == nodes[3])
+        lie = Message(RecordDict({"who": MetricRecord({"client": 0})}), metadata=own.metadata)
+        return [lie, *answers]
+
+    grid.send_and_receive = twice
+    assert sorted(discover_nodes(grid, 4, patience=1.0).values()) == [0, 1, 2]
+
+
 def test_who_comes_late_to_a_deployment_is_let_in_once_and_takes_nobodys_place(kit: Any) -> None:
     grid = kit.grid(kit.scenario())
     nodes = {client: node for node, client in grid.nodes.items()}

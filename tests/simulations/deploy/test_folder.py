@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedgauge.client.components import SpecError
@@ -102,6 +103,23 @@ def test_what_only_a_simulation_can_do_is_refused(tmp_path: Path) -> None:
     scenario = tmp_path / "summed.toml"
     scenario.write_text(DEMO.read_text() + "\n[secure_sum]\ngroup = 2\n")
     with pytest.raises(SpecError, match="secure_sum"):
+        Deployment.create(tmp_path / "federation", 2, scenario=scenario)
+    assert not (tmp_path / "federation").exists(), "nothing is written before all is checked"
+
+
+@pytest.mark.parametrize("label_skew", [True, False])
+def test_what_every_client_would_refuse_is_not_handed_out(tmp_path: Path, label_skew: bool) -> None:
+    """With noise behind a clip no data may be divided by label, nor be prepared by what was computed from it."""
+    np.savez(tmp_path / "own.npz", x=np.arange(80 * 64, dtype=np.uint8).reshape(80, 8, 8), y=np.arange(80) % 4)
+    skewed = 'use = "mnist5k"\npartition = "dirichlet"'
+    data = skewed if label_skew else f'use = "npz"\npath = "{tmp_path / "own.npz"}"'
+    scenario = tmp_path / "private.toml"
+    scenario.write_text(
+        f"rounds = 1\nclients = 2\n[data]\n{data}\nauxiliary = 8\n[model]\nuse = 'mlp'\n"
+        "[[chain]]\nuse = 'dp_sgd'\nmax_norm = 1.0\nnoise_multiplier = 1.0\n[[chain]]\nuse = 'local_sgd'\nrate = 0.1\n"
+    )
+    words = "partition = 'dirichlet' divides by the labels" if label_skew else "mean, std, classes would be computed"
+    with pytest.raises(SpecError, match=words):
         Deployment.create(tmp_path / "federation", 2, scenario=scenario)
     assert not (tmp_path / "federation").exists(), "nothing is written before all is checked"
 

@@ -54,6 +54,13 @@ def test_other_chains_are_not_certified(links: Chain) -> None:
     assert gaussian_mechanism(links, 8) is None
 
 
+def test_data_that_was_prepared_by_its_own_examples_is_not_certified() -> None:
+    """Clip and noise bound what an example moves by its own gradient, and here it moves the others' too."""
+    links = chain(EACH, gaussian(0.5), SGD)
+    assert gaussian_mechanism(links, 8, fitted=()) is not None
+    assert gaussian_mechanism(links, 8, fitted=("mean", "std")) is None
+
+
 def test_no_client_moves_its_release_by_more_than_the_certificate_says() -> None:
     """The claim itself, on a real network: with and without one example, and with any other in its place."""
     torch.manual_seed(0)

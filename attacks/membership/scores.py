@@ -1,0 +1,123 @@
+"""Scores of candidates against observed updates: the higher, the more the candidate seems to have been in the batch.
+
+Scores of one label are compared with one another alone (`against_null`): an update tells its labels anyway, and gradients of
+different labels differ in size and direction.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Wave
+from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
+from fedgauge.attacks.membership.likelihood import RestOfBatch
+from fedgauge.attacks.membership.likelihood import likelihood_ratio as log_ratios
+
+LEAST_NULL = 10  # candidates of a label that nobody trained on, below which their mean and spread say little
+TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """N candidates beside the K updates of a wave, with what several scores share.
+
+    Args:
+        rest: of the batch; only the likelihood ratio reads it.
+    """
+
+    candidates: CandidateGradients
+    wave: Wave
+    rest: RestOfBatch | None = None
+
+    @cached_property
+    def products(self) -> Tensor:
+        """<gradient, -update>, (K, N) float64."""
+        return self.candidates.products(-flattened({k: self.wave.update[k] for k in self.candidates.params}))
+
+
+Score = Callable[[Scoring], Tensor]  # (K, N) float64
+
+
+def likelihood_ratio(scoring: Scoring) -> Tensor:
+    """log p(update | in the batch) - log p(update | not), under the chain's density (fedgauge.attacks.membership.likelihood)."""
+    if scoring.rest is None:
+        raise ValueError(
+            "the likelihood ratio needs the rest of the batch: RestOfBatch.of_population of public examples"
+        )
+    return log_ratios(scoring.candidates, scoring.wave, scoring.rest)
+
+
+def matched_filter(scoring: Scoring) -> Tensor:
+    """<gradient, -update> / |gradient|: the best linear detector under noise of equal size in every entry."""
+    return scoring.products / scoring.candidates.norms.clamp_min(TINY)
+
+
+def cosine(scoring: Scoring) -> Tensor:
+    """The cosine of gradient and -update (Li et al., 2023)."""
+    sizes = flattened(scoring.wave.update).double().norm(dim=1, keepdim=True)
+    found: Tensor = matched_filter(scoring) / sizes.clamp_min(TINY)
+    return found
+
+
+def gradient_difference(scoring: Scoring) -> Tensor:
+    """|gradient seen|^2 - |gradient seen - the candidate's part of it|^2 (Li et al., 2023)."""
+    known, kept = scoring.candidates.known, scoring.candidates.kept / scoring.candidates.known.batch_size
+    return 2 * scoring.products * kept / known.scale - (scoring.candidates.norms * kept).square()
+
+
+def loss(scoring: Scoring) -> Tensor:
+    """The negative loss at the weights before the update, which reads no update."""
+    return (-scoring.candidates.losses).expand(len(scoring.wave), -1)
+
+
+def loss_change(scoring: Scoring) -> Tensor:
+    """How far the update lowers the candidate's loss."""
+    wave, candidates = scoring.wave, scoring.candidates
+    moved = [{k: p + wave.update[k][i].to(p) for k, p in wave.params.items()} for i in range(len(wave))]
+    return torch.stack([candidates.losses - candidates.losses_at(params) for params in moved])
+
+
+def label_frequency(scoring: Scoring) -> Tensor:
+    """How frequent the candidate's label is among the public examples, which reads neither update nor weights."""
+    known, labels = scoring.candidates.known, scoring.candidates.batch.y
+    if known.auxiliary is None:
+        raise ValueError("the frequency of labels needs public examples: set the knowledge's auxiliary")
+    counts = torch.bincount(known.auxiliary.y, minlength=known.classes).double()
+    return (counts / counts.sum())[labels].expand(len(scoring.wave), -1)
+
+
+SCORES: Mapping[str, Score] = {
+    "likelihood_ratio": likelihood_ratio,
+    "matched_filter": matched_filter,
+    "cosine": cosine,
+    "gradient_difference": gradient_difference,
+    "loss_change": loss_change,
+    "loss": loss,
+    "label_frequency": label_frequency,
+}
+
+
+def against_null(scores: Tensor, labels: Tensor, null: Tensor, null_labels: Tensor) -> Tensor:
+    """Scores (K, N) in standard deviations above the mean of the null's scores (K, M) of the same update and label.
+
+    Args:
+        labels, null_labels: (N,) and (M,) int64.
+        null: of candidates that nobody trained on.
+
+    Raises:
+        ValueError: the null has too few candidates of a label.
+    """
+    found = torch.zeros_like(scores)
+    for label in labels.unique().tolist():
+        mine, same = labels == label, null[:, null_labels == label]
+        if same.shape[1] < LEAST_NULL:
+            raise ValueError(
+                f"the null has {same.shape[1]} candidates of label {label}, and {LEAST_NULL} are needed to compare a score "
+                "with: add public examples of this label"
+            )
+        spread = same.std(1, keepdim=True)
+        found[:, mine] = (scores[:, mine] - same.mean(1, keepdim=True)) / torch.where(spread > 0, spread, 1.0)
+    return found

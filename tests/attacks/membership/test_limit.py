@@ -1,0 +1,152 @@
+"""The limit: closed forms, and a Gaussian world in which the likelihood ratio reaches the curve and nothing exceeds it."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor, nn
+
+from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.membership.gradients import CandidateGradients
+from fedgauge.attacks.membership.likelihood import RestOfBatch
+from fedgauge.attacks.membership.limit import area, composed, detectability, power, private_power
+from fedgauge.attacks.membership.scores import SCORES, Scoring
+from fedgauge.client.chain import Chain, chain
+from fedgauge.client.models.vision import detached_params
+from fedgauge.client.rng import generator
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch
+from fedgauge.defenses.dp_sgd import dp_sgd
+from fedgauge.defenses.noise import gaussian, laplace
+
+DRAWS = 4000  # updates with the candidate, and as many without
+ALPHAS = (0.01, 0.1, 0.3)
+
+
+def test_power_and_area_on_paper() -> None:
+    assert power(0.05, 1.0) == pytest.approx(scipy.stats.norm.cdf(scipy.stats.norm.ppf(0.05) + 1))
+    assert power(0.3, 0.0) == pytest.approx(0.3)
+    assert (power(0.0, 5.0), power(1.0, 5.0), power(0.0, math.inf)) == (0.0, 1.0, 1.0)
+    rates = torch.linspace(0, 1, 20001).tolist()
+    whole = sum((power(a, 1.7) + power(b, 1.7)) / 2 * (b - a) for a, b in pairwise(rates))
+    assert area(1.7) == pytest.approx(whole, abs=1e-4)
+    assert composed([3.0, 4.0]) == 5.0
+    assert composed([]) == 0.0
+
+
+def test_the_private_line_is_the_definition_and_its_mirror_image() -> None:
+    assert private_power(0.01, 1.0, 1e-3) == pytest.approx(math.e * 0.01 + 1e-3)
+    assert private_power(0.3, 0.0, 0.0) == pytest.approx(0.3)
+    assert private_power(0.0, 2.0, 0.5) == 0.5
+    for alpha in (0.001, 0.1, 0.4, 0.9):  # a test read backwards: TPR and FPR change places and sides
+        beta = 1 - private_power(alpha, 1.3, 1e-2)
+        assert 1 - private_power(beta, 1.3, 1e-2) == pytest.approx(alpha)
+    assert private_power(0.5, 1e4, 0.0) == private_power(0.5, math.inf, 0.0) == 1.0
+
+
+def test_normal_noise_stays_below_every_line_that_its_own_epsilon_gives() -> None:
+    for mu in (0.3, 1.0, 3.0):
+        for epsilon in (0.1, 1.0, 4.0):
+            delta = scipy.stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * scipy.stats.norm.cdf(
+                -mu / 2 - epsilon / mu
+            )
+            assert all(
+                power(a, mu) <= private_power(a, epsilon, delta) + 1e-9 for a in torch.linspace(0, 1, 99).tolist()
+            )
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="false-positive rate"):
+        power(1.1, 1.0)
+    with pytest.raises(ValueError, match="mu must not be negative"):
+        power(0.1, -1.0)
+    with pytest.raises(ValueError, match="epsilon must be at least 0"):
+        private_power(0.1, -1.0, 0.0)
+
+
+# ------------------------------------------------------------------------------------------------- Gaussian world
+
+
+def world(links: Chain, size: int = 3) -> tuple[Knowledge, Batch]:
+    """A small network, and a candidate with two others."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    rng = generator("gaussian world of members")
+    batch = Batch(torch.randn(size, 1, 1, 6, generator=rng).double(), torch.randint(3, (size,), generator=rng))
+    return Knowledge(model, links, (1, 1, 6), 3, size, (), ()), batch
+
+
+def scores(known: Knowledge, batch: Batch, present: bool, method: str = "likelihood_ratio") -> Tensor:
+    """(DRAWS,) scores of the first example, in updates with and without its gradient."""
+    params = detached_params(known.model)
+    mean = known.chain.mean(gradient(known.model))
+    whole = mean(params, batch, None)
+    if not present:  # the same sum without the candidate's term
+        others = mean(params, Batch(batch.x[1:], batch.y[1:]), None)
+        whole = {k: t * (len(batch.x) - 1) / len(batch.x) for k, t in others.items()}
+    density = known.chain.update_distribution
+    assert density is not None
+    rng = generator("noise of members", int(present))
+    seen = {k: t + density.sigma * torch.randn(DRAWS, *t.shape, generator=rng, dtype=t.dtype) for k, t in whole.items()}
+    wave = Wave(1, tuple(range(DRAWS)), params, seen)
+    first = CandidateGradients(known, params, Batch(batch.x[:1], batch.y[:1]))
+    rest = RestOfBatch.of_known(CandidateGradients(known, params, Batch(batch.x[1:], batch.y[1:])))
+    return SCORES[method](Scoring(first, wave, rest))[:, 0]
+
+
+def sigma_for(mu: float, links: Chain) -> float:
+    known, batch = world(links)
+    first = CandidateGradients(known, detached_params(known.model), Batch(batch.x[:1], batch.y[:1]))
+    return float(detectability(first)[0]) / mu
+
+
+@pytest.mark.parametrize("mu", [0.3, 1.0, 2.5])
+def test_the_likelihood_ratio_reaches_the_curve_and_nothing_exceeds_it(mu: float) -> None:
+    sigma = sigma_for(mu, chain(gaussian(1.0), local_sgd(0.1)))
+    known, batch = world(chain(gaussian(sigma), local_sgd(0.1)))
+    for method in ("likelihood_ratio", "matched_filter", "gradient_difference", "loss_change"):
+        positive, negative = (scores(known, batch, present, method) for present in (True, False))
+        for alpha in ALPHAS:
+            threshold = negative.quantile(1 - alpha)
+            reached = float((positive > threshold).double().mean())
+            best = power(alpha, mu)
+            slope = (power(alpha + 1e-4, mu) - power(alpha - 1e-4, mu)) / 2e-4
+            error = math.sqrt((best * (1 - best) + slope**2 * alpha * (1 - alpha)) / DRAWS)
+            assert reached <= best + 3 * error, f"{method} exceeds the limit at {alpha}"
+            if method == "likelihood_ratio":
+                assert reached >= best - 3 * error, f"{reached} of {best} at {alpha}"
+
+
+def test_the_ratio_is_the_logarithm_of_two_densities() -> None:
+    sigma = sigma_for(1.5, chain(gaussian(1.0), local_sgd(0.1)))
+    known, batch = world(chain(gaussian(sigma), local_sgd(0.1)))
+    positive, negative = (scores(known, batch, present) for present in (True, False))
+    assert float(positive.mean()) == pytest.approx(1.5**2 / 2, abs=4 * 1.5 / math.sqrt(DRAWS))
+    assert float(negative.mean()) == pytest.approx(-(1.5**2) / 2, abs=4 * 1.5 / math.sqrt(DRAWS))
+    assert float(positive.std()) == pytest.approx(1.5, rel=0.05)
+
+
+def test_rounds_add_up_to_the_composed_curve() -> None:
+    sigma = sigma_for(0.5, chain(gaussian(1.0), local_sgd(0.1)))
+    known, batch = world(chain(gaussian(sigma), local_sgd(0.1)))
+    positive, negative = (scores(known, batch, present).view(-1, 16).sum(1) for present in (True, False))
+    reached = float((positive > negative.quantile(0.9)).double().mean())
+    assert reached == pytest.approx(power(0.1, composed([0.5] * 16)), abs=0.1)  # 250 of each
+
+
+def test_clipping_bounds_what_an_example_can_move() -> None:
+    links = chain(dp_sgd(0.5, 1.0, 3), local_sgd(0.1))
+    known, batch = world(links)
+    found = detectability(CandidateGradients(known, detached_params(known.model), batch))
+    assert found.max() <= 1 + 1e-6, "one over the noise multiplier"
+    assert found.min() > 0
+
+
+@pytest.mark.parametrize("links", [chain(local_sgd(0.1)), chain(laplace(0.1), local_sgd(0.1))])
+def test_a_chain_without_normal_noise_has_no_exact_curve(links: Chain) -> None:
+    known, batch = world(links)
+    with pytest.raises(ValueError, match="the exact curve is of normal noise alone"):
+        detectability(CandidateGradients(known, detached_params(known.model), batch))
