@@ -272,8 +272,14 @@ BRANCHES_ON_MODALITY = {
 def branches_on_modality(tree: ast.Module) -> Iterator[int]:
     """The lines that ask for the kind of data: by its class, by what stands for images where there is no text, by its name."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
-            parts = [ast.unparse(a).split(".")[-1] for a in ast.walk(node.args[1]) if isinstance(a, ast.Name | ast.Attribute)]
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("isinstance", "issubclass")
+            and len(node.args) == 2
+        ):
+            parts = [
+                ast.unparse(a).split(".")[-1] for a in ast.walk(node.args[1]) if isinstance(a, ast.Name | ast.Attribute)
+            ]
             if {"Text", "Sentences", "LanguageModel", "ImageModality", "SentenceModality"} & set(parts):
                 yield node.lineno
         if isinstance(node, ast.Compare):
@@ -292,7 +298,9 @@ def test_the_kind_of_data_is_asked_for_in_few_places() -> None:
         for _ in branches_on_modality(parse(file))
     )
     assert dict(asked) == BRANCHES_ON_MODALITY
-    shapes = "isinstance(data, corpora.Text), known.text is None, page.kind == 'image', isinstance(m, (A, LanguageModel))"
+    shapes = (
+        "isinstance(data, corpora.Text), known.text is None, page.kind == 'image', isinstance(m, (A, LanguageModel))"
+    )
     assert len(list(branches_on_modality(ast.parse(f"[{shapes}]")))) == 4
 
 

@@ -85,9 +85,8 @@ class CandidateGradients:
             def logits(params: Params, x: Tensor = part.x) -> Tensor:
                 return self._logits(params, x)
 
-            with (
-                warnings.catch_warnings()
-            ):  # torch compiles some rules on its first forward-mode derivative, with a warning
+            # torch compiles some rules on its first forward-mode derivative, with a warning
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
                 at, moved = jvp(logits, (self.params,), (direction,))[:2]
             slopes = logit_gradient(self.known.loss, at, part.y)

@@ -30,7 +30,7 @@ from fedgauge.simulations.benchmarks.text_matching_cost import text
 Benchmark = Callable[[Progress], BenchmarkReport]
 FLOWER = "memory-flower"
 KILLS = "kills"
-ON_REQUEST = (FLOWER, KILLS)  # they take minutes and many processes
+ON_REQUEST = (FLOWER, KILLS, "membership")  # they take many minutes, or many processes
 BENCHMARKS: Mapping[str, Benchmark] = {
     "engine": engine,
     "quality": quality,
@@ -88,7 +88,7 @@ def main(
     """Run benchmarks by name; returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m fedgauge.simulations.benchmarks", description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"{', '.join(benchmarks)}; default: all but {' and '.join(ON_REQUEST)}"
+        "names", nargs="*", metavar="NAME", help=f"{', '.join(benchmarks)}; default: all but {', '.join(ON_REQUEST)}"
     )
     parser.add_argument("--json", action="store_true", help="one object per line instead of tables")
     options = parser.parse_args(arguments)

@@ -448,7 +448,9 @@ def resnet18(shape: tuple[int, int, int], classes: int, width: int = 64) -> nn.M
 
 def step_of(posed: ImageProblem) -> tuple[Problems, Variables, Tensor]:
     """All problems with a first guess at each, as the attack's own step takes them."""
-    problems = Problems(posed.attack.objective, posed.wave, posed.known, posed.known.labels, 1, torch.get_default_dtype())
+    problems = Problems(
+        posed.attack.objective, posed.wave, posed.known, posed.known.labels, 1, torch.get_default_dtype()
+    )
     x = torch.randn(posed.truth.shape, generator=generator("gpu", "guess")).to(posed.truth)
     return problems, {"x": x}, torch.arange(len(posed.wave))
 

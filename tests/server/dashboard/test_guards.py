@@ -50,7 +50,9 @@ def test_without_the_token_nothing_is_answered(folder: Path) -> None:
         assert http.get("/api/runs").status_code == 200, "the cookie lets in from then on"
         cookie = first.headers["set-cookie"].partition(";")[0]
     with Http(make_app(folder, "secret"), base_url="http://server:8765") as again:
-        assert again.get("/api/runs", headers={"Cookie": cookie}).status_code == 401, "of this page, and of no later one"
+        assert again.get("/api/runs", headers={"Cookie": cookie}).status_code == 401, (
+            "of this page, and of no later one"
+        )
 
 
 FOREIGN = ["evil.example", "a_b.evil.example", "localhost.evil.example", "[::1", "localhost:x", "", "localhost@evil.example",

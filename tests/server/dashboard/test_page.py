@@ -516,7 +516,9 @@ def test_a_report_shows_what_nobody_graded_and_claims_no_rate(
 ) -> None:
     run = make_taped(tmp_path / "refused", make_scenario(rounds=1))
     with run.ledger() as ledger:
-        ledger.set_meta(mode="deployment", state="trained", grading="not graded", ungraded="the owner does not allow it")
+        ledger.set_meta(
+            mode="deployment", state="trained", grading="not graded", ungraded="the owner does not allow it"
+        )
     serve(run, LocalExecutor())
     with run.ledger() as ledger:
         for job in ledger.ungraded():

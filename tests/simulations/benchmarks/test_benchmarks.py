@@ -346,6 +346,7 @@ def test_the_kept_results_are_what_their_readme_shows() -> None:
         "engine",
         "quality",
         "labels",
+        "membership",
         "success",
         "intercept",
         "memory",

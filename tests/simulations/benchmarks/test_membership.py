@@ -17,12 +17,12 @@ def test_it_is_run_by_name() -> None:
 def test_one_row_gives_every_score_with_its_interval_and_controls() -> None:
     told: list[tuple[int, int]] = []
     report = membership(
-        lambda done, total: told.append((done, total)), rows=("noise .1",), seeds=(0,), updates=4, rounds=(1,)
+        lambda done, total: told.append((done, total)), rows=("noise .1",), seeds=(0,), updates=8, rounds=(1,)
     )
     assert told == [(1, 1)]
     assert [row["score"] for row in report.rows] == list(METHODS)
     best = report.rows[0]
-    assert best["n"] == 16
+    assert best["n"] == 32
     assert float(best["auc"][0]) > 0.9  # type: ignore[index]
     assert set(best) >= {"auc_against_own_shard", "auc_shuffled", "auc_untrained_on", "limit", "tpr_at_0.1_percent"}
     assert [figure.name for figure in report.figures][::2] == [f"noise .1, untrained: {name}" for name in SHOWN]
