@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from io import StringIO
@@ -107,6 +108,22 @@ def test_a_word_is_right_misplaced_as_often_as_the_truth_has_it_or_wrong(run: Ru
     assert marks == ["right", "misplaced", "misplaced", "wrong", "misplaced", "wrong"]
     assert {mark for _, mark in modality_of(data).marked(guess, None)} == {"wrong"}
     assert len(modality_of(data).words(truth)) == 4
+
+
+def test_a_failed_attack_on_text_leaves_it_text(run: Run, tmp_path: Path) -> None:
+    """A wave that came to nothing has a row of PSNR."""
+    shutil.copytree(run.folder, tmp_path / "failed")
+    failed = Run(tmp_path / "failed")
+    with failed.ledger() as ledger:
+        (job,) = ledger._db.execute(
+            "SELECT id FROM jobs WHERE attack_id = (SELECT id FROM attacks WHERE name = 'copies') LIMIT 1"
+        )
+        ledger._db.execute("DELETE FROM scores WHERE job_id = ?", (job["id"],))
+        row = (job["id"], "copies", 0, -1, "psnr", 1, None, "failed", 0.0)
+        ledger._db.execute(f"INSERT INTO scores VALUES ({', '.join('?' * len(row))})", row)
+    with closing(Reading(failed)) as reading, reading.now():
+        assert reading.scores.measure == SentenceModality.main
+        assert sum(reading.pooled("rouge1")["copies"].failed.values()) == 1
 
 
 def test_the_verdict_compares_by_rouge_with_the_floor_of_text(run: Run) -> None:
