@@ -96,10 +96,10 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
             left = f"; {waiting} attacks wait: fedgauge audit {run.folder}" if waiting else ""
             raise NotResumable(f"{run.folder} is complete: its {scenario.protocol.rounds} rounds are trained{left}")
         _same_versions(run)
-        if (
-            start := starting_point(run, ledger, scenario)
-        ) is not None:  # tried here, where it is refused in a sentence
-            restore(build_strategy(scenario.strategy, scenario.protocol.clients), start.strategy, start.params)
+        start = starting_point(run, ledger, scenario)
+        if start is not None:  # tried here, where it is refused in a sentence
+            least = 1 if ledger.deployed else None  # as the server builds it
+            restore(build_strategy(scenario.strategy, scenario.protocol.clients, least), start.strategy, start.params)
     return scenario
 
 
