@@ -569,6 +569,15 @@ def test_data_that_was_prepared_by_its_own_examples_has_no_epsilon(make_federati
     assert privacy_statement(make_federation(model=MLP, chain=[DP, LOCAL]), {0: 1}).state == "holds"
 
 
+def test_labels_that_divide_the_data_are_a_condition(make_federation: Make) -> None:
+    """Another label of one record moves others between clients."""
+    condition = "; 1 round; where no label changes, as labels divide the data among clients)"
+    for partition in ("iid", "dirichlet", "shards"):
+        fed = make_federation(data={"batch_size": 8, "partition": partition}, model=MLP, chain=[DP, LOCAL])
+        found = privacy_statement(fed, {0: 1})
+        assert found.record and found.words.endswith(condition) == (partition != "iid")
+
+
 @pytest.mark.parametrize(("links", "words"), [
     ([DP, LOCAL], "epsilon {record:.3g} for one record replaced, {client:.3g} for all of a client's data (delta 1e-05; 2 rou"),
     ([LOCAL], "the chain adds no noise, so it has no epsilon"),

@@ -37,9 +37,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "identity": {},
     "laplace": {"scale": 0.1},
     "prune": {"keep": 0.3},
+    "local_dp": {"epsilon": 50.0},
+    "percentile_privacy": {"percentile": 30.0},
     "quantize": {"bits": 4},
     "sign": {"scale": 0.5},
     "soteria": {"rate": 0.5},
+    "svt_privacy": {"gamma": 0.05, "tau": 0.0, "noise_var": 5.0},
     "top_k": {"keep": 0.3},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -57,11 +60,13 @@ RANDOM = {
     "mixup",
     "gaussian",
     "laplace",
+    "local_dp",
     "quantize",
     "quantize uniform",
+    "svt_privacy",
 }
 # what zeros do not become zeros again under
-NOISE = {"gaussian", "laplace"}
+NOISE = {"gaussian", "laplace", "local_dp", "svt_privacy"}
 
 
 class Small(nn.Module):
@@ -349,6 +354,10 @@ def test_the_attackers_form_is_the_average_of_the_clients(name: str) -> None:
         return
     rng, n = seeded(), 1500
     draws = [applied(link, update, rng) for _ in range(n)]
+    if name == "svt_privacy":  # which entries are sent depends on all; its stand-in has the average's direction
+        averages = torch.cat([torch.stack([d[k] for d in draws]).mean(0).flatten() for k in expected])
+        assert torch.cosine_similarity(averages, torch.cat([t.flatten() for t in expected.values()]), dim=0) > 0.9
+        return
     for k, mean in expected.items():
         stacked = torch.stack([d[k] for d in draws])
         # an entry that is a level, or the only one of its tensor, is rounded to itself each time

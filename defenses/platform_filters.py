@@ -1,0 +1,146 @@
+"""What federated platforms offer as filters of a client's update, with their defaults.
+
+NVFlare: percentile_privacy and svt_privacy; Flower: the noise of LocalDpMod. Each belongs after local training.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform, transformed
+from fedgauge.client.update import Update
+from fedgauge.defenses.noise import gaussian
+
+PASSES = 64  # over the entries that were not accepted before; NVFlare has no end
+
+
+@dataclass(frozen=True)
+class percentile_privacy(UpdateTransform):
+    """Send the entries whose change in a local step exceeds a percentile of all, each at most gamma (Shokri & Shmatikov, 2015).
+
+    NVFlare's PercentilePrivacy with its defaults.
+
+    Args:
+        percentile: 0 to 100, of the absolute values of all entries; smaller ones become zero.
+        gamma: above 0, the largest change of an entry in a step.
+        steps: local steps in a round, at least 1.
+    """
+
+    percentile: float = 10.0
+    gamma: float = 0.01
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.percentile <= 100:
+            raise ValueError(f"percentile must lie in 0..100, got {self.percentile}")
+        _check_filter(self.gamma, self.steps)
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        magnitudes = _flat(update).detach().abs() / self.steps
+        # numpy's percentile: between two neighbours by their distance; torch's quantile takes 16 M entries at most
+        ordered, place = magnitudes.sort().values, (len(magnitudes) - 1) * self.percentile / 100
+        low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+        cutoff = low + (high - low) * (place - math.floor(place))
+        most = self.gamma * self.steps
+        return {
+            k: torch.where(t.abs() < cutoff * self.steps, torch.zeros_like(t), t).clamp(-most, most)
+            for k, t in update.items()
+        }
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        """An entry at the bound says its sign alone."""
+        return None
+
+
+@dataclass(frozen=True)
+class svt_privacy(UpdateTransform):
+    """Send a part of the entries, which a noisy threshold chooses, with Laplace noise, each at most gamma (sparse vector).
+
+    NVFlare's SVTPrivacy with its defaults. No epsilon is stated for it: entries are chosen with replacement, and clipped to a
+    bound of each entry while one example may change them all.
+
+    Args:
+        fraction: of the entries that are sent, above 0 and at most 1.
+        epsilon: above 0; of the threshold's noise and of the queries'.
+        noise_var: above 0; the noise on what is sent has scale 2 gamma / noise_var.
+        gamma: above 0, the largest change of an entry in a step.
+        tau: the threshold before noise.
+        steps: local steps in a round, at least 1.
+    """
+
+    fraction: float = 0.1
+    epsilon: float = 0.1
+    noise_var: float = 0.1
+    gamma: float = 1e-5
+    tau: float = 1e-6
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction}")
+        if not (self.epsilon > 0 and self.noise_var > 0):
+            raise ValueError(f"epsilon and noise_var must be above 0, got {self.epsilon} and {self.noise_var}")
+        _check_filter(self.gamma, self.steps)
+
+    @property
+    def mean(self) -> Link:
+        return percentile_privacy(0.0, self.gamma, self.steps)
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        flat = _flat(update) / self.steps
+        wanted = math.ceil(self.fraction * len(flat))
+        threshold = self.tau + _laplace(1, 2 * self.gamma / self.epsilon, rng)
+        queries = 4 * self.gamma * wanted / (self.epsilon * (2 * wanted) ** (2 / 3))
+        size, accepted = flat.abs().clamp(max=self.gamma), torch.zeros_like(flat, dtype=torch.bool)
+        for _ in range(PASSES):  # tensors throughout, as an attacker computes many clients at once
+            more = accepted.sum() < wanted
+            if not transformed() and not more:
+                break
+            accepted = accepted | (more & (size + _laplace(len(flat), queries, rng) >= threshold))
+        first = accepted.logical_not().to(torch.uint8).argsort(stable=True)
+        place = torch.rand(wanted, generator=rng, dtype=torch.float64) * accepted.sum().clamp_min(1)
+        drawn = first[place.long()]
+        noisy = (flat[drawn] + _laplace(wanted, 2 * self.gamma / self.noise_var, rng)).clamp(-self.gamma, self.gamma)
+        sent = torch.zeros_like(flat).index_put((drawn,), noisy.to(flat))
+        parts = iter(sent.split([t.numel() for t in update.values()]))
+        return {k: next(parts).view(t.shape) * self.steps for k, t in update.items()}
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        """A clipped sum with noise, of entries that depend on the values."""
+        return None
+
+
+def local_dp(epsilon: float, sensitivity: float = 1.0, delta: float = 1e-5) -> gaussian:
+    """The normal noise of Flower's LocalDpMod, whose clipping is `clip` before it.
+
+    Args:
+        epsilon: above 0, which the mod is asked for; fedgauge's accountant states what the noise really gives.
+        sensitivity: at least 0, of the clipped update.
+        delta: above 0 and below 1.
+    """
+    if not epsilon > 0 or not sensitivity >= 0 or not 0 < delta < 1:
+        raise ValueError(
+            f"expected an epsilon above 0, a sensitivity of at least 0 and a delta between 0 and 1, got {epsilon}, {sensitivity} "
+            f"and {delta}"
+        )
+    return gaussian(sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
+
+
+def _check_filter(gamma: float, steps: int) -> None:
+    if not gamma > 0:
+        raise ValueError(f"gamma must be above 0, got {gamma}")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+
+
+def _flat(update: Update) -> Tensor:
+    return torch.cat([t.flatten() for t in update.values()])
+
+
+def _laplace(n: int, scale: float, rng: Generator | None) -> Tensor:
+    """(n,) draws: the difference of two exponential ones."""
+    first, second = torch.rand(2, n, generator=rng, dtype=torch.float64).clamp_min(1e-300).log().neg()
+    found: Tensor = scale * (first - second)
+    return found

@@ -1,0 +1,78 @@
+"""Platforms' filters: what they compute, against numpy and Flower's own code."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.supercore.differential_privacy import add_localdp_gaussian_noise_to_params
+from torch import Tensor
+
+from fedgauge.client.rng import generator
+from fedgauge.defenses.noise import gaussian
+from fedgauge.defenses.platform_filters import local_dp, percentile_privacy, svt_privacy
+
+
+def drawn(scale: float, *shape: int) -> Tensor:
+    return scale * torch.randn(*shape, generator=generator("filters", *map(str, shape)), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("percentile", [0.0, 10.0, 37.5, 90.0, 100.0])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_percentile_is_numpys_and_large_entries_are_cut(percentile: float, steps: int) -> None:
+    update = {"a": drawn(0.02, 7, 5), "b": drawn(0.02, 11)}
+    found = percentile_privacy(percentile, 0.01, steps).apply(update, None)
+    values = np.concatenate([t.numpy().ravel() for t in update.values()]) / steps
+    cutoff = np.percentile(np.abs(values), percentile)
+    expected = np.clip(np.where(np.abs(values) < cutoff, 0.0, values), -0.01, 0.01) * steps
+    assert np.allclose(torch.cat([t.flatten() for t in found.values()]).numpy(), expected)
+    assert found["a"].shape == (7, 5)
+
+
+def test_the_sparse_vector_sends_at_most_a_part_with_noise_and_bound() -> None:
+    update = {"a": drawn(1.0, 40, 30), "b": drawn(1.0, 100)}
+    link = svt_privacy(fraction=0.2, gamma=0.5, noise_var=2.0)
+    found = torch.cat([t.flatten() for t in link.apply(update, generator("svt")).values()])
+    sent = found[found != 0]
+    assert 0.5 * 0.2 * 1300 < len(sent) <= 0.2 * 1300  # drawn with replacement
+    assert float(found.abs().max()) <= 0.5
+    again = torch.cat([t.flatten() for t in link.apply(update, generator("svt")).values()])
+    assert again.equal(found)
+
+
+def test_without_noise_the_sparse_vector_sends_the_cut_values_above_its_threshold() -> None:
+    """As epsilon and noise_var grow, the noise goes, and what is sent is an entry above tau, cut at gamma."""
+    update = {"a": drawn(1.0, 500)}
+    link = svt_privacy(fraction=0.1, epsilon=1e9, noise_var=1e9, gamma=0.8, tau=0.5)
+    (found,) = link.apply(update, generator("exact")).values()
+    sent = found != 0
+    assert torch.allclose(found[sent], update["a"][sent].clamp(-0.8, 0.8), atol=1e-6)
+    assert float(update["a"][sent].abs().min()) >= 0.5 - 1e-6
+
+
+def test_local_noise_is_flowers() -> None:
+    epsilon, sensitivity, delta = 2.0, 0.3, 1e-4
+    link = local_dp(epsilon, sensitivity, delta)
+    assert isinstance(link, gaussian)
+    theirs = add_localdp_gaussian_noise_to_params(
+        ndarrays_to_parameters([np.zeros(200_000)]), sensitivity, epsilon, delta
+    )
+    seen = float(parameters_to_ndarrays(theirs)[0].std())
+    assert abs(seen / link.sigma - 1) < 5 / math.sqrt(2 * 200_000)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: percentile_privacy(percentile=101), "percentile must lie in 0..100, got 101"),
+        (lambda: percentile_privacy(gamma=0), "gamma must be above 0, got 0"),
+        (lambda: svt_privacy(fraction=0), "fraction must be above 0 and at most 1, got 0"),
+        (lambda: svt_privacy(noise_var=0), "must be above 0, got 0.1 and 0"),
+        (lambda: svt_privacy(steps=0), "steps must be at least 1, got 0"),
+        (lambda: local_dp(0.0), "an epsilon above 0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(make: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()  # type: ignore[operator]
